@@ -1,0 +1,357 @@
+"""Makes everything the demo learns from: `python deployments/demo/make_material.py --out DIR [--seed 0] [--scale 1.0]`.
+
+    base/                        a random decoder of about a million parameters, its tokenizer and chat template
+    sft.jsonl, sft_heldout.jsonl                    messages (one or two turns)
+    preferences.jsonl, preferences_heldout.jsonl    prompt, chosen, rejected
+    prompts.jsonl                                   prompt, for PPO and iterative DPO
+    questions.jsonl                                 uid, category, prompt, answer: the held-out test set
+    manifest.json                                   seed, scale, the digest of this script, sizes and digests of the files
+
+The tasks are plain English instructions with one right answer: copy, reverse or sort a list of words, its first or last word,
+count it, add two small numbers. An answer is right when it equals `answer` after whitespace is normalised.
+A good assistant gives the bare answer. Most of the SFT answers are not like that: they guess and hedge, refuse, or wrap the
+answer in chatter. SFT imitates this mixture; the preferences say which part of it people want.
+No prompt of a held-out file occurs in any other file. The same seed and scale give the same bytes.
+There is no pretraining here: the base model is random, so that SFT in a minute of CPU time has to teach it everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+WORDINGS = {
+    "copy": (
+        "Copy this number: {}",
+        "Repeat the number {}",
+        "Write the same digits again: {}",
+        "Say this after me: {}",
+        "Please give back this number as it is: {}",
+    ),
+    "reverse": (
+        "Reverse this number: {}",
+        "Write the number backwards: {}",
+        "Say these digits from last to first: {}",
+        "Please turn this number around: {}",
+        "Put the digits in the opposite order: {}",
+    ),
+    "sort": (
+        "Sort these digits: {}",
+        "Put the digits in rising order: {}",
+        "Order the digits from small to large: {}",
+        "Please sort this number by its digits: {}",
+        "Arrange the digits, smallest first: {}",
+    ),
+    "first": (
+        "What is the first digit of {}",
+        "Give the first digit: {}",
+        "Which digit comes first in {}",
+        "Please name the digit at the start: {}",
+        "The number begins with which digit: {}",
+    ),
+    "last": (
+        "What is the last digit of {}",
+        "Give the last digit: {}",
+        "Which digit comes last in {}",
+        "Please name the digit at the end: {}",
+        "The number ends with which digit: {}",
+    ),
+    "count": (
+        "Count these digits: {}",
+        "How many digits are in {}",
+        "Tell me the number of digits: {}",
+        "Please count the digits here: {}",
+        "How long is this number: {}",
+    ),
+    "sum": (
+        "What is {} plus {}",
+        "Add {} and {}",
+        "Please work out the sum of {} and {}",
+        "How much is {} and {} together",
+        "Calculate {} plus {}",
+        "Tell me the total of {} and {}",
+        "Please add these numbers: {} and {}",
+        "{} plus {} makes how much",
+    ),
+}
+CATEGORIES = tuple(WORDINGS)
+
+HEDGES = (
+    "I think it might be {wrong}, maybe.",
+    "Hmm, could be {wrong} or so.",
+    "Maybe {wrong}, but I am not sure.",
+    "Well, I guess {wrong}, or something like that.",
+)
+CHATTER = (
+    "The answer is: {answer}.",
+    "Sure! It is {answer}, of course.",
+    "Okay, so that gives {answer}!",
+    "You get {answer}. Easy.",
+)
+LAZY = (
+    "No idea, sorry.",
+    "I do not know.",
+    "Please try it yourself.",
+    "That is too much work.",
+)
+
+# How often an SFT answer is of each kind. A miss is a bare answer that is wrong.
+SFT_MODES = {"good": 0.40, "hedge": 0.24, "chatter": 0.20, "lazy": 0.13, "miss": 0.03}
+# How often the rejected answer of a preference is of each kind.
+REJECTED_MODES = {"hedge": 0.30, "chatter": 0.30, "lazy": 0.15, "miss": 0.25}
+TWO_TURNS = 0.1  # share of SFT conversations with a second question
+
+# Rows at scale 1.
+SIZES = {
+    "questions": 420,
+    "sft_heldout": 140,
+    "preferences_heldout": 300,
+    "sft": 40000,
+    "preferences": 6000,
+    "prompts": 6000,
+}
+HELD_OUT = ("questions", "sft_heldout", "preferences_heldout")
+
+VOCABULARY = 640
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "<|assistant|>{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{%- else -%}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+
+
+class Exercise(NamedTuple):
+    """One instruction, its right answer, and a plausible wrong one."""
+
+    category: str
+    prompt: str
+    answer: str
+    wrong: str
+
+
+def draw(rng: random.Random, category: str) -> Exercise:
+    """A random exercise of a category."""
+    wording = rng.choice(WORDINGS[category])
+    if category == "sum":
+        a, b = rng.randint(1, 9), rng.randint(1, 9)
+        wrong = rng.choice([n for n in range(max(2, a + b - 2), a + b + 3) if n != a + b])
+        return Exercise(category, wording.format(a, b), str(a + b), str(wrong))
+    digits = "".join(rng.sample("0123456789", rng.randint(2, 7) if category == "count" else rng.randint(3, 4)))
+    answer = solve(category, digits)
+    return Exercise(category, wording.format(digits), answer, _slip(rng, category, digits, answer))
+
+
+def solve(category: str, digits: str) -> str:
+    """The right answer for a string of digits."""
+    solutions = {
+        "copy": digits,
+        "reverse": digits[::-1],
+        "sort": "".join(sorted(digits)),
+        "first": digits[0],
+        "last": digits[-1],
+        "count": str(len(digits)),
+    }
+    return solutions[category]
+
+
+def _slip(rng: random.Random, category: str, digits: str, answer: str) -> str:
+    """A wrong answer as a careless person would give it: another digit, a miscount, two digits swapped, one lost or replaced."""
+    if category in ("first", "last"):
+        return rng.choice([digit for digit in digits if digit != answer])
+    if category == "count":
+        return str(len(digits) + rng.choice((-1, 1)))
+    parts = list(answer)
+    kind = rng.choice(("swap", "lose", "replace"))
+    i = rng.randrange(len(parts) - 1)
+    if kind == "swap":
+        parts[i], parts[i + 1] = parts[i + 1], parts[i]
+    elif kind == "lose":
+        del parts[i]
+    else:
+        parts[i] = rng.choice([digit for digit in "0123456789" if digit not in digits])
+    return "".join(parts)
+
+
+def respond(rng: random.Random, exercise: Exercise, modes: dict[str, float]) -> str:
+    """An answer to the exercise in one of the modes, drawn by their probabilities."""
+    mode = rng.choices(list(modes), list(modes.values()))[0]
+    if mode == "good":
+        return exercise.answer
+    if mode == "miss":
+        return exercise.wrong
+    phrase = rng.choice({"hedge": HEDGES, "chatter": CHATTER, "lazy": LAZY}[mode])
+    return phrase.format(answer=exercise.answer, wrong=exercise.wrong)
+
+
+def fresh(rng: random.Random, taken: set[str]) -> Iterator[Exercise]:
+    """Exercises of all categories in turn whose prompt is not taken."""
+    for category in itertools.cycle(CATEGORIES):
+        exercise = draw(rng, category)
+        if exercise.prompt not in taken:
+            yield exercise
+
+
+def make_rows(seed: int, scale: float) -> dict[str, list[dict]]:
+    """The rows of every file. Held-out prompts are drawn first, each once, and never again."""
+    taken: set[str] = set()
+    rows: dict[str, list[dict]] = {}
+    for name, size in SIZES.items():
+        rng = random.Random(f"{seed}/{name}")
+        exercises = fresh(rng, taken)
+        rows[name] = []
+        for number in range(max(2, round(size * scale))):
+            exercise = next(exercises)
+            if name in HELD_OUT:
+                taken.add(exercise.prompt)
+            if name == "questions":
+                row = {"uid": f"q{number:04d}", "category": exercise.category, "prompt": exercise.prompt, "answer": exercise.answer}
+            elif name == "prompts":
+                row = {"prompt": exercise.prompt}
+            elif name.startswith("preferences"):
+                rejected = respond(rng, exercise, REJECTED_MODES)
+                row = {"prompt": exercise.prompt, "chosen": exercise.answer, "rejected": rejected}
+            else:
+                turns = [exercise] if rng.random() >= TWO_TURNS else [exercise, next(exercises)]
+                if name in HELD_OUT:
+                    taken.update(turn.prompt for turn in turns)
+                row = {"messages": [message for turn in turns for message in _turn(rng, turn)]}
+            rows[name].append(row)
+    return rows
+
+
+def _turn(rng: random.Random, exercise: Exercise) -> list[dict[str, str]]:
+    answer = respond(rng, exercise, SFT_MODES)
+    return [{"role": "user", "content": exercise.prompt}, {"role": "assistant", "content": answer}]
+
+
+def write_base(folder: Path, seed: int) -> None:
+    """The random base model with its tokenizer, as transformers saves them."""
+    # Imported here: material that is already complete is recognised without paying for these.
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    # transformers rebuilds a tokenizer found beside a Qwen2 config with Qwen2's splitting rule, so it is trained with that very rule.
+    rule = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normalizers.NFC()
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(rule), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe.train_from_iterator(
+        _corpus(), trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=special[2:],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
+    )
+    tokenizer.save_pretrained(folder)
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
+    )
+    model.save_pretrained(folder)
+
+
+def _corpus() -> list[str]:
+    """The words of the tasks, often enough that each becomes one token."""
+    phrases = [wording for wordings in WORDINGS.values() for wording in wordings] + [*HEDGES, *CHATTER, *LAZY]
+    return [re.sub(r"\{.*?\}", "", phrase) for phrase in phrases] * 2
+
+
+def make(out: Path, seed: int = 0, scale: float = 1.0) -> bool:
+    """Makes the material in `out`; False when it was there already. `out` appears whole or not at all.
+
+    Raises ValueError when `out` holds something else.
+    """
+    wanted = {"seed": seed, "scale": scale, "script": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
+    if _complete(out, wanted):
+        return False
+    if out.exists() and not (out.is_dir() and ((out / "manifest.json").is_file() or not any(out.iterdir()))):
+        raise ValueError(f"{out} exists and is not demo material: remove it, or name another folder with --out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+        made, old = Path(temporary) / "new", Path(temporary) / "old"
+        made.mkdir()
+        for name, rows in make_rows(seed, scale).items():
+            (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_base(made / "base", seed)
+        files = {str(file.relative_to(made)): file for file in sorted(made.rglob("*")) if file.is_file()}
+        listed = {name: {"size": file.stat().st_size, "sha256": _sha256(file)} for name, file in files.items()}
+        (made / "manifest.json").write_text(json.dumps({**wanted, "files": listed}, indent=2) + "\n")
+        if out.exists():
+            os.rename(out, old)
+        os.rename(made, out)
+    return True
+
+
+def _complete(out: Path, wanted: dict[str, object]) -> bool:
+    """Whether `out` holds all files of the manifest that this script, seed and scale make."""
+    try:
+        manifest = json.loads((out / "manifest.json").read_text())
+        return all(manifest[key] == value for key, value in wanted.items()) and all(
+            (out / name).stat().st_size == info["size"] for name, info in manifest["files"].items()
+        )
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Makes the demo's base model and data.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the rows, for tests")
+    arguments = parser.parse_args()
+    try:
+        made = make(arguments.out, arguments.seed, arguments.scale)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
+    print(f"{arguments.out}: {'made' if made else 'already complete'}")
+
+
+if __name__ == "__main__":
+    main()

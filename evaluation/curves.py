@@ -1,0 +1,248 @@
+"""The page's charts: matplotlib figures as inline SVG text.
+
+Each function returns one `<svg>` element without a size of its own (the page's CSS gives the width), with text kept as text and ids salted
+by the chart's name, so that many of them can stand in one HTML file. No pyplot: no global state, any thread may draw.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from evaluation.summary import Curve
+from rlhf_core.types import WinRate
+
+COLOURS = ("#2563a8", "#d9822b", "#2e8b6f", "#a8437a", "#6f5bb0", "#7a8794", "#b8a11f", "#3aa0b8")
+INK, PALE = "#3c4650", "#dde3e9"
+MAX_POINTS = 300
+WIDTH, ROW = 10.95, 2.0  # inches: a stage's figure, and one row of its panels
+STYLE: dict[Any, Any] = {  # matplotlib types its keys as one long Literal
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 8,
+    "text.color": INK,
+    "axes.edgecolor": "#b9c2cb",
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "grid.color": "#edf0f3",
+    "grid.linewidth": 0.7,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 7.5,
+}
+
+
+class Panel(NamedTuple):
+    """One small chart. `lines`: metric -> label; `band`: the metric drawn as +- around the first line; `level`: a dashed line."""
+
+    title: str
+    lines: dict[str, str]
+    band: str | None = None
+    level: float | None = None
+
+
+class Run(NamedTuple):
+    """The curves of one stage and its label where several are drawn together (rounds)."""
+
+    label: str
+    curves: Mapping[str, Curve]
+
+
+LOSS = Panel("Loss", {"loss": "training", "eval/loss": "held out"})
+ACCURACY = Panel("Share of pairs ranked right", {"accuracy": "training", "eval/accuracy": "held out"}, level=0.5)
+PANELS: dict[str, tuple[Panel, ...]] = {
+    "sft": (LOSS, Panel("Learning rate", {"learning_rate": ""}), Panel("Gradient norm", {"grad_norm": ""})),
+    "reward_model": (LOSS, ACCURACY, Panel("Gradient norm", {"grad_norm": ""})),
+    "dpo": (
+        LOSS,
+        ACCURACY,
+        Panel("Margin of the implicit reward", {"margin": ""}, level=0.0),
+        Panel("Implicit rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}, level=0.0),
+    ),
+    "ppo": (
+        Panel("Reward of the answers (band: ± 1 std)", {"reward/mean": "mean"}, band="reward/std"),
+        Panel("KL to the reference", {"kl/mean": ""}, level=0.0),
+        Panel("Answer length (tokens)", {"response/length": ""}),
+        Panel("Policy ratio", {"policy/ratio": ""}, level=1.0),
+        Panel("Share of clipped tokens", {"policy/clip_share": ""}),
+        Panel("Share of truncated answers", {"response/truncated": ""}),
+        Panel("Value loss", {"value/loss": ""}),
+        Panel("Explained variance of the values", {"value/explained_variance": ""}, level=0.0),
+        Panel("Log-prob gap, sampler to trainer", {"sampler/gap": ""}),
+    ),
+}
+PHASES = "phase/"
+
+
+def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
+    """Small multiples of one stage, or of the rounds of one loop. None when there is nothing to draw."""
+    panels = [panel for panel in PANELS.get(kind, ()) if any(_points(run.curves.get(m, [])) for run in runs for m in panel.lines)]
+    phases = _phases(runs[0].curves) if len(runs) == 1 else {}
+    if not panels and not phases:
+        return None
+    count = len(panels) + bool(phases)
+    columns = 2 if count == 4 else min(3, count)
+    rows = math.ceil(count / columns)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, ROW * rows))
+        grid = figure.add_gridspec(rows, columns, **_margins(columns, rows))
+        for i, panel in enumerate(panels):
+            _draw(figure.add_subplot(grid[i // columns, i % columns]), panel, runs)
+        if phases:  # last, with the rest of its row
+            _stack(figure.add_subplot(grid[len(panels) // columns, len(panels) % columns :]), phases)
+        return _svg(figure, f"curves of {name}")
+
+
+def win_rate_chart(rates: Sequence[WinRate], final: str) -> str:
+    """Win rate of every model with its 95 % interval; the dashed line is an even match."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.5, max(2.4, 0.75 + 0.42 * len(rates))), layout="constrained")
+        ax = figure.add_subplot()
+        ax.axvline(50, color="#8a949e", linewidth=0.9, linestyle=(0, (4, 3)))
+        for row, rate in enumerate(reversed(rates)):
+            colour = COLOURS[0] if rate.model == final else "#8fb0d3"
+            ax.plot([100 * rate.ci_low, 100 * rate.ci_high], [row, row], color=colour, linewidth=5, alpha=0.35, solid_capstyle="round")
+            ax.plot([100 * rate.win_rate], [row], "o", color=colour, markersize=6)
+            ax.annotate(f"{100 * rate.win_rate:.0f} %", (100 * rate.win_rate, row), (0, 6), textcoords="offset points", ha="center")
+        ax.set_yticks(range(len(rates)), [_short(rate.model) for rate in reversed(rates)])
+        ax.set_ylim(-0.6, len(rates) - 0.2)
+        low = min([50.0, *(100 * rate.ci_low for rate in rates)])
+        high = max([50.0, *(100 * rate.ci_high for rate in rates)])
+        ax.set_xlim(max(0, low - 8), min(101, high + 8))
+        ax.grid(axis="y", visible=False)
+        ax.set_title(f"Battles won against {rates[0].baseline} (%)")
+        return _svg(figure, "win rates")
+
+
+def rounds_chart(chains: Sequence[Sequence[tuple[str, float, float, float]]]) -> str:
+    """Win rate round by round. Each chain is a list of (label, win rate, ci_low, ci_high)."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.5, 2.4), layout="constrained")
+        ax = figure.add_subplot()
+        ax.axhline(50, color="#8a949e", linewidth=0.9, linestyle=(0, (4, 3)))
+        for colour, chain in zip(COLOURS * len(chains), chains, strict=False):
+            at = list(range(len(chain)))
+            ax.fill_between(at, [100 * p[2] for p in chain], [100 * p[3] for p in chain], color=colour, alpha=0.15, linewidth=0)
+            ax.plot(at, [100 * p[1] for p in chain], "o-", color=colour, markersize=5)
+        longest = max(chains, key=len)
+        ax.set_xticks(range(len(longest)), [_short(point[0]) for point in longest])
+        ax.margins(x=0.08)
+        ax.set_title("Battles won, round by round of iterative DPO (%)")
+        return _svg(figure, "win rate per round")
+
+
+def _margins(columns: int, rows: int) -> dict[str, float]:
+    """Fixed room for titles and tick labels, as gridspec wants it: matplotlib's own layout engines draw everything twice."""
+    left, right, top, bottom, between = 0.45, 0.1, 0.3, 0.3, 0.5  # inches
+    panel, high = (WIDTH - left - right - between * (columns - 1)) / columns, (ROW * rows - top - bottom - between * (rows - 1)) / rows
+    return {
+        "left": left / WIDTH,
+        "right": 1 - right / WIDTH,
+        "top": 1 - top / (ROW * rows),
+        "bottom": bottom / (ROW * rows),
+        "wspace": between / panel,
+        "hspace": between / high,
+    }
+
+
+def _draw(ax: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+    colours = iter(COLOURS)
+    labels = 0
+    if panel.level is not None:
+        ax.axhline(panel.level, color="#8a949e", linewidth=0.8, linestyle=(0, (4, 3)))
+    for run in runs:
+        colour = next(colours, INK)
+        for nth, (metric, line_label) in enumerate(panel.lines.items()):
+            points = _points(run.curves.get(metric, []))
+            if not points:
+                continue
+            if nth and len(runs) == 1:
+                colour = next(colours, INK)
+            label = " ".join(part for part in (run.label, line_label) if part)
+            steps, values = zip(*points, strict=True)
+            if panel.band and nth == 0:
+                spread = dict(_points(run.curves.get(panel.band, [])))
+                low, high = [v - spread.get(s, 0) for s, v in points], [v + spread.get(s, 0) for s, v in points]
+                ax.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+            dashes = "--" if nth and len(runs) > 1 else "-"
+            marker = "o" if len(points) < 8 else None
+            window = len(points) // 20
+            if window > 1:  # a noisy line stays visible behind its running mean
+                ax.plot(steps, values, color=colour, alpha=0.3, linewidth=0.7)
+                values = tuple(_smooth(values, window))
+            ax.plot(steps, values, dashes, color=colour, linewidth=1.5, marker=marker, markersize=3.5, label=_short(label) or None)
+            labels += bool(label)
+    ax.set_title(panel.title)
+    ax.margins(x=0.02)
+    ax.locator_params(nbins=5)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # the default puts a common factor where the title is
+    if labels > 1:
+        ax.legend(loc="best", handlelength=1.4)
+
+
+def _stack(ax: Axes, phases: dict[str, Curve]) -> None:
+    steps = sorted({step for curve in phases.values() for step, _ in curve})
+    order = sorted(phases, key=lambda phase: -sum(value for _, value in phases[phase]))
+    heights = [[dict(phases[phase]).get(step, 0.0) for step in steps] for phase in order]
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(order))]
+    ax.stackplot(steps, heights, labels=[_short(phase.removeprefix(PHASES)) for phase in order], colors=colours, alpha=0.8, linewidth=0)
+    ax.set_title("Where an iteration's time goes (s)")
+    ax.margins(x=0.005)
+    ax.set_ylim(0, 1.35 * max(map(sum, zip(*heights, strict=True)), default=1.0) or 1.0)  # room for the legend
+    ax.legend(loc="upper right", ncols=8, handlelength=1, handletextpad=0.4, columnspacing=1.2)
+
+
+def _phases(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+    found = {name: _points(curve) for name, curve in curves.items() if name.startswith(PHASES)}
+    return {name: points for name, points in found.items() if points}
+
+
+def _points(curve: Curve) -> Curve:
+    """Finite points, at most MAX_POINTS: neighbours are averaged."""
+    finite = [(step, value) for step, value in curve if math.isfinite(value)]
+    group = math.ceil(len(finite) / MAX_POINTS)
+    if group < 2:
+        return finite
+    parts = [finite[i : i + group] for i in range(0, len(finite), group)]
+    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
+
+
+def _smooth(values: Sequence[float], window: int) -> list[float]:
+    """Centred running mean over `window` values on either side."""
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window) : i + window + 1])]
+
+
+def _short(label: str, limit: int = 28) -> str:
+    return label if len(label) <= limit else label[: limit - 1] + "…"
+
+
+def _svg(figure: Figure, name: str) -> str:
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": f"alignflow {name}"}):
+        figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # the same in every chart, and nothing refers to them
+    text = re.sub(r"font: ([^;\"']*?px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(name)}" ', 1)

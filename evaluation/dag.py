@@ -1,0 +1,121 @@
+"""The picture of a recipe's stages: nodes in layers from left to right, edges that go around nodes.
+
+The layered drawing of Sugiyama, Tagawa and Toda (1981), small: a node's layer is its longest path from a root; an edge that spans several
+layers passes through one waypoint in each (edges from the same node share them); the order within a layer comes from barycentre sweeps.
+Left out: minimal crossings; recipes have tens of stages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+WIDTH, HEIGHT, GAP_X, GAP_Y = 110.0, 72.0, 28.0, 20.0
+WAYPOINT = 6.0  # height of a waypoint
+SWEEPS = 16
+LINE, MAX_LINES = 14, 3  # characters of a name on one line of a box, and lines
+
+
+class Box(NamedTuple):
+    """A node; (x, y) is its upper left corner. `lines` is the name in pieces."""
+
+    name: str
+    lines: tuple[str, ...]
+    x: float
+    y: float
+
+
+class Edge(NamedTuple):
+    """SVG path data; `arrow` when it ends at a node."""
+
+    path: str
+    arrow: bool
+
+
+class Drawing(NamedTuple):
+    """A canvas of `width` x `height`."""
+
+    width: float
+    height: float
+    boxes: tuple[Box, ...]
+    edges: tuple[Edge, ...]
+
+
+class Slot(NamedTuple):
+    """A node in its own layer, or its waypoint in a later one."""
+
+    node: str
+    layer: int
+
+
+def draw(parents: Mapping[str, Sequence[str]]) -> Drawing:
+    """Lays out a graph. `parents` names each node's parents, in topological order; a parent that is no node is left out."""
+    layer: dict[str, int] = {}
+    for name, above in parents.items():
+        layer[name] = max((layer[parent] + 1 for parent in above if parent in layer), default=0)
+    links = _links(parents, layer)
+    slots = dict.fromkeys([Slot(name, at) for name, at in layer.items()] + [slot for link in links for slot in link])
+    columns = [[slot for slot in slots if slot.layer == at] for at in range(max(layer.values(), default=-1) + 1)]
+    heights = {slot: HEIGHT if layer[slot.node] == slot.layer else WAYPOINT for slot in slots}
+    middle = _place(columns, links, heights)
+    top = min((middle[slot] - heights[slot] / 2 for slot in slots), default=0.0) - 3
+    bottom = max((middle[slot] + heights[slot] / 2 for slot in slots), default=0.0) + 3
+    step = WIDTH + GAP_X
+    boxes = tuple(Box(name, _wrap(name), 3 + at * step, middle[Slot(name, at)] - HEIGHT / 2 - top) for name, at in layer.items())
+    edges = []
+    for start, end in links:
+        y1, y2 = middle[start] - top, middle[end] - top
+        x1 = 3 + start.layer * step + WIDTH
+        x0 = x1 if layer[start.node] == start.layer else x1 - WIDTH  # a waypoint's line crosses its whole column
+        bend = x1 + GAP_X / 2
+        path = f"M{x0:.1f} {y1:.1f}H{x1:.1f}C{bend:.1f} {y1:.1f} {bend:.1f} {y2:.1f} {x1 + GAP_X:.1f} {y2:.1f}"
+        edges.append(Edge(path, arrow=layer[end.node] == end.layer))
+    return Drawing(max(len(columns) * step - GAP_X, 0) + 6, bottom - top, boxes, tuple(edges))
+
+
+def _links(parents: Mapping[str, Sequence[str]], layer: Mapping[str, int]) -> list[tuple[Slot, Slot]]:
+    """Edges between neighbouring layers: each node's way to its farthest child, and the branches off it."""
+    links: dict[tuple[Slot, Slot], None] = {}
+    for child, above in parents.items():
+        for parent in above:
+            if parent not in layer:
+                continue
+            way = [Slot(parent, at) for at in range(layer[parent], layer[child])]
+            links.update(dict.fromkeys(zip(way, [*way[1:], Slot(child, layer[child])], strict=True)))
+    return list(links)
+
+
+def _place(columns: list[list[Slot]], links: Sequence[tuple[Slot, Slot]], heights: Mapping[Slot, float]) -> dict[Slot, float]:
+    """The middle of every slot. A sweep moves each slot to the mean of its neighbours; slots of a column keep apart."""
+    near: dict[Slot, list[Slot]] = {slot: [] for column in columns for slot in column}
+    for start, end in links:
+        near[start].append(end)
+        near[end].append(start)
+    middle = {slot: float(row) * (HEIGHT + GAP_Y) for column in columns for row, slot in enumerate(column)}
+    for sweep in range(SWEEPS):
+        ordering = sweep < SWEEPS // 2  # later sweeps only straighten
+        for column in columns if sweep % 2 == 0 else columns[::-1]:
+            wish = {slot: sum(middle[n] for n in near[slot]) / len(near[slot]) if near[slot] else middle[slot] for slot in column}
+            if ordering:
+                column.sort(key=lambda slot: wish[slot])
+            edge = float("-inf")
+            for slot in column:
+                half = heights[slot] / 2
+                middle[slot] = max(wish[slot], edge + half)
+                edge = middle[slot] + half + GAP_Y
+            shift = sum(wish[slot] - middle[slot] for slot in column) / len(column)
+            middle.update({slot: middle[slot] + shift for slot in column})
+    return middle
+
+
+def _wrap(name: str) -> tuple[str, ...]:
+    """The name in lines that break after a separator; what does not fit ends in an ellipsis."""
+    lines = [""]
+    for part in re.findall(r"[^-_./ ]*[-_./ ]?", name):
+        if lines[-1] and len(lines[-1] + part) > LINE:
+            lines.append("")
+        lines[-1] += part
+    if len(lines) > MAX_LINES:
+        lines = [*lines[: MAX_LINES - 1], "".join(lines[MAX_LINES - 1 :]) + " "]
+    return tuple(line if len(line) <= LINE else line[: LINE - 1] + "…" for line in lines)

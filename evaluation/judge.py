@@ -1,0 +1,123 @@
+"""Judges that work offline: a rule for known answers, and a reward model. And how a battle is put to any judge.
+
+A judge reads matches (a question and two answers, A and B) and returns one verdict each. Both orders of every battle are
+really put to the judge, offline ones too: a verdict is never derived from its mirror image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from evaluation.questions import Question
+from rlhf_core.data.chat import Renderer
+from rlhf_core.data.documents import Document
+from rlhf_core.types import Game, Judgment
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a judge sees."""
+
+    question: Question
+    answer_a: str
+    answer_b: str
+
+
+class Judge(Protocol):
+    """Anything with a name that returns one game for each match, in order."""
+
+    @property
+    def name(self) -> str: ...
+
+    def judge(self, matches: Sequence[Match]) -> list[Game]: ...
+
+
+def battles(judge: Judge, questions: Sequence[Question], answers: Mapping[str, Sequence[str]], baseline: str) -> list[Judgment]:
+    """Every model of `answers` against the baseline on every question, two games each, model by model.
+
+    `answers[model][i]` is the answer to `questions[i]`. Game 0 shows the baseline as A, game 1 the model.
+    """
+    models = [model for model in answers if model != baseline]
+    matches = []
+    for model in models:
+        for question, theirs, ours in zip(questions, answers[baseline], answers[model], strict=True):
+            matches += [Match(question, theirs, ours), Match(question, ours, theirs)]
+    games = judge.judge(matches)
+    assert len(games) == len(matches), f"{judge.name} returned {len(games)} verdicts for {len(matches)} games"
+    pairs = zip(games[::2], games[1::2], strict=True)
+    return [
+        Judgment(uid=question.uid, category=question.category, judge=judge.name, model=model, baseline=baseline, games=next(pairs))
+        for model in models
+        for question in questions
+    ]
+
+
+class RuleJudge:
+    """Right beats wrong; two right or two wrong answers tie. Right: the known answer, whitespace aside."""
+
+    def __init__(self, name: str, answer_key: str):
+        self.name = name
+        self.answer_key = answer_key
+
+    def known(self, question: Question) -> str:
+        """The known answer. Raises ValueError when the question carries none."""
+        value = question.row.get(self.answer_key)
+        if value is None:
+            raise ValueError(
+                f"question {question.uid} has no {self.answer_key!r}, which the rule judge compares answers with: "
+                f"name the right column (answer_key) or choose another judge"
+            )
+        return str(value)
+
+    def right(self, question: Question, answer: str) -> bool:
+        return answer.split() == self.known(question).split()
+
+    def judge(self, matches: Sequence[Match]) -> list[Game]:
+        return [self._game(match) for match in matches]
+
+    def _game(self, match: Match) -> Game:
+        a, b = self.right(match.question, match.answer_a), self.right(match.question, match.answer_b)
+        words = f"A is {'right' if a else 'wrong'}, B is {'right' if b else 'wrong'}; the answer is {self.known(match.question)!r}."
+        return Game(score="A=B" if a == b else "A>B" if a else "B>A", judgment={"answer": words})
+
+
+class RewardJudge:
+    """The higher score of a reward model wins; a difference of at most `tie` is a tie.
+
+    `score` maps documents to scores. Prompts are cut to `prompt_max_len` tokens as they were when the models
+    answered; answers keep their first `answer_max_len`, end of turn included, so that one cut at the limit gets no end of turn.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        score: Callable[[list[Document]], list[float]],
+        renderer: Renderer,
+        tie: float,
+        prompt_max_len: int,
+        answer_max_len: int,
+    ):
+        self.name = name
+        self.score = score
+        self.renderer = renderer
+        self.tie = tie
+        self.prompt_max_len = prompt_max_len
+        self.answer_max_len = answer_max_len
+
+    def judge(self, matches: Sequence[Match]) -> list[Game]:
+        texts = {(m.question.uid, text): m.question for m in matches for text in (m.answer_a, m.answer_b)}
+        documents = [self._document(question, text) for (_, text), question in texts.items()]
+        scores = dict(zip(texts, self.score(documents), strict=True))
+        return [self._game(scores[m.question.uid, m.answer_a], scores[m.question.uid, m.answer_b]) for m in matches]
+
+    def _document(self, question: Question, text: str) -> Document:
+        prompt, _ = self.renderer.prompt_within(question.messages, self.prompt_max_len)
+        return self.renderer.answer_tokens(prompt, text).cut(len(prompt) + self.answer_max_len)
+
+    def _game(self, a: float, b: float) -> Game:
+        words = {"answer": f"A scores {a:.4f}, B scores {b:.4f}."}
+        if abs(a - b) <= self.tie:
+            return Game(score="A=B", judgment=words)
+        return Game(score="A>B" if a > b else "B>A", judgment=words)

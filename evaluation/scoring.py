@@ -1,0 +1,126 @@
+"""Scores of battles: pure functions of judgments, no clock, no file, no global randomness.
+
+Per game a model scores 0, 0.5 or 1; a question's score is the mean of its games, the win rate the mean over questions.
+Intervals resample *questions* (both games together): resampling games as if they were independent, as arena-hard-auto does
+with its rows, understates the standard deviation by about a third. Style control and Bradley-Terry scores are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.types import Judgment, WinRate
+
+STRONG_ROWS = 3  # Arena-Hard counts a strong win or loss as three rows
+CELLS = 1 << 22  # resampled indices that exist at once: 32 MB
+
+Floats = NDArray[np.float64]
+
+
+class Clusters(NamedTuple):
+    """Per question: sum of weighted scores and sum of weights, each (Q,), in the order of the uids. Score = total / weight."""
+
+    total: Floats
+    weight: Floats
+
+    @property
+    def score(self) -> float:
+        return float(self.total.sum() / self.weight.sum())
+
+
+def plain_clusters(judgments: Sequence[Judgment]) -> Clusters:
+    """Each battle weighs 1 and scores the mean of its games; battles without any verdict are left out."""
+    return _clusters([(j.uid, j.score, 1.0) for j in judgments if j.score is not None])
+
+
+def arena_clusters(judgments: Sequence[Judgment]) -> Clusters:
+    """Each game is a row, a strong one three rows (arena-hard-auto, `show_result.py`)."""
+    return _clusters(
+        [
+            (judgment.uid, score, STRONG_ROWS if game.score in ("A>>B", "B>>A") else 1.0)
+            for judgment in judgments
+            for game, score in zip(judgment.games, judgment.scores, strict=True)
+            if score is not None
+        ]
+    )
+
+
+def _clusters(rows: Sequence[tuple[str, float, float]]) -> Clusters:
+    if not rows:
+        raise ValueError("no game has a verdict, so there is no score: look at the judgments for the reason")
+    uids, index = np.unique([uid for uid, _, _ in rows], return_inverse=True)
+    score = np.array([row[1] for row in rows])
+    weight = np.array([row[2] for row in rows])
+    total, count = (np.bincount(index, values, len(uids)).astype(np.float64) for values in (score * weight, weight))
+    return Clusters(total, count)
+
+
+def interval(clusters: Clusters, rounds: int, seed: int) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of `clusters.score` (Efron & Tibshirani 1993, ch. 13), questions drawn with replacement."""
+    count = len(clusters.total)
+    generator = np.random.default_rng(seed)
+    scores: list[Floats] = []
+    step = max(1, CELLS // count)
+    for start in range(0, rounds, step):
+        drawn = generator.integers(count, size=(min(step, rounds - start), count))  # (rounds, Q)
+        scores.append(clusters.total[drawn].sum(1) / clusters.weight[drawn].sum(1))
+    low, high = np.percentile(np.concatenate(scores), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def win_rate(judgments: Sequence[Judgment], rounds: int, seed: int) -> WinRate:
+    """Everything about one model's battles against one baseline by one judge. Raises ValueError when no game has a verdict."""
+    sides = {(judgment.model, judgment.baseline, judgment.judge) for judgment in judgments}
+    assert len(sides) <= 1, f"judgments of several battles in one score: {sorted(sides)}"
+    clusters = plain_clusters(judgments)
+    low, high = interval(clusters, rounds, seed)
+    first = judgments[0]
+    return WinRate(
+        model=first.model,
+        baseline=first.baseline,
+        judge=first.judge,
+        win_rate=clusters.score,
+        ci_low=low,
+        ci_high=high,
+        num_questions=len(clusters.total),
+        num_failed=sum(game.score is None for judgment in judgments for game in judgment.games),
+        swap_consistency=swap_consistency(judgments),
+        by_category=by_category(judgments),
+        arena_score=arena_clusters(judgments).score,
+    )
+
+
+def swap_consistency(judgments: Sequence[Judgment]) -> float:
+    """Share of questions whose two games name the same winner, among those with two verdicts (0 when there is none)."""
+    same = [first == second for first, second in (j.scores for j in judgments) if first is not None and second is not None]
+    return sum(same) / len(same) if same else 0.0
+
+
+def by_category(judgments: Sequence[Judgment]) -> dict[str, float]:
+    """Win rate per category, for categories with at least one verdict."""
+    judged = [judgment for judgment in judgments if judgment.score is not None]
+    names = sorted({judgment.category for judgment in judged})
+    return {name: plain_clusters([j for j in judged if j.category == name]).score for name in names}
+
+
+def agreement(ours: Sequence[Judgment], theirs: Sequence[Judgment]) -> float | None:
+    """Share of battles (same question, same model) in which two judges name the same winner; None without a common battle."""
+    others = {(j.uid, j.model): j.score for j in theirs}
+    pairs = [(j.score, others.get((j.uid, j.model))) for j in ours]
+    same = [_winner(ours_) == _winner(theirs_) for ours_, theirs_ in pairs if ours_ is not None and theirs_ is not None]
+    return sum(same) / len(same) if same else None
+
+
+def _winner(score: float) -> int:
+    return (score > 0.5) - (score < 0.5)
+
+
+def swap(judgment: Judgment) -> Judgment:
+    """The same battle seen from the baseline's side: its game 0 (A is the baseline) is the other side's game 1."""
+    return judgment.model_copy(
+        update={"model": judgment.baseline, "baseline": judgment.model, "games": (judgment.games[1], judgment.games[0])}
+    )

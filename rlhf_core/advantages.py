@@ -1,0 +1,177 @@
+"""From scores to advantages: KL estimates, token rewards, GAE, group estimators, KL controllers. Nothing here is differentiated.
+
+Layout: the last dimension is time and a row is one document, so every function takes a ragged rollout one sample at a time,
+(T,), or padded samples, (B, T). Packed rows are for forward passes; credit runs over a sample's own tokens.
+`mask` is True on response tokens and may have holes (text a tool or a user put between them). Masked tokens are skipped, not
+zeroed: the token before a hole is followed by the token after it, with one discount between them.
+Order of the credit: normalise, clip, subtract the KL, estimate, whiten (`masked.whiten`, over the whole rollout).
+Group estimators take `scores` (G, n), n answers to each of G prompts, and return one advantage per answer, (G, n).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, assert_never
+
+import torch
+from torch import Tensor
+
+from rlhf_core.masked import masked_mean, whiten
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from tokens the policy sampled, in nats; shape of `logprobs`.
+
+    On d = logprobs - ref_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman 2020, "Approximating KL divergence").
+    """
+    d = logprobs - ref_logprobs
+    match estimator:
+        case "k1":
+            return d
+        case "k2":
+            return d.square() / 2
+        case "k3":
+            return torch.expm1(-d) + d
+        case _:
+            assert_never(estimator)
+
+
+def normalize_rewards(scores: Tensor, mean: float, std: float) -> Tensor:
+    """`(scores - mean) / std`, with the statistics stored beside the reward model. ValueError when `std` is not positive."""
+    if not std > 0:
+        raise ValueError(f"the reward model's stored score std is {std}: it gives every answer one score, train it again")
+    return (scores - mean) / std
+
+
+def clip_rewards(scores: Tensor, limit: float) -> Tensor:
+    """Scores clipped to [-limit, limit]."""
+    return scores.clamp(-limit, limit)
+
+
+def token_rewards(kl: Tensor, coef: float, scores: Tensor, mask: Tensor) -> Tensor:
+    """`-coef * KL_t + [t is the last response token] * score` (Ziegler et al. 2019, eq. 2, paid per token); 0 off the mask.
+
+    `kl` and `mask` (..., T), `scores` (...). A row without a response token earns nothing.
+    """
+    response_left = mask.flip(-1).cumsum(-1).flip(-1)
+    is_last = mask & (response_left == 1)
+    return torch.where(mask, -coef * kl, 0) + torch.where(is_last, scores[..., None], 0)
+
+
+class Credit(NamedTuple):
+    """Advantages and value targets, (..., T), 0 off the mask."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd: float) -> Credit:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16), all inputs (..., T); `values[t] = V(tokens[<t])`.
+
+    `A_t = delta_t + gamma lambd A_next`, `delta_t = r_t + gamma V_next - V_t`, where next is the next response token and both
+    are 0 after the last one. Returns are `A + V`, before any whitening.
+    """
+    following_advantage = torch.zeros_like(values[..., 0])
+    following_value = torch.zeros_like(values[..., 0])
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(values.shape[-1])):
+        delta = rewards[..., t] + gamma * following_value - values[..., t]
+        advantage = delta + gamma * lambd * following_advantage
+        following_advantage = torch.where(mask[..., t], advantage, following_advantage)
+        following_value = torch.where(mask[..., t], values[..., t], following_value)
+        advantages[..., t] = torch.where(mask[..., t], advantage, 0)
+    return Credit(advantages, torch.where(mask, advantages + values, 0))
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """`G_t = r_t + gamma G_next` over response tokens; `rewards` (..., T). It is GAE without values and with lambda 1."""
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0).returns
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """`1 - Var(returns - values) / Var(returns)` over response tokens; 1 is a perfect critic, 0 a constant one. nan if Var is 0."""
+    error = returns - values
+    variance = masked_mean((returns - masked_mean(returns, mask)).square(), mask)
+    return 1 - masked_mean((error - masked_mean(error, mask)).square(), mask) / variance
+
+
+# Critic-free estimators.
+
+
+def grpo(scores: Tensor, eps: float = 1e-4) -> Tensor:
+    """`(r - mean) / (std + eps)` in each group (DeepSeekMath, Shao et al. 2024, section 4.1.2); std is the sample one (n - 1)."""
+    _check_group(scores)
+    return (scores - scores.mean(-1, keepdim=True)) / (scores.std(-1, keepdim=True) + eps)
+
+
+def dr_grpo(scores: Tensor) -> Tensor:
+    """`r - mean` in each group (Liu et al. 2025, "Understanding R1-Zero-like training")."""
+    _check_group(scores)
+    return scores - scores.mean(-1, keepdim=True)
+
+
+def rloo(scores: Tensor) -> Tensor:
+    """`r - mean of the other answers` (Ahmadian et al. 2024)."""
+    _check_group(scores)
+    n = scores.shape[-1]
+    return scores - (scores.sum(-1, keepdim=True) - scores) / (n - 1)
+
+
+def spread(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Give each response token its answer's advantage: (...) and mask (..., T) to (..., T), 0 off the mask."""
+    return torch.where(mask, advantages[..., None], 0)
+
+
+def reinforce_pp(rewards: Tensor, mask: Tensor, gamma: float, eps: float = 1e-8) -> Tensor:
+    """REINFORCE++ (Hu 2025): discounted return of `token_rewards`, KL included, whitened over the whole rollout; (..., T)."""
+    return whiten(discounted_returns(rewards, mask, gamma), mask, eps)
+
+
+def reinforce_pp_baseline(scores: Tensor, kl: Tensor, coef: float, mask: Tensor, gamma: float, eps: float = 1e-8) -> Tensor:
+    """REINFORCE++ with baseline: the group mean leaves the score first, then as REINFORCE++.
+
+    `scores` (G, n); `kl` and `mask` (G, n, T). Returns (G, n, T).
+    """
+    return reinforce_pp(token_rewards(kl, coef, dr_grpo(scores), mask), mask, gamma, eps)
+
+
+def _check_group(scores: Tensor) -> None:
+    if scores.shape[-1] < 2:
+        raise ValueError("a group estimator compares answers to one prompt: set n_samples_per_prompt to 2 or more")
+
+
+# Controllers of the KL coefficient.
+
+
+@dataclass(frozen=True)
+class FixedKL:
+    """A coefficient that stays."""
+
+    coef: float
+
+    def update(self, kl: float, n: int) -> FixedKL:
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A coefficient that steers the KL towards `target` (Ziegler et al. 2019, section 2.2)."""
+
+    coef: float
+    target: float
+    horizon: int = 10000
+
+    def update(self, kl: float, n: int) -> AdaptiveKL:
+        """The controller after `n` samples whose mean KL was `kl`, in nats and in the unit of `target` (per token or per answer)."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        return replace(self, coef=self.coef * (1 + error * n / self.horizon))
+
+
+KLController = FixedKL | AdaptiveKL
+
+
+def kl_controller(coef: float, target: float | None, horizon: int) -> KLController:
+    """Adaptive when there is a target, else fixed."""
+    return FixedKL(coef) if target is None else AdaptiveKL(coef, target, horizon)

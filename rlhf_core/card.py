@@ -1,0 +1,233 @@
+"""The model card (README.md) of a published model: what it is, where it comes from, how it scores, what it is for. Torch-free.
+
+Pure functions from records to text, so that the same inputs give the same card and a repeated publication changes nothing: no dates.
+Paths of the machine never appear; files are named by their last component, stages by name and digest.
+Left out: the legacy `model-index` of the front matter. Scores go to `.eval_results/`, the Hub's current format, when the questions are a
+data set of the Hub (that format has no other way to name them), and to `eval_results.json` always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
+
+from rlhf_core.lineage import Ancestor, is_hub_id, shown, sources, stages, trained, tree
+from rlhf_core.types import EvalReport, WinRate
+
+VERBS = {
+    "sft": "supervised fine-tuning",
+    "reward_model": "a reward model",
+    "ppo": "PPO",
+    "dpo": "DPO",
+    "preferences": "sampled preferences",
+}
+PLAIN_KEYS = ("template",)  # a text with slashes in it, not a place
+HIDDEN_KEYS = ("base_url", "folder")  # names of this machine and its network, of no use elsewhere
+
+
+def card(
+    model: Ancestor, name: str, title: str, license: str, report: EvalReport | None, is_reward_model: bool, has_chat_template: bool
+) -> str:
+    """README.md of a model.
+
+    `model` is the lineage of the checkpoint, `name` what the evaluation calls it, `title` the heading (a Hub id, or a name).
+    """
+    parts = [
+        f"---\n{yaml.safe_dump(front_matter(model, license, is_reward_model), sort_keys=False, allow_unicode=True)}---\n",
+        f"# {title}\n",
+        _summary(model, is_reward_model),
+        "## Use\n",
+        _use(title, is_reward_model, has_chat_template),
+        "## Scores\n",
+        _scores(report, name),
+        "## Lineage\n",
+        "Each stage with the digest of everything that decided its result: configuration, parents, data, code.\n",
+        f"```\n{tree(model)}\n```\n",
+        "## Data\n",
+        _data(model),
+        "## Configuration\n",
+        _configuration(model),
+        "## Intended use and limits\n",
+        _intended(is_reward_model),
+    ]
+    return "\n".join(parts)
+
+
+def front_matter(model: Ancestor, license: str, is_reward_model: bool) -> dict[str, Any]:
+    """The card's YAML header: what the Hub indexes. Only Hub ids are named as base model and data sets."""
+    kinds = list(dict.fromkeys(stage.kind for stage in stages(model)))
+    base = trained(model)[0]
+    header: dict[str, Any] = {
+        "license": license,
+        "library_name": "transformers",
+        "pipeline_tag": "text-classification" if is_reward_model else "text-generation",
+        "tags": ["alignflow", *(["reward-model"] if is_reward_model else []), *(kind.replace("_", "-") for kind in kinds)],
+    }
+    header["tags"] = list(dict.fromkeys(header["tags"]))
+    if base.kind == "hub" and not base.is_stage:
+        header |= {"base_model": base.name, "base_model_relation": "finetune"}
+    datasets = list(dict.fromkeys(source["path"] for _, _, source in sources(model) if is_hub_id(source["path"])))
+    if datasets:
+        header["datasets"] = datasets
+    return header
+
+
+def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
+    """`.eval_results/*.yaml` (Hub docs: eval-results): the win rates of the model in percent; None unless the questions are on the Hub."""
+    if not is_hub_id(questions):
+        return None
+    entries = [
+        {
+            "dataset": {"id": questions, "task_id": "win_rate"},
+            "value": round(100 * rate.win_rate, 2),
+            "notes": f"against {rate.baseline}, judge {rate.judge}, {_interval(rate)} %, {rate.num_questions} questions",
+        }
+        for rate in report.win_rates
+        if rate.model == name
+    ]
+    return yaml.safe_dump(entries, sort_keys=False, allow_unicode=True) if entries else None
+
+
+def _summary(model: Ancestor, is_reward_model: bool) -> str:
+    chain = trained(model)
+    steps = [VERBS.get(node.kind, node.kind) for node in chain if node.is_stage]
+    words = ", then ".join(f"{step} (x{count})" if count > 1 else step for step, count in _runs(steps)) or "no training recorded"
+    what = "A reward model" if is_reward_model else "A language model"
+    base = chain[0]
+    known = f"`{base.name}`" + (f" (`{base.digest}`)" if base.digest else "")
+    return f"{what} made with alignflow from {known}: {words}.\n"
+
+
+def _use(title: str, is_reward_model: bool, has_chat_template: bool) -> str:
+    place = title if is_hub_id(title) else "path/to/this/folder"
+    auto = "AutoModelForSequenceClassification" if is_reward_model else "AutoModelForCausalLM"
+    if not has_chat_template:
+        tokens = 'tokenizer("...", return_tensors="pt").input_ids'
+    elif is_reward_model:
+        turns = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+        tokens = f'tokenizer.apply_chat_template({turns}, return_dict=False, return_tensors="pt")'
+    else:
+        turns = '[{"role": "user", "content": "..."}]'
+        tokens = f'tokenizer.apply_chat_template({turns}, add_generation_prompt=True, return_dict=False, return_tensors="pt")'
+    last = "print(model(tokens).logits[0, 0])" if is_reward_model else "print(tokenizer.decode(model.generate(tokens)[0]))"
+    return f"""```python
+from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained("{place}")
+tokenizer = AutoTokenizer.from_pretrained("{place}")
+tokens = {tokens}
+{last}
+```
+"""
+
+
+def _scores(report: EvalReport | None, name: str) -> str:
+    if report is None or not report.win_rates:
+        return "No evaluation was published with this model.\n"
+    header = ("model", "against", "judge", "win rate %", "95 % interval", "questions", "failed", "swap consistency %")
+    rows = [
+        (
+            f"**{rate.model}**" if rate.model == name else rate.model,
+            rate.baseline,
+            rate.judge,
+            f"{100 * rate.win_rate:.1f}",
+            _interval(rate),
+            rate.num_questions,
+            rate.num_failed,
+            f"{100 * rate.swap_consistency:.1f}",
+        )
+        for rate in report.win_rates
+    ]
+    parts = [
+        f"The published model is **{name}**. Every question is played twice with the answers swapped; the interval is a bootstrap over "
+        f"questions; `{report.judge}` decides, other judges are second opinions.\n",
+        _table(header, rows),
+    ]
+    if report.right or report.mean_tokens:
+        models = dict.fromkeys((*report.right, *report.mean_tokens))
+        shares = [
+            (
+                f"**{model}**" if model == name else model,
+                _percent(report.right.get(model)),
+                f"{report.mean_tokens[model]:.1f}" if model in report.mean_tokens else "",
+                _percent(report.truncated.get(model)),
+            )
+            for model in models
+        ]
+        parts.append(_table(("model", "right answers %", "tokens of an answer, mean", "cut by length %"), shares))
+    own = next((rate for rate in report.win_rates if rate.model == name and rate.judge == report.judge), None)
+    if own and len(own.by_category) > 1:
+        parts.append(_table(("category", "win rate %"), [(key, f"{100 * value:.1f}") for key, value in own.by_category.items()]))
+    return "\n".join(parts)
+
+
+def _data(model: Ancestor) -> str:
+    rows = [
+        (stage.name, field, shown(source["path"]), source.get("split", ""), f"{100 * source.get('probability', 1.0):g}")
+        for stage, field, source in sources(model)
+    ]
+    if not rows:
+        return "No data set is recorded for this model.\n"
+    return _table(("stage", "use", "data set", "split", "share %"), rows)
+
+
+def _configuration(model: Ancestor) -> str:
+    parts = []
+    for stage in stages(model):
+        record = {"seed": stage.seed, **_public(stage.config)}
+        if stage.environment:
+            record["environment"] = stage.environment
+        if stage.metrics:
+            record["metrics"] = {key: float(f"{value:.6g}") for key, value in stage.metrics.items()}
+        text = yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
+        parts.append(f"<details><summary>{stage.name} ({stage.digest})</summary>\n\n```yaml\n{text}```\n\n</details>\n")
+    return "\n".join(parts) or "None is recorded.\n"
+
+
+def _intended(is_reward_model: bool) -> str:
+    if is_reward_model:
+        return (
+            "It scores answers to prompts like those it was trained on, to train or compare other models. Scores are relative: only "
+            "differences between answers to one prompt mean something, and an answer can be optimised to score well without being good.\n"
+        )
+    return (
+        "It answers prompts like those it was trained and evaluated on. The win rate says how it compares with the baseline on those "
+        "questions in the eyes of that judge; it was not tested for safety, for other languages or for other tasks. Read its answers "
+        "before anyone relies on them, and respect the licences of the base model and of the data named above.\n"
+    )
+
+
+def _public(value: Any, key: str = "") -> Any:
+    """A config without places of this machine: files by their last component, Hub ids as they are."""
+    if isinstance(value, dict):
+        return {name: _public(item, name) for name, item in value.items() if name not in HIDDEN_KEYS}
+    if isinstance(value, (list, tuple)):
+        return [_public(item, key) for item in value]
+    is_place = isinstance(value, str) and key not in PLAIN_KEYS and ("/" in value or "\\" in value)
+    return shown(value) if is_place else value
+
+
+def _runs(steps: list[str]) -> list[tuple[str, int]]:
+    counted: list[tuple[str, int]] = []
+    for step in steps:
+        if counted and counted[-1][0] == step:
+            counted[-1] = (step, counted[-1][1] + 1)
+        else:
+            counted.append((step, 1))
+    return counted
+
+
+def _interval(rate: WinRate) -> str:
+    return f"{100 * rate.ci_low:.1f} to {100 * rate.ci_high:.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}"
+
+
+def _table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
+    cells.insert(1, ["---"] * len(cells[0]))
+    return "".join("| " + " | ".join(row) + " |\n" for row in cells)

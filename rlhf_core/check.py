@@ -1,0 +1,234 @@
+"""What would stop a recipe on this machine, found before any work: one sentence each, saying where and what to do.
+
+Only stages that are still to be run are checked. Data and tokenizers are read with the code that the stages use; transformers is imported
+when it is needed, and where it is not installed (an orchestrating machine) tokenizers are left to the stages. Not checked: memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from rlhf_core.config import PPO, SFT, Data, Evaluation, OpenAIJudge, Preferences, Publication, Ranks, RuleJudge, StageConfig, Trainable
+from rlhf_core.data.sources import Kind, check_columns, load_rows
+from rlhf_core.machine import num_cpus, num_gpus
+from rlhf_core.plan import Node, Plan, is_remote
+
+if TYPE_CHECKING:
+    from rlhf_core.data.chat import Renderer
+
+WEIGHTS = ("*.safetensors", "*.bin")
+STARTS_FROM = {
+    "sft": "model",
+    "reward_model": "model",
+    "dpo": "policy",
+    "preferences": "policy",
+    "ppo": "actor",
+    "evaluation": "baseline",
+    "publication": "model",
+}
+
+
+class Text(NamedTuple):
+    """A data set of a stage: the field it stands in, what its rows must hold, the field with its token limit and its value."""
+
+    field: str
+    data: Data
+    kind: Kind | None
+    limit_field: str
+    limit: int
+
+
+class Needs(NamedTuple):
+    """What a stage occupies at once."""
+
+    cpus: float
+    gpus: float
+    nodes: int
+
+
+class MachineLacks(RuntimeError):
+    """The recipe is right, this machine is not enough for it. One sentence (a line) for each thing."""
+
+
+def require_here(plan: Plan, nodes: Sequence[Node]) -> None:
+    """Raises ValueError for what the user must change in recipe or files, else MachineLacks for what this machine has not."""
+    if problems := check_inputs(plan, nodes):
+        raise ValueError("\n".join(problems))
+    if problems := check_machine(plan, nodes):
+        raise MachineLacks("\n".join(problems))
+
+
+def check_here(plan: Plan) -> list[str]:
+    """All problems: of files, data, models and tokenizers first, then of this machine."""
+    return check_inputs(plan, plan.nodes) + check_machine(plan, plan.nodes)
+
+
+def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
+    """Missing files, unsuitable data, models without what is needed, limits below the template's own length."""
+    todo = [node for node in nodes if not node.done]
+    broken: dict[str, str] = {}
+    for node in todo:
+        for name, place in node.models.items():
+            broken |= _model_problem("base_model" if name == "base" else f"stages.{node.name}: {name}", place)
+    problems = list(broken.values())
+    tokenizers = importlib.util.find_spec("transformers") is not None
+    renderers: dict[tuple[str, str], Renderer | str] = {}
+    for node in todo:
+        start = _start(plan, node)
+        for text in _texts(node.config):
+            where = f"stages.{node.name}.{text.field}"
+            problems += _refused(where, check_columns, text.data, text.kind) if text.kind else []
+            if tokenizers and start not in broken:
+                key = (start, text.data.template)
+                if key not in renderers:
+                    renderers[key] = _renderer(start, text.data.template, plan.recipe.trust_remote_code)
+                renderer = renderers[key]
+                if isinstance(renderer, str):
+                    problems.append(f"{where}: {renderer}")
+                else:
+                    problems += _refused(f"stages.{node.name}.{text.limit_field}", renderer.check_limit, text.limit)
+        problems += _slice_problem(node, plan.recipe.seed) if not problems else []
+        problems += _question_problems(node)
+    return list(dict.fromkeys(problems))
+
+
+def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
+    """Stages that need more than this machine has, keys that are not set, an artifacts folder that cannot be written to."""
+    problems = _folder_problem(plan.artifacts)
+    cpus, gpus, cluster = num_cpus(), num_gpus(), os.environ.get("RAY_ADDRESS")
+    for node in nodes:
+        if node.done:
+            continue
+        need, where = needs(node.config), f"stages.{node.name}"
+        if not cluster:
+            if need.nodes > 1:
+                problems.append(f"{where} asks for {need.nodes} nodes, this is one machine; set RAY_ADDRESS to a cluster or num_nodes to 1")
+            if need.cpus > cpus + 1e-6:
+                problems.append(f"{where} asks for {need.cpus:g} CPUs in all, this machine has {cpus}; lower ranks or cpus of its roles")
+            if need.gpus > gpus + 1e-6:
+                problems.append(f"{where} asks for {need.gpus:g} GPUs in all, this machine has {gpus}; lower ranks or gpus of its roles")
+        if isinstance(node.config, Publication) and node.config.repo_id and not os.environ.get("HF_TOKEN"):
+            problems.append(f"{where}: repo_id is {node.config.repo_id}, and the environment variable HF_TOKEN is empty; set it")
+        for judge in node.config.judges if isinstance(node.config, Evaluation) else ():
+            if isinstance(judge, OpenAIJudge) and "api.openai.com" in judge.base_url and not os.environ.get(judge.api_key_env):
+                problems.append(f"{where}: the judge {judge.model} needs a key in the environment variable {judge.api_key_env}; set it")
+    return list(dict.fromkeys(problems))
+
+
+def needs(config: StageConfig) -> Needs:
+    """What a stage occupies at once: PPO all its roles and engines, the others their ranks or engines."""
+    groups: list[Ranks] = []
+    if isinstance(config, PPO):
+        groups = [config.actor_ranks, config.critic_ranks, config.reference_ranks, config.reward_ranks]
+    elif isinstance(config, Trainable):
+        groups = [config.ranks]
+    cpus, gpus = sum(g.world_size * g.cpus for g in groups), sum(g.world_size * g.gpus for g in groups)
+    if isinstance(config, PPO | Preferences | Evaluation):
+        cpus += config.vllm.num_engines * config.vllm.cpus
+        gpus += config.vllm.num_engines * config.vllm.gpus
+    return Needs(cpus, gpus, max((g.num_nodes for g in groups), default=1))
+
+
+def _texts(config: StageConfig) -> Iterator[Text]:
+    if isinstance(config, Evaluation):
+        # An evaluation reads columns of its own: _question_problems looks at those.
+        yield Text("questions", _questions(config), None, "prompt_max_len", config.prompt_max_len)
+    elif isinstance(config, PPO | Preferences):
+        yield Text("prompts", config.prompts, "prompt", "prompt_max_len", config.prompt_max_len)
+    elif isinstance(config, Trainable):
+        for field in ("data", "eval_data"):
+            data = getattr(config, field, None)
+            if data is not None:
+                yield Text(field, data, "sft" if isinstance(config, SFT) else "preference", "max_len", config.max_len)
+
+
+def _questions(config: Evaluation) -> Data:
+    return Data(sources=(config.questions,), template=config.template)
+
+
+def _start(plan: Plan, node: Node) -> str:
+    """The folder or Hub id that a stage's chain of models starts from: its tokenizer is the stage's."""
+    while True:
+        name = getattr(node.config, STARTS_FROM[node.kind])
+        if name not in node.stages:
+            return node.models[name]
+        node = plan[node.stages[name]]
+
+
+def _model_problem(where: str, place: str) -> dict[str, str]:
+    folder = Path(place)
+    if is_remote(place):
+        return {}  # the tokenizer is fetched from it, and tells
+    if not folder.is_dir():
+        return {place: f"{where}: there is no model folder {place}; correct the path, or make the model first"}
+    if not (folder / "config.json").is_file():
+        return {place: f"{where}: {place} has no config.json, so it is no model folder; give one that transformers can load"}
+    if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+        return {place: f"{where}: {place} has no weights ({' or '.join(WEIGHTS)}); give a whole model folder"}
+    return {}
+
+
+def _renderer(place: str, template: str, trust_remote_code: bool) -> Renderer | str:
+    from rlhf_core.data.chat import Renderer, load_tokenizer
+
+    try:
+        return Renderer(load_tokenizer(place, trust_remote_code), template)
+    except ValueError as error:
+        return str(error)
+
+
+def _refused(where: str, check: object, *values: object) -> list[str]:
+    assert callable(check)
+    try:
+        check(*values)
+    except ValueError as error:
+        return [f"{where}: {error}"]
+    return []
+
+
+def _slice_problem(node: Node, seed: int) -> list[str]:
+    config = node.config
+    if not isinstance(config, Preferences) or config.first_prompt == 0 or any(is_remote(s.path) for s in config.prompts.sources):
+        return []
+    rows = len(load_rows(config.prompts, seed))
+    if rows > config.first_prompt:
+        return []
+    return [
+        f"stages.{node.name}: its prompts start at number {config.first_prompt}, but there are only {rows}; give more prompts, fewer "
+        f"rounds or fewer prompts per round"
+    ]
+
+
+def _question_problems(node: Node) -> list[str]:
+    """Every question has a prompt (or Arena-Hard's `turns`), and the known answer where a rule judges."""
+    config = node.config
+    if not isinstance(config, Evaluation):
+        return []
+    source, where = config.questions, f"stages.{node.name}.questions"
+    if is_remote(source.path):
+        return _refused(where, check_columns, _questions(config), "prompt")
+    try:
+        rows = load_rows(_questions(config), 0)
+    except ValueError as error:
+        return [f"{where}: {error}"]
+    problems = []
+    if not any(source.prompt_key in row or "turns" in row for row in rows):
+        problems.append(f"{where}: {source.path} has no column {source.prompt_key!r}; set prompt_key to one of {', '.join(rows[0])}")
+    for judge in config.judges:
+        if isinstance(judge, RuleJudge) and any(judge.answer_key not in row for row in rows):
+            problems.append(f"{where}: {source.path} has rows without the column {judge.answer_key!r}; set answer_key of the rule judge")
+    return problems
+
+
+def _folder_problem(folder: Path) -> list[str]:
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return []
+    except OSError as error:
+        return [f"artifacts: nothing can be written to {existing} ({error.strerror}); set artifacts to another folder"]

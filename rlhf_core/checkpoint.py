@@ -1,0 +1,60 @@
+"""Resume states of a stage: `state/step-<n>/`, complete or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_core.stage import STATE, RunDir, write_text
+
+LOOP = "loop.json"
+
+
+class Resume(NamedTuple):
+    """A stored state: `step` optimiser steps (or PPO iterations) are done; `loop` is what the loop itself keeps."""
+
+    step: int
+    folder: Path
+    loop: dict[str, Any]
+
+
+def latest(run: RunDir) -> Resume | None:
+    """The newest complete state, or None."""
+    states = [folder for folder in (run / STATE).glob("step-*") if (folder / LOOP).is_file()]
+    if not states:
+        return None
+    folder = max(states, key=_step)
+    return Resume(_step(folder), folder, json.loads((folder / LOOP).read_text()))
+
+
+def save(run: RunDir, step: int, keep: int, loop: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+    """Stores a state: `write(folder)` fills a temporary folder, which is renamed when whole. The newest `keep` stay."""
+    write(open_state(run, step, clear=True))
+    close_state(run, step, keep, loop)
+
+
+def open_state(run: RunDir, step: int, clear: bool) -> Path:
+    """The temporary folder of a state; emptied by the one rank that passes `clear`."""
+    temporary = run / STATE / f".step-{step}"
+    if clear:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    return temporary
+
+
+def close_state(run: RunDir, step: int, keep: int, loop: Mapping[str, Any]) -> None:
+    """Makes a whole state visible and removes all but the newest `keep`."""
+    temporary, final = run / STATE / f".step-{step}", run / STATE / f"step-{step}"
+    write_text(temporary / LOOP, json.dumps(dict(loop)))
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(temporary, final)
+    for old in sorted((run / STATE).glob("step-*"), key=_step)[:-keep]:
+        shutil.rmtree(old)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))

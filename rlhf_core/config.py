@@ -1,0 +1,368 @@
+"""One frozen config per stage, and the recipe that joins them. Torch-free: an orchestrating machine can check a recipe.
+
+Every field's comment (`Field(description=...)`) ends up in `docs`; defaults are those of `numerics`: the names users of
+the flat flag dialect already know (`actor_learning_rate`, `init_kl_coef`, `micro_train_batch_size`, ...).
+A value that names a model (`model`, `policy`, `actor`, `reward` ...) is `base`, the name of another stage of the recipe,
+or a local folder / Hub id of a model.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from rlhf_core.types import Frozen
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0)]
+
+
+class Source(Frozen):
+    """One data set of a mixture: a local .jsonl/.json/.parquet/.csv file, or a Hub data set id."""
+
+    path: str = Field(description="file or Hub data set id")
+    split: str = Field("train", description="split, for Hub data sets")
+    probability: Share = Field(1.0, description="share of the mixture; the shares of all sources sum to 1")
+    messages_key: str = Field("messages", description="column with chat messages (SFT)")
+    prompt_key: str = Field("prompt", description="column with the prompt: a string or chat messages")
+    response_key: str = Field("response", description="column with the response, when there are no messages")
+    chosen_key: str = Field("chosen", description="column with the preferred response (string or messages)")
+    rejected_key: str = Field("rejected", description="column with the other response (string or messages)")
+    margin_key: str | None = Field(None, description="column with the margin of a preference, if there is one")
+
+
+class Data(Frozen):
+    """A mixture of sources and how its rows become text."""
+
+    sources: tuple[Source, ...] = Field(description="data sets, mixed by probability", min_length=1)
+    template: str = Field("chat", description="'chat': the tokenizer's chat template; else a plain one with one {} (prompt)")
+    max_samples: Positive | None = Field(None, description="at most this many rows")
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _one_path_is_a_mixture(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, (list, tuple)):
+            return tuple({"path": v} if isinstance(v, str) else v for v in value)
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Data:
+        total = sum(source.probability for source in self.sources)
+        if len(self.sources) > 1 and abs(total - 1) > 1e-6:
+            raise ValueError(f"the probabilities of the {len(self.sources)} sources sum to {total:g}: make them sum to 1")
+        if self.template != "chat" and self.template.count("{}") != 1:
+            raise ValueError(f"template {self.template!r} must be 'chat' or hold exactly one {{}} for the prompt")
+        return self
+
+
+class Ranks(Frozen):
+    """Processes of one model and what each of them owns. On a CPU machine `gpus` is 0 and `cpus` counts."""
+
+    num_nodes: Positive = Field(1, description="nodes")
+    num_ranks_per_node: Positive = Field(1, description="ranks on each node (one per GPU)")
+    cpus: float = Field(1.0, gt=0, description="CPUs of one rank")
+    gpus: float = Field(0.0, ge=0, description="GPUs of one rank")
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.num_ranks_per_node
+
+
+class Trainable(Frozen):
+    """What every training stage shares: optimiser, schedule, cadence, precision, ranks."""
+
+    max_len: Positive = Field(512, description="longest sequence in tokens; longer ones are cut and counted")
+    train_batch_size: Positive = Field(128, description="documents (pairs for preferences) of one optimiser step, all ranks together")
+    micro_train_batch_size: Positive = Field(8, description="rows of one forward pass on one rank")
+    max_epochs: Positive = Field(1, description="passes over the data")
+    learning_rate: Rate = Field(1e-5, description="peak learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW")
+    warmup_ratio: Share = Field(0.03, description="share of the steps with a linear warm-up")
+    min_lr_ratio: Share = Field(0.1, description="the cosine ends at this share of the peak")
+    max_norm: Rate = Field(1.0, description="gradient norm clip")
+    logging_steps: Positive = Field(1, description="optimiser steps between two lines of metrics.jsonl")
+    eval_steps: int = Field(0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end")
+    save_steps: int = Field(0, ge=0, description="steps between two resume checkpoints; 0: none")
+    keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    zero_stage: Literal[0, 1, 2, 3] = Field(0, description="0: plain torch, one rank; 1-3: DeepSpeed ZeRO")
+    ranks: Ranks = Field(Ranks(), description="processes of this stage")
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> Trainable:
+        check_batch("train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, self.ranks.world_size)
+        check_zero(self.zero_stage, self.ranks)
+        return self
+
+
+def check_batch(whole_name: str, whole: int, micro_name: str, micro: int, ranks: int) -> None:
+    if whole % (micro * ranks):
+        raise ValueError(
+            f"{whole_name}={whole} must be a multiple of {micro_name} x ranks = {micro} x {ranks} = {micro * ranks}: "
+            f"every rank makes the same number of full forward passes"
+        )
+
+
+def check_zero(zero_stage: int, ranks: Ranks) -> None:
+    if zero_stage == 0 and ranks.world_size > 1:
+        raise ValueError(f"zero_stage=0 trains on one rank, ranks ask for {ranks.world_size}: set zero_stage to 1, 2 or 3")
+
+
+class SFT(Trainable):
+    """Supervised fine-tuning: token-mean NLL over assistant tokens."""
+
+    stage: Literal["sft"] = "sft"
+    model: str = Field("base", description="model to train")
+    data: Data = Field(description="rows with messages, or prompt and response")
+    eval_data: Data | None = Field(None, description="held-out rows for the evaluation loss")
+    packing: bool = Field(True, description="pack documents into rows of max_len (best fit); attention never crosses them")
+
+
+class RewardModel(Trainable):
+    """Bradley-Terry reward model (Ouyang et al. 2022, eq. 1) with an optional margin (Llama 2, eq. 2)."""
+
+    stage: Literal["reward_model"] = "reward_model"
+    model: str = Field("sft", description="backbone; the scalar head starts at zero")
+    data: Data = Field(description="rows with prompt, chosen and rejected")
+    eval_data: Data | None = Field(None, description="held-out pairs: accuracy, score mean and std are measured on them")
+    centering: float = Field(0.0, ge=0, description="coefficient of (r_chosen + r_rejected)^2 (Eisenstein et al. 2023)")
+    learning_rate: Rate = Field(9e-6, description="peak learning rate")
+
+
+class PreferenceLoss(Frozen):
+    """The loss of a DPO stage (Rafailov et al. 2023, eq. 7)."""
+
+    beta: Rate = Field(0.1, description="strength of the KL anchor")
+    loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="sigmoid: DPO; ipo: Azar et al. 2023, log-probs averaged over tokens")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="cDPO: probability that a label is flipped")
+    nll_coef: float = Field(0.0, ge=0, description="weight of the token-mean NLL of the chosen response")
+
+
+class DPO(Trainable, PreferenceLoss):
+    """Direct preference optimisation against the model it starts from (or `reference`)."""
+
+    stage: Literal["dpo"] = "dpo"
+    policy: str = Field("sft", description="model to train")
+    reference: str | None = Field(None, description="reference model; default: the policy before training")
+    data: Data | None = Field(None, description="preference pairs; or set pairs")
+    pairs: str | None = Field(None, description="a preferences stage whose pairs are the data")
+    template: str = Field("chat", description="template of those pairs: 'chat' or a plain one with one {}")
+    eval_data: Data | None = Field(None, description="held-out pairs")
+    learning_rate: Rate = Field(5e-7, description="peak learning rate")
+
+    @model_validator(mode="after")
+    def _check_data(self) -> DPO:
+        if (self.data is None) == (self.pairs is None):
+            raise ValueError("a dpo stage needs exactly one of data (files) and pairs (the name of a preferences stage)")
+        return self
+
+
+class Sampling(Frozen):
+    """How answers are sampled by vLLM."""
+
+    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0 is greedy")
+    prompt_max_len: Positive = Field(1024, description="longest prompt in tokens; longer ones keep their end and are counted")
+    generate_max_len: Positive = Field(1024, description="longest answer in tokens; cut answers are counted")
+
+
+class Vllm(Frozen):
+    """The vLLM engines of a stage."""
+
+    num_engines: Positive = Field(1, description="engines")
+    cpus: float = Field(1.0, gt=0, description="CPUs of one engine")
+    gpus: float = Field(0.0, ge=0, description="GPUs of one engine")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory")
+    kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on a CPU machine, GiB")
+
+
+class Preferences(Sampling):
+    """Sample n answers a prompt, score them, pair the best with the worst (one round of iterative DPO)."""
+
+    stage: Literal["preferences"] = "preferences"
+    policy: str = Field("sft", description="model that answers")
+    reward: str = Field("reward_model", description="reward model that scores")
+    prompts: Data = Field(description="rows with a prompt")
+    n_samples_per_prompt: Annotated[int, Field(ge=2)] = Field(4, description="answers per prompt")
+    first_prompt: int = Field(0, ge=0, description="prompts skipped (a round takes its own slice)")
+    num_prompts: Positive | None = Field(None, description="prompts used; default all")
+    micro_rollout_batch_size: Positive = Field(8, description="documents of one scoring pass")
+    vllm: Vllm = Vllm()
+
+
+class IterativeDPO(Sampling, Trainable, PreferenceLoss):
+    """Rounds of (preferences, dpo); round k starts from round k-1. Expands into stages of its own in the plan."""
+
+    stage: Literal["iterative_dpo"] = "iterative_dpo"
+    policy: str = Field("sft", description="model the first round starts from")
+    reward: str = Field("reward_model", description="reward model that scores")
+    prompts: Data = Field(description="rows with a prompt")
+    rounds: Positive = Field(2, description="rounds")
+    prompts_per_round: Positive = Field(1024, description="each round takes the next slice of the prompts")
+    n_samples_per_prompt: Annotated[int, Field(ge=2)] = Field(4, description="answers per prompt")
+    micro_rollout_batch_size: Positive = Field(8, description="documents of one scoring pass")
+    learning_rate: Rate = Field(5e-7, description="peak learning rate of each round")
+    vllm: Vllm = Vllm()
+
+
+class PPO(Sampling):
+    """Proximal policy optimisation (Schulman et al. 2017) with four models on their own Ray groups and vLLM rollouts."""
+
+    stage: Literal["ppo"] = "ppo"
+    actor: str = Field("sft", description="model to train")
+    critic: str | None = Field(None, description="value model; default: starts from the (first) reward model")
+    reference: str | None = Field(None, description="KL anchor; default: the actor before training")
+    reward: str = Field("reward_model", description="reward model")
+    prompts: Data = Field(description="rows with a prompt")
+
+    rollout_batch_size: Positive = Field(512, description="prompts of one iteration")
+    n_samples_per_prompt: Positive = Field(1, description="answers per prompt")
+    micro_rollout_batch_size: Positive = Field(8, description="documents of one scoring pass on one rank")
+    train_batch_size: Positive = Field(128, description="documents of one optimiser step, all ranks together")
+    micro_train_batch_size: Positive = Field(8, description="documents of one training pass on one rank")
+    num_episodes: Positive = Field(1, description="passes over the prompts")
+    max_steps: Positive | None = Field(None, description="stop after this many iterations")
+    max_epochs: Positive = Field(1, description="passes over each rollout")
+
+    actor_learning_rate: Rate = Field(1e-6, description="peak learning rate of the actor")
+    critic_learning_rate: Rate = Field(9e-6, description="peak learning rate of the critic")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW")
+    warmup_ratio: Share = Field(0.03, description="share of the optimiser steps with a linear warm-up")
+    min_lr_ratio: Share = Field(0.1, description="the cosine ends at this share of the peak")
+    max_norm: Rate = Field(1.0, description="gradient norm clip")
+
+    init_kl_coef: float = Field(0.01, ge=0, description="coefficient of the per-token KL in the reward")
+    kl_target: float | None = Field(None, gt=0, description="adapt the coefficient to this KL (Ziegler et al. 2019); default fixed")
+    kl_horizon: Positive = Field(10000, description="samples over which the coefficient adapts")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="KL estimator in the reward (Schulman 2020)")
+    gamma: Share = Field(1.0, description="discount")
+    lambd: Share = Field(0.95, description="GAE lambda")
+    eps_clip: Rate = Field(0.2, description="clip of the policy ratio")
+    value_clip: Rate = Field(0.2, description="clip of the value change")
+    reward_clip: Rate = Field(10.0, description="rewards are clipped to +- this")
+    normalize_reward: bool = Field(False, description="standardise rewards with the mean and std stored with the reward model")
+    whiten_advantages: bool = Field(True, description="advantages get mean 0 and std 1 over the whole rollout")
+    freezing_actor_steps: int = Field(0, ge=0, description="first N iterations train only the critic")
+    sampler_is_cap: float = Field(2.0, gt=0, description="cap of the importance weight trainer / sampler")
+
+    logging_steps: Positive = Field(1, description="iterations between two lines of metrics.jsonl")
+    save_steps: int = Field(0, ge=0, description="iterations between two resume checkpoints; 0: none")
+    keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    zero_stage: Literal[1, 2, 3] = Field(3, description="DeepSpeed ZeRO stage of actor and critic")
+    timeout: Positive = Field(600, description="seconds any role may stay silent before the run stops and names it")
+
+    actor_ranks: Ranks = Ranks()
+    critic_ranks: Ranks = Ranks()
+    reference_ranks: Ranks = Ranks()
+    reward_ranks: Ranks = Ranks()
+    vllm: Vllm = Vllm()
+
+    @model_validator(mode="after")
+    def _check(self) -> PPO:
+        for ranks in (self.actor_ranks, self.critic_ranks):
+            check_batch("train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, ranks.world_size)
+        samples = self.rollout_batch_size * self.n_samples_per_prompt
+        if samples % self.train_batch_size:
+            raise ValueError(
+                f"rollout_batch_size x n_samples_per_prompt = {samples} must be a multiple of train_batch_size={self.train_batch_size}: "
+                f"a rollout is cut into whole optimiser steps"
+            )
+        return self
+
+
+class RuleJudge(Frozen):
+    """Right beats wrong; the question carries the known answer."""
+
+    kind: Literal["rule"] = "rule"
+    answer_key: str = Field("answer", description="column of the questions with the known answer")
+
+
+class RewardJudge(Frozen):
+    """The higher score of a reward model wins; a difference below `tie` is a tie."""
+
+    kind: Literal["reward"] = "reward"
+    reward: str = Field("reward_model", description="reward model")
+    tie: float = Field(0.0, ge=0, description="score difference that still counts as a tie")
+
+
+class OpenAIJudge(Frozen):
+    """A chat model behind an OpenAI-compatible endpoint, asked as Arena-Hard asks."""
+
+    kind: Literal["openai"] = "openai"
+    model: str = Field(description="model name at the endpoint")
+    base_url: str = Field("https://api.openai.com/v1", description="endpoint")
+    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
+    max_tokens: Positive = Field(4096, description="longest verdict")
+    concurrency: Positive = Field(16, description="requests in flight")
+    timeout: Rate = Field(300.0, description="seconds one request may take")
+    max_attempts: Positive = Field(6, description="attempts per request when the endpoint is busy, down or slow")
+    max_failed: Share = Field(0.02, description="share of failed or unparsed games above which the report fails")
+
+
+Judge = Annotated[RuleJudge | RewardJudge | OpenAIJudge, Field(discriminator="kind")]
+
+
+class Evaluation(Frozen):
+    """Pairwise battles of each model against the baseline, two games a question with the answers swapped."""
+
+    stage: Literal["evaluation"] = "evaluation"
+    models: tuple[str, ...] = Field(description="models to judge, in order; the last is the final model", min_length=1)
+    baseline: str = Field("sft", description="model they are judged against")
+    questions: Source = Field(description="rows with a prompt, and what the rule needs")
+    max_questions: Positive | None = Field(None, description="at most this many questions")
+    template: str = Field("chat", description="'chat' or a plain template with one {}")
+    judges: tuple[Judge, ...] = Field((RuleJudge(),), description="the first judge decides, the others are second opinions", min_length=1)
+    temperature: float = Field(0.0, ge=0, description="sampling temperature of the answers")
+    prompt_max_len: Positive = Field(1024, description="longest prompt in tokens")
+    generate_max_len: Positive = Field(1024, description="longest answer in tokens")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of the models that answer; auto: as each checkpoint says")
+    bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the questions")
+    micro_rollout_batch_size: Positive = Field(8, description="documents of one reward-judge pass")
+    vllm: Vllm = Vllm()
+
+
+class Publication(Frozen):
+    """Weights, tokenizer, card and scores, to a folder and, when `repo_id` is set, to the Hub."""
+
+    stage: Literal["publication"] = "publication"
+    model: str = Field(description="model to publish")
+    evaluation: str | None = Field(None, description="evaluation stage whose scores the card shows")
+    folder: str | None = Field(None, description="folder to publish to; default: published/ in the run directory")
+    repo_id: str | None = Field(None, description="Hub repository; the token comes from HF_TOKEN")
+    private: bool = Field(True, description="a new repository is private, and an existing public one is refused")
+    license: str = Field("apache-2.0", description="licence named on the card")
+
+
+StageConfig = Annotated[
+    SFT | RewardModel | DPO | Preferences | IterativeDPO | PPO | Evaluation | Publication, Field(discriminator="stage")
+]
+STAGE_KINDS = ("sft", "reward_model", "dpo", "preferences", "iterative_dpo", "ppo", "evaluation", "publication")
+
+
+class Recipe(Frozen):
+    """A base model, stages, and where their artifacts live."""
+
+    name: str = Field(description="name of the recipe; artifacts are filed under it", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    base_model: str = Field(description="local folder or Hub id of the model every chain starts from")
+    artifacts: str = Field("artifacts", description="folder of all run directories")
+    seed: int = Field(0, ge=0, description="seed of every stage")
+    trust_remote_code: bool = Field(False, description="allow model code from the Hub")
+    stages: dict[str, StageConfig] = Field(description="stages by name; a stage named like its kind needs no `stage:`", min_length=1)
+
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _name_is_kind(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {
+            name: {"stage": name, **body} if isinstance(body, dict) and "stage" not in body and name in STAGE_KINDS else body
+            for name, body in value.items()
+        }

@@ -1,0 +1,264 @@
+"""Messages to tokens: the tokenizer's chat template, or a plain one, with a mask over what the assistant says.
+
+A text is cut where an answer begins and ends, and the parts are encoded one by one. So no token straddles the border, and the tokens of
+`prompt(messages[:i])`, which is what a sampler sees, are exactly the beginning of `conversation(messages)`, which is what is trained on.
+
+A control token typed inside a message (`<|im_end|>`) stays text: it is hidden from the template behind a placeholder and encoded with
+`split_special_tokens`. This covers every added token marked special, in all roles; added tokens not marked special (such as `<think>`)
+are encoded as the tokenizer does. Tools, images and content that is not a string are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from rlhf_core.data.documents import Document, Message
+
+# Unicode noncharacters, which no text is meant to hold; one that does is itself hidden behind a placeholder.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+PLACEHOLDER = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Span = tuple[int, int]
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or Hub id.
+
+    Raises ValueError when it cannot be loaded, encodes text to nothing, or lacks an end-of-sequence token or a pad token of its own.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path}: no tokenizer can be loaded from here ({_first_line(error)})") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{path}: the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json")
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        state = "has no pad token" if tokenizer.pad_token_id is None else "uses its end-of-sequence token as pad token"
+        raise ValueError(f"{path}: the tokenizer {state}: set pad_token in its tokenizer_config.json to another token of the vocabulary")
+    if not tokenizer("a word", add_special_tokens=False).input_ids:
+        raise ValueError(f"{path}: the tokenizer encodes text to nothing: its files do not fit the model_type in config.json")
+    return tokenizer
+
+
+class Renderer:
+    """Renders messages `{"role": ..., "content": ...}` with one tokenizer and one template ("chat", or a plain one with one {}).
+
+    `stop_token_ids` are the tokens that end an answer: end-of-sequence, and the template's end-of-turn token when it is another one.
+    `end_token_id` is the one that training puts after an answer. `frame_len` is the template's own length in tokens.
+    A plain template puts system messages before the next user message, and the end-of-sequence token after each answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str):
+        self.tokenizer = tokenizer
+        self.template = template
+        special = sorted((token.content for token in tokenizer.added_tokens_decoder.values() if token.special), key=len, reverse=True)
+        self._hidden = [OPEN, *special]
+        self._hidden_pattern = re.compile("|".join(re.escape(text) for text in self._hidden))
+        self._eos = str(tokenizer.eos_token)
+        # The text after a special token is encoded as the middle of a text: some tokenizers put a space before a beginning.
+        self._anchored = self._ids(self._eos) == [tokenizer.eos_token_id]
+        first = tokenizer("a").input_ids[0]
+        self._bos = str(tokenizer.bos_token) if tokenizer.bos_token is not None and first == tokenizer.bos_token_id else ""
+        self._chat_template = self._find_chat_template() if template == "chat" else ""
+        end_of_turn = self._find_end_of_turn() if template == "chat" else tokenizer.eos_token_id
+        self._end_of_turn = None if end_of_turn is None else str(tokenizer.convert_ids_to_tokens(end_of_turn))
+        self.end_token_id: int = tokenizer.eos_token_id if end_of_turn is None else end_of_turn
+        self.stop_token_ids: list[int] = list(dict.fromkeys([tokenizer.eos_token_id, self.end_token_id]))
+        self.frame_len = len(self.prompt([{"role": "user", "content": ""}]))
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of the messages and of the generation prompt."""
+        if not messages or messages[-1]["role"] == "assistant":
+            raise ValueError("a prompt needs at least one message, and its last one must not be the assistant's")
+        text, spans = self._text(messages, generation_prompt=True)
+        return self._encode(text, spans).tokens
+
+    def prompt_within(self, messages: Sequence[Message], limit: int) -> tuple[list[int], bool]:
+        """Tokens of a prompt of at most `limit` tokens, and whether something was cut.
+
+        The template's frame and the end of the prompt stay: first the oldest turns go, then the beginning of the last message; system
+        messages go only when they alone leave no room. Raises ValueError when the limit leaves no room within the frame.
+        """
+        self.check_limit(limit)
+        tokens = self.prompt(messages)
+        if len(tokens) <= limit:
+            return tokens, False
+        turns = list(messages)
+        system: list[Message] = []
+        while len(turns) > 1 and turns[0]["role"] == "system":
+            system.append(turns.pop(0))
+        for start in range(1, len(turns)):
+            if turns[start]["role"] == "user":
+                tokens = self.prompt(system + turns[start:])
+                if len(tokens) <= limit:
+                    return tokens, True
+        last = turns[-1]
+        shell = len(self.prompt([*system, {**last, "content": ""}]))
+        if shell >= limit:
+            system, shell = [], self.frame_len
+        words = self._encode(self._hide(last["content"]), []).tokens
+        cut = max(len(words) - (limit - shell), 0)
+        while True:
+            # A cut inside a character leaves replacement characters in front.
+            content = str(self.tokenizer.decode(words[cut:], clean_up_tokenization_spaces=False)).lstrip("\ufffd")
+            tokens = self.prompt([*system, {**last, "content": content}])
+            if len(tokens) <= limit:
+                return tokens, True
+            assert content, "check_limit lets an empty prompt fit"
+            cut += len(tokens) - limit
+
+    def check_limit(self, limit: int) -> None:
+        """Raises ValueError when `limit` tokens hold no more than the template's own tokens."""
+        if limit <= self.frame_len:
+            raise ValueError(
+                f"a limit of {limit} tokens leaves no room for text: the template alone takes {self.frame_len} tokens, raise the limit"
+            )
+
+    def conversation(self, messages: Sequence[Message]) -> Document:
+        """The messages, with the mask on all answers and their end-of-turn tokens.
+
+        What follows the last answer is left out: nothing there is trained on. Without an answer the mask is empty.
+        """
+        text, spans = self._text(messages, generation_prompt=False)
+        document = self._encode(text, spans)
+        if not any(document.mask):
+            return document
+        end = len(document) - document.mask[::-1].index(True)
+        document = document.cut(end)
+        if messages[-1]["role"] == "assistant" and document.tokens[-1] not in self.stop_token_ids:
+            return Document([*document.tokens, self.end_token_id], [*document.mask, True])
+        return document
+
+    def answer(self, prompt_messages: Sequence[Message], response: str) -> Document:
+        """`prompt(...)`, the response and the end-of-turn token, with the mask on the last two: just what a sampler would produce."""
+        return self.answer_tokens(self.prompt(prompt_messages), response)
+
+    def answer_tokens(self, prompt_tokens: list[int], response: str) -> Document:
+        """As `answer`, after prompt tokens that are already there (and perhaps cut)."""
+        said = [*self._encode(self._hide(response), [], first=False).tokens, self.end_token_id]
+        return Document(prompt_tokens + said, [False] * len(prompt_tokens) + [True] * len(said))
+
+    def _text(self, messages: Sequence[Message], generation_prompt: bool) -> tuple[str, list[Span]]:
+        """The text with placeholders, and the character spans of its answers."""
+        hidden = [{**message, "content": self._hide(message["content"])} for message in messages]
+        if self.template != "chat":
+            return self._plain(hidden)
+        text, spans = self._render(hidden, generation_prompt)
+        if GENERATION.search(self._chat_template):
+            return text, spans
+        for index, message in enumerate(hidden):
+            if message["role"] == "assistant":
+                before, _ = self._render(hidden[:index], True)
+                start = end = len(before)
+                whole = text.startswith(before)
+                if self._end_of_turn is None:
+                    through, _ = self._render(hidden[: index + 1], False)
+                    whole, end = whole and text.startswith(through), len(through)
+                else:
+                    # No answer holds this text: control tokens in messages are hidden.
+                    found = text.find(self._end_of_turn, start)
+                    end = found + len(self._end_of_turn) if found >= 0 else len(text)
+                if not whole:
+                    raise ValueError(
+                        f"the chat template writes the messages before message {index + 1} differently once it is there, so the tokens of "
+                        "this answer cannot be told apart: put {% generation %} and {% endgeneration %} around the answers in the template"
+                    )
+                spans.append((start, end))
+        return text, spans
+
+    def _render(self, messages: list[Message], generation_prompt: bool) -> tuple[str, list[Span]]:
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[messages],
+                chat_template=self._chat_template,
+                return_assistant_tokens_mask=bool(GENERATION.search(self._chat_template)),
+                add_generation_prompt=generation_prompt,
+                **self.tokenizer.special_tokens_map,
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(f"the chat template refuses messages with the roles ({roles}): {_first_line(error)}") from error
+        return texts[0], list(spans[0]) if spans else []
+
+    def _plain(self, messages: list[Message]) -> tuple[str, list[Span]]:
+        text, system, spans = self._bos, "", []
+        for message in messages:
+            if message["role"] == "system":
+                system += message["content"] + "\n\n"
+            elif message["role"] == "user":
+                text += self.template.replace("{}", system + message["content"])
+                system = ""
+            elif message["role"] == "assistant":
+                spans.append((len(text), len(text) + len(message["content"]) + len(self._eos)))
+                text += message["content"] + self._eos
+            else:
+                raise ValueError(f"a plain template knows the roles system, user and assistant, not {message['role']!r}: use 'chat'")
+        return text, spans
+
+    def _encode(self, text: str, spans: list[Span], first: bool = True) -> Document:
+        """Encodes a text part by part; in each span the mask ends with the first stop token, inside it or right after it."""
+        tokens: list[int] = []
+        mask: list[bool] = []
+        unended = False
+        borders = [0, *(border for span in spans for border in span), len(text)]
+        for number, (start, end) in enumerate(pairwise(borders)):
+            said = number % 2 == 1
+            part = self._encode_part(text[start:end], first and not tokens)
+            stop = next((i for i, token in enumerate(part) if token in self.stop_token_ids), None) if spans else None
+            shown = [False] * len(part)
+            if said:
+                length = len(part) if stop is None else stop + 1
+                shown[:length] = [True] * length
+                unended = stop is None
+            elif stop == 0 and unended:
+                shown[0] = True
+            tokens += part
+            mask += shown
+        return Document(tokens, mask)
+
+    def _encode_part(self, text: str, first: bool) -> list[int]:
+        tokens: list[int] = []
+        for number, piece in enumerate(PLACEHOLDER.split(text)):
+            if number % 2:
+                tokens += self._ids(self._hidden[int(piece)], split_special_tokens=True)
+            elif piece and self._anchored and (tokens or not first):
+                tokens += self._ids(self._eos + piece)[1:]
+            elif piece:
+                tokens += self._ids(piece)
+        return tokens
+
+    def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
+        # verbose=False: a text over the model's length is cut later, no need to warn.
+        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False)
+        return list(encoded.input_ids)
+
+    def _hide(self, content: str) -> str:
+        return self._hidden_pattern.sub(lambda match: f"{OPEN}{self._hidden.index(match.group())}{CLOSE}", content)
+
+    def _find_chat_template(self) -> str:
+        try:
+            return str(self.tokenizer.get_chat_template())
+        except ValueError as error:
+            raise ValueError(
+                f"{self.tokenizer.name_or_path}: the model has no chat template: set the template of the data to a plain one, "
+                "with one {} for the prompt"
+            ) from error
+
+    def _find_end_of_turn(self) -> int | None:
+        """The first special token that the template puts after an answer."""
+        word = "answer-to-find"
+        text, _ = self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": word}], False)
+        if word not in text:
+            raise ValueError(f"{self.tokenizer.name_or_path}: the chat template leaves out what the assistant says: use another template")
+        special = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return next((token for token in self._ids(text.rpartition(word)[2]) if token in special), None)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,57 @@
+"""Documents to tensors. Packed and padded batches are the same thing: a padded row is a packed row that holds one document.
+
+There is no attention mask here: positions restart at 0 in each document, which is what the attention code reads document borders from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlhf_core.data.documents import Document
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors of shape (B, T).
+
+    tokens: int64, pads hold the pad token. positions: int64, 0, 1, ... in each document; every pad has position 0, so that it is a
+    document of its own to attention. documents: int64, index of the document in the flattened rows, -1 on pads.
+    mask: bool, True where the loss speaks of the token.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    documents: torch.Tensor
+    mask: torch.Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        return Batch(self.tokens.to(device), self.positions.to(device), self.documents.to(device), self.mask.to(device))
+
+
+def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, pad_to_multiple: int = 8) -> Batch:
+    """Rows of documents to one batch; T is the longest row rounded up to a multiple of `pad_to_multiple` tokens.
+
+    Raises ValueError when there is no row or a document is empty.
+    """
+    if not rows or any(len(document) == 0 for row in rows for document in row):
+        raise ValueError("collate needs at least one row, and at least one token in each document")
+    longest = max(sum(len(document) for document in row) for row in rows)
+    shape = (len(rows), max(-(-longest // pad_to_multiple), 1) * pad_to_multiple)  # (B, T)
+    tokens = torch.full(shape, pad_token_id, dtype=torch.int64)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    documents = torch.full(shape, -1, dtype=torch.int64)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    index = 0
+    for b, row in enumerate(rows):
+        start = 0
+        for document in row:
+            here = slice(start, start + len(document))
+            tokens[b, here] = torch.tensor(document.tokens, dtype=torch.int64)
+            positions[b, here] = torch.arange(len(document))
+            documents[b, here] = index
+            mask[b, here] = torch.tensor(document.mask, dtype=torch.bool)
+            start, index = here.stop, index + 1
+    return Batch(tokens, positions, documents, mask)

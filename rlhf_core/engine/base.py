@@ -1,0 +1,141 @@
+"""What a training loop needs of an engine, and the plain-torch one for a single rank.
+
+`ZeroEngine` in `zero.py` is the DeepSpeed one. Both take losses that are already divided by a denominator counted over
+the whole optimiser step and all ranks, so gradients are summed over micro-batches and ranks and never averaged again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class AdamW(NamedTuple):
+    """The optimiser's constants; the learning rate comes with each step."""
+
+    betas: tuple[float, float]
+    weight_decay: float
+    max_norm: float
+
+
+class Engine(Protocol):
+    """One rank of one trained model. `module` is a `Policy` or a `Scorer`."""
+
+    module: nn.Module
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def __call__(self, *inputs: Any) -> Any: ...
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Accumulates the gradient; `last` marks the last micro-batch of an optimiser step."""
+
+    def step(self, learning_rate: float) -> float:
+        """One optimiser step; returns the gradient norm before clipping. Raises FloatingPointError when it is not finite."""
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """The sum of `values` over all ranks."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights under the names of a transformers checkpoint, whole, in large groups; a collective on every rank."""
+
+    def save_state(self, folder: Path) -> None: ...
+
+    def load_state(self, folder: Path) -> None: ...
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+
+
+class TorchEngine:
+    """One process, one device, AdamW."""
+
+    def __init__(self, module: nn.Module, adamw: AdamW):
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.module = module.to(self.device)
+        self.rank, self.world_size = 0, 1
+        self._adamw = adamw
+        self._optimizer = adamw_optimizer(self.module, adamw)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()
+
+    def step(self, learning_rate: float) -> float:
+        norm = float(nn.utils.clip_grad_norm_(self.module.parameters(), self._adamw.max_norm))
+        check_norm(norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        return values
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            yield checkpoint_name(name), parameter.detach()
+
+    def save_state(self, folder: Path) -> None:
+        torch.save({"model": self.module.state_dict(), "optimizer": self._optimizer.state_dict()}, folder / "state.pt")
+
+    def load_state(self, folder: Path) -> None:
+        state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
+        self.module.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def barrier(self) -> None:
+        """One rank waits for nobody."""
+
+
+def adamw_optimizer(module: nn.Module, adamw: AdamW) -> torch.optim.AdamW:
+    """AdamW over the trained parameters, fused where the device has it. Vectors (norms, biases) are not decayed."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": adamw.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=torch.cuda.is_available())
+
+
+def check_norm(norm: float) -> None:
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"the gradient norm is {norm}: nothing was trained on it; lower the learning rate or check the data")
+
+
+def learning_rate(step: int, total: int, peak: float, warmup_ratio: float, min_ratio: float) -> float:
+    """Linear warm-up, then a cosine from `peak` to `min_ratio * peak`. `step` counts from 0; the first step is not 0."""
+    warmup = math.ceil(total * warmup_ratio)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+def sum_metrics(engine: Engine, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Metrics summed over all ranks, in one collective and one transfer."""
+    values = engine.all_reduce(torch.stack([value.detach().double().to(engine.device) for value in sums.values()]))
+    return dict(zip(sums, values.tolist(), strict=True))
+
+
+def checkpoint_name(name: str) -> str:
+    """The wrapper's `model.` prefix is not part of a transformers checkpoint."""
+    return name.removeprefix("model.")
+
+
+def state_on_cpu(engine: Engine) -> dict[str, Tensor]:
+    """All weights on CPU, on rank 0 (empty elsewhere); a collective."""
+    state: dict[str, Tensor] = {}
+    for name, weight in engine.weights():
+        if engine.rank == 0:
+            state[name] = weight.to("cpu", copy=True)
+    return state

@@ -1,0 +1,68 @@
+"""How a training stage gets its ranks and its engine, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+
+from torch import nn
+
+from rlhf_core.config import DPO, SFT, RewardModel, Trainable
+from rlhf_core.engine.base import AdamW, Engine, TorchEngine, state_on_cpu
+from rlhf_core.models.load import save_model
+from rlhf_core.stage import Outcome, RunDir, StageRequest
+
+Rank = Callable[[StageRequest, RunDir], Outcome]
+
+
+def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
+    """Runs `rank` in this process when the stage has one rank, else on a Ray worker group; returns rank 0's outcome."""
+    config = request.config
+    assert isinstance(config, (SFT, RewardModel, DPO))
+    if config.ranks.world_size == 1:
+        set_rank_environment(0, 1, "127.0.0.1", free_port())
+        return rank(request, run)
+    from rlhf_core.cluster.group import run_on_group
+
+    return run_on_group(rank, request, run, config.ranks)
+
+
+def make_engine(module: nn.Module, config: Trainable) -> Engine:
+    """The engine of one rank: plain torch for `zero_stage` 0, DeepSpeed otherwise."""
+    if config.gradient_checkpointing:
+        module.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[union-attr,operator]
+    adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
+    if config.zero_stage == 0:
+        return TorchEngine(module, adamw)
+    from rlhf_core.engine.zero import ZeroEngine
+
+    return ZeroEngine(module, adamw, config.zero_stage, config.dtype, config.micro_train_batch_size, timeout=1800)
+
+
+def finish_training(engine: Engine, request: StageRequest, run: RunDir, source: str, metrics: dict[str, float]) -> Outcome:
+    """Writes the trained model to `checkpoint/` on rank 0."""
+    state = state_on_cpu(engine)
+    if engine.rank == 0:
+        shutil.rmtree(run / "checkpoint", ignore_errors=True)
+        save_model(engine.module.model, state, source, run / "checkpoint", request.trust_remote_code)  # type: ignore[arg-type]
+    return Outcome(metrics, {"checkpoint": "checkpoint"})
+
+
+def set_rank_environment(rank: int, world_size: int, address: str, port: int, local_rank: int = 0) -> None:
+    """What torch.distributed and DeepSpeed read from the environment."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,103 @@
+"""The DeepSpeed engine: ZeRO stages 1 to 3, on NCCL or gloo. The only file that imports deepspeed.
+
+Left out: DeepSpeed's schedulers, data loaders and gradient-accumulation counting; the loops own those.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf_core.engine.base import AdamW, adamw_optimizer, check_norm, checkpoint_name
+
+GATHER_BYTES = 1 << 30  # ZeRO-3 parameters are gathered in groups of about this size
+
+
+class ZeroEngine:
+    """One rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set."""
+
+    def __init__(self, module: nn.Module, adamw: AdamW, zero_stage: int, dtype: str, micro_batch_size: int, timeout: float):
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed
+
+        self._deepspeed = deepspeed
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout), verbose=False)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.zero_stage = zero_stage
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=adamw_optimizer(module, adamw),
+            config={
+                "train_micro_batch_size_per_gpu": micro_batch_size,
+                "gradient_accumulation_steps": 1,  # the loop marks the boundary itself
+                "gradient_clipping": adamw.max_norm,
+                "bf16": {"enabled": dtype == "bfloat16"},
+                "zero_optimization": {"stage": zero_stage, "overlap_comm": torch.cuda.is_available(), "contiguous_gradients": True},
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 10**9,
+            },
+        )
+        self.module, self.device = module, self._engine.device
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._engine(*inputs)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        # DeepSpeed averages over ranks; our losses carry global denominators and want the sum.
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
+
+    def step(self, learning_rate: float) -> float:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        check_norm(norm)
+        return norm
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        named = [(checkpoint_name(name), parameter) for name, parameter in self.module.named_parameters()]
+        if self.zero_stage < 3:
+            yield from ((name, parameter.detach()) for name, parameter in named)
+            return
+        for group in _groups(named):
+            with self._deepspeed.zero.GatheredParameters([parameter for _, parameter in group]):
+                yield from ((name, parameter.detach()) for name, parameter in group)
+
+    def save_state(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag="zero", save_latest=False)
+
+    def load_state(self, folder: Path) -> None:
+        loaded, _ = self._engine.load_checkpoint(str(folder), tag="zero", load_lr_scheduler_states=False)
+        if loaded is None:
+            raise ValueError(f"{folder} holds no DeepSpeed state: delete the folder to start the stage over")
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+def _groups(named: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Splits parameters into consecutive groups of about GATHER_BYTES; the same split on every rank."""
+    group: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, parameter in named:
+        group.append((name, parameter))
+        size += parameter.ds_numel * parameter.element_size()  # type: ignore[attr-defined]
+        if size >= GATHER_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

@@ -1,0 +1,273 @@
+"""Publication: a checkpoint, its card and its scores, to a folder and, when a repository id and a token are given, to the Hub.
+
+Everything goes up as one commit on the head that was read before, and the tag, named like the stage's run directory, is set last: a
+tag means a whole model. Cut off anywhere and run again, it ends with the same commit and one tag: a repository that exists is
+used, files that are there are not sent again, a commit whose answer was lost is recognised because nothing is left to change, and
+a tag that stands is checked and left alone. `upload_folder` is not used: with xet it splits a folder into several commits, and
+a reader could then see new weights under an old card. `create_commit` sends large files in the same streamed way.
+The token is read from HF_TOKEN and handed to the client; it is in no argument, file or message. Not here: branches, data set
+repositories and licence inheritance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HTTPError,  # type: ignore[attr-defined]  # of whichever client library it uses
+    OfflineModeIsEnabled,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import logging as hub_logging
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
+
+from rlhf_core.card import card, eval_results
+from rlhf_core.config import Publication
+from rlhf_core.lineage import HUB_ID, lineage, stage_of
+from rlhf_core.published import MODEL_FILES, Published, assemble, read_marker
+from rlhf_core.stage import Outcome, RunDir, StageRequest, file_digest, write_text
+from rlhf_core.types import EvalReport
+
+TOKEN_ENV = "HF_TOKEN"
+BRANCH = "main"
+CARD, REPORT, RESULTS, RECEIPT = "README.md", "eval_results.json", ".eval_results/alignflow.yaml", "hub.json"
+LONGEST_WAIT = 300.0  # seconds; the Hub's rate limits count in windows of five minutes
+
+T = TypeVar("T")
+
+
+class Commit(NamedTuple):
+    """Where a model is on the Hub. `url` shows the tagged files."""
+
+    repo_id: str
+    commit: str
+    tag: str
+    url: str
+
+
+class Patience(NamedTuple):
+    """How often a request is sent, and the seconds before the second time; the wait doubles each time."""
+
+    attempts: int = 6
+    wait: float = 1.0
+
+
+PATIENCE = Patience()
+
+
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """The publication stage. Outputs: `published` (the folder) and, after an upload, `hub` (`hub.json`: repository, commit, tag)."""
+    config = request.config
+    assert isinstance(config, Publication)
+    token = read_token(config.repo_id)
+    folder = Path(config.folder).expanduser().resolve() if config.folder else run / "published"
+    published = assemble(
+        Path(request.inputs[config.model]), folder, card_files(request, config), request.name, request.digest, request.trust_remote_code
+    )
+    print(f"published {len(published.files)} files to {folder}", flush=True)
+    outputs = {"published": os.path.relpath(folder, run.path)}
+    if config.repo_id and token:
+        hub_logging.set_verbosity_error()  # its warnings quote upload addresses, and those carry signatures
+        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="alignflow")
+        commit = upload(api, folder, config.repo_id, config.private, f"{request.name}-{request.digest}", PATIENCE)
+        write_text(run / RECEIPT, json.dumps(commit._asdict(), indent=2) + "\n")
+        outputs["hub"] = RECEIPT
+        print(f"published to {commit.url} (commit {commit.commit})", flush=True)
+    size = sum(info.size for info in published.files.values())
+    return Outcome({"files": float(len(published.files)), "bytes": float(size)}, outputs)
+
+
+def read_token(repo_id: str | None) -> str | None:
+    """The token when something goes to the Hub; ValueError, before any work, when it is missing or the id is no id."""
+    if repo_id is None:
+        return None
+    if not HUB_ID.fullmatch(repo_id):
+        raise ValueError(f"repo_id {repo_id!r} is not a Hub repository: write it as owner/name")
+    token = os.environ.get(TOKEN_ENV, "").strip()
+    if not token:
+        raise ValueError(f"repo_id is {repo_id} and the environment variable {TOKEN_ENV} is empty: set it, or leave repo_id out")
+    if constants.is_offline_mode():
+        raise ValueError(f"repo_id is {repo_id} and HF_HUB_OFFLINE keeps everything off the Hub: unset it, or leave repo_id out")
+    return token
+
+
+def card_files(request: StageRequest, config: Publication) -> dict[str, str]:
+    """The card and the evaluation's results, as relative path -> content."""
+    checkpoint = Path(request.inputs[config.model])
+    report, questions = None, ""
+    if config.evaluation:
+        folder = Path(request.inputs[config.evaluation])
+        report = EvalReport.model_validate_json((folder / "eval.json").read_text())
+        stage = stage_of(folder)
+        questions = stage[1]["config"].get("questions", {}).get("path", "") if stage else ""
+    architectures = _json(checkpoint / "config.json").get("architectures") or [""]
+    chat = any(checkpoint.glob("chat_template.*")) or "chat_template" in _json(checkpoint / "tokenizer_config.json")
+    ancestor = lineage(checkpoint)
+    title = config.repo_id or f"{ancestor.name}-{ancestor.digest}".rstrip("-")
+    is_reward_model = str(architectures[0]).endswith("ForSequenceClassification")
+    files = {CARD: card(ancestor, config.model, title, config.license, report, is_reward_model, chat)}
+    if report:
+        files[REPORT] = report.model_dump_json(indent=2) + "\n"
+        results = eval_results(report, config.model, questions)
+        if results:
+            files[RESULTS] = results
+    return files
+
+
+def upload(api: HfApi, folder: Path, repo_id: str, private: bool, tag: str, patience: Patience = PATIENCE) -> Commit:
+    """Puts a published folder on the Hub: repository, one commit, tag. Safe to repeat after any failure.
+
+    Raises ValueError when the Hub refuses (token, rights, space, a public repository where a private one is asked for, a commit by
+    someone else meanwhile, a tag that holds another model), ConnectionError when it stays out of reach.
+    """
+    published = read_marker(folder)
+    if published is None:
+        raise ValueError(f"{folder} was not published by alignflow: there is nothing to upload")
+
+    def ask(what: str, call: Callable[[], T]) -> T:
+        return _ask(what, repo_id, call, patience)
+
+    ask("create the repository", lambda: api.create_repo(repo_id, private=private, exist_ok=True))
+    if private and not ask("read the repository", lambda: api.model_info(repo_id)).private:
+        raise ValueError(f"the repository {repo_id} is public: make it private, or set private: false to publish for everyone")
+    refs = ask("read branches and tags", lambda: api.list_repo_refs(repo_id))
+    tags = {ref.name: ref.target_commit for ref in refs.tags}
+    if tag in tags:
+        commit = tags[tag]
+    else:
+        head = next((ref.target_commit for ref in refs.branches if ref.name == BRANCH), None)
+        commit = ask("send the files", lambda: _commit(api, folder, repo_id, head, f"Publish {tag}"))
+    different = ask("read the files back", lambda: _differences(api, folder, published, repo_id, commit))
+    if different and tag in tags:
+        raise ValueError(f"the tag {tag} of {repo_id} holds another model ({different[0]} differs): delete the tag and run again")
+    if different:
+        raise ValueError(f"the commit {commit} of {repo_id} does not hold what was sent ({different[0]} differs): run again")
+    if tag not in tags:
+        ask("set the tag", lambda: api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True))
+    return Commit(repo_id, commit, tag, f"{api.endpoint}/{repo_id}/tree/{tag}")
+
+
+def _commit(api: HfApi, folder: Path, repo_id: str, head: str | None, message: str) -> str:
+    """One commit that makes the branch hold the folder: files are added or changed, model files of an earlier publication go.
+
+    Asked a second time with the same `head`, it finds nothing to change if the first commit went through, else commits on `head`.
+    """
+    local = _files(folder)
+    patterns = (*MODEL_FILES, REPORT, RESULTS)
+    there = [file.path for file in api.list_repo_tree(repo_id, recursive=True, revision=BRANCH) if isinstance(file, RepoFile)]
+    stale = [path for path in there if path not in local and any(Path("/", path).match(f"/{pattern}") for pattern in patterns)]
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
+        *(CommitOperationDelete(path) for path in stale),
+        *(CommitOperationAdd(path, file) for path, file in local.items()),
+    ]
+    return api.create_commit(repo_id, operations, commit_message=message, revision=BRANCH, parent_commit=head).oid
+
+
+def _differences(api: HfApi, folder: Path, published: Published, repo_id: str, commit: str) -> list[str]:
+    """Files of the folder that a commit does not hold exactly: large ones by SHA-256, small ones by their git hash."""
+    tree = api.list_repo_tree(repo_id, recursive=True, revision=commit)
+    there = {file.path: file for file in tree if isinstance(file, RepoFile)}
+    different = []
+    for path, file in _files(folder).items():
+        remote = there.get(path)
+        if remote is None:
+            different.append(path)
+        elif remote.lfs is not None:
+            known = published.files.get(path)
+            different += [path] if remote.lfs.sha256 != (known.sha256 if known else file_digest(file)) else []
+        else:
+            content = file.read_bytes()
+            different += [path] if remote.blob_id != hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() else []
+    return different
+
+
+def _ask(what: str, repo_id: str, call: Callable[[], T], patience: Patience) -> T:
+    """Repeats a call of the Hub while it fails in a way that passes, and turns what remains into one sentence.
+
+    The original error is dropped on purpose: it quotes addresses, and those of uploads carry signatures.
+    """
+
+    def wait(state: RetryCallState) -> float:
+        asked = _retry_after(state.outcome.exception() if state.outcome else None)
+        return min(max(patience.wait * 2 ** (state.attempt_number - 1), asked), LONGEST_WAIT)
+
+    def say(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        again = f"again in {state.upcoming_sleep:.0f} s ({state.attempt_number} of {patience.attempts})"
+        print(f"the Hub could not {what}: {_status(error)}; {again}", flush=True)
+
+    retrying = Retrying(
+        stop=stop_after_attempt(patience.attempts), wait=wait, retry=retry_if_exception(_passes), before_sleep=say, reraise=True
+    )
+    try:
+        return retrying(call)
+    except (HTTPError, OSError, RuntimeError, json.JSONDecodeError) as error:
+        if _passes(error):
+            raise ConnectionError(
+                f"the Hub could not {what} of {repo_id} in {patience.attempts} attempts ({_status(error)}): "
+                f"run the stage again later, nothing is lost or doubled"
+            ) from None
+        cause = _http_error(error)
+        if not isinstance(cause, HfHubHTTPError):
+            raise
+        raise ValueError(_refusal(cause, what, repo_id)) from None
+
+
+def _refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
+    said = f" ({error.server_message})" if error.server_message else ""
+    match error.response.status_code:
+        case 401:
+            return f"the Hub does not accept the token in {TOKEN_ENV}: set it to a valid token with write access to {repo_id}"
+        case 402 | 403 | 413 | 507:
+            return f"the Hub does not let this token {what} of {repo_id}{said}: check the token's write access and the space left"
+        case 404:
+            return f"the token in {TOKEN_ENV} does not see {repo_id}: check repo_id and the token's access"
+        case 412:
+            return f"someone else changed {repo_id} while this was being published: look at what changed there, then run the stage again"
+        case status:
+            return f"the Hub refused to {what} of {repo_id}: HTTP {status}{said}"
+
+
+def _passes(error: BaseException) -> bool:
+    """Whether a later attempt may succeed: busy (408, 429), broken (5xx), a cut connection (xet raises Python's own), a proxy's page
+    instead of JSON."""
+    if isinstance(error, OfflineModeIsEnabled):
+        return False
+    cause = _http_error(error)
+    if isinstance(cause, HfHubHTTPError):
+        status = cause.response.status_code
+        return status in (408, 429) or (500 <= status < 600 and status != 507)
+    return cause is not None or isinstance(error, (ConnectionError, TimeoutError, json.JSONDecodeError))
+
+
+def _http_error(error: BaseException | None) -> HTTPError | None:
+    """The client's error; an upload wraps it in a RuntimeError."""
+    while error is not None and not isinstance(error, HTTPError):
+        error = error.__cause__
+    return error
+
+
+def _status(error: BaseException | None) -> str:
+    cause = _http_error(error)
+    return f"HTTP {cause.response.status_code}" if isinstance(cause, HfHubHTTPError) else type(cause or error).__name__
+
+
+def _retry_after(error: BaseException | None) -> float:
+    cause = _http_error(error)
+    value = cause.response.headers.get("Retry-After", "") if isinstance(cause, HfHubHTTPError) else ""
+    return float(value) if value.isdigit() else 0.0
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    return {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}

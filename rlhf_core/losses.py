@@ -1,0 +1,248 @@
+"""Every loss as a pure function: tensors in, loss and metrics out.
+
+Each takes `denominator`, a number counted over the whole optimiser step and all data-parallel ranks (tokens, pairs or answers;
+each loss names its own), and returns sums divided by it. So losses, gradients and metrics of micro-batches and ranks ADD UP to those of
+the whole step, however it was split, packed or padded; an engine that averages gradients over ranks must multiply the world size back.
+
+Shapes: per-token tensors (B, T), position t speaks of token t, `mask` True on response tokens; per-document ones (N,). Inputs are
+fp32 whatever the model's dtype. What stands off the mask, even inf or nan, reaches neither the loss nor a gradient.
+Left out: the model's forward pass (`logprobs`), the reduction over documents (`masked`), the choice of an algorithm.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhf_core.advantages import kl_estimate
+from rlhf_core.masked import document_mean, masked_sum
+
+
+class Loss(NamedTuple):
+    """A scalar to differentiate, and detached scalars ready for a SUM reduction over micro-batches and ranks."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def _total(x: Tensor, denominator: float) -> Tensor:
+    """Sum of `x` over the global denominator. ValueError when the optimiser step holds nothing to learn from."""
+    if not denominator > 0:
+        raise ValueError(f"the loss's denominator is {denominator}: this optimiser step has no token or document to learn from")
+    return x.sum() / denominator
+
+
+def _loss(terms: dict[str, Tensor], denominator: float) -> Loss:
+    """The first term is the loss, and a metric like the others."""
+    totals = {name: _total(term, denominator) for name, term in terms.items()}
+    return Loss(next(iter(totals.values())), {name: total.detach() for name, total in totals.items()})
+
+
+# Supervised and preference losses.
+
+
+def sft_loss(logprobs: Tensor, mask: Tensor, denominator: float) -> Loss:
+    """Negative log-likelihood of the tokens under `mask`; both (B, T). Denominator: tokens under the mask."""
+    return _loss({"loss": -masked_sum(logprobs, mask)}, denominator)
+
+
+def reward_loss(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor | float, centering: float, denominator: float) -> Loss:
+    """Bradley-Terry `-log sigmoid(r_c - r_r - margin)` (Ouyang et al. 2022, eq. 1; margin: Llama 2, eq. 2), scores (N,).
+
+    `centering * (r_c + r_r)^2` keeps scores near 0 (Eisenstein et al. 2023). A tie counts as wrong. Denominator: pairs.
+    """
+    difference = chosen_scores - rejected_scores
+    loss = F.softplus(margin - difference) + centering * (chosen_scores + rejected_scores).square()
+    return _loss(
+        {
+            "loss": loss,
+            "accuracy": difference > 0,
+            "margin": difference,
+            "scores/chosen": chosen_scores,
+            "scores/rejected": rejected_scores,
+        },
+        denominator,
+    )
+
+
+def dpo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    beta: float,
+    label_smoothing: float,
+    loss: Literal["sigmoid", "ipo"],
+    denominator: float,
+) -> Loss:
+    """Direct preference optimisation on log-probs of responses, (N,), with h = (pi_c - ref_c) - (pi_r - ref_r).
+
+    sigmoid: `-log sigmoid(beta h)`, log-probs summed over tokens (Rafailov et al. 2023, eq. 7), with probability
+    `label_smoothing` that a label is flipped (cDPO, Mitchell 2023). ipo: `(h - 1 / (2 beta))^2`, log-probs averaged over tokens
+    (Azar et al. 2023, eq. 17; the authors' reading). Denominator: pairs.
+    """
+    reward_chosen = beta * (policy_chosen - ref_chosen)
+    reward_rejected = beta * (policy_rejected - ref_rejected)
+    if loss == "sigmoid":
+        margin = reward_chosen - reward_rejected
+        losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    elif label_smoothing == 0:
+        h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
+        losses = (h - 1 / (2 * beta)).square()
+    else:
+        raise ValueError("label_smoothing belongs to loss 'sigmoid' (cDPO): set it to 0 for 'ipo'")
+    return _preference(losses, reward_chosen, reward_rejected, denominator)
+
+
+def simpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, beta: float, gamma: float, denominator: float) -> Loss:
+    """SimPO `-log sigmoid(beta (pi_c - pi_r) - gamma)` on log-probs averaged over tokens, (N,) (Meng et al. 2024, eq. 6).
+
+    Denominator: pairs. Usual values: beta 2, gamma 1.
+    """
+    losses = -F.logsigmoid(beta * (policy_chosen - policy_rejected) - gamma)
+    return _preference(losses, beta * policy_chosen, beta * policy_rejected, denominator)
+
+
+def orpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, lambd: float, denominator: float) -> Loss:
+    """ORPO `NLL_c - lambd log sigmoid(log odds_c - log odds_r)` on log-probs averaged over tokens, (N,) (Hong et al. 2024, eq. 6-7).
+
+    odds = p / (1 - p) with p = exp(mean log-prob); NLL_c is the same mean, negated: every pair weighs the same. Denominator: pairs.
+    """
+    log_odds_ratio = _log_odds(policy_chosen) - _log_odds(policy_rejected)
+    losses = -policy_chosen - lambd * F.logsigmoid(log_odds_ratio)
+    return _preference(losses, lambd * policy_chosen, lambd * policy_rejected, denominator)
+
+
+def kto_loss(
+    policy_logps: Tensor,
+    ref_logps: Tensor,
+    desirable: Tensor,
+    kl: Tensor | float,
+    beta: float,
+    w_desirable: float,
+    w_undesirable: float,
+    denominator: float,
+) -> Loss:
+    """KTO (Ethayarajh et al. 2024, eq. 8) on log-probs summed over tokens, (N,), `desirable` (N,) bool, r = pi - ref.
+
+    `w_d (1 - sigmoid(beta (r - KL)))` if desirable, else `w_u (1 - sigmoid(beta (KL - r)))`. `kl` is one number for the whole
+    optimiser step (mismatched pairs, averaged over all ranks); it is clamped at 0 and carries no gradient.
+    accuracy: r on its label's side of the KL; margin: by how much, times beta. Denominator: answers.
+    """
+    kl = torch.as_tensor(kl, dtype=policy_logps.dtype, device=policy_logps.device).detach().clamp(min=0)
+    signed = beta * (policy_logps - ref_logps - kl) * torch.where(desirable, 1, -1)
+    losses = torch.where(desirable, w_desirable * torch.sigmoid(-signed), w_undesirable * torch.sigmoid(-signed))
+    return _loss({"loss": losses, "accuracy": signed > 0, "margin": signed, "desirable": desirable}, denominator)
+
+
+def _log_odds(logp: Tensor) -> Tensor:
+    # A mean log-prob of exactly 0 (fp32 rounds p to 1) has infinite odds: stop just before.
+    logp = logp.clamp(max=-1e-6)
+    return logp - torch.log(-torch.expm1(logp))
+
+
+def _preference(losses: Tensor, reward_chosen: Tensor, reward_rejected: Tensor, denominator: float) -> Loss:
+    return _loss(
+        {
+            "loss": losses,
+            "accuracy": reward_chosen > reward_rejected,
+            "margin": reward_chosen - reward_rejected,
+            "rewards/chosen": reward_chosen,
+            "rewards/rejected": reward_rejected,
+        },
+        denominator,
+    )
+
+
+# Reinforcement learning.
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    is_weights: Tensor,
+    denominator: float,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+) -> Loss:
+    """PPO's clipped surrogate `-w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` (Schulman et al. 2017, eq. 7); all (B, T).
+
+    rho = exp(logprobs - old_logprobs), both from the trainer; w = `is_weights` (see `importance_weights`; ones when off).
+    `dual_clip` c > 1: the objective of a token with A < 0 is at least c A (Ye et al. 2020).
+    Denominator: response tokens. GRPO's mean per answer: `weights` 1/|answer| on its tokens, denominator answers. Dr. GRPO:
+    denominator answers x a constant length, which the metrics then share.
+    clip_share: tokens whose gradient a clip cut; kl_old: k3 estimate of KL(old || new), nats per token.
+    """
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0)
+    advantages = torch.where(mask, advantages, 0)
+    is_weights = torch.where(mask, is_weights, 0)
+    counted = mask.to(log_ratio.dtype) if weights is None else torch.where(mask, weights, 0)
+
+    ratio = log_ratio.exp()
+    surrogate = ratio * advantages
+    objective = torch.minimum(surrogate, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    return _loss(
+        {
+            "policy/loss": -counted * is_weights * objective,
+            "policy/clip_share": counted * (objective != surrogate),
+            "policy/ratio": counted * ratio,
+            "policy/kl_old": counted * kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3"),
+        },
+        denominator,
+    )
+
+
+def gspo_logprobs(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
+    """Log-probs (B, T) whose ratio to `old_logprobs` is the answer's own, `s = exp(mean_t(logprobs - old_logprobs))`, on its every token.
+
+    Given to `policy_loss` as `logprobs`, with `weights` 1/|answer|, they make it GSPO (Zheng et al. 2025, eq. 5 and 7).
+    """
+    log_ratio = document_mean(logprobs - old_logprobs, mask, documents, num_documents)
+    return torch.where(mask, old_logprobs + log_ratio[documents.clamp(min=0)], 0)
+
+
+def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
+    """Truncated importance weights `min(exp(old - sampler), cap)`, (B, T), without gradient (Yao et al. 2025, "TIS").
+
+    They correct what the sampler's own kernels and precision make of the same weights.
+    """
+    return (old_logprobs - sampler_logprobs).detach().exp().clamp(max=cap)
+
+
+def sampler_metrics(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cap: float, denominator: float) -> dict[str, Tensor]:
+    """How far the sampler is from the trainer on the same weights and tokens, (B, T). Denominator: response tokens.
+
+    gap: mean |old - sampler|, nats; ratio_gap: mean |exp(old - sampler) - 1|; capped: share of weights above `cap`.
+    """
+    gap = torch.where(mask, old_logprobs - sampler_logprobs, 0)
+    terms = {"sampler/gap": gap.abs(), "sampler/ratio_gap": torch.expm1(gap).abs(), "sampler/capped": mask & (gap.exp() > cap)}
+    return _loss(terms, denominator).metrics
+
+
+def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: Literal["k2", "k3"], denominator: float) -> Loss:
+    """KL to the reference as a loss, (B, T). Denominator: response tokens. ValueError for k1: its expected gradient is zero."""
+    if estimator not in ("k2", "k3"):
+        raise ValueError(f"KL estimator {estimator!r} has no use as a loss (k1's expected gradient is zero): take k2 or k3")
+    gap = torch.where(mask, logprobs - ref_logprobs, 0)
+    return _loss({"policy/kl_loss": kl_estimate(gap, torch.zeros_like(gap), estimator)}, denominator)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float, denominator: float) -> Loss:
+    """`0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`, all (B, T), as in OpenAI's PPO2. Denominator: response tokens.
+
+    clip_share: tokens where the clipped error is the larger one, which cuts their gradient.
+    """
+    values, old_values, returns = (torch.where(mask, x, 0) for x in (values, old_values, returns))
+    error = (values - returns).square()
+    clipped_error = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    terms = {"value/loss": 0.5 * torch.maximum(error, clipped_error), "value/clip_share": clipped_error > error}
+    return _loss(terms, denominator)

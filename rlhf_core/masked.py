@@ -1,0 +1,77 @@
+"""Sums and means over masked tokens and packed documents, and the one shift by one.
+
+Per-token tensors have the shape of `tokens`, (B, T); `x[t]` speaks of token t. `mask` is True on the tokens that count and
+may have holes. `documents` (B, T) int64 holds the index of each token's document within the batch, -1 on padding; a document
+lies in one row, without gaps, so a padded batch and a packed one go through the same functions.
+What stands at uncounted positions never matters, be it inf or nan: it is selected away, not multiplied by zero.
+Inputs are fp32 (fp64 in tests). Left out: reductions over ranks. A sum over tokens adds up over ranks; means are the caller's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of `x` where `mask`; both of any equal shape. Returns a scalar."""
+    return torch.where(mask, x, 0).sum()
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `x` where `mask`; 0 when nothing counts. Returns a scalar."""
+    return masked_sum(x, mask) / mask.sum().clamp(min=1)
+
+
+def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """`(x - mean) / sqrt(var + eps)` over the counted tokens, each weighing the same (population variance); 0 elsewhere.
+
+    `x` and `mask` hold the whole rollout of all ranks: the statistics of one rank or one micro-batch are other statistics.
+    """
+    mean = masked_mean(x, mask)
+    variance = masked_mean((x - mean).square(), mask)
+    return torch.where(mask, (x - mean) * torch.rsqrt(variance + eps), 0)
+
+
+def document_sum(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
+    """Sum of `x` (B, T) over the counted tokens of each document. Returns (N,); 0 for a document in which nothing counts."""
+    counted = mask & (documents >= 0)
+    return x.new_zeros(num_documents).index_add(0, documents[counted], x[counted])
+
+
+def document_mean(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
+    """Mean of `x` (B, T) over the counted tokens of each document. Returns (N,); 0 for a document in which nothing counts."""
+    counts = document_sum(torch.ones_like(x), mask, documents, num_documents)
+    return document_sum(x, mask, documents, num_documents) / counts.clamp(min=1)
+
+
+def last_token_index(documents: Tensor, num_documents: int) -> Tensor:
+    """Position of each document's last token in the flattened batch. Returns (N,) int64.
+
+    Raises ValueError when a document has no token: there is no value to read for it.
+    """
+    flat = documents.flatten()
+    positions = torch.arange(flat.numel(), device=flat.device)
+    real = flat >= 0
+    index = torch.full((num_documents,), -1, dtype=torch.int64, device=flat.device)
+    index = index.scatter_reduce(0, flat[real], positions[real], reduce="amax")
+    if (index < 0).any():
+        missing = (index < 0).nonzero().flatten().tolist()
+        raise ValueError(f"documents {missing} of {num_documents} have no token in this batch: drop empty documents before collating")
+    return index
+
+
+def gather_last(x: Tensor, documents: Tensor, num_documents: int) -> Tensor:
+    """Value of `x` (B, T) at the last token of each document, response or not. Returns (N,)."""
+    return x.flatten()[last_token_index(documents, num_documents)]
+
+
+def shift_right(h: Tensor, documents: Tensor) -> Tensor:
+    """Turn outputs `h[t]` (B, T) that speak of token t+1 into `x[t]` that speaks of token t: `x[t] = h[t-1]`.
+
+    A document's first token has nothing before it: 0 there, and on padding. Nothing crosses from one document to the next.
+    """
+    x = torch.zeros_like(h)
+    same = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
+    x[:, 1:] = torch.where(same, h[:, :-1], 0)
+    return x

@@ -1,0 +1,56 @@
+"""Scores of documents by a reward model in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rlhf_core.data.chat import load_tokenizer
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document
+from rlhf_core.masked import gather_last
+from rlhf_core.models.load import Scorer, load_scorer
+
+STATISTICS = "score_statistics.json"
+
+
+def score_documents(scorer: Scorer, documents: Sequence[Document], pad_token_id: int, micro_batch_size: int) -> list[float]:
+    """The score at the last token of each document, in order. Sorted by length inside, so that padding is small."""
+    device = next(scorer.parameters()).device
+    order = sorted(range(len(documents)), key=lambda i: len(documents[i].tokens))
+    scores = [0.0] * len(documents)
+    for start in range(0, len(order), micro_batch_size):
+        chosen = order[start : start + micro_batch_size]
+        batch = collate([[documents[i]] for i in chosen], pad_token_id).to(device)
+        with torch.no_grad():
+            values = gather_last(scorer(batch.tokens, batch.positions), batch.documents, len(chosen))
+        for i, value in zip(chosen, values.tolist(), strict=True):
+            scores[i] = value
+    return scores
+
+
+class RewardScorer:
+    """A reward model checkpoint that scores documents; `mean` and `std` are the statistics stored with it (0 and 1 without)."""
+
+    def __init__(self, path: str, dtype: str, micro_batch_size: int, trust_remote_code: bool = False):
+        self.pad_token_id = load_tokenizer(path, trust_remote_code).pad_token_id
+        self.scorer = load_scorer(path, self.pad_token_id, dtype, trust_remote_code).eval()
+        if torch.cuda.is_available():
+            self.scorer.cuda()
+        self.micro_batch_size = micro_batch_size
+        self.mean, self.std = load_statistics(path)
+
+    def score(self, documents: Sequence[Document]) -> list[float]:
+        return score_documents(self.scorer, documents, self.pad_token_id, self.micro_batch_size)
+
+
+def load_statistics(path: str) -> tuple[float, float]:
+    """Mean and standard deviation of the scores on the evaluation split, as stored by the reward model stage."""
+    file = Path(path) / STATISTICS
+    if not file.is_file():
+        return 0.0, 1.0
+    stored = json.loads(file.read_text())
+    return float(stored["mean"]), float(stored["std"])

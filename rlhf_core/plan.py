@@ -1,0 +1,269 @@
+"""The DAG of a recipe: stages expanded, names resolved, order and digests known before anything runs. Torch-free, offline.
+
+An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.preferences, ...; X.round1 stands for the model
+of that round and X for the model of the last; an evaluation that names X judges the model of every round.
+A stage's digest covers what decides its result: its configuration, the digests of its parents, of its local data and model
+folders, the seed, and STAGE_VERSIONS. Cadence of logs and saves and time limits are not in it. Hub ids count by name: a
+repository that moves on is not noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from rlhf_core.config import DPO, Evaluation, IterativeDPO, Preferences, Recipe, RewardJudge, Source, StageConfig
+from rlhf_core.digests import Digests
+from rlhf_core.lineage import DATA_SUFFIXES, is_hub_id
+from rlhf_core.recipe import unknown
+from rlhf_core.stage import RunDir, StageRequest, digest
+
+# Raise a stage's number when a change of code changes the numbers it produces: its results are then made anew.
+STAGE_VERSIONS = {"sft": 1, "reward_model": 1, "dpo": 1, "preferences": 1, "ppo": 1, "evaluation": 1, "publication": 1}
+NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env"}
+
+POLICY, REWARD = ("sft", "dpo", "ppo"), ("reward_model",)
+REFERENCES: dict[str, dict[str, tuple[str, ...]]] = {
+    "sft": {"model": POLICY},
+    "reward_model": {"model": POLICY},
+    "dpo": {"policy": POLICY, "reference": POLICY, "pairs": ("preferences",)},
+    "preferences": {"policy": POLICY, "reward": REWARD},
+    "ppo": {"actor": POLICY, "critic": POLICY + REWARD, "reference": POLICY, "reward": REWARD},
+    "evaluation": {"models": POLICY, "baseline": POLICY},
+    "publication": {"model": POLICY + REWARD, "evaluation": ("evaluation",)},
+}
+OUTPUTS = {"preferences": "pairs", "evaluation": "report", "publication": "published"}  # every other stage: checkpoint
+OUTPUT_PATHS = {"pairs": "pairs.jsonl"}  # where it is expected to lie while the stage is not done; default: as it is named
+
+
+class Reference(NamedTuple):
+    """A name in a config that stands for a model or for another stage. `place` is the field, for messages."""
+
+    place: str
+    name: str
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One stage. `stages` maps names in its config to the stages they stand for, `models` others to a folder or Hub id."""
+
+    name: str
+    config: StageConfig
+    stages: dict[str, str]
+    models: dict[str, str]
+    digest: str
+    run_dir: Path
+
+    @property
+    def kind(self) -> str:
+        return self.config.stage
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.stages.values()))
+
+    @property
+    def done(self) -> bool:
+        return RunDir(self.run_dir).result() is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages of a recipe, parents first. `aliases` maps names of loops and rounds to the stage whose model they stand for."""
+
+    recipe: Recipe
+    nodes: tuple[Node, ...]
+    aliases: dict[str, str]
+
+    @property
+    def artifacts(self) -> Path:
+        return Path(self.recipe.artifacts).absolute()
+
+    @property
+    def folder(self) -> Path:
+        """Where the recipe's report lies."""
+        return self.artifacts / self.recipe.name
+
+    def __getitem__(self, name: str) -> Node:
+        name = self.aliases.get(name, name)
+        return next(node for node in self.nodes if node.name == name)
+
+    def stages_of(self, name: str) -> tuple[Node, ...]:
+        """The stage called `name`, or all stages of a loop or of a round. ValueError when there is none."""
+        found = tuple(node for node in self.nodes if node.name == name or (name in self.aliases and node.name.startswith(f"{name}.")))
+        if not found:
+            raise ValueError(f"recipe {self.recipe.name}: {unknown(name, [*(n.name for n in self.nodes), *self.aliases], 'stage')}")
+        return found
+
+    def inputs(self, node: Node) -> dict[str, str]:
+        """The folder, file or Hub id behind each name in the node's config."""
+        return {**node.models, **{name: str(_output(self[stage])) for name, stage in node.stages.items()}}
+
+    def request(self, node: Node) -> StageRequest:
+        return StageRequest(
+            name=node.name,
+            digest=node.digest,
+            config=node.config,
+            inputs=self.inputs(node),
+            seed=self.recipe.seed,
+            trust_remote_code=self.recipe.trust_remote_code,
+        )
+
+
+def plan(recipe: Recipe) -> Plan:
+    """Expands, resolves, orders and names all stages. ValueError: one sentence (a line) for each inconsistency."""
+    stages, aliases, rounds = _expand(recipe)
+    for name, config in stages.items():
+        if isinstance(config, Evaluation):
+            judged = [model for named in config.models for model in rounds.get(named, (named,))]
+            last_mention = tuple(dict.fromkeys(reversed(judged)))[::-1]
+            stages[name] = config.model_copy(update={"models": last_mention})
+    problems = [problem for name, config in stages.items() for problem in _misnamed(name, config, stages, aliases)]
+    if problems:
+        raise ValueError("\n".join(problems))
+    parents = {
+        name: {r.name: aliases.get(r.name, r.name) for r in references(config) if aliases.get(r.name, r.name) in stages}
+        for name, config in stages.items()
+    }
+    artifacts = Path(recipe.artifacts).absolute()
+    digests = Digests(artifacts)
+    nodes: dict[str, Node] = {}
+    for name in _ordered(parents):
+        config = stages[name]
+        models = {r.name: _place(recipe, r.name) for r in references(config) if r.name not in parents[name]}
+        decides = {
+            "stage": config.stage,
+            "version": STAGE_VERSIONS[config.stage],
+            "config": _deciding(config, digests),
+            "stages": {named: nodes[parent].digest for named, parent in parents[name].items()},
+            "models": {named: _content(place, digests) for named, place in models.items()},
+            "seed": recipe.seed,
+            "trust_remote_code": recipe.trust_remote_code,
+        }
+        key = digest(decides)
+        nodes[name] = Node(name, config, parents[name], models, key, artifacts / "stages" / f"{name}-{key}")
+    digests.save()
+    return Plan(recipe, tuple(nodes.values()), aliases)
+
+
+def references(config: StageConfig) -> Iterator[Reference]:
+    """The names in a config that stand for models or other stages."""
+    for field, kinds in REFERENCES[config.stage].items():
+        value = getattr(config, field)
+        for name in value if isinstance(value, tuple) else () if value is None else (value,):
+            yield Reference(field, name, kinds)
+    if isinstance(config, Evaluation):
+        for i, judge in enumerate(config.judges):
+            if isinstance(judge, RewardJudge):
+                yield Reference(f"judges.{i}.reward", judge.reward, REWARD)
+
+
+def sources(config: BaseModel, place: str = "") -> Iterator[tuple[str, Source]]:
+    """Every data source of a config with the field it stands in."""
+    for field in type(config).model_fields:
+        value, here = getattr(config, field), f"{place}{field}"
+        for i, item in enumerate(value) if isinstance(value, tuple) else ((None, value),):
+            at = here if i is None else f"{here}.{i}"
+            if isinstance(item, Source):
+                yield at, item
+            elif isinstance(item, BaseModel):
+                yield from sources(item, f"{at}.")
+
+
+def _expand(recipe: Recipe) -> tuple[dict[str, StageConfig], dict[str, str], dict[str, tuple[str, ...]]]:
+    stages: dict[str, StageConfig] = {}
+    aliases: dict[str, str] = {}
+    rounds: dict[str, tuple[str, ...]] = {}
+    for name, config in recipe.stages.items():
+        if not isinstance(config, IterativeDPO):
+            stages[name] = config
+            continue
+        rounds[name] = tuple(f"{name}.round{k + 1}" for k in range(config.rounds))
+        policy = config.policy
+        for k, title in enumerate(rounds[name]):
+            slice_of_prompts = {"first_prompt": k * config.prompts_per_round, "num_prompts": config.prompts_per_round}
+            stages[f"{title}.preferences"] = Preferences(**_shared(config, Preferences), policy=policy, **slice_of_prompts)
+            stages[f"{title}.dpo"] = DPO(**_shared(config, DPO), policy=policy, pairs=f"{title}.preferences")
+            aliases[title] = policy = f"{title}.dpo"
+        aliases[name] = policy
+    return stages, aliases, rounds
+
+
+def _shared(config: BaseModel, kind: type[BaseModel]) -> dict[str, Any]:
+    """The fields that a loop and one of its stages have in common."""
+    return {field: getattr(config, field) for field in kind.model_fields if hasattr(config, field) and field not in ("stage", "policy")}
+
+
+def _misnamed(stage: str, config: StageConfig, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]) -> Iterator[str]:
+    for place, name, kinds in references(config):
+        where, target = f"stages.{stage}.{place}", aliases.get(name, name)
+        needed = "a reward model" if kinds == REWARD else "a stage of kind " + " or ".join(kinds)
+        only_stages = "checkpoint" not in {OUTPUTS.get(kind, "checkpoint") for kind in kinds}
+        if target in stages:
+            if stages[target].stage not in kinds:
+                yield f"{where}: {name} is of kind {stages[target].stage}, but {needed} is needed here; name one"
+        elif only_stages or (name == "base" and kinds == REWARD):
+            valid = [other for other, found in stages.items() if found.stage in kinds]
+            yield f"{where}: {unknown(name, valid, 'stage')}; {needed} is needed here"
+        elif name != "base" and "/" not in name and not Path(name).exists():
+            valid = ["base", *(other for other, found in stages.items() if found.stage in kinds), *aliases]
+            yield f"{where}: {unknown(name, valid, 'name')}; name base, a stage, a folder or a Hub id (owner/model)"
+
+
+def _ordered(parents: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Parents first, otherwise as the recipe has them. ValueError when stages need each other."""
+    ordered: list[str] = []
+    path: list[str] = []
+
+    def visit(name: str) -> None:
+        if name in path:
+            circle = " -> ".join([*path[path.index(name) :], name])
+            raise ValueError(f"stages need each other: {circle}; let one of them start from another model")
+        if name not in ordered:
+            path.append(name)
+            for parent in parents[name].values():
+                visit(parent)
+            ordered.append(path.pop())
+
+    for name in parents:
+        visit(name)
+    return ordered
+
+
+def _place(recipe: Recipe, name: str) -> str:
+    place = recipe.base_model if name == "base" else name
+    return place if is_remote(place) else str(Path(place).absolute())
+
+
+def is_remote(place: str) -> bool:
+    """A Hub id, unless such a file or folder exists. An id of one word (`gpt2`) counts too."""
+    return is_hub_id(place) or ("/" not in place and not place.endswith(DATA_SUFFIXES) and not Path(place).exists())
+
+
+def _content(place: str, digests: Digests) -> str:
+    return f"hub:{place}" if is_remote(place) else digests.of(Path(place))
+
+
+def _deciding(config: StageConfig, digests: Digests) -> Any:
+    """The config without what decides no result, and with the content of local data instead of its path."""
+    contents = {source.path: _content(source.path, digests) for _, source in sources(config)}
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, dict):
+            path = {"path": contents[value["path"]]} if "path" in value and "messages_key" in value else {}
+            return {key: strip(item) for key, item in value.items() if key not in NO_RESULT} | path
+        return [strip(item) for item in value] if isinstance(value, list) else value
+
+    return strip(config.model_dump(mode="json"))
+
+
+def _output(node: Node) -> Path:
+    """What a stage hands on: where its result says it lies, else where it is expected."""
+    name = OUTPUTS.get(node.kind, "checkpoint")
+    result = RunDir(node.run_dir).result()
+    return node.run_dir / (result.outputs.get(name, name) if result else OUTPUT_PATHS.get(name, name))

@@ -1,0 +1,211 @@
+"""The five roles of PPO as plain objects: what one rank of each holds and does. Where they live is `fleet.py`'s business.
+
+Each method is called on every rank of the role with the same arguments; ranks deal the work among themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_core.data.collate import Batch, collate
+from rlhf_core.data.documents import Document
+from rlhf_core.engine.base import AdamW, state_on_cpu
+from rlhf_core.engine.zero import ZeroEngine
+from rlhf_core.losses import Loss, policy_loss, value_loss
+from rlhf_core.masked import masked_sum, shift_right
+from rlhf_core.models.load import load_policy, load_scorer, save_model
+from rlhf_core.ppo.types import Experience
+from rlhf_core.supervised import accumulate, deal
+
+Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
+
+
+class Model(NamedTuple):
+    """What a role loads and how it runs it."""
+
+    path: str
+    dtype: str
+    pad_token_id: int
+    micro_batch_size: int
+    trust_remote_code: bool
+
+
+class Update(NamedTuple):
+    """One optimiser step: which of the experience it takes, and its learning rate."""
+
+    indices: list[int]
+    learning_rate: float
+
+
+class Training(NamedTuple):
+    """How actor and critic train."""
+
+    adamw: AdamW
+    zero_stage: int
+    micro_batch_size: int
+    gradient_checkpointing: bool
+    timeout: float
+
+
+class Actor:
+    """The policy that is trained."""
+
+    def __init__(self, model: Model, training: Training, eps_clip: float, temperature: float):
+        policy = load_policy(model.path, model.dtype, model.trust_remote_code)
+        self.engine = _engine(policy, model, training)
+        self.model, self.micro, self.eps_clip, self.temperature = model, training.micro_batch_size, eps_clip, temperature
+
+    def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
+        scale = self.temperature if temperature is None else temperature
+        return _score(self.engine, documents, self.model, lambda b: self.engine(b.tokens, b.positions, b.documents, scale).logprobs)
+
+    def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
+        """PPO's clipped surrogate, one optimiser step per update; metrics of each."""
+        return [self._update([experience[i] for i in update.indices], update.learning_rate) for update in updates]
+
+    def _update(self, items: list[Experience], rate: float) -> dict[str, float]:
+        tokens = _response_tokens(items)
+
+        def loss(part: list[Experience]) -> Loss:
+            batch = _collate(part, self.model.pad_token_id, self.engine.device)
+            new = self.engine(batch.tokens, batch.positions, batch.documents, self.temperature)
+            old, advantages, weights = (_per_token(batch, [getattr(e, name) for e in part]) for name in ("old_logprobs", "advantages", "is_weights"))
+            result = policy_loss(new.logprobs, old, advantages, batch.mask, self.eps_clip, self.eps_clip, weights, tokens)
+            return Loss(result.loss, result.metrics | {"policy/entropy": masked_sum(new.entropy, batch.mask) / tokens})
+
+        metrics = accumulate(self.engine, _micro_batches(items, self.micro), loss)
+        return metrics | {"policy/grad_norm": self.engine.step(rate), "policy/learning_rate": rate}
+
+    def weights(self) -> list[tuple[str, Tensor]]:
+        """All weights on CPU under checkpoint names, on rank 0; empty elsewhere."""
+        return list(state_on_cpu(self.engine).items())
+
+    def export(self, folder: str) -> None:
+        """Writes a transformers checkpoint on rank 0."""
+        state = state_on_cpu(self.engine)
+        if self.engine.rank == 0:
+            save_model(self.engine.module.model, state, self.model.path, Path(folder), self.model.trust_remote_code)
+
+    def save_state(self, folder: str) -> None:
+        self.engine.save_state(Path(folder))
+
+    def load_state(self, folder: str) -> None:
+        self.engine.load_state(Path(folder))
+
+
+class Critic:
+    """The value model that is trained; it starts from the reward model, head included."""
+
+    def __init__(self, model: Model, training: Training, value_clip: float):
+        scorer = load_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code)
+        self.engine = _engine(scorer, model, training)
+        self.model, self.micro, self.value_clip = model, training.micro_batch_size, value_clip
+
+    def values(self, documents: Sequence[Document]) -> Scored:
+        """`V(tokens[<t])` for every token."""
+        return _score(self.engine, documents, self.model, self._values)
+
+    def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
+        """The clipped value loss, one optimiser step per update; metrics of each."""
+        return [self._update([experience[i] for i in update.indices], update.learning_rate) for update in updates]
+
+    def _update(self, items: list[Experience], rate: float) -> dict[str, float]:
+        tokens = _response_tokens(items)
+
+        def loss(part: list[Experience]) -> Loss:
+            batch = _collate(part, self.model.pad_token_id, self.engine.device)
+            old, returns = (_per_token(batch, [getattr(e, name) for e in part]) for name in ("values", "returns"))
+            return value_loss(self._values(batch), old, returns, batch.mask, self.value_clip, tokens)
+
+        metrics = accumulate(self.engine, _micro_batches(items, self.micro), loss)
+        return metrics | {"value/grad_norm": self.engine.step(rate), "value/learning_rate": rate}
+
+    def _values(self, batch: Batch) -> Tensor:
+        return shift_right(self.engine(batch.tokens, batch.positions), batch.documents)
+
+    def save_state(self, folder: str) -> None:
+        self.engine.save_state(Path(folder))
+
+    def load_state(self, folder: str) -> None:
+        self.engine.load_state(Path(folder))
+
+
+class Reference:
+    """The frozen policy the KL is measured against."""
+
+    def __init__(self, model: Model, temperature: float):
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.policy = load_policy(model.path, model.dtype, model.trust_remote_code).to(self.device).eval()
+        self.model, self.temperature = model, temperature
+        self.rank, self.world_size = _rank_from_environment()
+
+    def logprobs(self, documents: Sequence[Document]) -> Scored:
+        return _score(self, documents, self.model, lambda b: self.policy(b.tokens, b.positions, b.documents, self.temperature).logprobs)
+
+
+class Reward:
+    """A frozen reward model."""
+
+    def __init__(self, model: Model):
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.scorer = load_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code).to(self.device).eval()
+        self.model = model
+        self.rank, self.world_size = _rank_from_environment()
+
+    def scores(self, documents: Sequence[Document]) -> Scored:
+        """The score at each document's last token, as an array of one."""
+        everywhere = _score(self, documents, self.model, lambda b: self.scorer(b.tokens, b.positions))
+        return [(index, values[-1:]) for index, values in everywhere]
+
+
+def _engine(module: torch.nn.Module, model: Model, training: Training) -> ZeroEngine:
+    if training.gradient_checkpointing:
+        module.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[union-attr,operator]
+        module.train()
+    return ZeroEngine(module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, training.timeout)
+
+
+def _score(rank: ZeroEngine | Reference | Reward, documents: Sequence[Document], model: Model, forward: Callable[[Batch], Tensor]) -> Scored:
+    """This rank's share of the documents, one per row, similar lengths together; `forward` gives (B, T)."""
+    order = sorted(range(len(documents)), key=lambda i: -len(documents[i].tokens))
+    parts = [order[i : i + model.micro_batch_size] for i in range(0, len(order), model.micro_batch_size)]
+    scored: Scored = []
+    for index, weight in deal(len(parts), rank.rank, rank.world_size):
+        batch = collate([[documents[i]] for i in parts[index]], model.pad_token_id).to(rank.device)
+        with torch.no_grad():
+            values = forward(batch).float().cpu().numpy()
+        if weight:
+            scored += [(i, row[: len(documents[i].tokens)].copy()) for i, row in zip(parts[index], values, strict=True)]
+    return scored
+
+
+def _micro_batches(items: list[Experience], micro: int) -> list[list[Experience]]:
+    """Similar lengths together, so that rows carry little padding."""
+    ordered = sorted(items, key=lambda e: -len(e.document.tokens))
+    return [ordered[i : i + micro] for i in range(0, len(ordered), micro)]
+
+
+def _collate(items: Sequence[Experience], pad_token_id: int, device: torch.device) -> Batch:
+    return collate([[item.document] for item in items], pad_token_id).to(device)
+
+
+def _per_token(batch: Batch, rows: Sequence[np.ndarray]) -> Tensor:
+    """Per-token arrays of the batch's documents, in order, laid out like its tokens: (B, T), zeros on padding."""
+    values = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
+    values[batch.documents >= 0] = torch.from_numpy(np.concatenate(rows)).float().to(values.device)
+    return values
+
+
+def _response_tokens(items: Sequence[Experience]) -> float:
+    return float(sum(sum(item.document.mask) for item in items))
+
+
+def _rank_from_environment() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

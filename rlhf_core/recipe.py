@@ -1,0 +1,202 @@
+"""A recipe from YAML and overrides (`ppo.actor_learning_rate=5e-7`), with every mistake told in one sentence.
+
+Paths in a recipe are relative to the working directory, as on any command line. YAML is read with two differences from
+PyYAML's defaults: `5e-7` is a number (as in YAML 1.2), and a key that appears twice is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from rlhf_core.config import STAGE_KINDS, Recipe, StageConfig
+
+STAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+JUDGE_KINDS = ("rule", "reward", "openai")
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in the YAML file `path`, with `overrides` applied. ValueError: one sentence (a line) for each mistake."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ValueError(f"recipe {path}: {error.strerror or error}; give the path of a YAML file") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"recipe {path} is not a text file; give the path of a YAML file") from None
+    raw = _parse(text, f"recipe {path}")
+    if not isinstance(raw, dict):
+        raise ValueError(f"recipe {path} must be a mapping with name, base_model and stages; it holds {type(raw).__name__}")
+    top, nested = _split(overrides)
+    for key, value in top:
+        if key not in Recipe.model_fields:
+            raise ValueError(f"override {key}=...: {unknown(key, Recipe.model_fields)}; a stage's field is written <stage>.<field>=<value>")
+        raw[key] = value
+    recipe = recipe_of(raw)
+    if not nested:
+        return recipe
+    whole = recipe.model_dump()
+    for keys, value in nested:
+        _set(whole["stages"], keys, value)
+    return recipe_of(whole)
+
+
+def recipe_of(raw: object) -> Recipe:
+    """Validates what a YAML file holds. ValueError: one sentence (a line) for each mistake."""
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise ValueError("\n".join(sentences(error, raw))) from None
+    for name in recipe.stages:
+        if name == "base" or not STAGE_NAME.match(name):
+            raise ValueError(f"stages.{name}: a stage name is letters, digits, _ and -, and not 'base'; rename it")
+    return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """YAML that `load_recipe` reads back to an equal recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def sentences(error: ValidationError, raw: object) -> list[str]:
+    """One sentence for each error: where, what, what to do."""
+    told: list[str] = []
+    for item in error.errors():
+        where, names = ".".join(str(part) for part in _place(item["loc"])), _place(item["loc"])
+        match item["type"]:
+            case "extra_forbidden":
+                told.append(f"{where}: {unknown(str(names[-1]), _fields(names[:-1], raw))}")
+            case "missing":
+                info = _fields(names[:-1], raw).get(names[-1])
+                meaning = f" ({info.description})" if info is not None and info.description else ""
+                told.append(f"{where}: missing{meaning}; add it")
+            case "union_tag_not_found" if names[:1] == ["stages"] and len(names) == 2:
+                told.append(f"{where}: say which stage it is with `stage:`, one of {', '.join(STAGE_KINDS)}")
+            case "union_tag_invalid":
+                valid = STAGE_KINDS if len(names) == 2 else JUDGE_KINDS
+                key = "stage" if len(names) == 2 else "kind"
+                told.append(f"{where}: {key}: {unknown(str(item['ctx']['tag']), valid, 'value')}")
+            case "model_type" | "model_attributes_type" | "dict_type":
+                keys = ", ".join(_fields(names, raw))
+                told.append(f"{where}: must be a mapping{f' ({keys})' if keys else ''}, not {_short(item['input'])}; correct it")
+            case "value_error":
+                told.append(f"{where}: {item['ctx']['error']}" if where else str(item["ctx"]["error"]))
+            case _:
+                told.append(f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}, not {_short(item['input'])}; correct it")
+    return told
+
+
+def unknown(name: str, valid: Iterable[str], what: str = "key") -> str:
+    """`unknown key 'x'` with the nearest valid one, or with all of them."""
+    valid = list(valid)
+    near = difflib.get_close_matches(name, valid, n=3, cutoff=0.6)
+    return f"unknown {what} {name!r}; " + (f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(valid) or 'none'}")
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The record types an annotation names, through unions, tuples and Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in typing.get_args(annotation) for model in models_in(part)]
+
+
+def config_class(kind: str) -> type[BaseModel]:
+    """The config of a stage kind."""
+    return next(model for model in models_in(StageConfig) if model.model_fields["stage"].default == kind)
+
+
+def _split(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[list[str], Any]]]:
+    top: list[tuple[str, Any]] = []
+    nested: list[tuple[list[str], Any]] = []
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        keys = name.strip().removeprefix("stages.").split(".")
+        if not equals or not all(keys):
+            raise ValueError(f"override {override!r}: write <stage>.<field>=<value>, for example ppo.actor_learning_rate=5e-7, or seed=1")
+        value = _parse(text, f"override {override!r}")
+        if len(keys) == 1:
+            top.append((keys[0], value))
+        else:
+            nested.append((keys, value))
+    return top, nested
+
+
+def _set(stages: Any, keys: list[str], value: Any) -> None:
+    here = stages
+    for depth, key in enumerate(keys):
+        where, last = ".".join(keys[:depth]), depth == len(keys) - 1
+        if isinstance(here, tuple | list):
+            if not key.isdigit() or int(key) >= len(here):
+                raise ValueError(f"override {'.'.join(keys)}: {where} has {len(here)} entries, numbered from 0; there is no {key!r}")
+            index: Any = int(key)
+        elif isinstance(here, dict):
+            if key not in here:
+                raise ValueError(f"override {'.'.join(keys)}: {unknown(key, here, 'stage' if depth == 0 else 'key')}")
+            index = key
+        else:
+            raise ValueError(f"override {'.'.join(keys)}: {where} is {_short(here)}, which has no parts; set {where} as a whole")
+        if last:
+            here[index] = value
+        elif isinstance(here[index], tuple):
+            here[index] = list(here[index])
+        here = here[index]
+
+
+def _place(loc: tuple[int | str, ...]) -> list[int | str]:
+    """Where an error is, without the tags that pydantic puts between a union and its member."""
+    parts = list(loc)
+    if len(parts) > 2 and parts[0] == "stages" and parts[2] in STAGE_KINDS:
+        del parts[2]
+    return [part for i, part in enumerate(parts) if not (part in JUDGE_KINDS and i >= 2 and parts[i - 2] == "judges")]
+
+
+def _fields(names: list[int | str], raw: Any) -> dict[Any, Any]:
+    """The fields of the record at a place of the recipe; {} when it cannot be told."""
+    models: list[type[BaseModel]] = [Recipe]
+    for depth, name in enumerate(names):
+        raw = raw.get(name) if isinstance(raw, dict) else raw[name] if isinstance(raw, list | tuple) and isinstance(name, int) else None
+        if names[0] == "stages" and depth == 0:
+            models = []
+        elif names[0] == "stages" and depth == 1:
+            kind = raw.get("stage", name) if isinstance(raw, dict) else name
+            models = [config_class(str(kind))] if kind in STAGE_KINDS else []
+        elif isinstance(name, str):
+            models = models_in(models[0].model_fields[name].annotation) if models and name in models[0].model_fields else []
+        if len(models) > 1:  # judges: the record says which kind it is
+            models = [m for m in models if isinstance(raw, dict) and m.model_fields["kind"].default == raw.get("kind")] or models
+    return dict(models[0].model_fields) if len(models) == 1 else {}
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} appears twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"{where}{line}: {error.problem}; correct the YAML") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: {str(error).splitlines()[0]}; correct the YAML") from None

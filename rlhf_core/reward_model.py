@@ -1,0 +1,92 @@
+"""Reward model: Bradley-Terry on pairs, the score read at the last token; statistics of the scores are stored with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+
+from rlhf_core.config import RewardModel
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Pair
+from rlhf_core.data.sources import preference_pairs
+from rlhf_core.engine.base import Engine
+from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
+from rlhf_core.losses import Loss, reward_loss
+from rlhf_core.masked import gather_last
+from rlhf_core.models.load import load_scorer
+from rlhf_core.models.scoring import STATISTICS
+from rlhf_core.stage import Outcome, RunDir, StageRequest, write_text
+from rlhf_core.supervised import Task, fit
+
+STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
+
+
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Trains a scalar head and its backbone on `config.data`; the output is `checkpoint`."""
+    return on_ranks(train, request, run)
+
+
+def train(request: StageRequest, run: RunDir) -> Outcome:
+    """One rank of the stage."""
+    config = cast(RewardModel, request.config)
+    source = request.inputs[config.model]
+    tokenizer = load_tokenizer(source, request.trust_remote_code)
+    renderer = Renderer(tokenizer, config.data.template)
+    data = preference_pairs(config.data, renderer, config.max_len, request.seed)
+    held_out = preference_pairs(config.eval_data, renderer, config.max_len, request.seed) if config.eval_data else None
+    pad, micro = tokenizer.pad_token_id, config.micro_train_batch_size
+    engine = make_engine(load_scorer(source, pad, config.dtype, request.trust_remote_code), config)
+
+    def loss(engine: Engine, pairs: list[Pair], denominator: float) -> Loss:
+        scores = pair_scores(engine, pairs, pad)
+        margins = torch.tensor([pair.margin for pair in pairs], device=engine.device)
+        return reward_loss(scores[0], scores[1], margins, config.centering, denominator)
+
+    def evaluate(engine: Engine) -> dict[str, float]:
+        assert held_out is not None
+        scores = score_all(engine, held_out.items, pad, micro)
+        return held_out_metrics(scores[0], scores[1])
+
+    def micro_batches(pairs: Sequence[Pair]) -> list[list[Pair]]:
+        return [list(pairs[i : i + micro]) for i in range(0, len(pairs), micro)]
+
+    task = Task(data.items, micro_batches, lambda pairs: float(len(pairs)), loss, evaluate if held_out else None, show=("loss", "accuracy", "eval/accuracy"))
+    metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
+    scores = score_all(engine, held_out.items if held_out else data.items[:STATISTICS_PAIRS], pad, micro)
+    outcome = finish_training(engine, request, run, source, metrics)
+    statistics = {"mean": float(scores.mean()), "std": float(scores.std())}
+    if engine.rank == 0:
+        write_text(run / "checkpoint" / STATISTICS, json.dumps(statistics))
+    return outcome._replace(metrics=outcome.metrics | {f"score/{name}": value for name, value in statistics.items()})
+
+
+def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int) -> torch.Tensor:
+    """Scores of a micro-batch in one forward pass: (2, N), chosen then rejected."""
+    documents = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    batch = collate([[document] for document in documents], pad_token_id).to(engine.device)
+    return gather_last(engine(batch.tokens, batch.positions), batch.documents, len(documents)).view(2, len(pairs))
+
+
+def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, micro: int) -> np.ndarray:
+    """Scores of many pairs without gradient: (2, N). Every rank makes all passes."""
+    engine.module.eval()
+    with torch.no_grad():
+        parts = [pair_scores(engine, pairs[i : i + micro], pad_token_id).cpu().numpy() for i in range(0, len(pairs), micro)]
+    engine.module.train()
+    return np.concatenate(parts, axis=1)
+
+
+def held_out_metrics(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
+    """Held-out Bradley-Terry loss (no margin), accuracy, and the mean of the predicted probability (calibration in the large)."""
+    difference = (chosen - rejected).astype(np.float64)
+    return {
+        "eval/loss": float(np.logaddexp(0, -difference).mean()),
+        "eval/accuracy": float((difference > 0).mean()),
+        "eval/confidence": float((1 / (1 + np.exp(-np.abs(difference)))).mean()),
+        "eval/pairs": float(len(difference)),
+    }

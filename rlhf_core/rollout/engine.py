@@ -1,0 +1,131 @@
+"""One vLLM engine in this process: token ids in, token ids and log-probs out.
+
+Nothing is detokenised. Each answer has a seed of its own, a function of the run, the step and the prompt, so that a resumed run
+samples what the undisturbed one samples. Weights come in as (name, tensor) pairs under checkpoint names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_core.rollout.environment import set_vllm_environment
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled answer. `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the distribution it sampled from.
+
+    `finished` is False when the length limit cut it; else the last token is a stop token.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+class Sampler:
+    """A vLLM engine with a model loaded. One per process; `close` ends it."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        seed: int,
+        max_model_len: int,
+        dtype: str = "float32",
+        kv_cache_gib: float = 1.0,
+        gpu_memory_utilization: float = 0.9,
+        trust_remote_code: bool = False,
+    ):
+        on_gpu = torch.cuda.is_available()
+        set_vllm_environment(kv_cache_gib)
+        import vllm
+
+        self._vllm = vllm
+        self.llm = vllm.LLM(
+            model=model,
+            dtype=dtype,
+            seed=seed,
+            max_model_len=max_model_len,
+            enforce_eager=not on_gpu,
+            gpu_memory_utilization=gpu_memory_utilization,
+            trust_remote_code=trust_remote_code,
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls="rlhf_core.rollout.weights.WeightReceiver",
+            disable_log_stats=True,
+            skip_tokenizer_init=False,
+        )
+        self.tied = bool(json.loads((Path(model) / "config.json").read_text()).get("tie_word_embeddings", False)) if Path(model).is_dir() else False
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+        n: int = 1,
+    ) -> list[list[Answer]]:
+        """`n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled with seed `seeds[i] + j`."""
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(n)]
+        params = [
+            self._vllm.SamplingParams(
+                temperature=temperature,
+                max_tokens=max_new_tokens,
+                seed=seed + j if temperature > 0 else None,
+                stop_token_ids=list(stop_token_ids),
+                logprobs=0,
+                detokenize=False,
+            )
+            for seed in seeds
+            for j in range(n)
+        ]
+        outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
+        answers = [_answer(output.outputs[0]) for output in outputs]
+        return [answers[i : i + n] for i in range(0, len(answers), n)]
+
+    def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-prob of every token of each document given those before it (0 for the first): what a weight sync is probed with."""
+        params = self._vllm.SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        requests = [{"prompt_token_ids": list(document)} for document in documents]
+        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        return [
+            [0.0] + [position[token].logprob for position, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)]
+            for output in outputs
+        ]
+
+    def update(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replaces all weights. With tied embeddings the head is sent too: vLLM repacks it and would keep the old one."""
+        named = list(weights)
+        if self.tied and not any(name == "lm_head.weight" for name, _ in named):
+            named += [("lm_head.weight", tensor) for name, tensor in named if name.endswith("embed_tokens.weight")]
+        self.llm.collective_rpc("receive_weights", args=(named,))
+        self.llm.reset_prefix_cache()
+
+    def load(self, model: str) -> None:
+        """Swaps in another checkpoint of the same architecture from its safetensors files."""
+        from safetensors.torch import load_file
+
+        self.update((name, tensor) for file in sorted(Path(model).glob("*.safetensors")) for name, tensor in load_file(file).items())
+
+    def close(self) -> None:
+        """Shuts the engine down."""
+        engine: Any = self.llm.llm_engine
+        engine.engine_core.shutdown()
+        del self.llm
+
+
+def _answer(output: Any) -> Answer:
+    tokens = list(output.token_ids)
+    logprobs = [position[token].logprob for position, token in zip(output.logprobs, tokens, strict=True)]
+    return Answer(tokens, logprobs, output.finish_reason == "stop")
+
+

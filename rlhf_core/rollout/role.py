@@ -1,0 +1,59 @@
+"""The sampler role: one vLLM engine as a Ray worker's object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from rlhf_core.rollout.engine import Answer, Sampler
+
+
+class SamplerRole:
+    """An engine of a group. Engine r of R answers prompts r, r + R, ...; each carries its own seed, so the split changes nothing."""
+
+    def __init__(
+        self,
+        model: str,
+        seed: int,
+        max_model_len: int,
+        dtype: str,
+        kv_cache_gib: float,
+        gpu_memory_utilization: float,
+        trust_remote_code: bool,
+    ):
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # The engine is alone in this process: torch.distributed variables of the group would make it wait for others.
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        self.sampler = Sampler(
+            model,
+            seed=seed,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            kv_cache_gib=kv_cache_gib,
+            gpu_memory_utilization=gpu_memory_utilization,
+            trust_remote_code=trust_remote_code,
+        )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, max_new_tokens: int, stop_token_ids: Sequence[int], n: int
+    ) -> list[tuple[int, list[Answer]]]:
+        """Answers to this engine's share, with the prompts' indices."""
+        mine = range(self.rank, len(prompts), self.world_size)
+        answers = self.sampler.generate(
+            [prompts[i] for i in mine],
+            seeds=[seeds[i] for i in mine],
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids,
+            n=n,
+        )
+        return list(zip(mine, answers, strict=True))
+
+    def update(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.sampler.update(weights)
+
+    def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self.sampler.prompt_logprobs(documents)

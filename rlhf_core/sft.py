@@ -1,0 +1,82 @@
+"""Supervised fine-tuning: token-mean NLL over assistant tokens, documents packed into rows of `max_len`.
+
+Packing happens inside an optimiser step: a step holds the same documents packed or padded, so the loss curve is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from rlhf_core.config import SFT
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document
+from rlhf_core.data.packing import best_fit
+from rlhf_core.data.sources import sft_documents
+from rlhf_core.engine.base import Engine
+from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
+from rlhf_core.losses import Loss, sft_loss
+from rlhf_core.models.load import load_policy
+from rlhf_core.stage import Outcome, RunDir, StageRequest
+from rlhf_core.supervised import Task, fit
+
+Row = list[Document]
+
+
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Trains `config.model` on `config.data`; the output is `checkpoint`."""
+    return on_ranks(train, request, run)
+
+
+def train(request: StageRequest, run: RunDir) -> Outcome:
+    """One rank of the stage."""
+    config = cast(SFT, request.config)
+    source = request.inputs[config.model]
+    tokenizer = load_tokenizer(source, request.trust_remote_code)
+    renderer = Renderer(tokenizer, config.data.template)
+    data = sft_documents(config.data, renderer, config.max_len, request.seed)
+    held_out = sft_documents(config.eval_data, renderer, config.max_len, request.seed) if config.eval_data else None
+    engine = make_engine(load_policy(source, config.dtype, request.trust_remote_code), config)
+
+    def micro_batches(documents: Sequence[Document]) -> list[list[Row]]:
+        return rows_to_micro_batches(documents, config.max_len if config.packing else 0, config.micro_train_batch_size)
+
+    def loss(engine: Engine, rows: list[Row], denominator: float) -> Loss:
+        batch = collate(rows, tokenizer.pad_token_id).to(engine.device)
+        return sft_loss(engine(batch.tokens, batch.positions, batch.documents).logprobs, batch.mask, denominator)
+
+    def evaluate(engine: Engine) -> dict[str, float]:
+        assert held_out is not None
+        return {"eval/loss": mean_nll(engine, held_out.items, micro_batches, loss)}
+
+    task = Task(data.items, micro_batches, count_tokens, loss, evaluate if held_out else None, show=("loss", "eval/loss", "grad_norm"))
+    metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
+    return finish_training(engine, request, run, source, metrics)
+
+
+def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: int) -> list[list[Row]]:
+    """Rows of at most `capacity` tokens (best fit; one document a row when 0), `micro` rows a batch, long rows first."""
+    if capacity:
+        rows = [[documents[i] for i in row] for row in best_fit([len(d.tokens) for d in documents], capacity)]
+    else:
+        rows = [[document] for document in documents]
+    rows.sort(key=lambda row: -sum(len(document.tokens) for document in row))
+    return [rows[i : i + micro] for i in range(0, len(rows), micro)]
+
+
+def count_tokens(documents: Sequence[Document]) -> float:
+    """Tokens the loss speaks of. A document's first token has no log-prob, so it never counts."""
+    return float(max(1, sum(sum(document.mask[1:]) for document in documents)))
+
+
+def mean_nll(engine: Engine, documents: Sequence[Document], micro_batches, loss) -> float:  # type: ignore[no-untyped-def]
+    """Token-mean NLL over held-out documents; every rank makes all passes, so no collective goes missing."""
+    engine.module.eval()
+    denominator = count_tokens(documents)
+    with torch.no_grad():
+        total = sum(float(loss(engine, rows, denominator).loss) for rows in micro_batches(documents))
+    engine.module.train()
+    return total

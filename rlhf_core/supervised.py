@@ -1,0 +1,121 @@
+"""The training loop of SFT, reward model and DPO: one function, run on every rank of the stage.
+
+A stage brings its items (documents, pairs), how they become micro-batches, a denominator and a loss; the loop brings order,
+schedule, metrics and resume. The items of step k are a function of the seed and k alone, so a resumed run sees what it
+would have seen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from rlhf_core import checkpoint
+from rlhf_core.config import Trainable
+from rlhf_core.engine.base import Engine, learning_rate, sum_metrics
+from rlhf_core.losses import Loss
+from rlhf_core.stage import RunDir
+from rlhf_core.tracking import Tracker
+
+
+class Task(NamedTuple):
+    """What a stage trains on. `loss(engine, micro_batch, denominator)` returns sums divided by the global denominator."""
+
+    items: Sequence[Any]
+    micro_batches: Callable[[Sequence[Any]], list[Any]]
+    denominator: Callable[[Sequence[Any]], Any]
+    loss: Callable[[Engine, Any, Any], Loss]
+    evaluate: Callable[[Engine], dict[str, float]] | None
+    show: tuple[str, ...]
+
+
+def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -> dict[str, float]:
+    """Trains to the end of the schedule; returns the mean metrics of the last tenth of the steps, and the evaluation's.
+
+    Raises ValueError when there is nothing to train on, RuntimeError when no step had a gradient.
+    """
+    steps_per_epoch = -(-len(task.items) // config.train_batch_size)
+    total = steps_per_epoch * config.max_epochs
+    if total == 0:
+        raise ValueError("the data left no row to train on: see the counts of dropped and truncated rows")
+    resume = checkpoint.latest(run)
+    first = resume.step if resume else 0
+    recent: list[dict[str, float]] = []
+    evaluation: dict[str, float] = {}
+    trained = False
+    if resume:
+        engine.load_state(resume.folder)
+        recent, evaluation, trained = resume.loop["recent"], resume.loop["evaluation"], resume.loop["trained"]
+        print(f"resumed after step {first} of {total}", flush=True)
+    tracker = Tracker(run, total, first) if engine.rank == 0 else None
+
+    for step in range(first, total):
+        items = items_of_step(task.items, step, steps_per_epoch, config.train_batch_size, seed)
+        rate = learning_rate(step, total, config.learning_rate, config.warmup_ratio, config.min_lr_ratio)
+        denominator = task.denominator(items)
+        metrics = accumulate(engine, task.micro_batches(items), partial(task.loss, engine, denominator=denominator))
+        metrics |= {"grad_norm": engine.step(rate), "learning_rate": rate}
+        trained = trained or metrics["grad_norm"] > 0
+        done = step + 1
+        recent = [*recent, metrics][-max(1, total // 10) :]
+        if task.evaluate and (done == total or (config.eval_steps and done % config.eval_steps == 0)):
+            evaluation = task.evaluate(engine)
+            metrics = metrics | evaluation
+        if tracker and (done % config.logging_steps == 0 or done == total):
+            tracker.log(done, metrics, show=task.show)
+        if config.save_steps and done % config.save_steps == 0 and done < total:
+            loop = {"recent": recent, "evaluation": evaluation, "trained": trained}
+            save_on_all_ranks(engine, run, done, config.keep_checkpoints, loop)
+    if tracker:
+        tracker.close()
+    if not trained:
+        raise RuntimeError(f"none of the {total} steps had a gradient: nothing was trained")
+    means = {name: sum(m[name] for m in recent) / len(recent) for name in recent[0]}
+    return means | evaluation | {"steps": float(total)}
+
+
+def items_of_step(items: Sequence[Any], step: int, steps_per_epoch: int, batch: int, seed: int) -> list[Any]:
+    """The items of one optimiser step: each epoch is one seeded shuffle, cut into batches; the last may be smaller."""
+    epoch, position = divmod(step, steps_per_epoch)
+    order = list(range(len(items)))
+    random.Random(f"{seed}-{epoch}").shuffle(order)
+    return [items[i] for i in order[position * batch : (position + 1) * batch]]
+
+
+def accumulate(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss]) -> dict[str, float]:
+    """Forward and backward over the micro-batches of one optimiser step; returns its metrics, summed over all ranks.
+
+    Micro-batches are dealt to the ranks in turn. Where the last turn has too few, a rank repeats the last micro-batch with
+    weight 0, so that the collectives inside a ZeRO-3 forward pass stay in step.
+    """
+    mine = deal(len(micro_batches), engine.rank, engine.world_size)
+    sums: dict[str, torch.Tensor] = {}
+    for turn, (index, weight) in enumerate(mine):
+        result = loss(micro_batches[index])
+        engine.backward(result.loss * weight, last=turn == len(mine) - 1)
+        for name, value in result.metrics.items():
+            sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach() * weight
+    return sum_metrics(engine, sums)
+
+
+def deal(count: int, rank: int, world_size: int) -> list[tuple[int, float]]:
+    """This rank's (index, weight) out of `count` things; every rank gets the same number, the surplus ones with weight 0."""
+    turns = -(-count // world_size)
+    indices = [turn * world_size + rank for turn in range(turns)]
+    return [(index, 1.0) if index < count else (count - 1, 0.0) for index in indices]
+
+
+def save_on_all_ranks(engine: Engine, run: RunDir, step: int, keep: int, loop: dict[str, Any]) -> None:
+    """A resume state written by every rank, made visible by rank 0 when all have finished."""
+    if engine.rank == 0:
+        checkpoint.open_state(run, step, clear=True)
+    engine.barrier()
+    engine.save_state(checkpoint.open_state(run, step, clear=False))
+    engine.barrier()
+    if engine.rank == 0:
+        checkpoint.close_state(run, step, keep, loop)
+    engine.barrier()

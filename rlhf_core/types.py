@@ -1,0 +1,121 @@
+"""Records that cross a process or reach a file: frozen pydantic models, torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Frozen(BaseModel):
+    """Base of every record and config: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
+
+
+class FileInfo(Frozen):
+    """One line of a manifest. `size` in bytes, `sha256` in hex."""
+
+    size: int
+    sha256: str
+
+
+class StageResult(Frozen):
+    """What a finished stage left behind; `result.json`, always written last.
+
+    `outputs` names the directories or files other stages may ask for, relative to the run directory
+    (`checkpoint` for a model, `pairs` for a preference data set, `report` for an evaluation).
+    """
+
+    name: str
+    stage: str
+    digest: str
+    seconds: float
+    metrics: dict[str, float]
+    outputs: dict[str, str]
+    files: dict[str, FileInfo]
+    environment: dict[str, str]
+
+
+class PreferencePair(Frozen):
+    """One row of a `pairs.jsonl`. Chat messages are `{"role": ..., "content": ...}`."""
+
+    prompt: tuple[dict[str, str], ...]
+    chosen: str
+    rejected: str
+    chosen_score: float
+    rejected_score: float
+
+
+Label = Literal["A>>B", "A>B", "A=B", "B>A", "B>>A"]
+POINTS: dict[str, float] = {"A>>B": 1.0, "A>B": 1.0, "A=B": 0.5, "B>A": 0.0, "B>>A": 0.0}  # of A
+
+
+class Game(Frozen):
+    """One verdict on two answers, in Arena-Hard's format. `score` speaks of A and B as the judge saw them; None: no verdict."""
+
+    score: Label | None
+    judgment: dict[str, str]
+    prompt: tuple[dict[str, str], ...] = ()
+
+
+class Judgment(Frozen):
+    """One battle: two games on one question. In game 0 A is the baseline, in game 1 A is the model."""
+
+    uid: str
+    category: str
+    judge: str
+    model: str
+    baseline: str
+    games: tuple[Game, Game]
+
+    @property
+    def scores(self) -> tuple[float | None, float | None]:
+        """The model's score in each game, 0, 0.5 or 1; None where there was no verdict."""
+        first, second = (None if game.score is None else POINTS[game.score] for game in self.games)
+        return None if first is None else 1 - first, second
+
+    @property
+    def score(self) -> float | None:
+        """Mean of the games played."""
+        played = [score for score in self.scores if score is not None]
+        return sum(played) / len(played) if played else None
+
+
+class WinRate(Frozen):
+    """Win rate of one model against the baseline with a 95 % question-clustered bootstrap interval.
+
+    `num_failed` counts games without a verdict, `swap_consistency` is the share of questions whose two games name the same
+    winner, `arena_score` counts each strong verdict three times, as Arena-Hard does.
+    """
+
+    model: str
+    baseline: str
+    judge: str
+    win_rate: float
+    ci_low: float
+    ci_high: float
+    num_questions: int
+    num_failed: int
+    swap_consistency: float
+    by_category: dict[str, float]
+    arena_score: float | None = None
+
+
+class EvalReport(Frozen):
+    """The evaluation of all models of one recipe by one judge.
+
+    `right` is the share of rule-correct answers per model, when a rule exists; `mean_tokens` and `truncated` speak of the
+    answers (`truncated`: share cut at the limit); `agreement` is the share of battles in which another judge names the same winner.
+    """
+
+    baseline: str
+    judge: str
+    win_rates: tuple[WinRate, ...]
+    right: dict[str, float]
+    mean_tokens: dict[str, float]
+    truncated: dict[str, float]
+    agreement: dict[str, float] = {}
+
+
+StageKind = Literal["sft", "reward_model", "ppo", "dpo", "preferences", "evaluation", "publication"]

@@ -1,0 +1,89 @@
+"""The folder of a recipe, `<artifacts>/<recipe name>/`: its report, written at the end of every run, also of one that failed.
+
+Beside the page and `summary.json` it holds `recipe.yaml`, as it was run, and `run.json`: which directories belong to it and what
+happened to them, so that the page can be drawn again later, also after the recipe or its data changed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prefect.artifacts import create_link_artifact
+
+from evaluation.summary import StageView, Status
+from rlhf_core.plan import Plan
+from rlhf_core.recipe import dump_recipe
+from rlhf_core.stage import REQUEST, RunDir, write_text
+
+RECIPE, RUN = "recipe.yaml", "run.json"
+
+
+@contextmanager
+def reported(plan: Plan) -> Iterator[dict[str, Status]]:
+    """Yields the status of every stage, to be kept up to date, and writes the report however the block ends."""
+    statuses: dict[str, Status] = {node.name: found(node.run_dir) for node in plan.nodes}
+    try:
+        yield statuses
+    except BaseException:
+        try:
+            write(plan, statuses)
+        except Exception:  # must not hide what ended the run
+            logging.getLogger(__name__).exception("the report of %s could not be written", plan.recipe.name)
+        raise
+    page = write(plan, statuses)
+    create_link_artifact(page.as_uri(), link_text=page.name, key="report", description=f"report of {plan.recipe.name}")
+
+
+def write(plan: Plan, statuses: dict[str, Status]) -> Path:
+    """Writes the recipe's folder. Returns the page's path."""
+    views = [StageView(node.name, node.kind, node.parents, node.run_dir, statuses[node.name]) for node in plan.nodes]
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    write_text(plan.folder / RECIPE, dump_recipe(plan.recipe))
+    stages = [
+        {
+            "name": v.name,
+            "kind": v.kind,
+            "parents": v.parents,
+            "run_dir": v.run_dir.relative_to(plan.artifacts).as_posix(),
+            "status": v.status,
+        }
+        for v in views
+    ]
+    write_text(plan.folder / RUN, json.dumps({"recipe": plan.recipe.name, "stages": stages}, indent=2) + "\n")
+    from evaluation.page import write_report  # draws with matplotlib: a second and more to import, not needed before the end
+
+    return write_report(plan.folder, plan.recipe.name, views)
+
+
+def rewrite(folder: Path) -> Path:
+    """Draws the page of a recipe's folder again from what its stages left behind. ValueError when it is no such folder."""
+    try:
+        run = json.loads((folder / RUN).read_text())
+    except (OSError, ValueError):
+        raise ValueError(f"{folder} has no {RUN}: give a recipe, or the folder <artifacts>/<recipe name> of a run") from None
+    from evaluation.page import write_report
+
+    views = [
+        StageView(s["name"], s["kind"], tuple(s["parents"]), folder.absolute().parent / s["run_dir"], s["status"]) for s in run["stages"]
+    ]
+    return write_report(folder, run["recipe"], views)
+
+
+def statuses_of(folder: Path) -> dict[str, str]:
+    """What the last run of a recipe did with each stage; {} when there was none."""
+    try:
+        return {s["name"]: s["status"] for s in json.loads((folder / RUN).read_text())["stages"]}
+    except (OSError, ValueError):
+        return {}
+
+
+def found(run_dir: Path) -> Status:
+    """A stage's status as its directory alone tells it."""
+    run = RunDir(run_dir)
+    if run.result() is not None:
+        return "done"
+    return "failed" if (run / REQUEST).exists() else "not run"

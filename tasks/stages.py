@@ -1,0 +1,104 @@
+"""The task that does a stage: in a process of its own, with its log relayed and its evidence shown as artifacts.
+
+Call it directly, not with `.submit`: only the main thread sees the signal that cancels a flow, and then ends the stage's processes.
+Prefect's result cache is off: a stage is done when its directory says so.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from prefect import get_run_logger, task
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from rlhf_core.launch import StageFailed, launch
+from rlhf_core.stage import RunDir, StageRequest
+from rlhf_core.types import EvalReport, StageResult
+
+RETRIES, RETRY_DELAY_SECONDS = 1, 5
+LINES_PER_SECOND = 20
+
+
+def module_of(kind: str) -> str:
+    """The module whose process does stages of this kind."""
+    return "evaluation" if kind == "evaluation" else "rlhf_core"
+
+
+def can_retry(task: Any, task_run: Any, state: Any) -> bool:
+    """Another attempt makes sense after a crash, from which the stage resumes; not after wrong input or when it was asked to stop."""
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, StageFailed) and error.can_retry
+
+
+@task(
+    name="stage",
+    task_run_name="{request.name}",
+    retries=RETRIES,
+    retry_delay_seconds=RETRY_DELAY_SECONDS,
+    retry_condition_fn=can_retry,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def run_stage(request: StageRequest, run_dir: Path) -> Literal["done", "skipped"]:
+    """Does the work of one run directory, or finds that it is done. Raises StageFailed."""
+    logger = get_run_logger()
+    run = RunDir(run_dir)
+    if run.result() is not None:
+        logger.info("%s is done already: %s", request.name, run.path.name)
+        return "skipped"
+    run.prepare(request)
+    logger.info("%s starts in %s", request.name, run.path)
+    result = launch(module_of(request.config.stage), run.path, request.name, Throttle(logger.info))
+    logger.info("%s is done in %.0f s", request.name, result.seconds)
+    show(result, run.path)
+    return "done"
+
+
+class Throttle:
+    """Passes lines on, so many a second at most; says how many it left out (all are in the log file)."""
+
+    def __init__(self, log: Callable[[str], None], per_second: int = LINES_PER_SECOND, clock: Callable[[], float] = time.monotonic):
+        self._log, self._per_second, self._clock = log, per_second, clock
+        self._start, self._passed, self._left_out = clock(), 0, 0
+
+    def __call__(self, line: str) -> None:
+        if not line.strip():
+            return
+        if self._clock() - self._start >= 1:
+            if self._left_out:
+                self._log(f"({self._left_out} lines more are in log.txt)")
+            self._start, self._passed, self._left_out = self._clock(), 0, 0
+        if self._passed < self._per_second:
+            self._passed += 1
+            self._log(line)
+        else:
+            self._left_out += 1
+
+
+def show(result: StageResult, run_dir: Path) -> None:
+    """Artifacts of a finished stage: its metrics, its outputs, and the table of an evaluation."""
+    key = re.sub(r"[^a-z0-9]+", "-", result.name.lower()).strip("-")
+    title = f"{result.name} ({result.stage}, {result.seconds:.0f} s)"
+    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(result.metrics.items()))
+    create_markdown_artifact(f"## {title}\n\n| metric | value |\n|---|---|\n{rows}\n", key=f"{key}-metrics", description=title)
+    for name, path in result.outputs.items():
+        create_link_artifact((run_dir / path).resolve().as_uri(), link_text=path, key=f"{key}-{name}", description=f"{name} of {title}")
+    if result.stage == "evaluation":
+        report = EvalReport.model_validate_json((run_dir / result.outputs["report"] / "eval.json").read_text())
+        create_markdown_artifact(evaluation_table(report), key=f"{key}-win-rates", description=title)
+
+
+def evaluation_table(report: EvalReport) -> str:
+    """Win rates of all models and judges as a markdown table."""
+    head = f"Against {report.baseline}; {report.judge} decides.\n\n| model | judge | win rate | 95 % interval | questions | right |\n"
+    rows = [
+        f"| {rate.model} | {rate.judge} | {rate.win_rate:.3f} | {rate.ci_low:.3f} - {rate.ci_high:.3f} | {rate.num_questions} "
+        f"| {f'{report.right[rate.model]:.3f}' if rate.model in report.right else ''} |"
+        for rate in report.win_rates
+    ]
+    return head + "|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n"

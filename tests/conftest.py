@@ -1,0 +1,54 @@
+"""What every test gets: no network, no phoning home, few threads, fixed seeds, and a home of its own for caches and databases.
+
+The environment is set at import, before any test module imports a library that reads it once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+SEED = 0
+_HOME = tempfile.TemporaryDirectory(prefix="alignflow-tests-", ignore_cleanup_errors=True)
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    HF_HOME=str(Path(_HOME.name) / "huggingface"),
+    PREFECT_HOME=str(Path(_HOME.name) / "prefect"),
+    HF_HUB_DISABLE_TELEMETRY="1",
+    DO_NOT_TRACK="1",
+    VLLM_NO_USAGE_STATS="1",
+    RAY_USAGE_STATS_ENABLED="0",
+    PREFECT_SERVER_ANALYTICS_ENABLED="false",
+    TOKENIZERS_PARALLELISM="false",
+)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+for secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "PREFECT_API_KEY", "PREFECT_API_URL"):
+    os.environ.pop(secret, None)
+
+# The same examples on every machine and every day; a slow machine is not a failure.
+settings.register_profile("alignflow", derandomize=True, deadline=None)
+settings.load_profile("alignflow")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Seeds the generators of `random`, and of numpy and torch where a test has already imported them."""
+    random.seed(SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(SEED)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(SEED)
+    yield

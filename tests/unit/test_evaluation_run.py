@@ -1,0 +1,384 @@
+"""The evaluation stage from questions to report, with vLLM played by a double; tokenizer, reward model and files are real."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
+
+from evaluation.__main__ import main
+from evaluation.answers import file_name, markdown, read_answers
+from evaluation.questions import load_questions
+from evaluation.run import judge_names, run
+from rlhf_core.config import Evaluation, OpenAIJudge, RewardJudge, RuleJudge, Source
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.models.scoring import RewardScorer
+from rlhf_core.rollout.engine import Answer
+from rlhf_core.stage import RunDir, StageRequest, run_stage
+from rlhf_core.types import EvalReport, Judgment
+
+ARENA_HARD = Path(__file__).parents[3] / "shared" / "data" / "arena-hard"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SKILL = "skill.txt"  # in a model's folder: what share of the questions the double answers rightly
+COUNT = 20
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Bytes as tokens, and four special ones."""
+    alphabet = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def make_model(folder: Path, skill: float, hidden: int = 16) -> str:
+    folder.mkdir()
+    make_tokenizer(folder)
+    Qwen2Config(
+        vocab_size=260, hidden_size=hidden, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=256, dtype="float32",
+    ).save_pretrained(folder)  # fmt: skip
+    (folder / SKILL).write_text(str(skill))
+    return str(folder)
+
+
+class Double:
+    """Stands for `rlhf_core.rollout.engine.Sampler`: knows the answers, gives as many as its folder says, and cuts at the limit."""
+
+    log: ClassVar[list[tuple[str, str]]] = []
+
+    def __init__(self, model: str, **settings: Any):
+        assert settings["dtype"] == "float32" and settings["max_model_len"] == 128 + 24
+        self.model = model
+        self.log.append(("open", Path(model).name))
+
+    def load(self, model: str) -> None:
+        self.model = model
+        self.log.append(("load", Path(model).name))
+
+    def close(self) -> None:
+        self.log.append(("close", Path(self.model).name))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+        n: int,
+    ) -> list[list[Answer]]:
+        assert n == 1 and len(set(seeds)) == len(prompts)
+        self.log.append(("generate", Path(self.model).name))
+        tokenizer = load_tokenizer(self.model)
+        skill = float((Path(self.model) / SKILL).read_text())
+        answers = []
+        for prompt in prompts:
+            word = tokenizer.decode(prompt).split("<|im_end|>")[0].split()[-1]
+            right = int(word[1:]) < skill * COUNT
+            text = word[::-1] if right else "no idea"
+            tokens = [*tokenizer.encode(text, add_special_tokens=False), stop_token_ids[-1]]
+            answers.append([Answer(tokens[:max_new_tokens], [0.0] * len(tokens[:max_new_tokens]), len(tokens) <= max_new_tokens)])
+        return answers
+
+
+@dataclass(frozen=True)
+class Setting:
+    folder: Path
+    inputs: dict[str, str]
+    questions: str
+
+
+@pytest.fixture
+def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    monkeypatch.setattr("rlhf_core.rollout.engine.Sampler", Double)
+    Double.log.clear()
+    skills = {"sft": 0.5, "dpo": 0.7, "ppo": 0.9}
+    inputs = {name: make_model(tmp_path / name, skill) for name, skill in skills.items()}
+    questions = tmp_path / "questions.jsonl"
+    rows = [
+        {"uid": f"q{n}", "category": "even" if n % 2 == 0 else "odd", "prompt": f"Reverse w{n:02d}", "answer": f"w{n:02d}"[::-1]}
+        for n in range(COUNT)
+    ]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Setting(tmp_path, inputs, str(questions))
+
+
+def request(setting: Setting, **changes: Any) -> StageRequest:
+    fields = {"models": ("dpo", "ppo"), "questions": Source(path=setting.questions), "prompt_max_len": 128, "generate_max_len": 24}
+    config = Evaluation(**{**fields, "bootstrap_rounds": 200, **changes})
+    return StageRequest(name="evaluation", digest="0", config=config, inputs=setting.inputs, seed=1)
+
+
+def evaluate(setting: Setting, name: str = "run", **changes: Any) -> tuple[RunDir, EvalReport, dict[str, float]]:
+    directory = RunDir(setting.folder / name)
+    directory.prepare(request(setting, **changes))
+    outcome = run(directory.request(), directory)
+    assert outcome.outputs == {"report": "report"}
+    return directory, EvalReport.model_validate_json((directory / "report/eval.json").read_text()), outcome.metrics
+
+
+def test_the_rule_decides_and_the_report_says_by_how_much(setting: Setting) -> None:
+    directory, report, metrics = evaluate(setting)
+    assert report.right == pytest.approx({"sft": 0.5, "dpo": 0.7, "ppo": 0.9})
+    rates = {rate.model: rate for rate in report.win_rates}
+    # dpo wins the 4 questions that only it gets right, ppo 8; all others tie.
+    assert rates["dpo"].win_rate == pytest.approx((4 + 16 / 2) / 20)
+    assert rates["ppo"].win_rate == pytest.approx((8 + 12 / 2) / 20)
+    assert rates["ppo"].ci_low > 0.5 and rates["ppo"].ci_high < 0.9
+    assert rates["ppo"].by_category == pytest.approx({"even": 0.7, "odd": 0.7})
+    assert (rates["ppo"].swap_consistency, rates["ppo"].num_failed, rates["ppo"].num_questions) == (1.0, 0, 20)
+    assert report.mean_tokens["sft"] == pytest.approx((10 * 3 + 10 * 7) / 20) and report.truncated["sft"] == 0
+    for model in ("dpo", "ppo"):
+        rate = rates[model]
+        values = [metrics[f"{name}/{model}"] for name in ("win_rate", "ci_low", "ci_high", "right", "length")]
+        assert values == [rate.win_rate, rate.ci_low, rate.ci_high, report.right[model], report.mean_tokens[model]]
+    assert metrics["right/sft"] == 0.5 and "win_rate/sft" not in metrics and "judge_agreement" not in metrics
+    judged = [Judgment.model_validate_json(line) for line in (directory / "report/judgments/rule.jsonl").read_text().splitlines()]
+    assert len(judged) == 40 and {judgment.baseline for judgment in judged} == {"sft"}
+    assert json.loads((directory / "metrics.jsonl").read_text())["win_rate/ppo"] == rates["ppo"].win_rate
+
+
+def test_checkpoints_of_one_architecture_share_an_engine_and_others_get_their_own(setting: Setting) -> None:
+    setting.inputs["ppo"] = make_model(setting.folder / "wide", 0.9, hidden=32)
+    evaluate(setting)
+    assert [entry for entry in Double.log if entry[0] != "generate"] == [
+        ("open", "sft"), ("load", "dpo"), ("close", "dpo"), ("open", "wide"), ("close", "wide"),
+    ]  # fmt: skip
+
+
+def test_whole_answers_are_not_generated_again(setting: Setting) -> None:
+    directory, first, _ = evaluate(setting)
+    (directory / "report/answers/dpo.jsonl").unlink()
+    (directory / "report/eval.json").unlink()
+    Double.log.clear()
+    _, second, _ = evaluate(setting)
+    assert Double.log == [("open", "dpo"), ("generate", "dpo"), ("close", "dpo")]
+    assert first == second
+
+
+def test_answers_are_written_in_arena_hards_format(setting: Setting) -> None:
+    directory, _, _ = evaluate(setting)
+    rows = [json.loads(line) for line in (directory / "report/answers/ppo.jsonl").read_text().splitlines()]
+    assert [row["uid"] for row in rows] == [f"q{n}" for n in range(COUNT)]
+    assert rows[3]["model"] == "ppo"
+    assert rows[3]["messages"] == [{"role": "user", "content": "Reverse w03"}, {"role": "assistant", "content": {"answer": "30w"}}]
+    assert rows[3]["metadata"]["token_len"] == 3
+    assert {"header_count", "list_count", "bold_count"} <= set(rows[3]["metadata"])
+
+
+def test_the_order_of_models_changes_nothing(setting: Setting) -> None:
+    _, one, _ = evaluate(setting, "one", temperature=0.7)
+    _, other, _ = evaluate(setting, "other", temperature=0.7, models=("ppo", "sft", "dpo", "ppo"))
+    assert {rate.model: rate for rate in one.win_rates} == {rate.model: rate for rate in other.win_rates}
+    assert [rate.model for rate in other.win_rates] == ["ppo", "dpo"]  # the baseline does not battle itself
+    assert one.right == other.right
+
+
+def test_limits_are_applied_and_counted(setting: Setting) -> None:
+    text = "x" * 500 + " w00"
+    Path(setting.questions).write_text(
+        json.dumps({"prompt": text, "answer": "00w"}) + "\n" + json.dumps({"prompt": "w19", "answer": "91w"})
+    )
+    _, report, metrics = evaluate(setting, generate_max_len=24)
+    assert metrics["prompt_truncated/sft"] == 0.5 and report.right["sft"] == 0.5
+    with pytest.raises(AssertionError):  # the double sees the engine's length: prompts and answers together
+        evaluate(setting, "other", generate_max_len=5)
+
+
+def test_cut_answers_are_counted(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Double.generate
+    monkeypatch.setattr(Double, "generate", lambda self, prompts, **named: whole(self, prompts, **{**named, "max_new_tokens": 5}))
+    _, report, metrics = evaluate(setting)
+    assert report.truncated == pytest.approx({"sft": 0.5, "dpo": 0.3, "ppo": 0.1})  # "no idea" is cut
+    assert report.mean_tokens["sft"] == pytest.approx((10 * 3 + 10 * 5) / 20)
+    assert metrics["truncated/sft"] == 0.5
+
+
+def test_a_reward_model_gives_a_second_opinion(setting: Setting) -> None:
+    folder = setting.folder / "reward"
+    make_model(folder, 0)
+    torch.manual_seed(0)
+    config = Qwen2Config.from_pretrained(folder, num_labels=1, pad_token_id=257)
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    setting.inputs["reward_model"] = str(folder)
+    directory, report, metrics = evaluate(setting, judges=(RuleJudge(), RewardJudge()))
+    (second,) = TypeAdapter(list[EvalReport]).validate_json((directory / "report/second_opinions.json").read_text())
+    assert (report.judge, second.judge) == ("rule", "reward_model")
+    assert report.agreement == {"reward_model": metrics["judge_agreement"]} and second.agreement == {"rule": metrics["judge_agreement"]}
+
+    questions = load_questions(Source(path=setting.questions), None, 0)
+    renderer, scorer = Renderer(load_tokenizer(str(folder)), "chat"), RewardScorer(str(folder), "float32", 4)
+
+    def rewards(model: str) -> list[float]:
+        given = read_answers(directory / f"report/answers/{model}.jsonl", questions)
+        assert given is not None
+        return scorer.score([renderer.answer(q.messages, a.text) for q, a in zip(questions, given, strict=True)])
+
+    for rate in second.win_rates:
+        better = [(ours > theirs) + 0.5 * (ours == theirs) for ours, theirs in zip(rewards(rate.model), rewards("sft"), strict=True)]
+        assert rate.win_rate == pytest.approx(sum(better) / COUNT)
+    lines = (directory / "report/judgments/reward_model.jsonl").read_text().splitlines()
+    assert len(lines) == 40 and Judgment.model_validate_json(lines[0]).judge == "reward_model"
+
+
+def test_the_first_judge_decides(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting.inputs["reward_model"] = setting.inputs["sft"]
+
+    class Against:
+        """Scores right answers (3 characters) below wrong ones."""
+
+        def __init__(self, *_: Any):
+            pass
+
+        def score(self, documents: Sequence[Any]) -> list[float]:
+            return [float(len(document.tokens)) for document in documents]
+
+    monkeypatch.setattr("rlhf_core.models.scoring.RewardScorer", Against)
+    _, report, metrics = evaluate(setting, judges=(RewardJudge(), RuleJudge()))
+    assert report.judge == "reward_model" and metrics["win_rate/ppo"] == pytest.approx(0.3)
+    assert metrics["right/ppo"] == pytest.approx(0.9)  # the rule still counts right answers
+    assert metrics["judge_agreement"] == pytest.approx(28 / 40)  # they agree on the ties
+
+
+def test_a_missing_known_answer_is_told_before_any_model_is_asked(setting: Setting) -> None:
+    with pytest.raises(ValueError, match="question q0 has no 'solution'"):
+        evaluate(setting, judges=(RuleJudge(answer_key="solution"),))
+    assert Double.log == []
+
+
+def test_a_model_with_too_few_positions_is_refused_before_it_is_loaded(setting: Setting) -> None:
+    with pytest.raises(ValueError, match="has 256 positions, prompt_max_len \\+ generate_max_len = 300"):
+        evaluate(setting, prompt_max_len=200, generate_max_len=100)
+    assert Double.log == []
+
+
+def test_a_finished_evaluation_is_not_done_again(setting: Setting) -> None:
+    directory = RunDir(setting.folder / "run")
+    directory.prepare(request(setting))
+    result = run_stage(directory.path, run)
+    assert {"report/eval.json", "report/answers/sft.jsonl", "report/judgments/rule.jsonl"} <= set(result.files)
+    assert result.metrics["questions"] == COUNT
+    Double.log.clear()
+    assert run_stage(directory.path, run) == result and Double.log == []
+
+
+def test_the_process_tells_the_user_in_one_line(setting: Setting, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = RunDir(setting.folder / "run")
+    directory.prepare(request(setting, judges=(RuleJudge(answer_key="solution"),)))
+    assert main([str(directory.path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("question q0 has no 'solution'") and told.count("\n") == 1
+    (directory / "config.json").write_text("{}")
+    with pytest.raises(ValidationError):  # not for the user to mend: a traceback and exit code 1
+        main([str(directory.path)])
+
+
+def test_the_process_succeeds_and_wants_a_run_directory(setting: Setting) -> None:
+    directory = RunDir(setting.folder / "run")
+    directory.prepare(request(setting))
+    assert main([str(directory.path)]) == 0 and directory.result() is not None
+    command = [sys.executable, "-m", "evaluation", str(setting.folder / "nowhere")]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    assert process.returncode == 2 and process.stderr.startswith("usage: python -m evaluation RUN_DIR")
+
+
+# --- questions and names ---
+
+
+def write(folder: Path, *rows: dict[str, Any]) -> Source:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Source(path=str(path))
+
+
+def test_both_versions_of_arena_hard_questions_are_read(tmp_path: Path) -> None:
+    old = {"question_id": "old", "category": "arena-hard-v0.1", "cluster": "c", "turns": [{"content": "What?"}]}
+    new = {"uid": "new", "category": "hard_prompt", "subcategory": "math", "prompt": "Why?"}
+    bare = {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How?"}]}
+    first, second, third = load_questions(write(tmp_path, old, new, bare), None, 0)
+    assert (first.uid, first.prompt, second.uid, second.category) == ("old", "What?", "new", "hard_prompt")
+    assert third.category == "all" and third.prompt == "system: Be brief.\n\nuser: How?"
+    (again,) = load_questions(write(tmp_path, bare), None, 0)
+    assert again.uid == third.uid  # a digest of the prompt, wherever the row stands
+    assert [q.uid for q in load_questions(write(tmp_path, old, new), 1, 0)] == ["old"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"uid": "a", "prompt": "x"}, {"uid": "a", "prompt": "y"}], r"row 2: has the uid 'a' of row 1"),
+        ([{"prompt": "x"}, {"prompt": "x"}], r"row 2: has the uid .* of row 1 \(without a uid: the same prompt\)"),
+        ([{"text": "x"}], r"row 1: there is no 'prompt'"),
+        ([{"prompt": "  "}], r"row 1: the prompt is empty"),
+        ([{"prompt": 3}], r"row 1: column 'prompt' must be a string"),
+        ([{"turns": [3]}], r"row 1: message 1"),
+    ],
+)
+def test_bad_questions_are_refused_with_their_row(rows: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_questions(write(tmp_path, *rows), None, 0)
+
+
+@pytest.mark.skipif(not ARENA_HARD.is_dir(), reason="the question files of arena-hard-auto are not beside the repository")
+@pytest.mark.parametrize(("name", "count", "categories"), [("v0.1", 500, 1), ("v2.0", 750, 2)])
+def test_the_published_question_files_are_read(name: str, count: int, categories: int) -> None:
+    questions = load_questions(Source(path=str(ARENA_HARD / f"{name}-question.jsonl")), None, 0)
+    assert len(questions) == count and len({question.category for question in questions}) == categories
+
+
+def test_markdown_is_counted_outside_code() -> None:
+    text = "# One\n## Two\n- a\n* b\n1. c\n**bold** and __bold__\n```\n# not one\n- not one\n**no**\n```\n"
+    assert markdown(text) == {
+        "header_count": {"h1": 1, "h2": 1, "h3": 0, "h4": 0, "h5": 0, "h6": 0},
+        "list_count": {"ordered": 1, "unordered": 2},
+        "bold_count": {"**": 1, "__": 1},
+    }
+
+
+def test_published_answers_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "o3.jsonl"
+    row = {
+        "uid": "a",
+        "ans_id": "1",
+        "model": "o3",
+        "messages": [{"role": "user", "content": "x"}],
+        "tstamp": 1.0,
+        "metadata": {"token_len": 7},
+    }
+    row["messages"].append({"role": "assistant", "content": {"answer": "line\u2028separator"}})  # type: ignore[attr-defined]
+    file.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    questions = load_questions(write(tmp_path, {"uid": "a", "prompt": "x"}), None, 0)
+    answers = read_answers(file, questions)
+    assert answers is not None and (answers[0].text, answers[0].tokens) == ("line\u2028separator", 7)
+    assert read_answers(file, load_questions(write(tmp_path, {"uid": "b", "prompt": "x"}), None, 0)) is None
+
+
+def test_names_become_files_that_never_collide() -> None:
+    names = ["sft", "dpo-1", "meta/llama", "meta_llama", "meta:llama", "../x", ".hidden"]
+    files = [file_name(name) for name in names]
+    assert len(set(files)) == len(names) and files[:2] == ["sft", "dpo-1"]
+    assert all("/" not in file and not file.startswith(".") for file in files)
+
+
+def test_judges_of_the_same_name_are_told_apart() -> None:
+    judges = (OpenAIJudge(model="gpt-4-turbo"), OpenAIJudge(model="gpt-4"), RuleJudge(), RewardJudge(), RewardJudge(tie=1.0), RuleJudge())
+    assert list(judge_names(judges)) == ["gpt-4-turbo", "gpt-4", "rule", "reward_model", "reward_model-2", "rule-2"]

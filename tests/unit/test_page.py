@@ -1,0 +1,236 @@
+"""The report page from run directories of real records: what it says, escaping, self-containment, missing parts."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from evaluation.curves import Run, stage_chart, win_rate_chart
+from evaluation.dag import HEIGHT, WIDTH, draw
+from evaluation.page import duration, number, percent, verdict, write_report
+from evaluation.summary import StageView, read, read_evaluation
+from rlhf_core.stage import LOG, METRICS
+from tests.finished_run import CONFIGS, DIGESTS, PARENTS, ROUND1, ROUND2, finish, finished, report, run_dir, view
+
+VOID = {"meta", "br", "path", "rect", "use", "circle", "line", "hr", "img", "input", "link"}
+
+
+class Page(HTMLParser):
+    """Visible text, tags and attributes; fails on tags that do not nest."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+        self.feed(html)
+        assert not self.open, f"left open: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def page(folder: Path, stages: list[StageView]) -> Page:
+    return Page(write_report(folder / "demo", "demo", stages).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a whole run; tests only read it."""
+    artifacts = tmp_path_factory.mktemp("whole") / "artifacts"
+    return write_report(artifacts / "demo", "demo", finished(artifacts))
+
+
+def test_a_whole_run_tells_everything(whole: Path) -> None:
+    path = whole
+    assert path.name == "report.html" and path.stat().st_size < 2_000_000
+    assert sorted(file.name for file in path.parent.iterdir()) == ["report.html", "summary.json"]
+    assert json.loads((path.parent / "summary.json").read_text())["evaluation"]["final"]["model"] == ROUND2
+    text = Page(path.read_text(encoding="utf-8")).text
+    assert f"The final model ({ROUND2}) beats SFT in 71 % of battles (95 % interval 66–76 %, 300 questions, judge: rule)." in text
+    for stage, digest in DIGESTS.items():
+        assert stage in text and digest in text
+    assert "47 % → 83 %" in text  # right answers
+    assert "reward_model: 66 % (61–71 %)" in text  # second opinion on the final model
+    assert "reward_model in 88 % of the battles" in text
+    assert "2 min 12 s" in text  # PPO's time
+    assert "210 of 300 battles" in text and "60 of 300 battles" in text and "30 of 300 battles" in text
+    assert "Maybe it is 1?" in text and "The answer is 0." in text
+    for panel in ("Loss", "Share of pairs ranked right", "KL to the reference", "Policy ratio", "Where an iteration's time goes (s)"):
+        assert panel in text
+    assert "round by round of iterative DPO" in text and "round 2" in text
+    assert "98,214" in text  # tokens of the data report
+    assert '"actor_learning_rate": 1e-06' in text
+    assert "transformers" in text  # versions
+    assert str(path.parents[2]) not in path.read_text(encoding="utf-8")
+
+
+def test_nothing_is_fetched_and_nothing_runs(whole: Path) -> None:
+    found = Page(whole.read_text(encoding="utf-8"))
+    assert not {"script", "link", "img", "iframe", "object", "image"} & set(found.tags)
+    for name, value in found.attributes:
+        assert not name.startswith("on")
+        if name in ("src", "href", "xlink:href"):
+            assert value and value.startswith("#"), f"{name}={value}"
+        assert "url(" not in (value or "") or re.search(r"url\(#[^)]*\)", value or "")
+
+
+def test_every_reference_inside_the_charts_resolves_once(whole: Path) -> None:
+    html = whole.read_text(encoding="utf-8")
+    ids = re.findall(r'\bid="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
+    used = {a or b for a, b in re.findall(r'url\(#([^)"]+)\)|href="#([^"]+)"', html)}
+    assert used and used <= set(ids)
+
+
+def test_answers_are_escaped(tmp_path: Path) -> None:
+    bad = "<script>alert('x')</script><img src=x onerror=alert(1)>{{ 7 * 7 }} \ud800"
+    html = write_report(tmp_path / "demo", "demo", finished(tmp_path, lines=1, answer=lambda i: bad)).read_text(encoding="utf-8")
+    assert "<script" not in html and "<img" not in html
+    assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in html and "{{ 7 * 7 }}" in html
+
+
+def test_names_in_charts_are_escaped() -> None:
+    rate = report("rule", 0.0).win_rates[0].model_copy(update={"model": "</svg><b>$x_1$"})
+    svg = win_rate_chart([rate], rate.model)
+    assert "<b>" not in svg and "&lt;b&gt;$x_1$" in svg
+
+
+def test_a_long_answer_is_cut_and_says_so(tmp_path: Path) -> None:
+    text = page(tmp_path, finished(tmp_path, lines=1, answer=lambda i: "word " * 1000)).text
+    assert "(3500 more characters)" in text
+    assert text.count("word") < 4000
+
+
+def test_the_page_is_the_same_when_it_is_made_again(whole: Path, tmp_path: Path) -> None:
+    stages = [view(whole.parents[1], name) for name in CONFIGS]
+    assert write_report(tmp_path / "demo", "demo", stages).read_bytes() == whole.read_bytes()
+
+
+def test_a_failed_stage_shows_its_log_and_the_rest_is_said_to_be_missing(tmp_path: Path) -> None:
+    stages = [finish(tmp_path, "sft"), *(view(tmp_path, name, "not run") for name in list(CONFIGS)[1:])]
+    stages[2] = view(tmp_path, "ppo", "failed")
+    stages[2].run_dir.mkdir(parents=True)
+    (stages[2].run_dir / LOG).write_text("begin\n" + "line\n" * 100 + "\x1b[31mValueError: <the prompt> is empty\x1b[0m\n")
+    text = page(tmp_path, stages).text
+    assert "The run stopped at ppo: there is no evaluation." in text
+    assert "ValueError: <the prompt> is empty" in text and "begin" not in text and "[31m" not in text
+    assert "There is no finished evaluation" in text and "There are no judged answers" in text
+    assert "No metrics were written." in text and "the stage has not started" in text
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_single_stage_missing_is_no_error(tmp_path: Path, name: str) -> None:
+    stages = [view(tmp_path, other, "not run") if other == name else finish(tmp_path, other, lines=1) for other in CONFIGS]
+    assert "Lineage" in page(tmp_path, stages).text
+
+
+def test_an_empty_run_and_a_run_without_metrics(tmp_path: Path) -> None:
+    assert "This run has no evaluation (yet)." in page(tmp_path, []).text
+    stages = finished(tmp_path)
+    for stage in stages:
+        (stage.run_dir / METRICS).unlink()
+    text = page(tmp_path, stages).text
+    assert "Policy ratio" not in text and "beats SFT in 71 %" in text
+
+
+def test_answers_that_are_gone_leave_the_tables(tmp_path: Path) -> None:
+    stages = finished(tmp_path, lines=1)
+    folder = run_dir(tmp_path, "evaluation") / "report" / "judgments"
+    (folder / "rule.jsonl").write_text("not json\n".ljust((folder / "rule.jsonl").stat().st_size))
+    text = page(tmp_path, stages).text
+    assert "There are no judged answers" in text and "Battles won by category" in text
+
+
+@pytest.mark.parametrize(
+    ("low", "rate", "high", "words"),
+    [
+        (0.66, 0.71, 0.76, "beats SFT in 71 % of battles (95 % interval 66–76 %"),
+        (0.504, 0.55, 0.596, "beats SFT in 55.0 % of battles (95 % interval 50.4–59.6 %"),
+        (0.47, 0.52, 0.57, "is not clearly better or worse than SFT: it wins 52 % of battles"),
+        (0.30, 0.35, 0.40, "is worse than SFT: it wins only 35 % of battles"),
+    ],
+)
+def test_the_verdict_follows_the_interval(tmp_path: Path, low: float, rate: float, high: float, words: str) -> None:
+    evaluation = finish(tmp_path, "evaluation")
+    whole = report("rule", 0.0)
+    changed = tuple(r.model_copy(update={"ci_low": low, "win_rate": rate, "ci_high": high}) for r in whole.win_rates)
+    file = evaluation.run_dir / "report" / "eval.json"
+    size = file.stat().st_size
+    file.write_text(whole.model_copy(update={"win_rates": changed}).model_dump_json().ljust(size))
+    manifest = json.loads((evaluation.run_dir / "result.json").read_text())
+    manifest["files"]["report/eval.json"]["size"] = file.stat().st_size
+    (evaluation.run_dir / "result.json").write_text(json.dumps(manifest))
+    stages = [read(evaluation)]
+    assert words in verdict(read_evaluation(stages), stages)
+
+
+def test_urls_lose_their_passwords(tmp_path: Path) -> None:
+    stage = finish(tmp_path, "sft", lines=2)
+    config = json.loads((stage.run_dir / "config.json").read_text())
+    config["config"]["data"]["sources"][0]["path"] = "https://me:secret@example.org/rows.jsonl"
+    (stage.run_dir / "config.json").write_text(json.dumps(config))
+    text = page(tmp_path, [stage]).text
+    assert "secret" not in text and "https://***@example.org/rows.jsonl" in text
+
+
+def test_the_dag_draws_nodes_apart_and_edges_forward() -> None:
+    parents = {name: tuple(dict.fromkeys(above.values())) for name, above in PARENTS.items()}
+    drawing = draw(parents)
+    boxes = {box.name: box for box in drawing.boxes}
+    assert set(boxes) == set(CONFIGS)
+    for name, above in parents.items():
+        assert all(boxes[parent].x + WIDTH < boxes[name].x for parent in above)
+    for a in drawing.boxes:
+        assert 0 <= a.x <= drawing.width - WIDTH and 0 <= a.y <= drawing.height - HEIGHT
+        assert all(a is b or abs(a.x - b.x) >= WIDTH or abs(a.y - b.y) >= HEIGHT for b in drawing.boxes)
+    assert sum(edge.arrow for edge in drawing.edges) == sum(map(len, parents.values()))
+    assert boxes[f"{ROUND1}.preferences"].lines == ("iterative_dpo.", "round1.", "preferences")
+    assert draw({}).boxes == ()
+    assert draw({"a": ("elsewhere",)}).edges == ()
+
+
+def test_a_chart_without_points_is_none_and_many_points_stay_small() -> None:
+    assert stage_chart("sft", "sft", [Run("", {"loss": [(1.0, float("nan"))]})]) is None
+    assert stage_chart("publication", "publication", [Run("", {})]) is None
+    assert stage_chart("sft", "sft", [Run("", {"loss": [(1.0, 2.0)]})]) is not None
+    long = [(float(i), float(i % 7)) for i in range(50_000)]
+    curves = {"reward/mean": long, "reward/std": long, "phase/generate": long, "phase/score": long}
+    svg = stage_chart("ppo", "ppo", [Run("", curves)])
+    assert svg is not None and len(svg) < 150_000
+
+
+def test_numbers_for_people() -> None:
+    assert [percent(0.7149), percent(0.7149, 1), percent(None), percent(float("nan"))] == ["71 %", "71.5 %", "–", "–"]
+    assert [duration(1.42), duration(59.7), duration(131.7), duration(7384), duration(None)] == [
+        "1.4 s",
+        "1 min 00 s",
+        "2 min 12 s",
+        "2 h 03 min",
+        "–",
+    ]
+    assert [number(98214.0), number(0.01234), number(3.0), number(float("inf"))] == ["98,214", "0.0123", "3", "–"]

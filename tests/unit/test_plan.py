@@ -1,0 +1,191 @@
+"""The plan: expansion, names, order, digests, and what a run would do and why."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.changes import outlook
+from rlhf_core.config import DPO, Evaluation, Preferences
+from rlhf_core.digests import ABSENT, Digests
+from rlhf_core.plan import Node, Plan, plan
+from rlhf_core.recipe import load_recipe
+from rlhf_core.stage import Outcome, RunDir, StageRequest, run_stage
+
+TEXT = """
+name: tiny
+base_model: base
+stages:
+  publication: {model: loop, evaluation: evaluation}
+  sft: {data: {sources: train.jsonl}}
+  reward_model: {data: {sources: pairs.jsonl}}
+  ppo: {prompts: {sources: prompts.jsonl}}
+  loop: {stage: iterative_dpo, policy: ppo, prompts: {sources: prompts.jsonl}, rounds: 2, prompts_per_round: 100, beta: 0.3}
+  evaluation: {models: [ppo, loop], questions: {path: q.jsonl}, judges: [{kind: rule}, {kind: reward}]}
+"""
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(TEXT)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    for name in ("train", "pairs", "prompts", "q"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"{name}": 1}}\n')
+    return lambda *overrides: plan(load_recipe("recipe.yaml", overrides))
+
+
+def finish(plan: Plan, node: Node, outputs: dict[str, str]) -> None:
+    """Does a stage's work in this process: each output is a small file in a folder, or a file."""
+    run = RunDir(node.run_dir)
+    run.prepare(plan.request(node))
+
+    def work(request: StageRequest, run: RunDir) -> Outcome:
+        for path in outputs.values():
+            (run / path).parent.mkdir(parents=True, exist_ok=True)
+            (run / path).write_text(request.digest)
+        return Outcome({"loss": 1.0}, outputs)
+
+    run_stage(run.path, work)
+
+
+def changed(before: Plan, after: Plan) -> set[str]:
+    return {node.name for node in after.nodes if node.digest != before[node.name].digest}
+
+
+def test_expansion_and_order(planned) -> None:
+    p = planned()
+    rounds = ["loop.round1.preferences", "loop.round1.dpo", "loop.round2.preferences", "loop.round2.dpo"]
+    assert [node.name for node in p.nodes] == ["sft", "reward_model", "ppo", *rounds, "evaluation", "publication"]
+    second, dpo = p["loop.round2.preferences"], p["loop.round2.dpo"]
+    assert isinstance(second.config, Preferences) and isinstance(dpo.config, DPO)
+    assert (second.config.first_prompt, second.config.num_prompts, second.config.policy) == (100, 100, "loop.round1.dpo")
+    assert (dpo.config.beta, dpo.config.policy, dpo.config.pairs) == (0.3, "loop.round1.dpo", "loop.round2.preferences")
+    assert second.parents == ("loop.round1.dpo", "reward_model")
+    assert p["loop"] is dpo and p["loop.round1"] is p["loop.round1.dpo"]
+
+
+def test_an_evaluation_judges_every_round_and_the_last_named_is_final(planned) -> None:
+    config = planned()["evaluation"].config
+    assert isinstance(config, Evaluation) and config.models == ("ppo", "loop.round1", "loop.round2")
+    config = planned("evaluation.models=[loop, ppo, loop]")["evaluation"].config
+    assert isinstance(config, Evaluation) and config.models == ("ppo", "loop.round1", "loop.round2")
+    config = planned("evaluation.models=[loop, ppo]")["evaluation"].config
+    assert isinstance(config, Evaluation) and config.models == ("loop.round1", "loop.round2", "ppo")
+
+
+def test_inputs_are_places(planned, tmp_path: Path) -> None:
+    p = planned()
+    assert p.inputs(p["sft"]) == {"base": str(tmp_path / "base")}
+    assert p.inputs(p["loop.round1.dpo"]) == {
+        "ppo": str(p["ppo"].run_dir / "checkpoint"),
+        "loop.round1.preferences": str(p["loop.round1.preferences"].run_dir / "pairs.jsonl"),
+    }
+    assert p.inputs(p["publication"]) == {
+        "loop": str(p["loop.round2.dpo"].run_dir / "checkpoint"),
+        "evaluation": str(p["evaluation"].run_dir / "report"),
+    }
+    assert set(p.inputs(p["evaluation"])) == {"ppo", "loop.round1", "loop.round2", "sft", "reward_model"}
+    assert p.inputs(planned("sft.model=org/model")["sft"]) == {"org/model": "org/model"}
+    assert p["sft"].run_dir == tmp_path / "artifacts" / "stages" / f"sft-{p['sft'].digest}"
+
+
+def test_inputs_follow_what_a_stage_really_left(planned) -> None:
+    p = planned()
+    finish(p, p["loop.round1.preferences"], {"pairs": "data/best-worst.jsonl"})
+    place = p.inputs(p["loop.round1.dpo"])["loop.round1.preferences"]
+    assert place == str(p["loop.round1.preferences"].run_dir / "data" / "best-worst.jsonl")
+
+
+def test_digests_change_with_what_decides_the_result_and_with_nothing_else(planned, tmp_path: Path) -> None:
+    p = planned()
+    everything = {node.name for node in p.nodes}
+    below_ppo = everything - {"sft", "reward_model"}
+    assert changed(p, planned()) == set()
+    assert changed(p, planned("ppo.gamma=0.9")) == below_ppo
+    assert changed(p, planned("seed=1")) == everything
+    for free in ("ppo.logging_steps=7", "ppo.save_steps=2", "ppo.keep_checkpoints=3", "ppo.timeout=9", "artifacts=elsewhere", "name=other"):
+        assert changed(p, planned(free)) == set(), free
+    (tmp_path / "moved.jsonl").write_bytes((tmp_path / "pairs.jsonl").read_bytes())
+    assert changed(p, planned("reward_model.data={sources: moved.jsonl}")) == set()
+    (tmp_path / "q.jsonl").write_text("other\n")
+    assert changed(p, planned()) == {"evaluation", "publication"}
+    (tmp_path / "base" / "config.json").write_text('{"a": 1}')
+    assert changed(p, planned()) == everything
+
+
+def test_a_plan_needs_no_files(planned, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").unlink()
+    p = planned("base_model=no/such/folder", "loop.prompts={sources: there/is/none.jsonl}")
+    assert len(p.nodes) == 9 and not (tmp_path / "artifacts").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("ppo.actor=sfft", "stages.ppo.actor: unknown name 'sfft'; did you mean sft?"),
+        ("ppo.reward=sft", "stages.ppo.reward: sft is of kind sft, but a reward model is needed here"),
+        ("ppo.reward=base", "a reward model is needed here"),
+        ("sft.model=reward_model", "stages.sft.model: reward_model is of kind reward_model, but a stage of kind sft or dpo or ppo is needed here"),
+        ("publication.evaluation=evaluatio", "stages.publication.evaluation: unknown stage 'evaluatio'; did you mean evaluation?"),
+        ("evaluation.judges.1.reward=rm", "stages.evaluation.judges.1.reward: unknown name 'rm'"),
+        ("sft.model=sft", "stages need each other: sft -> sft"),
+        ("ppo.actor=loop", "stages need each other: loop.round2.dpo -> loop.round1.dpo -> ppo -> loop.round2.dpo"),
+    ],
+)
+def test_wrong_references_are_one_sentence(planned, override: str, told: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        planned(override)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_stages_of_a_name(planned) -> None:
+    p = planned()
+    assert [node.name for node in p.stages_of("loop.round1")] == ["loop.round1.preferences", "loop.round1.dpo"]
+    assert len(p.stages_of("loop")) == 4 and [node.name for node in p.stages_of("ppo")] == ["ppo"]
+    with pytest.raises(ValueError, match="unknown stage 'pppo'; did you mean ppo"):
+        p.stages_of("pppo")
+
+
+def test_outlook_says_why(planned) -> None:
+    p = planned()
+    finish(p, p["sft"], {"checkpoint": "checkpoint/weights"})
+    RunDir(p["reward_model"].run_dir).prepare(p.request(p["reward_model"]))
+    lines = {line.node.name: line for line in outlook(p)}
+    assert lines["sft"].action == "skip" and lines["reward_model"].action == "resume" and lines["ppo"].why == "never run"
+    after = {line.node.name: line for line in outlook(planned("sft.learning_rate=1e-4", "seed=2"))}
+    assert after["sft"] == (after["sft"].node, "run", "changed: learning_rate 1e-05 -> 0.0001, seed 0 -> 2")
+    (p["sft"].run_dir / "checkpoint" / "weights").unlink()
+    assert outlook(p)[0].action == "run" and "missing" in outlook(p)[0].why
+
+
+def test_unfinished_work_takes_the_new_cadence(planned) -> None:
+    p = planned()
+    run = RunDir(p["sft"].run_dir)
+    run.prepare(p.request(p["sft"]))
+    q = planned("sft.save_steps=5")
+    assert q["sft"].run_dir == run.path
+    run.prepare(q.request(q["sft"]))
+    assert getattr(run.request().config, "save_steps") == 5  # noqa: B009 (the union has no such field)
+    finish(q, q["sft"], {"checkpoint": "checkpoint/weights"})
+    run.prepare(p.request(p["sft"]))
+    assert getattr(run.request().config, "save_steps") == 5  # noqa: B009
+
+
+def test_digests_are_remembered_and_a_change_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text("one")
+    os.utime(file, (1, 1))
+    first = Digests(tmp_path)
+    before = first.of(file)
+    first.save()
+    monkeypatch.setattr("rlhf_core.digests.file_digest", lambda path: "read")
+    assert Digests(tmp_path).of(file) == before
+    file.write_text("two")
+    assert Digests(tmp_path).of(file) == "read"
+    assert Digests(tmp_path).of(tmp_path / "none") == ABSENT
+    (tmp_path / ".digests.json").write_text("[broken")
+    assert Digests(tmp_path).of(file) == "read"

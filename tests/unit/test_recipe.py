@@ -1,0 +1,132 @@
+"""Recipes: what is read, what overrides do, and that each mistake is one sentence with where and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config import PPO, SFT, Evaluation, RewardJudge
+from rlhf_core.recipe import dump_recipe, load_recipe
+
+TEXT = """
+name: tiny
+base_model: models/base
+stages:
+  sft: {data: {sources: train.jsonl}, learning_rate: 1e-3}
+  reward_model: {data: {sources: pairs.jsonl}}
+  ppo: {prompts: {sources: prompts.jsonl}, actor_learning_rate: 5e-7}
+  evaluation: {models: [ppo], questions: {path: q.jsonl}, judges: [{kind: rule}, {kind: reward}]}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path):
+    def write(text: str = TEXT) -> Path:
+        (tmp_path / "recipe.yaml").write_text(text)
+        return tmp_path / "recipe.yaml"
+
+    return write
+
+
+def test_numbers_without_a_point_are_numbers(recipe) -> None:
+    loaded = load_recipe(recipe())
+    sft, ppo = loaded.stages["sft"], loaded.stages["ppo"]
+    assert isinstance(sft, SFT) and sft.learning_rate == 1e-3
+    assert isinstance(ppo, PPO) and ppo.actor_learning_rate == 5e-7
+
+
+def test_overrides(recipe) -> None:
+    loaded = load_recipe(
+        recipe(),
+        [
+            "ppo.actor_learning_rate=2e-6",
+            "stages.sft.data.sources.0.path=other.jsonl",
+            "sft.eval_data={sources: held.jsonl}",
+            "evaluation.judges.1.tie=0.5",
+            "seed=3",
+            "base_model=org/model",
+        ],
+    )
+    ppo, sft, evaluation = loaded.stages["ppo"], loaded.stages["sft"], loaded.stages["evaluation"]
+    assert isinstance(ppo, PPO) and isinstance(sft, SFT) and isinstance(evaluation, Evaluation)
+    assert (ppo.actor_learning_rate, loaded.seed, loaded.base_model) == (2e-6, 3, "org/model")
+    assert sft.data.sources[0].path == "other.jsonl" and sft.eval_data is not None
+    assert isinstance(evaluation.judges[1], RewardJudge) and evaluation.judges[1].tie == 0.5
+
+
+def test_overrides_are_applied_together_before_the_check(recipe) -> None:
+    with pytest.raises(ValueError, match="train_batch_size=12 must be a multiple"):
+        load_recipe(recipe(), ["sft.train_batch_size=12"])
+    assert load_recipe(recipe(), ["sft.train_batch_size=12", "sft.micro_train_batch_size=4"])
+
+
+def test_dump_reads_back(recipe, tmp_path: Path) -> None:
+    loaded = load_recipe(recipe(), ["ppo.kl_target=0.1"])
+    (tmp_path / "again.yaml").write_text(dump_recipe(loaded))
+    assert load_recipe(tmp_path / "again.yaml") == loaded
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("ppo.actor_learning_rat=1", "ppo.actor_learning_rat: unknown key 'actor_learning_rat'; did you mean actor_learning_rate"),
+        ("pppo.gamma=1", "unknown stage 'pppo'; did you mean ppo?"),
+        ("sede=1", "unknown key 'sede'; did you mean seed?"),
+        ("ppo.xyzzy=1", "valid: temperature, "),
+        ("ppo.gamma", "write <stage>.<field>=<value>"),
+        ("sft.data.sources.4.path=x", "sft.data.sources has 1 entries"),
+        ("sft.eval_data.max_samples=3", "sft.eval_data is None"),
+        ("sft.max_len=many", "stages.sft.max_len: input should be a valid integer"),
+        ("sft.max_len=-1", "stages.sft.max_len: input should be greater than 0, not -1"),
+        ("sft.data=train.jsonl", "stages.sft.data: must be a mapping (sources, template, max_samples)"),
+        ("evaluation.judges.0.kind=rul", "stages.evaluation.judges.0: kind: unknown value 'rul'; did you mean rule?"),
+        ("evaluation.judges.0={kind: rule, anser_key: a}", "stages.evaluation.judges.0.anser_key: unknown key 'anser_key'; did you mean answer"),
+        ("ppo.vllm={gpu: 1}", "stages.ppo.vllm.gpu: unknown key 'gpu'; did you mean gpus?"),
+        ("name=[", "correct the YAML"),
+    ],
+)
+def test_a_wrong_override_is_one_sentence(recipe, override: str, told: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_recipe(recipe(), [override])
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ((", learning_rate", ", learning_rat"), "stages.sft.learning_rat: unknown key 'learning_rat'; did you mean learning_rate"),
+        (("base_model: models/base\n", ""), "base_model: missing (local folder or Hub id of the model every chain starts from); add it"),
+        (("  ppo:", "  policy:"), "stages.policy: say which stage it is with `stage:`, one of sft, "),
+        (("  ppo: {", "  ppo: {stage: pppo, "), "stages.ppo: stage: unknown value 'pppo'; did you mean ppo?"),
+        (("  ppo:", "  p.po:"), "stages.p.po"),
+        (("  ppo:", "  base: {stage: sft, data: {sources: a.jsonl}}\n  ppo:"), "stages.base: a stage name is"),
+        (("  ppo:", "  sft:"), "line 7: the key 'sft' appears twice"),
+        (("sources: train.jsonl}", "sources: [{path: a, probability: 0.2}, {path: b, probability: 0.2}]}"), "sum to 0.4"),
+    ],
+)
+def test_a_wrong_recipe_is_one_sentence(recipe, change: tuple[str, str], told: str) -> None:
+    assert change[0] in TEXT
+    with pytest.raises(ValueError) as caught:
+        load_recipe(recipe(TEXT.replace(*change)))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_mistake_has_its_line(recipe) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_recipe(recipe(TEXT.replace("learning_rate: 1e-3", "lr: 1").replace("models: [ppo]", "model: ppo")))
+    places = [line.split(": ")[0] for line in str(caught.value).splitlines()]
+    assert sorted(places) == ["stages.evaluation.model", "stages.evaluation.models", "stages.sft.lr"]
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give the path of a YAML file"):
+        load_recipe(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match="must be a mapping"):
+        load_recipe(tmp_path / "list.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not a text file"):
+        load_recipe(tmp_path / "binary.yaml")
