@@ -18,6 +18,7 @@ from typing import Any
 from cyclopts import App, CycloptsError
 from rich.console import Console
 
+from rlhf_core import watch
 from rlhf_core.changes import outlook
 from rlhf_core.check import MachineLacks, check_inputs, check_machine, require_here
 from rlhf_core.launch import ENVIRONMENT, WRONG_INPUT, StageFailed, raised_by_us
@@ -176,6 +177,7 @@ def _run(planned: Plan, flow: Callable[[], object]) -> int:
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_trace)
     signal.signal(signal.SIGTERM, _terminate)
+    watch.start()
     try:
         flow()
     finally:

@@ -30,6 +30,11 @@ ENV_DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # A stage's log tells of its work: no progress bars of libraries, no notes to their developers.
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
 }
 
 

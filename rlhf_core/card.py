@@ -75,7 +75,10 @@ def front_matter(model: Ancestor, license: str, is_reward_model: bool) -> dict[s
 
 
 def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
-    """`.eval_results/*.yaml` (Hub docs: eval-results): the win rates of the model in percent; None unless the questions are on the Hub."""
+    """`.eval_results/*.yaml` (Hub docs: eval-results): the win rate of the model in percent, by the judge that decides.
+
+    None unless the questions are on the Hub. The format wants one file per variant, so second opinions stay in `eval_results.json`.
+    """
     if not is_hub_id(questions):
         return None
     entries = [
@@ -85,7 +88,7 @@ def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
             "notes": f"against {rate.baseline}, judge {rate.judge}, {_interval(rate)} %, {rate.num_questions} questions",
         }
         for rate in report.win_rates
-        if rate.model == name
+        if rate.model == name and rate.judge == report.judge
     ]
     return yaml.safe_dump(entries, sort_keys=False, allow_unicode=True) if entries else None
 

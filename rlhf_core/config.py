@@ -143,6 +143,12 @@ class PreferenceLoss(Frozen):
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="cDPO: probability that a label is flipped")
     nll_coef: float = Field(0.0, ge=0, description="weight of the token-mean NLL of the chosen response")
 
+    @model_validator(mode="after")
+    def _check_smoothing(self) -> PreferenceLoss:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError("label_smoothing belongs to loss 'sigmoid' (cDPO): set it to 0 for 'ipo'")
+        return self
+
 
 class DPO(Trainable, PreferenceLoss):
     """Direct preference optimisation against the model it starts from (or `reference`)."""

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is its client library's, whichever that is
     HfHubHTTPError,
-    HTTPError,  # type: ignore[attr-defined]  # of whichever client library it uses
+    HTTPError,
     OfflineModeIsEnabled,
 )
 from huggingface_hub.hf_api import RepoFile

@@ -188,7 +188,8 @@ def _expand(recipe: Recipe) -> tuple[dict[str, StageConfig], dict[str, str], dic
         for k, title in enumerate(rounds[name]):
             slice_of_prompts = {"first_prompt": k * config.prompts_per_round, "num_prompts": config.prompts_per_round}
             stages[f"{title}.preferences"] = Preferences(**_shared(config, Preferences), policy=policy, **slice_of_prompts)
-            stages[f"{title}.dpo"] = DPO(**_shared(config, DPO), policy=policy, pairs=f"{title}.preferences")
+            template = config.prompts.template
+            stages[f"{title}.dpo"] = DPO(**_shared(config, DPO), policy=policy, pairs=f"{title}.preferences", template=template)
             aliases[title] = policy = f"{title}.dpo"
         aliases[name] = policy
     return stages, aliases, rounds

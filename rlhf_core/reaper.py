@@ -9,6 +9,7 @@ ended, but a daemon that leaves the group is not found. Standard library only: i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -98,10 +99,8 @@ def _alive(child: int) -> list[int]:
 
 def _signal(pids: Sequence[int] | set[int], number: int) -> None:
     for pid in pids:
-        try:
+        with contextlib.suppress(OSError):
             os.kill(pid, number)
-        except OSError:
-            continue
 
 
 def _reap(child: int) -> int | None:

@@ -104,7 +104,7 @@ class RunDir:
             target = self / output
             for file in sorted(target.rglob("*")) if target.is_dir() else [target]:
                 if file.is_file():
-                    files[os.path.relpath(file, self.path)] = FileInfo(size=file.stat().st_size, sha256=file_digest(file))
+                    files[str(file.relative_to(self.path))] = FileInfo(size=file.stat().st_size, sha256=file_digest(file))
         result = StageResult(
             name=request.name,
             stage=request.config.stage,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 class Frozen(BaseModel):
     """Base of every record and config: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="constants")
 
 
 class FileInfo(Frozen):

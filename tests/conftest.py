@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -41,6 +42,15 @@ for secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "OPENAI_AP
 # The same examples on every machine and every day; a slow machine is not a failure.
 settings.register_profile("alignflow", derandomize=True, deadline=None)
 settings.load_profile("alignflow")
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's base model and a twentieth of its data, made by the demo's own script."""
+    out = tmp_path_factory.mktemp("demo") / "material"
+    script = Path(__file__).parents[1] / "deployments" / "demo" / "make_material.py"
+    subprocess.run([sys.executable, str(script), "--out", str(out), "--scale", "0.05"], check=True, timeout=120, stdin=subprocess.DEVNULL)
+    return out
 
 
 @pytest.fixture(autouse=True)

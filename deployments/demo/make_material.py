@@ -7,8 +7,8 @@
     questions.jsonl                                 uid, category, prompt, answer: the held-out test set
     manifest.json                                   seed, scale, the digest of this script, sizes and digests of the files
 
-The tasks are plain English instructions with one right answer: copy, reverse or sort a list of words, its first or last word,
-count it, add two small numbers. An answer is right when it equals `answer` after whitespace is normalised.
+The tasks are plain English instructions with one right answer: copy, reverse or sort the digits of a number, name its first or
+last digit, count the digits, add two small numbers. Digits, because Qwen2's splitting rule makes each of them one token. An answer is right when it equals `answer` after whitespace is normalised.
 A good assistant gives the bare answer. Most of the SFT answers are not like that: they guess and hedge, refuse, or wrap the
 answer in chatter. SFT imitates this mixture; the preferences say which part of it people want.
 No prompt of a held-out file occurs in any other file. The same seed and scale give the same bytes.
@@ -274,12 +274,14 @@ def write_base(folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=6,
+        hidden_size=128,
+        intermediate_size=448,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
         max_position_embeddings=512,
+        # Slowest angle 1/100 per token instead of 1/10000: these texts are short, and positions are learned sooner.
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
         initializer_range=0.05,
         pad_token_id=tokenizer.pad_token_id,

@@ -27,6 +27,12 @@ class RoleFailed(RuntimeError):
 class Worker:
     """One rank. `build` makes the role's object in this process; `call` runs one of its methods."""
 
+    def __init__(self, name: str):
+        self._name = name
+
+    def __repr__(self) -> str:  # Ray puts this before each relayed log line
+        return self._name
+
     def address(self) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), free_port()
 
@@ -90,7 +96,7 @@ class Group:
                 runtime_env={"env_vars": environment},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(room.group, placement_group_bundle_index=room.first[name] + rank),
             )
-            .remote()
+            .remote(f"{name}{rank}" if count > 1 else name)
             for rank in range(count)
         ]
 

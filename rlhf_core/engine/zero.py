@@ -28,6 +28,8 @@ class ZeroEngine:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
 
+        # Its shared-memory collectives for CPU are compiled at start; gloo needs no compiler and no minute.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._deepspeed = deepspeed
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout), verbose=False)

@@ -75,7 +75,7 @@ def _pad(rows: Sequence[np.ndarray], dtype: torch.dtype = torch.float32) -> Tens
     """Ragged (T_i,) rows to (B, T), zeros behind."""
     padded = torch.zeros(len(rows), max(len(row) for row in rows), dtype=dtype)
     for target, row in zip(padded, rows, strict=True):
-        target[: len(row)] = torch.from_numpy(np.ascontiguousarray(row))
+        target[: len(row)] = torch.from_numpy(np.array(row))  # a copy: what Ray delivers is read-only
     return padded
 
 

@@ -114,6 +114,8 @@ class Sampler:
         """Swaps in another checkpoint of the same architecture from its safetensors files."""
         from safetensors.torch import load_file
 
+        if not any(Path(model).glob("*.safetensors")):
+            raise ValueError(f"{model} holds no safetensors file to load into the running engine: name a local checkpoint folder")
         self.update((name, tensor) for file in sorted(Path(model).glob("*.safetensors")) for name, tensor in load_file(file).items())
 
     def close(self) -> None:

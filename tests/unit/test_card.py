@@ -130,7 +130,7 @@ def test_card_holds_no_path_of_the_machine(chain: Chain) -> None:
     secret = {"base_url": "http://10.0.0.5:8000/v1", "path": "https://me:word@host.example/d/x.jsonl?sig=1", "folder": "/srv/out"}
     text = the_card(chain, model=replace(stage, config={**stage.config, "other": secret}), title="dpo-1-4")
     assert str(chain.root) not in text
-    assert not any(hidden in text for hidden in ("10.0.0.5", "word@", "sig=1", "/srv/out", "host.example"))
+    assert not any(hidden in text for hidden in ("10.0.0.5", "word@", "sig=1", "/srv/out", "host.example", "base_url"))
     assert "path: x.jsonl" in text
 
 
@@ -170,8 +170,8 @@ def test_shown(place: str, expected: str) -> None:
 def test_eval_results_only_for_questions_of_the_hub() -> None:
     assert eval_results(REPORT, "dpo-1", "data/questions.jsonl") is None
     assert eval_results(REPORT, "nobody", "owner/questions") is None
-    entries = yaml.safe_load(eval_results(REPORT, "dpo-1", "owner/questions") or "")
-    assert entries[0] == {
+    (entry,) = yaml.safe_load(eval_results(REPORT, "dpo-1", "owner/questions") or "")
+    assert entry == {
         "dataset": {"id": "owner/questions", "task_id": "win_rate"},
         "value": 72.0,
         "notes": "against sft, judge rule, 68.0 to 77.0 %, 300 questions",

@@ -174,3 +174,23 @@ def test_an_exception_in_the_callback_ends_the_stage(prepare) -> None:
     with pytest.raises(RuntimeError, match="the relay broke"):
         launch("stage_for_tests", run_dir, "stubborn", fail, grace_seconds=1)
     assert alive(run_dir) == []
+
+
+def test_the_watcher_ends_what_a_killed_run_had_started(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import pathlib, subprocess, sys, time\n"
+        "from rlhf_core import watch\n"
+        "watch.start()\n"
+        "child = subprocess.Popen(['sleep', '120'], start_new_session=True)\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'pids').mkdir()\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'pids', str(child.pid)).touch()\n"
+        "time.sleep(120)\n"
+    )
+    run = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    wait_until(lambda: (tmp_path / "pids").exists() and alive(tmp_path), "the run to start")
+    time.sleep(1)
+    assert len(alive(tmp_path)) == 1, "the watcher ends nothing while the run lives"
+    run.kill()
+    run.wait()
+    wait_until(lambda: not alive(tmp_path), "what the run had started to end", 10)

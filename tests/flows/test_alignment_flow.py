@@ -1,0 +1,223 @@
+"""The flow with real launcher, reaper and processes, whose stages only write what a stage writes. Prefect runs in its test harness."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, temporary_settings
+from prefect.testing.utilities import prefect_test_harness
+
+import flows.alignment
+import flows.cli
+import tasks.stages
+from flows.alignment import alignment, stage
+from rlhf_core.check import require_here
+from rlhf_core.config import Recipe
+from rlhf_core.launch import StageFailed
+from rlhf_core.plan import plan
+from rlhf_core.recipe import load_recipe
+from rlhf_core.stage import RunDir
+
+TEXT = """
+name: tiny
+base_model: org/model
+stages:
+  evaluation: {models: [loop], questions: {path: q.jsonl}}
+  sft: {data: {sources: train.jsonl}}
+  reward_model: {data: {sources: pairs.jsonl}}
+  loop: {stage: iterative_dpo, prompts: {sources: prompts.jsonl}, rounds: 2}
+"""
+ORDER = [
+    "sft",
+    "reward_model",
+    "loop.round1.preferences",
+    "loop.round1.dpo",
+    "loop.round2.preferences",
+    "loop.round2.dpo",
+    "evaluation",
+]
+# Writes what a stage of its kind writes; `faults.json` in the working directory says what goes wrong instead, attempt by attempt.
+STAGE = """
+import json, os, signal, sys
+from pathlib import Path
+from rlhf_core.stage import Outcome, run_stage, write_text
+from rlhf_core.types import EvalReport, WinRate
+
+def work(request, run):
+    with Path("attempts.txt").open("a") as file:
+        file.write(request.name + "\\n")
+    print("working on", request.name, flush=True)
+    for place in request.inputs.values():
+        assert not place.startswith("/") or Path(place).exists(), place
+    faults = json.loads(Path("faults.json").read_text()) if Path("faults.json").exists() else {}
+    fault = faults.get(request.name, [])[:1]
+    if fault:
+        faults[request.name].pop(0)
+        Path("faults.json").write_text(json.dumps(faults))
+    if fault == ["killed"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == ["refuses"]:
+        print("the data has no rows: give some", file=sys.stderr)
+        sys.exit(2)
+    kind = request.config.stage
+    if kind == "evaluation":
+        rates = tuple(
+            WinRate(model=m, baseline="sft", judge="rule", win_rate=0.6, ci_low=0.55, ci_high=0.65, num_questions=300, num_failed=0,
+                    swap_consistency=1.0, by_category={}) for m in request.config.models)
+        (run / "report").mkdir(exist_ok=True)
+        report = EvalReport(baseline="sft", judge="rule", win_rates=rates, right={}, mean_tokens={}, truncated={})
+        write_text(run / "report" / "eval.json", report.model_dump_json())
+        return Outcome({"win_rate": 0.6}, {"report": "report"})
+    name = "pairs" if kind == "preferences" else "checkpoint"
+    (run / "made").mkdir(exist_ok=True)
+    write_text(run / "made" / name, request.digest)
+    return Outcome({"loss": 1.5}, {name: f"made/{name}"})
+
+run_stage(sys.argv[1], work)
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with (
+        temporary_settings({PREFECT_LOCAL_STORAGE_PATH: tmp_path_factory.mktemp("prefect-results")}),
+        prefect_test_harness(server_startup_timeout=120),
+    ):
+        yield
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "stage_for_flows.py").write_text(STAGE)
+    (tmp_path / "recipe.yaml").write_text(TEXT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    monkeypatch.setattr(tasks.stages, "module_of", lambda kind: "stage_for_flows")
+    monkeypatch.setattr(tasks.stages.run_stage, "retry_delay_seconds", 0)
+    monkeypatch.setattr(flows.alignment, "require_here", lambda planned, nodes: None)
+    monkeypatch.setattr(flows.cli, "require_here", lambda planned, nodes: None)
+    return lambda *overrides: load_recipe("recipe.yaml", overrides)
+
+
+def attempts() -> list[str]:
+    return Path("attempts.txt").read_text().splitlines() if Path("attempts.txt").exists() else []
+
+
+def statuses() -> dict[str, str]:
+    summary = json.loads(Path("artifacts/tiny/summary.json").read_text())
+    return {entry["name"]: entry["status"] for entry in summary["stages"]}
+
+
+def fault(**faults: list[str]) -> None:
+    Path("faults.json").write_text(json.dumps(faults))
+
+
+def artifacts() -> dict[str, Any]:
+    with get_client(sync_client=True) as client:
+        return {artifact.key: artifact.data for artifact in client.read_artifacts() if artifact.key}
+
+
+def test_a_recipe_runs_in_order_and_again_does_nothing(recipe: Callable[..., Recipe]) -> None:
+    alignment(recipe())
+    assert attempts() == ORDER
+    assert set(statuses().values()) == {"done"} and list(statuses()) == ORDER
+    assert load_recipe("artifacts/tiny/recipe.yaml") == recipe()
+    before = json.loads(Path("artifacts/tiny/summary.json").read_text())
+    page = Path("artifacts/tiny/report.html").read_text()
+    assert "loop.round2" in page
+
+    found = artifacts()
+    assert "| loss | 1.5 |" in found["sft-metrics"]
+    assert "file://" in found["sft-checkpoint"] and "made/checkpoint" in found["sft-checkpoint"]
+    assert "| loop.round2 | rule | 0.600 | 0.550 - 0.650 | 300 |" in found["evaluation-win-rates"]
+    assert "report.html" in found["report"]
+
+    alignment(recipe())
+    assert attempts() == ORDER
+    assert set(statuses().values()) == {"skipped"}
+    after = json.loads(Path("artifacts/tiny/summary.json").read_text())
+    assert [entry["digest"] for entry in after["stages"]] == [entry["digest"] for entry in before["stages"]]
+
+
+def test_only_what_changed_is_done_again(recipe: Callable[..., Recipe]) -> None:
+    alignment(recipe())
+    Path("attempts.txt").unlink()
+    alignment("recipe.yaml", ("loop.beta=0.5",))
+    assert attempts() == ORDER[3:]
+    assert [name for name, status in statuses().items() if status == "skipped"] == ORDER[:3]
+
+
+def test_a_killed_stage_is_tried_again(recipe: Callable[..., Recipe]) -> None:
+    fault(reward_model=["killed"])
+    alignment(recipe())
+    assert attempts()[:3] == ["sft", "reward_model", "reward_model"]
+    assert set(statuses().values()) == {"done"}
+
+
+def test_a_stage_that_fails_twice_ends_the_run_with_a_report(recipe: Callable[..., Recipe]) -> None:
+    fault(reward_model=["killed", "killed"])
+    with pytest.raises(StageFailed, match="reward_model"):
+        alignment(recipe())
+    assert attempts() == ["sft", "reward_model", "reward_model"]
+    assert statuses() == {"sft": "done", "reward_model": "failed"} | dict.fromkeys(ORDER[2:], "not run")
+    alignment(recipe())
+    assert attempts()[3:] == ORDER[1:]
+
+
+def test_wrong_input_is_not_tried_again(recipe: Callable[..., Recipe]) -> None:
+    fault(reward_model=["refuses"])
+    with pytest.raises(StageFailed, match="stage reward_model: the data has no rows: give some"):
+        alignment(recipe())
+    assert attempts() == ["sft", "reward_model"]
+
+
+def test_checks_come_before_any_work(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flows.alignment, "require_here", require_here)
+    with pytest.raises(ValueError, match=r"train\.jsonl: there is no such file"):
+        alignment(recipe())
+    assert attempts() == [] and not Path("artifacts").exists()
+
+
+def test_one_stage_and_nothing_else(recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(ValueError, match=r"stage loop.round1.preferences needs sft, reward_model, which are not done: run `alignflow stage sft"):
+        stage(recipe(), "loop")
+    assert attempts() == []
+    stage(recipe(), "sft")
+    stage(recipe(), "reward_model")
+    stage(recipe(), "loop.round1")
+    assert attempts() == ORDER[:4]
+    planned = plan(recipe())
+    assert RunDir(planned["evaluation"].run_dir).result() is None
+    assert statuses()["loop.round1.dpo"] == "done" and statuses()["evaluation"] == "not run"
+
+
+def test_the_command_and_its_exit_codes(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+    assert flows.cli.main(["run", "recipe.yaml", "--dry-run"]) == 0
+    assert "7 to run, 0 to resume, 0 to skip" in capsys.readouterr().out
+    fault(sft=["refuses"])
+    assert flows.cli.main(["run", "recipe.yaml"]) == 2
+    assert "stage sft: the data has no rows: give some" in capsys.readouterr().err
+    fault(sft=["killed", "killed"])
+    assert flows.cli.main(["run", "recipe.yaml"]) == 1
+    assert flows.cli.main(["run", "recipe.yaml"]) == 0
+    assert flows.cli.main(["run", "recipe.yaml", "--dry-run"]) == 0
+    assert "0 to run, 0 to resume, 7 to skip" in capsys.readouterr().out
+    assert flows.cli.main(["run", "recipe.yaml", "sft.max_len=700", "--dry-run"]) == 0
+    assert "changed: max_len 512 -> 700" in capsys.readouterr().out
+    Path("artifacts/tiny/report.html").unlink()
+    assert flows.cli.main(["report", "artifacts/tiny"]) == 0 and Path("artifacts/tiny/report.html").exists()
+    assert flows.cli.main(["report", "recipe.yaml"]) == 0
+    assert flows.cli.main(["stage", "sfft", "recipe.yaml"]) == 2
+    assert flows.cli.main(["run", "none.yaml"]) == 2
+    assert flows.cli.main(["no-such-command"]) == 2
+    assert flows.cli.main(["validate", "recipe.yaml"]) == 0
+    assert flows.cli.main(["validate", "recipe.yaml", "--here"]) == 0  # all stages are done: nothing is needed
+    capsys.readouterr()
+    assert flows.cli.main(["validate", "recipe.yaml", "sft.max_len=700", "--here"]) == 2
+    assert "stages.sft.data: train.jsonl: there is no such file" in capsys.readouterr().err

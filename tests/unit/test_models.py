@@ -1,0 +1,115 @@
+"""Policy and Scorer: the same numbers packed and padded, chunked and whole, as plain transformers gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document
+from rlhf_core.masked import gather_last
+from rlhf_core.models import load
+from rlhf_core.models.load import Policy, load_scorer
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def policy(request: pytest.FixtureRequest) -> Policy:
+    torch.manual_seed(0)
+    return Policy(FAMILIES[request.param]().eval())
+
+
+def documents() -> list[Document]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = (7, 1, 12, 5, 9)
+    tokens = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in lengths]
+    return [Document(t, [False, *[True] * (len(t) - 1)]) for t in tokens]
+
+
+def logprobs_by_document(policy: Policy, rows: list[list[Document]]) -> list[torch.Tensor]:
+    batch = collate(rows, pad_token_id=0)
+    logprobs = policy(batch.tokens, batch.positions, batch.documents).logprobs
+    return [logprobs[batch.documents == i] for i in range(sum(len(row) for row in rows))]
+
+
+def test_logprobs_are_those_of_plain_transformers(policy: Policy) -> None:
+    docs = documents()
+    ours = logprobs_by_document(policy, [[d] for d in docs])
+    for document, got in zip(docs, ours, strict=True):
+        tokens = torch.tensor([document.tokens])
+        table = policy.model(input_ids=tokens).logits.log_softmax(-1)[0]
+        expected = [0.0] + [float(table[t - 1, document.tokens[t]]) for t in range(1, len(document.tokens))]
+        torch.testing.assert_close(got, torch.tensor(expected))
+
+
+def test_packed_rows_give_the_logprobs_of_padded_ones(policy: Policy) -> None:
+    docs = documents()
+    padded = logprobs_by_document(policy, [[d] for d in docs])
+    packed = logprobs_by_document(policy, [docs[:3], docs[3:]])
+    for a, b in zip(padded, packed, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_chunked_logits_give_the_same_loss_and_gradient(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = collate([documents()], pad_token_id=0)
+
+    def loss_and_gradient() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        policy.zero_grad()
+        loss = policy(batch.tokens, batch.positions, batch.documents, 0.7).logprobs.sum()
+        loss.backward()
+        return loss.detach(), [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+
+    whole, gradient = loss_and_gradient()
+    monkeypatch.setattr(load, "LOGITS_CHUNK", 5)
+    chunked, chunked_gradient = loss_and_gradient()
+    torch.testing.assert_close(chunked, whole)
+    for a, b in zip(chunked_gradient, gradient, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_entropy_is_that_of_the_scaled_distribution(policy: Policy) -> None:
+    document = documents()[2]
+    batch = collate([[document]], pad_token_id=0)
+    entropy = policy(batch.tokens, batch.positions, batch.documents, 0.5).entropy[0, 1]
+    logits = policy.model(input_ids=torch.tensor([document.tokens])).logits[0, 0] / 0.5
+    p = logits.softmax(-1)
+    torch.testing.assert_close(entropy, -(p * p.log()).sum())
+
+
+def test_reward_model_scores_what_transformers_scores(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(tmp_path / "lm")
+    scorer = load_scorer(str(tmp_path / "lm"), pad_token_id=0).eval()
+    assert scorer.model.score.weight.abs().max() == 0, "a new head starts at zero"
+    torch.nn.init.normal_(scorer.model.score.weight)
+    scorer.model.save_pretrained(tmp_path / "rm")
+
+    from transformers import AutoModelForSequenceClassification
+
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", num_labels=1).eval()
+    docs = documents()
+    batch = collate([docs], pad_token_id=0)
+    ours = gather_last(load_scorer(str(tmp_path / "rm"), 0).eval()(batch.tokens, batch.positions), batch.documents, len(docs))
+    padded = torch.zeros(len(docs), 12, dtype=torch.long)
+    for row, document in zip(padded, docs, strict=True):
+        row[: len(document.tokens)] = torch.tensor(document.tokens)
+    theirs = plain(input_ids=padded, attention_mask=(padded != 0).long()).logits[:, 0]
+    torch.testing.assert_close(ours, theirs)

@@ -1,0 +1,135 @@
+"""SFT, reward model and DPO as stages: they train, resume bit for bit, and refuse to train on nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import rlhf_core.dpo
+import rlhf_core.reward_model
+import rlhf_core.sft
+from rlhf_core.config import DPO, SFT, Data, RewardModel, StageConfig
+from rlhf_core.data.documents import Document
+from rlhf_core.engine.base import TorchEngine, learning_rate
+from rlhf_core.models.scoring import STATISTICS, RewardScorer
+from rlhf_core.stage import Outcome, RunDir, StageRequest
+from rlhf_core.supervised import deal, items_of_step
+from rlhf_core.tracking import read_metrics
+
+COMMON = {"train_batch_size": 8, "micro_train_batch_size": 4, "max_len": 96, "learning_rate": 1e-3}
+WORK = {"sft": rlhf_core.sft.run, "reward_model": rlhf_core.reward_model.run, "dpo": rlhf_core.dpo.run}
+
+
+def config_of(kind: str, material: Path, samples: int = 40, **more: object) -> StageConfig:
+    def data(name: str) -> Data:
+        return Data(sources=str(material / name), max_samples=samples)
+
+    fields = COMMON | more
+    if kind == "sft":
+        return SFT(model="base", data=data("sft.jsonl"), eval_data=data("sft_heldout.jsonl"), **fields)
+    if kind == "reward_model":
+        return RewardModel(model="base", data=data("preferences.jsonl"), eval_data=data("preferences_heldout.jsonl"), **fields)
+    return DPO(policy="base", data=data("preferences.jsonl"), **fields)
+
+
+def run(config: StageConfig, material: Path, folder: Path) -> Outcome:
+    folder.mkdir(exist_ok=True)
+    request = StageRequest(name=config.stage, digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
+    return WORK[config.stage](request, RunDir(folder))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoint" / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", WORK)
+def test_a_killed_stage_resumes_to_the_same_weights_and_curve(kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(kind, material, save_steps=2)
+    whole = run(config, material, tmp_path / "whole")
+    real_step, steps = TorchEngine.step, []
+
+    def dies_at_the_fourth_step(self: TorchEngine, rate: float) -> float:
+        steps.append(rate)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return real_step(self, rate)
+
+    monkeypatch.setattr(TorchEngine, "step", dies_at_the_fourth_step)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, material, tmp_path / "killed")
+    again = run(config, material, tmp_path / "killed")
+    assert len(steps) == 4 + 3, "steps 1-2 are in the saved state, 3-5 are done again or for the first time"
+
+    for name, weight in weights(tmp_path / "whole").items():
+        assert torch.equal(weight, weights(tmp_path / "killed")[name]), name
+    assert again.metrics == whole.metrics
+    curves = [[{k: v for k, v in line.items() if k != "time"} for line in read_metrics(tmp_path / run)] for run in ("whole", "killed")]
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("kind", WORK)
+def test_loss_and_weights_do_not_depend_on_the_micro_batch(kind: str, material: Path, tmp_path: Path) -> None:
+    outcomes = {}
+    for micro in (1, 4, 8):
+        outcomes[micro] = run(config_of(kind, material, micro_train_batch_size=micro), material, tmp_path / str(micro))
+    for micro in (1, 4):
+        for name in ("loss", "grad_norm"):
+            assert outcomes[micro].metrics[name] == pytest.approx(outcomes[8].metrics[name], rel=1e-4), (micro, name)
+
+
+def test_packing_does_not_change_the_loss_curve(material: Path, tmp_path: Path) -> None:
+    curves = []
+    for packing in (True, False):
+        run(config_of("sft", material, packing=packing), material, tmp_path / str(packing))
+        curves.append([(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / str(packing))])
+    assert curves[0] == [pytest.approx(point, rel=1e-4) for point in curves[1]]
+
+
+def test_sft_lowers_the_held_out_loss(material: Path, tmp_path: Path) -> None:
+    first = run(config_of("sft", material, samples=8), material, tmp_path / "short").metrics["eval/loss"]
+    trained = run(config_of("sft", material, samples=200, max_epochs=2), material, tmp_path / "long")
+    assert trained.metrics["eval/loss"] < 0.8 * first
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "long" / "checkpoint")
+    assert model.config.tie_word_embeddings, "the base is tied, and its checkpoint must load back so"
+
+
+def test_the_reward_model_stores_the_statistics_of_its_scores(material: Path, tmp_path: Path) -> None:
+    outcome = run(config_of("reward_model", material), material, tmp_path)
+    stored = json.loads((tmp_path / "checkpoint" / STATISTICS).read_text())
+    assert stored == {"mean": outcome.metrics["score/mean"], "std": outcome.metrics["score/std"]}
+    scorer = RewardScorer(str(tmp_path / "checkpoint"), "float32", 4)
+    assert (scorer.mean, scorer.std) == (stored["mean"], stored["std"]) and stored["std"] > 0
+    documents = [Document([5, 6, 7, 8][:n], [True] * n) for n in (4, 2, 3)]
+    assert scorer.score(documents) == pytest.approx([scorer.score([d])[0] for d in documents], abs=1e-5), "scores keep the order"
+
+
+def test_dpo_starts_at_the_reference(material: Path, tmp_path: Path) -> None:
+    run(config_of("dpo", material), material, tmp_path)
+    first, *_, last = read_metrics(tmp_path)
+    assert first["loss"] == pytest.approx(0.693147, abs=1e-5) and first["margin"] == pytest.approx(0, abs=1e-5)
+    assert last["loss"] < first["loss"]
+
+
+def test_every_rank_gets_the_same_number_of_micro_batches() -> None:
+    for count, world in ((5, 2), (4, 4), (1, 3), (7, 3)):
+        shares = [deal(count, rank, world) for rank in range(world)]
+        assert len({len(share) for share in shares}) == 1
+        assert sorted(index for share in shares for index, weight in share if weight) == list(range(count))
+
+
+def test_an_epoch_sees_every_item_once() -> None:
+    items = list(range(10))
+    epochs = [[i for step in range(e * 3, e * 3 + 3) for i in items_of_step(items, step, 3, 4, seed=1)] for e in range(2)]
+    assert [sorted(epoch) for epoch in epochs] == [items, items] and epochs[0] != epochs[1]
+
+
+def test_learning_rate_warms_up_and_ends_at_its_floor() -> None:
+    rates = [learning_rate(step, 100, 1.0, 0.1, 0.1) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) and rates[10] == pytest.approx(1.0)
+    assert rates[55] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
