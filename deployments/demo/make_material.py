@@ -8,7 +8,8 @@
     manifest.json                                   seed, scale, the digest of this script, sizes and digests of the files
 
 The tasks are plain English instructions with one right answer: copy, reverse or sort the digits of a number, name its first or
-last digit, count the digits, add two small numbers. Digits, because Qwen2's splitting rule makes each of them one token. An answer is right when it equals `answer` after whitespace is normalised.
+last digit, count the digits, add two small numbers. Digits, because Qwen2's splitting rule makes each of them one token.
+An answer is right when it equals `answer` after whitespace is normalised.
 A good assistant gives the bare answer. Most of the SFT answers are not like that: they guess and hedge, refuse, or wrap the
 answer in chatter. SFT imitates this mixture; the preferences say which part of it people want.
 No prompt of a held-out file occurs in any other file. The same seed and scale give the same bytes.
@@ -24,11 +25,10 @@ import json
 import os
 import random
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 WORDINGS = {
     "copy": (
@@ -206,10 +206,10 @@ def fresh(rng: random.Random, taken: set[str]) -> Iterator[Exercise]:
             yield exercise
 
 
-def make_rows(seed: int, scale: float) -> dict[str, list[dict]]:
+def make_rows(seed: int, scale: float) -> dict[str, list[dict[str, Any]]]:
     """The rows of every file. Held-out prompts are drawn first, each once, and never again."""
     taken: set[str] = set()
-    rows: dict[str, list[dict]] = {}
+    rows: dict[str, list[dict[str, Any]]] = {}
     for name, size in SIZES.items():
         rng = random.Random(f"{seed}/{name}")
         exercises = fresh(rng, taken)
@@ -218,13 +218,13 @@ def make_rows(seed: int, scale: float) -> dict[str, list[dict]]:
             exercise = next(exercises)
             if name in HELD_OUT:
                 taken.add(exercise.prompt)
+            row: dict[str, Any]
             if name == "questions":
                 row = {"uid": f"q{number:04d}", "category": exercise.category, "prompt": exercise.prompt, "answer": exercise.answer}
             elif name == "prompts":
                 row = {"prompt": exercise.prompt}
             elif name.startswith("preferences"):
-                rejected = respond(rng, exercise, REJECTED_MODES)
-                row = {"prompt": exercise.prompt, "chosen": exercise.answer, "rejected": rejected}
+                row = {"prompt": exercise.prompt, "chosen": exercise.answer, "rejected": respond(rng, exercise, REJECTED_MODES)}
             else:
                 turns = [exercise] if rng.random() >= TWO_TURNS else [exercise, next(exercises)]
                 if name in HELD_OUT:
@@ -246,24 +246,23 @@ def write_base(folder: Path, seed: int) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    # transformers rebuilds a tokenizer found beside a Qwen2 config with Qwen2's splitting rule, so it is trained with that very rule.
-    rule = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
+    # transformers rebuilds a tokenizer found beside a Qwen2 config with Qwen2's splitting rule and its
+    # `<|endoftext|>`, so it is trained with that very rule, and that token is its padding, as in Qwen2.
+    rule = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(rule), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     bpe.decoder = decoders.ByteLevel()
-    special = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    special = ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator(
         _corpus(), trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
-        pad_token="<|pad|>",
+        pad_token="<|endoftext|>",
         eos_token="<|end|>",
         additional_special_tokens=special[2:],
         chat_template=CHAT_TEMPLATE,
@@ -277,8 +276,8 @@ def write_base(folder: Path, seed: int) -> None:
         hidden_size=128,
         intermediate_size=448,
         num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=8,
+        num_attention_heads=4,  # heads of 32: the smallest that vLLM's CPU attention has
+        num_key_value_heads=4,
         max_position_embeddings=512,
         # Slowest angle 1/100 per token instead of 1/10000: these texts are short, and positions are learned sooner.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
@@ -304,37 +303,45 @@ def _corpus() -> list[str]:
 def make(out: Path, seed: int = 0, scale: float = 1.0) -> bool:
     """Makes the material in `out`; False when it was there already. `out` appears whole or not at all.
 
+    Material of another seed, scale or version of this script is replaced.
     Raises ValueError when `out` holds something else.
     """
-    wanted = {"seed": seed, "scale": scale, "script": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
-    if _complete(out, wanted):
+    wanted = {"seed": seed, "scale": scale, "script": _sha256(Path(__file__))}
+    found = _manifest(out)
+    if found is not None and _complete(out, found) and all(found[key] == value for key, value in wanted.items()):
         return False
-    if out.exists() and not (out.is_dir() and ((out / "manifest.json").is_file() or not any(out.iterdir()))):
+    if found is None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and is not demo material: remove it, or name another folder with --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-        made, old = Path(temporary) / "new", Path(temporary) / "old"
+        made = Path(temporary) / "new"
         made.mkdir()
         for name, rows in make_rows(seed, scale).items():
             (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         write_base(made / "base", seed)
-        files = {str(file.relative_to(made)): file for file in sorted(made.rglob("*")) if file.is_file()}
+        files = {file.relative_to(made).as_posix(): file for file in sorted(made.rglob("*")) if file.is_file()}
         listed = {name: {"size": file.stat().st_size, "sha256": _sha256(file)} for name, file in files.items()}
         (made / "manifest.json").write_text(json.dumps({**wanted, "files": listed}, indent=2) + "\n")
         if out.exists():
-            os.rename(out, old)
+            os.rename(out, Path(temporary) / "old")
         os.rename(made, out)
     return True
 
 
-def _complete(out: Path, wanted: dict[str, object]) -> bool:
-    """Whether `out` holds all files of the manifest that this script, seed and scale make."""
+def _manifest(out: Path) -> dict[str, Any] | None:
+    """The manifest of the material in `out`, whatever its seed; None when `out` is not material."""
     try:
         manifest = json.loads((out / "manifest.json").read_text())
-        return all(manifest[key] == value for key, value in wanted.items()) and all(
-            (out / name).stat().st_size == info["size"] for name, info in manifest["files"].items()
-        )
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and {"seed", "scale", "script", "files"} <= set(manifest) else None
+
+
+def _complete(out: Path, manifest: dict[str, Any]) -> bool:
+    """Whether every file of the manifest is there with its size."""
+    try:
+        return all((out / name).stat().st_size == info["size"] for name, info in manifest["files"].items())
+    except OSError:
         return False
 
 

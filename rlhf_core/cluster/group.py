@@ -77,7 +77,7 @@ class Pending(NamedTuple):
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise ValueError(f"{self.role}: {error.cause}") from None
-            raise RoleFailed(f"{self.role} failed in '{self.phase}': {error.cause!r}\n{error.traceback_str}") from None
+            raise RoleFailed(f"{self.role} failed in '{self.phase}': {error.cause!r}\n{error}") from None
 
 
 class Group:

@@ -81,20 +81,29 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
     ("overrides", "told"),
     [
         (["sft.data={sources: none.jsonl}"], ["stages.sft.data: none.jsonl: there is no such file"]),
-        (["reward_model.data={sources: [{path: pairs.jsonl, chosen_key: better}]}"], ["stages.reward_model.data: pairs.jsonl: there is no column"]),
+        (
+            ["reward_model.data={sources: [{path: pairs.jsonl, chosen_key: better}]}"],
+            ["stages.reward_model.data: pairs.jsonl: there is no column"],
+        ),
         (["sft.data={sources: prompts.jsonl}"], ["stages.sft.data: prompts.jsonl: there is no column 'response'"]),
         (["base_model=elsewhere/there/is/none"], ["base_model: there is no model folder"]),
         (["ppo.prompt_max_len=5"], ["stages.ppo.prompt_max_len: a limit of 5 tokens leaves no room for text"]),
         (["sft.max_len=3"], ["stages.sft.max_len: a limit of 3 tokens"]),
         (["evaluation.prompt_max_len=5"], ["stages.evaluation.prompt_max_len: a limit of 5 tokens"]),
         (["loop.prompts_per_round=4"], ["stages.loop.round2.preferences: its prompts start at number 4, but there are only 4"]),
-        (["evaluation.questions={path: prompts.jsonl}"], ["stages.evaluation.questions: prompts.jsonl has rows without the column 'answer'"]),
+        (
+            ["evaluation.questions={path: prompts.jsonl}"],
+            ["stages.evaluation.questions: prompts.jsonl has rows without the column 'answer'"],
+        ),
         (["evaluation.questions.prompt_key=question"], ["stages.evaluation.questions: q.jsonl has no column 'question'"]),
         (["ppo.actor_ranks.cpus=2"], ["stages.ppo asks for 3.6 CPUs in all, this machine has 2"]),
         (["ppo.vllm.gpus=1"], ["stages.ppo asks for 1 GPUs in all, this machine has 0"]),
         (["sft.ranks={num_nodes: 2, cpus: 0.5}", "sft.zero_stage=2"], ["stages.sft asks for 2 nodes, this is one machine"]),
         (["sft.ranks={gpus: 1, cpus: 4}"], ["stages.sft asks for 4 CPUs", "stages.sft asks for 1 GPUs"]),
-        (["evaluation.judges=[{kind: openai, model: gpt, api_key_env: NO_SUCH_KEY}]"], ["needs a key in the environment variable NO_SUCH_KEY"]),
+        (
+            ["evaluation.judges=[{kind: openai, model: gpt, api_key_env: NO_SUCH_KEY}]"],
+            ["needs a key in the environment variable NO_SUCH_KEY"],
+        ),
     ],
 )
 def test_a_fault_is_told_once_and_where(planned: Planned, overrides: list[str], told: list[str]) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from rlhf_core.config import SFT
 from rlhf_core.launch import StageFailed, launch
 from rlhf_core.stage import RunDir, StageRequest
 
+Prepare = Callable[[str], Path]
 # A stage whose behaviour is the name of its request. Every process it starts writes its pid to `pids/`.
 STAGE = """
 import os, signal, subprocess, sys, time
@@ -66,7 +68,7 @@ launch("stage_for_tests", Path(sys.argv[1]), "stubborn", print, grace_seconds=1)
 
 
 @pytest.fixture
-def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "stage_for_tests.py").write_text(STAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
@@ -105,8 +107,9 @@ def wait_until(true: object, what: str, seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
-def test_success_relays_and_keeps_the_log(prepare) -> None:
-    run_dir, lines = prepare("plain"), []
+def test_success_relays_and_keeps_the_log(prepare: Prepare) -> None:
+    run_dir = prepare("plain")
+    lines: list[str] = []
     result = launch("stage_for_tests", run_dir, "plain", lines.append)
     assert result.metrics == {"loss": 1.0}
     assert lines == ["first line"]
@@ -114,35 +117,36 @@ def test_success_relays_and_keeps_the_log(prepare) -> None:
     assert log[0].startswith("--- ") and log[1:] == ["first line"]
 
 
-def test_exit_0_without_a_result_is_a_failure(prepare) -> None:
+def test_exit_0_without_a_result_is_a_failure(prepare: Prepare) -> None:
     with pytest.raises(StageFailed) as caught:
         start(prepare("exits0"), [])
     assert caught.value.code == 0 and "there is no result" in str(caught.value) and "first line" in str(caught.value)
     assert caught.value.can_retry
 
 
-def test_wrong_input_is_one_sentence_and_not_retried(prepare) -> None:
+def test_wrong_input_is_one_sentence_and_not_retried(prepare: Prepare) -> None:
     with pytest.raises(StageFailed) as caught:
         start(prepare("refuses"), [])
     assert str(caught.value) == "stage refuses: the data has no rows: give some"
     assert not caught.value.can_retry
 
 
-def test_a_killed_stage_is_told_and_can_be_retried(prepare) -> None:
+def test_a_killed_stage_is_told_and_can_be_retried(prepare: Prepare) -> None:
     with pytest.raises(StageFailed) as caught:
         start(prepare("killed"), [])
     assert "SIGKILL" in str(caught.value) and caught.value.can_retry
 
 
-def test_progress_bars_long_lines_and_secrets(prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bars_long_lines_and_secrets(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret_value")
-    run_dir, lines = prepare("noisy"), []
+    run_dir = prepare("noisy")
+    lines: list[str] = []
     start(run_dir, lines)
     assert lines == ["first line", "100%", "x" * 200000, "key ***", "no newline"]
     assert "hf_very_secret_value" not in (run_dir / "log.txt").read_text()
 
 
-def test_daemons_of_a_finished_stage_are_ended(prepare) -> None:
+def test_daemons_of_a_finished_stage_are_ended(prepare: Prepare) -> None:
     run_dir = prepare("daemon")
     start(run_dir, [])
     assert len(list((run_dir / "pids").iterdir())) == 2
@@ -150,7 +154,7 @@ def test_daemons_of_a_finished_stage_are_ended(prepare) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_parent_leaves_nothing_behind(prepare, number: signal.Signals) -> None:
+def test_a_signal_to_the_parent_leaves_nothing_behind(prepare: Prepare, number: signal.Signals) -> None:
     run_dir = prepare("stubborn")
     script = run_dir / "parent.py"
     script.write_text(PARENT)
@@ -164,7 +168,7 @@ def test_a_signal_to_the_parent_leaves_nothing_behind(prepare, number: signal.Si
     assert RunDir(run_dir).result() is None
 
 
-def test_an_exception_in_the_callback_ends_the_stage(prepare) -> None:
+def test_an_exception_in_the_callback_ends_the_stage(prepare: Prepare) -> None:
     run_dir = prepare("stubborn")
 
     def fail(line: str) -> None:

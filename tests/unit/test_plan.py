@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rlhf_core.plan import Node, Plan, plan
 from rlhf_core.recipe import load_recipe
 from rlhf_core.stage import Outcome, RunDir, StageRequest, run_stage
 
+Planned = Callable[..., Plan]
 TEXT = """
 name: tiny
 base_model: base
@@ -28,7 +30,7 @@ stages:
 
 
 @pytest.fixture
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(TEXT)
     (tmp_path / "base").mkdir()
@@ -56,7 +58,7 @@ def changed(before: Plan, after: Plan) -> set[str]:
     return {node.name for node in after.nodes if node.digest != before[node.name].digest}
 
 
-def test_expansion_and_order(planned) -> None:
+def test_expansion_and_order(planned: Planned) -> None:
     p = planned()
     rounds = ["loop.round1.preferences", "loop.round1.dpo", "loop.round2.preferences", "loop.round2.dpo"]
     assert [node.name for node in p.nodes] == ["sft", "reward_model", "ppo", *rounds, "evaluation", "publication"]
@@ -68,7 +70,7 @@ def test_expansion_and_order(planned) -> None:
     assert p["loop"] is dpo and p["loop.round1"] is p["loop.round1.dpo"]
 
 
-def test_an_evaluation_judges_every_round_and_the_last_named_is_final(planned) -> None:
+def test_an_evaluation_judges_every_round_and_the_last_named_is_final(planned: Planned) -> None:
     config = planned()["evaluation"].config
     assert isinstance(config, Evaluation) and config.models == ("ppo", "loop.round1", "loop.round2")
     config = planned("evaluation.models=[loop, ppo, loop]")["evaluation"].config
@@ -77,7 +79,7 @@ def test_an_evaluation_judges_every_round_and_the_last_named_is_final(planned) -
     assert isinstance(config, Evaluation) and config.models == ("loop.round1", "loop.round2", "ppo")
 
 
-def test_inputs_are_places(planned, tmp_path: Path) -> None:
+def test_inputs_are_places(planned: Planned, tmp_path: Path) -> None:
     p = planned()
     assert p.inputs(p["sft"]) == {"base": str(tmp_path / "base")}
     assert p.inputs(p["loop.round1.dpo"]) == {
@@ -93,14 +95,14 @@ def test_inputs_are_places(planned, tmp_path: Path) -> None:
     assert p["sft"].run_dir == tmp_path / "artifacts" / "stages" / f"sft-{p['sft'].digest}"
 
 
-def test_inputs_follow_what_a_stage_really_left(planned) -> None:
+def test_inputs_follow_what_a_stage_really_left(planned: Planned) -> None:
     p = planned()
     finish(p, p["loop.round1.preferences"], {"pairs": "data/best-worst.jsonl"})
     place = p.inputs(p["loop.round1.dpo"])["loop.round1.preferences"]
     assert place == str(p["loop.round1.preferences"].run_dir / "data" / "best-worst.jsonl")
 
 
-def test_digests_change_with_what_decides_the_result_and_with_nothing_else(planned, tmp_path: Path) -> None:
+def test_digests_change_with_what_decides_the_result_and_with_nothing_else(planned: Planned, tmp_path: Path) -> None:
     p = planned()
     everything = {node.name for node in p.nodes}
     below_ppo = everything - {"sft", "reward_model"}
@@ -117,7 +119,7 @@ def test_digests_change_with_what_decides_the_result_and_with_nothing_else(plann
     assert changed(p, planned()) == everything
 
 
-def test_a_plan_needs_no_files(planned, tmp_path: Path) -> None:
+def test_a_plan_needs_no_files(planned: Planned, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").unlink()
     p = planned("base_model=no/such/folder", "loop.prompts={sources: there/is/none.jsonl}")
     assert len(p.nodes) == 9 and not (tmp_path / "artifacts").exists()
@@ -129,20 +131,23 @@ def test_a_plan_needs_no_files(planned, tmp_path: Path) -> None:
         ("ppo.actor=sfft", "stages.ppo.actor: unknown name 'sfft'; did you mean sft?"),
         ("ppo.reward=sft", "stages.ppo.reward: sft is of kind sft, but a reward model is needed here"),
         ("ppo.reward=base", "a reward model is needed here"),
-        ("sft.model=reward_model", "stages.sft.model: reward_model is of kind reward_model, but a stage of kind sft or dpo or ppo is needed here"),
+        (
+            "sft.model=reward_model",
+            "stages.sft.model: reward_model is of kind reward_model, but a stage of kind sft or dpo or ppo is needed here",
+        ),
         ("publication.evaluation=evaluatio", "stages.publication.evaluation: unknown stage 'evaluatio'; did you mean evaluation?"),
         ("evaluation.judges.1.reward=rm", "stages.evaluation.judges.1.reward: unknown name 'rm'"),
         ("sft.model=sft", "stages need each other: sft -> sft"),
         ("ppo.actor=loop", "stages need each other: loop.round2.dpo -> loop.round1.dpo -> ppo -> loop.round2.dpo"),
     ],
 )
-def test_wrong_references_are_one_sentence(planned, override: str, told: str) -> None:
+def test_wrong_references_are_one_sentence(planned: Planned, override: str, told: str) -> None:
     with pytest.raises(ValueError) as caught:
         planned(override)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_stages_of_a_name(planned) -> None:
+def test_stages_of_a_name(planned: Planned) -> None:
     p = planned()
     assert [node.name for node in p.stages_of("loop.round1")] == ["loop.round1.preferences", "loop.round1.dpo"]
     assert len(p.stages_of("loop")) == 4 and [node.name for node in p.stages_of("ppo")] == ["ppo"]
@@ -150,7 +155,7 @@ def test_stages_of_a_name(planned) -> None:
         p.stages_of("pppo")
 
 
-def test_outlook_says_why(planned) -> None:
+def test_outlook_says_why(planned: Planned) -> None:
     p = planned()
     finish(p, p["sft"], {"checkpoint": "checkpoint/weights"})
     RunDir(p["reward_model"].run_dir).prepare(p.request(p["reward_model"]))
@@ -162,7 +167,7 @@ def test_outlook_says_why(planned) -> None:
     assert outlook(p)[0].action == "run" and "missing" in outlook(p)[0].why
 
 
-def test_unfinished_work_takes_the_new_cadence(planned) -> None:
+def test_unfinished_work_takes_the_new_cadence(planned: Planned) -> None:
     p = planned()
     run = RunDir(p["sft"].run_dir)
     run.prepare(p.request(p["sft"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from rlhf_core.config import PPO, SFT, Evaluation, RewardJudge
 from rlhf_core.recipe import dump_recipe, load_recipe
 
+Write = Callable[..., Path]
 TEXT = """
 name: tiny
 base_model: models/base
@@ -21,7 +23,7 @@ stages:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path):
+def recipe(tmp_path: Path) -> Write:
     def write(text: str = TEXT) -> Path:
         (tmp_path / "recipe.yaml").write_text(text)
         return tmp_path / "recipe.yaml"
@@ -29,14 +31,14 @@ def recipe(tmp_path: Path):
     return write
 
 
-def test_numbers_without_a_point_are_numbers(recipe) -> None:
+def test_numbers_without_a_point_are_numbers(recipe: Write) -> None:
     loaded = load_recipe(recipe())
     sft, ppo = loaded.stages["sft"], loaded.stages["ppo"]
     assert isinstance(sft, SFT) and sft.learning_rate == 1e-3
     assert isinstance(ppo, PPO) and ppo.actor_learning_rate == 5e-7
 
 
-def test_overrides(recipe) -> None:
+def test_overrides(recipe: Write) -> None:
     loaded = load_recipe(
         recipe(),
         [
@@ -55,13 +57,13 @@ def test_overrides(recipe) -> None:
     assert isinstance(evaluation.judges[1], RewardJudge) and evaluation.judges[1].tie == 0.5
 
 
-def test_overrides_are_applied_together_before_the_check(recipe) -> None:
+def test_overrides_are_applied_together_before_the_check(recipe: Write) -> None:
     with pytest.raises(ValueError, match="train_batch_size=12 must be a multiple"):
         load_recipe(recipe(), ["sft.train_batch_size=12"])
     assert load_recipe(recipe(), ["sft.train_batch_size=12", "sft.micro_train_batch_size=4"])
 
 
-def test_dump_reads_back(recipe, tmp_path: Path) -> None:
+def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
     loaded = load_recipe(recipe(), ["ppo.kl_target=0.1"])
     (tmp_path / "again.yaml").write_text(dump_recipe(loaded))
     assert load_recipe(tmp_path / "again.yaml") == loaded
@@ -81,12 +83,15 @@ def test_dump_reads_back(recipe, tmp_path: Path) -> None:
         ("sft.max_len=-1", "stages.sft.max_len: input should be greater than 0, not -1"),
         ("sft.data=train.jsonl", "stages.sft.data: must be a mapping (sources, template, max_samples)"),
         ("evaluation.judges.0.kind=rul", "stages.evaluation.judges.0: kind: unknown value 'rul'; did you mean rule?"),
-        ("evaluation.judges.0={kind: rule, anser_key: a}", "stages.evaluation.judges.0.anser_key: unknown key 'anser_key'; did you mean answer"),
+        (
+            "evaluation.judges.0={kind: rule, anser_key: a}",
+            "stages.evaluation.judges.0.anser_key: unknown key 'anser_key'; did you mean answer",
+        ),
         ("ppo.vllm={gpu: 1}", "stages.ppo.vllm.gpu: unknown key 'gpu'; did you mean gpus?"),
         ("name=[", "correct the YAML"),
     ],
 )
-def test_a_wrong_override_is_one_sentence(recipe, override: str, told: str) -> None:
+def test_a_wrong_override_is_one_sentence(recipe: Write, override: str, told: str) -> None:
     with pytest.raises(ValueError) as caught:
         load_recipe(recipe(), [override])
     assert told in str(caught.value)
@@ -106,7 +111,7 @@ def test_a_wrong_override_is_one_sentence(recipe, override: str, told: str) -> N
         (("sources: train.jsonl}", "sources: [{path: a, probability: 0.2}, {path: b, probability: 0.2}]}"), "sum to 0.4"),
     ],
 )
-def test_a_wrong_recipe_is_one_sentence(recipe, change: tuple[str, str], told: str) -> None:
+def test_a_wrong_recipe_is_one_sentence(recipe: Write, change: tuple[str, str], told: str) -> None:
     assert change[0] in TEXT
     with pytest.raises(ValueError) as caught:
         load_recipe(recipe(TEXT.replace(*change)))
@@ -114,7 +119,7 @@ def test_a_wrong_recipe_is_one_sentence(recipe, change: tuple[str, str], told: s
     assert "\n" not in str(caught.value)
 
 
-def test_every_mistake_has_its_line(recipe) -> None:
+def test_every_mistake_has_its_line(recipe: Write) -> None:
     with pytest.raises(ValueError) as caught:
         load_recipe(recipe(TEXT.replace("learning_rate: 1e-3", "lr: 1").replace("models: [ppo]", "model: ppo")))
     places = [line.split(": ")[0] for line in str(caught.value).splitlines()]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -28,8 +30,8 @@ def raise_in(module: str, error: Exception) -> object:
 
 
 def main(run_dir: str, work: object, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(stage_process.importlib, "import_module", lambda name: SimpleNamespace(run=work))
-    return stage_process.main([run_dir])
+    monkeypatch.setitem(sys.modules, "work_for_test", cast(ModuleType, SimpleNamespace(run=work)))
+    return stage_process.main([run_dir], {"sft": "work_for_test"})
 
 
 def test_done(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:

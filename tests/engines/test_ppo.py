@@ -1,0 +1,142 @@
+"""PPO with all its engines: four models and vLLM on Ray workers, DeepSpeed ZeRO-3 on two actor ranks.
+
+One undisturbed run and one killed with SIGKILL and started again; what must hold is read from their metrics and weights.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rlhf_core.reward_model
+from rlhf_core.config import PPO, Data, Ranks, RewardModel, Vllm
+from rlhf_core.stage import RunDir, StageRequest
+from rlhf_core.tracking import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ITERATIONS, SAVED, FROZEN = 4, 2, 1
+
+
+class Runs(NamedTuple):
+    whole: Path
+    killed: Path
+
+
+def prepare(folder: Path, material: Path, reward_model: Path) -> None:
+    share = 0.25
+    config = PPO(
+        actor="base",
+        prompts=Data(sources=str(material / "prompts.jsonl")),
+        rollout_batch_size=8,
+        n_samples_per_prompt=2,
+        train_batch_size=8,
+        micro_train_batch_size=2,
+        micro_rollout_batch_size=4,
+        max_steps=ITERATIONS,
+        max_epochs=2,
+        prompt_max_len=64,
+        generate_max_len=16,
+        actor_learning_rate=1e-3,
+        critic_learning_rate=1e-3,
+        freezing_actor_steps=FROZEN,
+        kl_target=0.01,
+        kl_horizon=100,
+        save_steps=SAVED,
+        normalize_reward=True,
+        timeout=200,
+        actor_ranks=Ranks(num_ranks_per_node=2, cpus=share),
+        critic_ranks=Ranks(cpus=share),
+        reference_ranks=Ranks(cpus=share),
+        reward_ranks=Ranks(cpus=share),
+        vllm=Vllm(cpus=share, kv_cache_gib=0.5),
+    )
+    inputs = {"base": str(material / "base"), "reward_model": str(reward_model / "checkpoint")}
+    RunDir(folder).prepare(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7))
+
+
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "log.txt").open("ab") as log:
+        command = [sys.executable, "-m", "rlhf_core", str(folder)]
+        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def finish(folder: Path) -> None:
+    code = start(folder).wait(timeout=300)
+    assert code == 0, (folder / "log.txt").read_text()[-3000:]
+
+
+@pytest.fixture(scope="module")
+def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    root = tmp_path_factory.mktemp("ppo")
+    pairs = Data(sources=str(material / "preferences.jsonl"))
+    config = RewardModel(model="base", data=pairs, train_batch_size=16, micro_train_batch_size=16, max_len=96, learning_rate=1e-3)
+    (root / "reward_model").mkdir()
+    request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
+    rlhf_core.reward_model.run(request, RunDir(root / "reward_model"))
+    runs = Runs(root / "whole", root / "killed")
+    for folder in runs:
+        prepare(folder, material, root / "reward_model")
+
+    finish(runs.whole)
+    process = start(runs.killed)
+    deadline = time.monotonic() + 200
+    while len(read_metrics(runs.killed)) <= SAVED and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    for survivor in psutil.wait_procs(workers, timeout=60)[1]:
+        survivor.kill()
+    assert RunDir(runs.killed).result() is None, "the run ended before it could be killed"
+    finish(runs.killed)
+    return runs
+
+
+def test_the_first_optimiser_step_is_on_policy(runs: Runs) -> None:
+    lines = read_metrics(runs.whole)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[0]["kl/mean"] == pytest.approx(0, abs=1e-5), "actor and reference are the same model"
+    for line in lines:
+        assert line["sampler/gap"] < 1e-3, "vLLM and the trainer disagree on the same weights"
+    for line in lines[FROZEN:]:
+        assert line["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+        assert line["sync/probe_gap"] < 1e-3
+    assert lines[-1]["kl/mean"] != 0
+
+
+def test_the_actor_rests_for_exactly_the_asked_iterations(runs: Runs) -> None:
+    lines = read_metrics(runs.whole)
+    assert ["policy/loss" in line for line in lines] == [False] * FROZEN + [True] * (ITERATIONS - FROZEN)
+    assert all(line["value/grad_norm"] > 0 for line in lines)
+    assert lines[FROZEN]["kl/mean"] == pytest.approx(0, abs=1e-5), "the rollout after the warm-up still comes from the start"
+
+
+def test_the_kl_coefficient_adapts(runs: Runs) -> None:
+    coefficients = [line["kl/coef"] for line in read_metrics(runs.whole)]
+    # KL 0 is below the target, by the clip of -0.2 at the most: 16 samples over a horizon of 100.
+    assert coefficients[1] == pytest.approx(coefficients[0] * (1 - 0.2 * 16 / 100))
+
+
+def test_a_killed_run_ends_with_the_same_curve_and_weights(runs: Runs) -> None:
+    def curve(folder: Path) -> list[dict[str, float]]:
+        return [{k: v for k, v in line.items() if k != "time" and not k.startswith("phase/")} for line in read_metrics(folder)]
+
+    assert curve(runs.killed) == curve(runs.whole)
+    whole, killed = (load_file(folder / "checkpoint" / "model.safetensors") for folder in runs)
+    assert all(torch.equal(killed[name], weight) for name, weight in whole.items())
+    assert f"resumed after iteration {SAVED}" in (runs.killed / "log.txt").read_text()
+
+
+def test_states_are_removed_when_the_stage_is_done(runs: Runs) -> None:
+    for folder in runs:
+        assert RunDir(folder).result() is not None and not (folder / "state").exists()
