@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 
 from pydantic import ValidationError
@@ -44,6 +45,7 @@ def main(argv: Sequence[str], work: Mapping[str, str] = WORK) -> int:
         return _refuse("give one argument, the run directory", WRONG_INPUT)
     for key, value in ENV_DEFAULTS.items():
         os.environ.setdefault(key, value)
+    warnings.simplefilter("ignore", FutureWarning)  # PYTHONWARNINGS reaches only the processes this one starts
     if num_gpus() == 0:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:

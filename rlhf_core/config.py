@@ -347,9 +347,7 @@ class Publication(Frozen):
     license: str = Field("apache-2.0", description="licence named on the card")
 
 
-StageConfig = Annotated[
-    SFT | RewardModel | DPO | Preferences | IterativeDPO | PPO | Evaluation | Publication, Field(discriminator="stage")
-]
+StageConfig = Annotated[SFT | RewardModel | DPO | Preferences | IterativeDPO | PPO | Evaluation | Publication, Field(discriminator="stage")]
 STAGE_KINDS = ("sft", "reward_model", "dpo", "preferences", "iterative_dpo", "ppo", "evaluation", "publication")
 
 

@@ -56,7 +56,11 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     pad, micro, mean = tokenizer.pad_token_id, config.micro_train_batch_size, config.loss == "ipo"
     data = load_pairs(request, config, tokenizer)
-    held_out = preference_pairs(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed) if config.eval_data else None
+    held_out = (
+        preference_pairs(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed)
+        if config.eval_data
+        else None
+    )
 
     policy = load_policy(source, config.dtype, request.trust_remote_code)
     other = load_policy(request.inputs[config.reference], config.dtype, request.trust_remote_code) if config.reference else policy
@@ -67,12 +71,14 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def loss(engine: Engine, items: list[Anchored], denominator: Denominator) -> Loss:
         logprobs = pair_logprobs(engine, [item.pair for item in items], pad, mean, engine.device)
-        reference = torch.tensor([[item.ref_chosen for item in items], [item.ref_rejected for item in items]], device=engine.device)
-        result = dpo_loss(*logprobs.responses, *reference, config.beta, config.label_smoothing, config.loss, denominator.pairs)
+        chosen, rejected = logprobs.responses
+        ref_chosen = torch.tensor([item.ref_chosen for item in items], device=engine.device)
+        ref_rejected = torch.tensor([item.ref_rejected for item in items], device=engine.device)
+        result = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, config.beta, config.label_smoothing, config.loss, denominator.pairs)
         if config.nll_coef == 0:
             return result
-        chosen = slice(0, len(items))
-        nll = sft_loss(logprobs.tokens[chosen], logprobs.mask[chosen], denominator.chosen_tokens)
+        n = len(items)
+        nll = sft_loss(logprobs.tokens[:n], logprobs.mask[:n], denominator.chosen_tokens)
         return Loss(result.loss + config.nll_coef * nll.loss, result.metrics | {"nll": nll.metrics["loss"]})
 
     def micro_batches(items: Sequence[Anchored]) -> list[list[Anchored]]:

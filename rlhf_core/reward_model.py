@@ -55,7 +55,14 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     def micro_batches(pairs: Sequence[Pair]) -> list[list[Pair]]:
         return [list(pairs[i : i + micro]) for i in range(0, len(pairs), micro)]
 
-    task = Task(data.items, micro_batches, lambda pairs: float(len(pairs)), loss, evaluate if held_out else None, show=("loss", "accuracy", "eval/accuracy"))
+    task = Task(
+        data.items,
+        micro_batches,
+        lambda pairs: float(len(pairs)),
+        loss,
+        evaluate if held_out else None,
+        show=("loss", "accuracy", "eval/accuracy"),
+    )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     scores = score_all(engine, held_out.items if held_out else data.items[:STATISTICS_PAIRS], pad, micro)
     outcome = finish_training(engine, request, run, source, metrics)

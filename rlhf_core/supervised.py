@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +56,7 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
     for step in range(first, total):
         items = items_of_step(task.items, step, steps_per_epoch, config.train_batch_size, seed)
         rate = learning_rate(step, total, config.learning_rate, config.warmup_ratio, config.min_lr_ratio)
-        denominator = task.denominator(items)
-        metrics = accumulate(engine, task.micro_batches(items), partial(task.loss, engine, denominator=denominator))
+        metrics = optimiser_step_gradients(engine, task, items)
         metrics |= {"grad_norm": engine.step(rate), "learning_rate": rate}
         trained = trained or metrics["grad_norm"] > 0
         done = step + 1
@@ -78,12 +77,24 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
     return means | evaluation | {"steps": float(total)}
 
 
+def optimiser_step_gradients(engine: Engine, task: Task, items: Sequence[Any]) -> dict[str, float]:
+    """Accumulates the gradient of one optimiser step; its metrics."""
+    denominator = task.denominator(items)
+    return accumulate(engine, task.micro_batches(items), lambda micro: task.loss(engine, micro, denominator))
+
+
 def items_of_step(items: Sequence[Any], step: int, steps_per_epoch: int, batch: int, seed: int) -> list[Any]:
     """The items of one optimiser step: each epoch is one seeded shuffle, cut into batches; the last may be smaller."""
     epoch, position = divmod(step, steps_per_epoch)
-    order = list(range(len(items)))
+    return [items[i] for i in order_of_epoch(len(items), epoch, seed)[position * batch : (position + 1) * batch]]
+
+
+@lru_cache(maxsize=2)
+def order_of_epoch(count: int, epoch: int, seed: int) -> tuple[int, ...]:
+    """A seeded permutation of `range(count)`."""
+    order = list(range(count))
     random.Random(f"{seed}-{epoch}").shuffle(order)
-    return [items[i] for i in order[position * batch : (position + 1) * batch]]
+    return tuple(order)
 
 
 def accumulate(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss]) -> dict[str, float]:

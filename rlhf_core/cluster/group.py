@@ -36,7 +36,9 @@ class Worker:
     def address(self) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), free_port()
 
-    def build(self, rank: int, world_size: int, address: str, port: int, local_rank: int, factory: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    def build(
+        self, rank: int, world_size: int, address: str, port: int, local_rank: int, factory: Callable[..., Any], kwargs: dict[str, Any]
+    ) -> None:
         set_rank_environment(rank, world_size, address, port, local_rank)
         self.role = factory(**kwargs)
 
@@ -73,7 +75,9 @@ class Pending(NamedTuple):
         try:
             return ray.get(ref)
         except ray.exceptions.RayActorError as error:
-            raise RoleFailed(f"a rank of {self.role} died during '{self.phase}', often for lack of memory: lower its batch sizes. {error}") from None
+            raise RoleFailed(
+                f"a rank of {self.role} died during '{self.phase}', often for lack of memory: lower its batch sizes. {error}"
+            ) from None
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise ValueError(f"{self.role}: {error.cause}") from None

@@ -46,7 +46,7 @@ def finish_training(engine: Engine, request: StageRequest, run: RunDir, source: 
     state = state_on_cpu(engine)
     if engine.rank == 0:
         shutil.rmtree(run / "checkpoint", ignore_errors=True)
-        save_model(engine.module.model, state, source, run / "checkpoint", request.trust_remote_code)  # type: ignore[arg-type]
+        save_model(engine.module.model, state, source, run / "checkpoint", request.trust_remote_code)
     return Outcome(metrics, {"checkpoint": "checkpoint"})
 
 

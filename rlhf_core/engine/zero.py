@@ -6,7 +6,7 @@ Left out: DeepSpeed's schedulers, data loaders and gradient-accumulation countin
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class ZeroEngine:
         dist.barrier()
 
 
-def _groups(named: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+def _groups(named: Sequence[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Splits parameters into consecutive groups of about GATHER_BYTES; the same split on every rank."""
     group: list[tuple[str, Tensor]] = []
     size = 0

@@ -118,7 +118,9 @@ def _has_flash_attention() -> bool:
     return True
 
 
-def save_model(model: PreTrainedModel, state: dict[str, Tensor], tokenizer_source: str, folder: Path, trust_remote_code: bool = False) -> None:
+def save_model(
+    model: PreTrainedModel, state: dict[str, Tensor], tokenizer_source: str, folder: Path, trust_remote_code: bool = False
+) -> None:
     """Writes safetensors, config, generation config and tokenizer files to `folder`. `state` holds all weights, on CPU."""
     from transformers import AutoTokenizer
 

@@ -66,7 +66,9 @@ def credit(rollouts: Sequence[Rollout], scores: Scores, kl_coef: float, shaping:
     }
     gaps = sampler_metrics(logprobs, sampler_logprobs, mask, shaping.is_cap, float(mask.sum()))
     metrics |= {name: float(value) for name, value in gaps.items()}
-    parts = zip(rollouts, scores.logprobs, scores.values, _cut(advantages, lengths), _cut(returns, lengths), _cut(weights, lengths), strict=True)
+    parts = zip(
+        rollouts, scores.logprobs, scores.values, _cut(advantages, lengths), _cut(returns, lengths), _cut(weights, lengths), strict=True
+    )
     experience = [Experience(rollout.document, old, value, a, r, w) for rollout, old, value, a, r, w in parts]
     return Credited(experience, metrics["kl/mean"], metrics)
 

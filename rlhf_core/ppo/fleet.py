@@ -42,10 +42,18 @@ class Fleet:
     dtype: str
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], n: int, temperature: float, max_new_tokens: int, stop_token_ids: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        n: int,
+        temperature: float,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
     ) -> list[list[Answer]]:
         """`n` answers to each prompt, in order."""
-        pending = self.sampler.call("generate", "generate", share(list(prompts)), list(seeds), temperature, max_new_tokens, list(stop_token_ids), n)
+        pending = self.sampler.call(
+            "generate", "generate", share(list(prompts)), list(seeds), temperature, max_new_tokens, list(stop_token_ids), n
+        )
         return _in_order(pending.wait(self.timeout))
 
     def score(self, rollouts: Sequence[Rollout]) -> Scores:
@@ -84,11 +92,7 @@ class Fleet:
         engines = self.sampler.call("probe", "prompt_logprobs", [document.tokens for document in documents]).wait(self.timeout)
         expected = _in_order(trainer.wait(self.timeout))
         gap = max(float(np.abs(np.asarray(got) - want).max()) for engine in engines for got, want in zip(engine, expected, strict=True))
-        if not gap <= PROBE_TOLERANCE[self.dtype]:
-            raise WeightsDiffer(
-                f"after a weight sync vLLM's log-probs differ from the trainer's by up to {gap:.3g} (allowed {PROBE_TOLERANCE[self.dtype]:g}): "
-                f"the engine does not hold the actor's weights"
-            )
+        check_gap(gap, PROBE_TOLERANCE[self.dtype])
         return gap
 
     def save_state(self, folder: Path) -> None:
@@ -140,7 +144,9 @@ def start_fleet(config: PPO, paths: Mapping[str, str], pad_token_id: int, seed: 
             gpu_memory_utilization=config.vllm.gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
         ),
-        groups["actor"].build(Actor, config.timeout, model=model("actor"), training=training, eps_clip=config.eps_clip, temperature=config.temperature),
+        groups["actor"].build(
+            Actor, config.timeout, model=model("actor"), training=training, eps_clip=config.eps_clip, temperature=config.temperature
+        ),
         groups["critic"].build(Critic, config.timeout, model=model("critic"), training=training, value_clip=config.value_clip),
         groups["reference"].build(Reference, config.timeout, model=model("reference"), temperature=config.temperature),
         groups["reward"].build(Reward, config.timeout, model=model("reward")),
@@ -149,6 +155,15 @@ def start_fleet(config: PPO, paths: Mapping[str, str], pad_token_id: int, seed: 
         print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
         pending.wait(config.timeout)
     return Fleet(**groups, timeout=config.timeout, dtype=config.dtype)
+
+
+def check_gap(gap: float, tolerance: float) -> None:
+    """Raises WeightsDiffer when log-probs of engine and trainer differ by more than `tolerance` (or are nan)."""
+    if not gap <= tolerance:
+        raise WeightsDiffer(
+            f"after a weight sync vLLM's log-probs differ from the trainer's by up to {gap:.3g} (allowed {tolerance:g}): "
+            f"the engine does not hold the actor's weights"
+        )
 
 
 def _in_order(by_rank: list[list[tuple[int, Any]]]) -> list[Any]:

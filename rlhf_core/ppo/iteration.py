@@ -68,7 +68,9 @@ def ppo_iteration(
     with _phase(phases, "train"):
         batches = minibatches(len(rollouts), optimisation)
         critic = [Update(batch, rate) for batch, rate in zip(batches, optimisation.critic_rates, strict=True)]
-        actor = [Update(batch, rate) for batch, rate in zip(batches, optimisation.actor_rates, strict=True)] if optimisation.actor_rates else []
+        actor = (
+            [Update(batch, rate) for batch, rate in zip(batches, optimisation.actor_rates, strict=True)] if optimisation.actor_rates else []
+        )
         steps = fleet.train(credited.experience, critic, actor)
     metrics = credited.metrics | {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
     if actor:

@@ -76,7 +76,9 @@ class Actor:
         def loss(part: list[Experience]) -> Loss:
             batch = _collate(part, self.model.pad_token_id, self.engine.device)
             new = self.engine(batch.tokens, batch.positions, batch.documents, self.temperature)
-            old, advantages, weights = (_per_token(batch, [getattr(e, name) for e in part]) for name in ("old_logprobs", "advantages", "is_weights"))
+            old, advantages, weights = (
+                _per_token(batch, [getattr(e, name) for e in part]) for name in ("old_logprobs", "advantages", "is_weights")
+            )
             result = policy_loss(new.logprobs, old, advantages, batch.mask, self.eps_clip, self.eps_clip, weights, tokens)
             return Loss(result.loss, result.metrics | {"policy/entropy": masked_sum(new.entropy, batch.mask) / tokens})
 
@@ -172,7 +174,9 @@ def _engine(module: torch.nn.Module, model: Model, training: Training) -> ZeroEn
     return ZeroEngine(module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, training.timeout)
 
 
-def _score(rank: ZeroEngine | Reference | Reward, documents: Sequence[Document], model: Model, forward: Callable[[Batch], Tensor]) -> Scored:
+def _score(
+    rank: ZeroEngine | Reference | Reward, documents: Sequence[Document], model: Model, forward: Callable[[Batch], Tensor]
+) -> Scored:
     """This rank's share of the documents, one per row, similar lengths together; `forward` gives (B, T)."""
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i].tokens))
     parts = [order[i : i + model.micro_batch_size] for i in range(0, len(order), model.micro_batch_size)]

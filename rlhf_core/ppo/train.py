@@ -21,6 +21,7 @@ from rlhf_core.ppo.credit import Shaping
 from rlhf_core.ppo.fleet import groups_of, start_fleet
 from rlhf_core.ppo.iteration import Optimisation, Sampled, ppo_iteration
 from rlhf_core.stage import Outcome, RunDir, StageRequest
+from rlhf_core.supervised import order_of_epoch
 from rlhf_core.tracking import Tracker, read_metrics
 
 PROBE_DOCUMENTS, PROBE_TOKENS = 4, 128
@@ -98,7 +99,9 @@ def model_paths(config: PPO, inputs: dict[str, str]) -> dict[str, str]:
 def count_iterations(config: PPO, num_prompts: int) -> int:
     """Iterations of the run. Raises ValueError when the prompts do not fill one."""
     if num_prompts < config.rollout_batch_size:
-        raise ValueError(f"ppo needs rollout_batch_size={config.rollout_batch_size} prompts, the data has {num_prompts}: lower it or add prompts")
+        raise ValueError(
+            f"ppo needs rollout_batch_size={config.rollout_batch_size} prompts, the data has {num_prompts}: lower it or add prompts"
+        )
     total = num_prompts // config.rollout_batch_size * config.num_episodes
     return min(total, config.max_steps) if config.max_steps else total
 
@@ -106,9 +109,7 @@ def count_iterations(config: PPO, num_prompts: int) -> int:
 def prompts_of_iteration(num_prompts: int, step: int, batch: int, seed: int) -> list[int]:
     """Indices of an iteration's prompts: each episode is one seeded shuffle cut into batches; the remainder waits for the next."""
     episode, position = divmod(step, num_prompts // batch)
-    order = list(range(num_prompts))
-    random.Random(f"{seed}-{episode}").shuffle(order)
-    return order[position * batch : (position + 1) * batch]
+    return list(order_of_epoch(num_prompts, episode, seed)[position * batch : (position + 1) * batch])
 
 
 def sample_seed(seed: int, step: int, index: int) -> int:

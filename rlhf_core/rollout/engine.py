@@ -62,7 +62,9 @@ class Sampler:
             disable_log_stats=True,
             skip_tokenizer_init=False,
         )
-        self.tied = bool(json.loads((Path(model) / "config.json").read_text()).get("tie_word_embeddings", False)) if Path(model).is_dir() else False
+        self.tied = (
+            bool(json.loads((Path(model) / "config.json").read_text()).get("tie_word_embeddings", False)) if Path(model).is_dir() else False
+        )
 
     def generate(
         self,
@@ -98,7 +100,8 @@ class Sampler:
         requests = [{"prompt_token_ids": list(document)} for document in documents]
         outputs = self.llm.generate(requests, params, use_tqdm=False)
         return [
-            [0.0] + [position[token].logprob for position, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)]
+            [0.0]
+            + [position[token].logprob for position, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)]
             for output in outputs
         ]
 
@@ -129,5 +132,3 @@ def _answer(output: Any) -> Answer:
     tokens = list(output.token_ids)
     logprobs = [position[token].logprob for position, token in zip(output.logprobs, tokens, strict=True)]
     return Answer(tokens, logprobs, output.finish_reason == "stop")
-
-

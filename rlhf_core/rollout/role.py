@@ -38,7 +38,13 @@ class SamplerRole:
         )
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, max_new_tokens: int, stop_token_ids: Sequence[int], n: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        temperature: float,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+        n: int,
     ) -> list[tuple[int, list[Answer]]]:
         """Answers to this engine's share, with the prompts' indices."""
         mine = range(self.rank, len(prompts), self.world_size)

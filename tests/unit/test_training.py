@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", WORK)
-def test_a_killed_stage_resumes_to_the_same_weights_and_curve(kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_stage_resumes_to_the_same_weights_and_curve(
+    kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of(kind, material, save_steps=2)
     whole = run(config, material, tmp_path / "whole")
     real_step, steps = TorchEngine.step, []
@@ -132,4 +135,4 @@ def test_learning_rate_warms_up_and_ends_at_its_floor() -> None:
     rates = [learning_rate(step, 100, 1.0, 0.1, 0.1) for step in range(101)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) and rates[10] == pytest.approx(1.0)
     assert rates[55] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[10:]))

@@ -1,0 +1,132 @@
+"""The vLLM engine in this process: seeds, limits, log-probs, and weights that really arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document
+from rlhf_core.models.load import Policy, load_policy
+from rlhf_core.ppo.fleet import PROBE_TOLERANCE, WeightsDiffer, check_gap
+from rlhf_core.rollout.engine import Answer, Sampler
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Setting:
+    base: str
+    sampler: Sampler
+    renderer: Renderer
+    prompts: list[list[int]]
+
+    def generate(self, prompts: list[list[int]] | None = None, first_seed: int = 0, **changed: object) -> list[list[Answer]]:
+        prompts = self.prompts if prompts is None else prompts
+        options = {"temperature": 1.0, "max_new_tokens": 12, "stop_token_ids": self.renderer.stop_token_ids, "n": 2} | changed
+        return self.sampler.generate(prompts, seeds=[first_seed + 10 * i for i in range(len(prompts))], **options)
+
+
+@pytest.fixture(scope="module")
+def setting(material: Path) -> Iterator[Setting]:
+    base = str(material / "base")
+    renderer = Renderer(load_tokenizer(base), "chat")
+    prompts = [renderer.prompt([{"role": "user", "content": f"Copy this number: {n}"}]) for n in (3, 14, 159, 2653, 58979)]
+    sampler = Sampler(base, seed=0, max_model_len=96, kv_cache_gib=0.5)
+    yield Setting(base, sampler, renderer, prompts)
+    sampler.close()
+
+
+@pytest.fixture(autouse=True)
+def _base_weights(setting: Setting) -> None:
+    setting.sampler.load(setting.base)
+
+
+def largest_gap(setting: Setting, policy: Policy) -> float:
+    batch = collate([[Document(p, [False] * len(p))] for p in setting.prompts], pad_token_id=0)
+    with torch.no_grad():
+        ours = policy(batch.tokens, batch.positions, batch.documents).logprobs
+    theirs = setting.sampler.prompt_logprobs(setting.prompts)
+    return max(float((torch.tensor(t) - row[: len(t)]).abs().max()) for t, row in zip(theirs, ours, strict=True))
+
+
+def changed_policy(setting: Setting) -> Policy:
+    policy = load_policy(setting.base).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def named(policy: Policy) -> list[tuple[str, torch.Tensor]]:
+    return [(name, parameter.detach()) for name, parameter in policy.model.named_parameters()]
+
+
+def test_a_seed_fixes_the_answer(setting: Setting) -> None:
+    assert setting.generate() == setting.generate()
+    assert setting.generate() != setting.generate(first_seed=1)
+
+
+def test_answers_keep_the_order_of_prompts_and_their_number(setting: Setting) -> None:
+    answers = setting.generate(n=3)
+    assert [len(group) for group in answers] == [3] * 5
+    alone = setting.sampler.generate(
+        setting.prompts[2:3], seeds=[20], temperature=1.0, max_new_tokens=12, stop_token_ids=setting.renderer.stop_token_ids, n=3
+    )
+    assert [a.tokens for a in alone[0]] == [a.tokens for a in answers[2]]
+    assert setting.generate([]) == []
+
+
+def test_length_limit_cuts_and_stop_tokens_end(setting: Setting) -> None:
+    cut = [a for group in setting.generate(max_new_tokens=2, stop_token_ids=[]) for a in group]
+    assert all(len(a.tokens) == 2 and not a.finished for a in cut if a.tokens[-1] not in setting.renderer.stop_token_ids)
+    greedy = setting.generate(temperature=0.0, n=1, stop_token_ids=[])
+    first = greedy[0][0].tokens[0]
+    stopped = setting.generate(temperature=0.0, n=1, stop_token_ids=[first])[0][0]
+    assert stopped.tokens == [first] and stopped.finished, "the stop token is part of the answer"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampler_logprobs_are_those_of_the_scaled_policy(setting: Setting, temperature: float) -> None:
+    answers = setting.generate(temperature=temperature, n=1)
+    policy = load_policy(setting.base).eval()
+    for prompt, (answer,) in zip(setting.prompts, answers, strict=True):
+        batch = collate([[Document(prompt + answer.tokens, [False] * (len(prompt) + len(answer.tokens)))]], pad_token_id=0)
+        with torch.no_grad():
+            ours = policy(batch.tokens, batch.positions, batch.documents, temperature).logprobs[0]
+        torch.testing.assert_close(
+            torch.tensor(answer.logprobs), ours[len(prompt) : len(prompt) + len(answer.tokens)], atol=1e-4, rtol=1e-4
+        )
+
+
+def test_synced_weights_arrive_head_included(setting: Setting) -> None:
+    policy = changed_policy(setting)
+    assert setting.sampler.tied, "the demo's base ties its embeddings: the case in which a head can go missing"
+    assert largest_gap(setting, policy) > PROBE_TOLERANCE["float32"]
+    setting.sampler.update(named(policy))
+    check_gap(largest_gap(setting, policy), PROBE_TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("planted", ["one wrong weight", "old head"])
+def test_the_probe_catches_weights_that_differ(setting: Setting, planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = changed_policy(setting)
+    weights = named(policy)
+    if planted == "old head":
+        monkeypatch.setattr(setting.sampler, "tied", False)
+    else:
+        name, weight = weights[5]
+        weights[5] = (name, torch.zeros_like(weight))
+    setting.sampler.update(weights)
+    with pytest.raises(WeightsDiffer, match="the engine does not hold the actor's weights"):
+        check_gap(largest_gap(setting, policy), PROBE_TOLERANCE["float32"])
+
+
+def test_a_folder_without_weights_is_refused(setting: Setting, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no safetensors file"):
+        setting.sampler.load(str(tmp_path))
