@@ -108,7 +108,7 @@ LAZY = (
 # How often an SFT answer is of each kind. A miss is a bare answer that is wrong.
 SFT_MODES = {"good": 0.40, "hedge": 0.24, "chatter": 0.20, "lazy": 0.13, "miss": 0.03}
 # How often the rejected answer of a preference is of each kind.
-REJECTED_MODES = {"hedge": 0.30, "chatter": 0.30, "lazy": 0.15, "miss": 0.25}
+REJECTED_MODES = {"hedge": 0.25, "chatter": 0.20, "lazy": 0.10, "miss": 0.45}
 TWO_TURNS = 0.1  # share of SFT conversations with a second question
 
 # Rows at scale 1.
@@ -117,7 +117,7 @@ SIZES = {
     "sft_heldout": 140,
     "preferences_heldout": 300,
     "sft": 40000,
-    "preferences": 6000,
+    "preferences": 16000,
     "prompts": 6000,
 }
 HELD_OUT = ("questions", "sft_heldout", "preferences_heldout")
