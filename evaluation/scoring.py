@@ -2,7 +2,7 @@
 
 Per game a model scores 0, 0.5 or 1; a question's score is the mean of its games, the win rate the mean over questions.
 Intervals resample *questions* (both games together): resampling games as if they were independent, as arena-hard-auto does
-with its rows, understates the standard deviation by about a third. Style control and Bradley-Terry scores are not here.
+with its rows, understates the standard deviation by about a third. Style control and Bradley-Terry scores are in `arena_hard`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _clusters(rows: Sequence[tuple[str, float, float]]) -> Clusters:
     return Clusters(total, count)
 
 
-def interval(clusters: Clusters, rounds: int, seed: int) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of `clusters.score` (Efron & Tibshirani 1993, ch. 13), questions drawn with replacement."""
+def interval(clusters: Clusters, rounds: int, seed: int, level: float = 0.95) -> tuple[float, float]:
+    """Percentile bootstrap interval of `clusters.score` (Efron & Tibshirani 1993, ch. 13), questions drawn with replacement."""
     count = len(clusters.total)
     generator = np.random.default_rng(seed)
     scores: list[Floats] = []
@@ -68,7 +68,7 @@ def interval(clusters: Clusters, rounds: int, seed: int) -> tuple[float, float]:
     for start in range(0, rounds, step):
         drawn = generator.integers(count, size=(min(step, rounds - start), count))  # (rounds, Q)
         scores.append(clusters.total[drawn].sum(1) / clusters.weight[drawn].sum(1))
-    low, high = np.percentile(np.concatenate(scores), [2.5, 97.5])
+    low, high = np.quantile(np.concatenate(scores), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
