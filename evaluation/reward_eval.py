@@ -5,7 +5,6 @@ A model prefers the answer it scores higher; equal scores are half right. Its pr
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
@@ -13,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
-from scipy.stats import spearmanr
 
 from evaluation.scoring import Floats, clusters_of, interval
 from rlhf_core.types import Frozen
+
+REWARD_MODELS = "reward_models.json"
 
 
 class Pairs(NamedTuple):
@@ -79,6 +79,10 @@ class RewardReports(Frozen):
 
     models: tuple[RewardReport, ...]
     agreement: tuple[Agreement, ...]
+
+    @classmethod
+    def empty(cls) -> RewardReports:
+        return cls(models=(), agreement=())
 
 
 def evaluate(pairs: Pairs, differences: Mapping[str, Floats], bins: int, rounds: int, seed: int) -> RewardReports:
@@ -161,7 +165,12 @@ def _mean(values: Floats, held: NDArray[np.bool_]) -> float | None:
 
 def _correlation(one: Floats, other: Floats) -> float | None:
     """Spearman's; None when one of the two never varies."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about constant input, which is what None says
-        value = float(spearmanr(one, other).statistic) if len(one) > 1 else float("nan")
-    return value if np.isfinite(value) else None
+    ranks = _ranks(one), _ranks(other)
+    return None if any(np.ptp(values) == 0 for values in ranks) else float(np.corrcoef(*ranks)[0, 1])
+
+
+def _ranks(values: Floats) -> Floats:
+    """Ranks from 1; equal values share the mean of theirs. (`scipy.stats` has it, and takes a second to import.)"""
+    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Floats = (counts.cumsum() - (counts - 1) / 2)[index]
+    return ranks

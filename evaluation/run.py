@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from rlhf_core.models.scoring import RewardScorer
     from rlhf_core.rollout.engine import Sampler
 
-REPORT, CACHE, REWARD_MODELS = "report", "judge_cache", "reward_models.json"
+REPORT, CACHE = "report", "judge_cache"
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
@@ -87,7 +87,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     reports = make_reports(judgments, config.baseline, styles, about, use, config.bootstrap_rounds, request.seed)
     if config.reward_evaluation:
         reward_models = evaluate_reward_models(request, config, config.reward_evaluation)
-        write_text(run / REPORT / REWARD_MODELS, reward_models.model_dump_json(indent=2))
+        write_text(run / REPORT / reward_eval.REWARD_MODELS, reward_models.model_dump_json(indent=2))
         metrics |= reward_eval.metrics(reward_models)
     write_text(run / REPORT / "second_opinions.json", json.dumps([r.model_dump(mode="json") for r in reports[1:]], indent=2))
     write_text(run / REPORT / "eval.json", reports[0].model_dump_json(indent=2))

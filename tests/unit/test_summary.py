@@ -28,7 +28,11 @@ def test_every_stage_with_its_numbers_and_the_evaluation(tmp_path: Path) -> None
     by_name = {stage["name"]: stage for stage in summary["stages"]}
     assert by_name["evaluation"]["checkpoint"] is None
     final = {"win_rate": RATES[ROUND2], "ci_low": RATES[ROUND2] - 0.05, "ci_high": RATES[ROUND2] + 0.05, "num_questions": QUESTIONS}
+    rate = RATES[ROUND2]
+    final |= {"length_controlled": rate - 0.03, "lc_low": rate - 0.09, "lc_high": rate + 0.03}
+    parent = summary["evaluation"]["final"].pop("against_parent")
     assert summary["evaluation"]["final"] == {"model": ROUND2, **final}
+    assert (parent["parent"], parent["win_rate"], parent["num_questions"]) == ("iterative_dpo.round1", 0.56, QUESTIONS)
     assert {model: score["win_rate"] for model, score in summary["evaluation"]["models"].items()} == RATES
 
 
