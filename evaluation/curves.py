@@ -141,9 +141,7 @@ def win_rate_chart(rates: Sequence[WinRate], final: str, parents: Mapping[str, W
             for nth, mark in enumerate(rows[model]):
                 at = row + 0.68 * ((len(rows[model]) - 1) / 2 - nth) / max(1, count)
                 alpha = 1.0 if model == final or len(rows) == 1 else 0.6
-                ax.plot(
-                    [100 * mark.low, 100 * mark.high], [at, at], color=mark.colour, linewidth=3.5, alpha=0.3 * alpha, solid_capstyle="round"
-                )
+                ax.hlines(at, 100 * mark.low, 100 * mark.high, color=mark.colour, linewidth=3.5, alpha=0.3 * alpha)
                 face = mark.colour if mark.filled else "white"
                 label = None if mark.label in told else mark.label
                 ax.plot([100 * mark.value], [at], "o", color=mark.colour, markerfacecolor=face, markersize=5, alpha=alpha, label=label)
@@ -182,7 +180,7 @@ def calibration_chart(models: Mapping[str, Sequence[tuple[float, float, int]]]) 
             ax.plot([100 * p for p, *_ in points], [100 * a for _, a, _ in points], color=colour, linewidth=1.2, label=_short(model))
             sizes = [8 + 50 * pairs / most for *_, pairs in points]
             ax.scatter([100 * p for p, *_ in points], [100 * a for _, a, _ in points], s=sizes, color=colour, alpha=0.6)
-        ax.set_title("How often the preferred answer was right (%), by how sure the model was (%)")
+        ax.set_title("Reward models: right (%) by how sure they were (%)")
         ax.legend(loc="best", handlelength=1.4)
         return _svg(figure, "calibration of reward models")
 

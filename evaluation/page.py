@@ -125,9 +125,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         by_name={stage.view.name: stage for stage in stages},
         total_seconds=sum(stage.result.seconds for stage in stages if stage.result),
         troubles=[(stage, _log_tail(stage)) for stage in stages if stage.view.status == "failed"],
-        win_rates=Markup(win_rate_chart(list(evaluated.decided.values()), evaluated.final, evaluated.against_parent))
-        if evaluated
-        else None,
+        win_rates=_win_rates(evaluated) if evaluated else None,
         agreement="; ".join(agreement),
         rounds=_rounds_svg(chains, evaluated, stages),
         rows=_rows(evaluated) if evaluated else [],
@@ -275,6 +273,10 @@ def _rows(evaluated: Evaluated) -> list[Row]:
 
     models = [row(model, rate) for model, rate in evaluated.decided.items()]
     return models if report.baseline in evaluated.decided else [row(report.baseline, None), *models]
+
+
+def _win_rates(evaluated: Evaluated) -> Markup:
+    return Markup(win_rate_chart(list(evaluated.decided.values()), evaluated.final, evaluated.against_parent))
 
 
 def _judges(evaluated: Evaluated) -> list[JudgeRow]:

@@ -99,7 +99,7 @@ def test_judges_style_parents_and_reward_models_are_told(whole: Path) -> None:
     assert "length +0.42 +0.22 to +0.62" in text and "What style is worth to rule" in text
     assert "B is right, A is wrong." in text and "Swapped (A: iterative_dpo.round2, B: sft): by the rule" in text
     (first, second), (agreement,) = reward_reports().models, reward_reports().agreement
-    assert f"{100 * first.overall.accuracy:.1f} %" in text and second.model in text and "by how sure the model was" in text
+    assert f"{100 * first.overall.accuracy:.1f} %" in text and second.model in text and "by how sure they were" in text
     assert f"prefer the same answer in {100 * agreement.agreement:.0f} % of the pairs" in text
 
 
