@@ -26,7 +26,9 @@ pytestmark = [
 def finish(folder: Path, module: str, config: StageConfig, inputs: dict[str, str]) -> StageResult:
     run = RunDir(folder)
     run.prepare(StageRequest(name=config.stage, digest="0", config=config, inputs=inputs, seed=0))
-    process = subprocess.run([sys.executable, "-m", module, str(folder)], capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
+    process = subprocess.run(
+        [sys.executable, "-m", module, str(folder)], capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
+    )
     assert process.returncode == 0, process.stderr[-3000:]
     result = run.result()
     assert result is not None
@@ -64,7 +66,12 @@ def test_500_real_prompts_run_through_ppo_and_evaluation(material: Path, tmp_pat
     assert line["sampler/gap"] < 1e-3
 
     evaluation = Evaluation(
-        models=("ppo",), baseline="base", questions=Source(path=str(QUESTIONS)), judges=(RewardJudge(),), vllm=Vllm(kv_cache_gib=0.5), **LIMITS
+        models=("ppo",),
+        baseline="base",
+        questions=Source(path=str(QUESTIONS)),
+        judges=(RewardJudge(),),
+        vllm=Vllm(kv_cache_gib=0.5),
+        **LIMITS,
     )
     report = finish(tmp_path / "evaluation", "evaluation", evaluation, inputs | {"ppo": str(tmp_path / "ppo" / "checkpoint")})
     assert report.metrics["questions"] == 500
