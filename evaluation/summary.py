@@ -119,8 +119,9 @@ def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
 
 
 def summarise(recipe_name: str, stages: Sequence[StageView]) -> dict[str, Any]:
-    """The content of `summary.json`: per stage its name, kind, status, seconds, checkpoint, digest and final metrics, and per model
-    its win rate against the baseline with a 95 % interval (all in [0, 1]). `evaluation` is None when none finished.
+    """The content of `summary.json`: per stage its name, kind, status, seconds, checkpoint, digest and final metrics, and the
+    win rate of its model against the baseline with a 95 % interval (all in [0, 1]). `evaluation` holds the final model's, and
+    every model's under `models`; None when no evaluation finished.
     """
     return summary_of(recipe_name, [read(view) for view in stages])
 
@@ -139,6 +140,7 @@ def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
                 "checkpoint": stage.checkpoint,
                 "digest": stage.digest,
                 "metrics": dict(sorted(stage.result.metrics.items())) if stage.result else {},
+                "evaluation": None,
             }
             for stage in stages
         ],
@@ -149,7 +151,11 @@ def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
         for model, rate in evaluated.against_parent.items():
             if model in models:
                 models[model]["against_parent"] = {"parent": rate.baseline, **_score(rate)}
-        summary["evaluation"] = {"final": {"model": evaluated.final, **models[evaluated.final]}, "models": models}
+        summary["evaluation"] = {"model": evaluated.final, **models[evaluated.final], "models": models}
+        places = evaluated.stage.request.inputs if evaluated.stage.request else {}
+        for record, stage in zip(summary["stages"], stages, strict=True):
+            own = (score for model, score in models.items() if Path(places.get(model, "")).parent == stage.view.run_dir)
+            record["evaluation"] = next(own, None)
     return summary
 
 

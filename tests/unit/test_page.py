@@ -69,7 +69,7 @@ def test_a_whole_run_tells_everything(whole: Path) -> None:
     path = whole
     assert path.name == "report.html" and path.stat().st_size < 2_000_000
     assert sorted(file.name for file in path.parent.iterdir()) == ["report.html", "summary.json"]
-    assert json.loads((path.parent / "summary.json").read_text())["evaluation"]["final"]["model"] == ROUND2
+    assert json.loads((path.parent / "summary.json").read_text())["evaluation"]["model"] == ROUND2
     text = Page(path.read_text(encoding="utf-8")).text
     assert f"The final model ({ROUND2}) beats SFT in 71 % of battles (95 % interval 66–76 %, 300 questions, judge: rule)." in text
     for stage, digest in DIGESTS.items():
