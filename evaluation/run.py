@@ -29,6 +29,7 @@ from evaluation.questions import Question, load_questions
 from evaluation.scoring import agreement, win_rate
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.condition import stored_suffix
 from rlhf_core.stage import Outcome, RunDir, StageRequest, write_text
 from rlhf_core.tracking import Tracker
 from rlhf_core.types import EvalReport, Judgment
@@ -107,7 +108,7 @@ def answer_all(
             found = read_answers(file, questions)
             if found is None:
                 path, start = request.inputs[model], time.monotonic()
-                renderer = Renderer(load_tokenizer(path, trust), config.template)
+                renderer = Renderer(load_tokenizer(path, trust), config.template, stored_suffix(path))
                 found = generate(
                     engine.with_model(path, model_kind(model_config(path, max_len, trust), renderer)),
                     renderer,
