@@ -79,6 +79,13 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         Panel("Margin of the implicit reward", {"margin": ""}, level=0.0),
         Panel("Implicit rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}, level=0.0),
     ),
+    "kto": (
+        LOSS,
+        Panel("Share of answers on their label's side of the KL", {"accuracy": "training", "eval/accuracy": "held out"}, level=0.5),
+        Panel("Margin to the KL", {"margin": ""}, level=0.0),
+        Panel("Implicit rewards", {"rewards/desirable": "desirable", "rewards/undesirable": "undesirable"}, level=0.0),
+        Panel("KL to the reference", {"kl": ""}, level=0.0),
+    ),
     "ppo": (
         Panel("Reward of the answers (band: ± 1 std)", {"reward/mean": "mean"}, band="reward/std"),
         Panel("KL to the reference", {"kl/mean": ""}, level=0.0),
@@ -185,8 +192,8 @@ def calibration_chart(models: Mapping[str, Sequence[tuple[float, float, int]]]) 
         return _svg(figure, "calibration of reward models")
 
 
-def rounds_chart(chains: Sequence[Sequence[tuple[str, float, float, float]]]) -> str:
-    """Win rate round by round. Each chain is a list of (label, win rate, ci_low, ci_high)."""
+def rounds_chart(chains: Sequence[Sequence[tuple[str, float, float, float]]], training: str) -> str:
+    """Win rate round by round of iterative `training`. Each chain is a list of (label, win rate, ci_low, ci_high)."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.5, 2.4), layout="constrained")
         ax = figure.add_subplot()
@@ -198,7 +205,7 @@ def rounds_chart(chains: Sequence[Sequence[tuple[str, float, float, float]]]) ->
         longest = max(chains, key=len)
         ax.set_xticks(range(len(longest)), [_short(point[0]) for point in longest])
         ax.margins(x=0.08)
-        ax.set_title("Battles won, round by round of iterative DPO (%)")
+        ax.set_title(f"Battles won, round by round of iterative {training} (%)")
         return _svg(figure, "win rate per round")
 
 

@@ -223,11 +223,11 @@ def _errors(note: str, errors: float | None) -> str:
 
 
 def _rounds(stages: Sequence[Evidence]) -> list[list[Evidence]]:
-    """Chains of DPO stages that train on sampled preferences, each round on the one before."""
+    """Chains of stages that train on what a preferences stage sampled, each round on the one before."""
     kinds = {stage.view.name: stage.view.kind for stage in stages}
     chains: list[list[Evidence]] = []
     for stage in stages:
-        if stage.view.kind != "dpo" or "preferences" not in (kinds.get(parent) for parent in stage.view.parents):
+        if stage.view.kind not in ("dpo", "kto", "sft") or "preferences" not in (kinds.get(parent) for parent in stage.view.parents):
             continue
         before = next((chain for chain in chains if chain[-1].view.name in stage.view.parents), None)
         if before is None:
@@ -253,7 +253,8 @@ def _rounds_svg(chains: Sequence[Sequence[Evidence]], evaluated: Evaluated | Non
                 points.append((evaluated.report.baseline, 0.5, 0.5, 0.5))
         if len(points) > 1:
             lines.append(points)
-    return Markup(rounds_chart(lines)) if lines else None
+    kinds = sorted({chain[0].view.kind.upper() for chain in chains})
+    return Markup(rounds_chart(lines, " and ".join(kinds))) if lines else None
 
 
 def _rows(evaluated: Evaluated) -> list[Row]:

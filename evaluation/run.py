@@ -38,6 +38,7 @@ from evaluation.sequential import battles_in_turns
 from evaluation.style import Style, markdown, style_of
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.condition import stored_suffix
 from rlhf_core.data.documents import Document
 from rlhf_core.data.sources import Located, load_rows, preference_of
 from rlhf_core.stage import Outcome, RunDir, StageRequest, digest, write_text
@@ -158,7 +159,7 @@ def answer_all(
             found = read_answers(file, questions)
             if found is None:
                 path, start = request.inputs[model], time.monotonic()
-                renderer = Renderer(load_tokenizer(path, trust), config.template)
+                renderer = Renderer(load_tokenizer(path, trust), config.template, stored_suffix(path))
                 found = generate(
                     engine.with_model(path, model_kind(model_config(path, max_len, trust), renderer)),
                     renderer,

@@ -22,6 +22,7 @@ WORK = {
     "sft": "rlhf_core.sft",
     "reward_model": "rlhf_core.reward_model",
     "dpo": "rlhf_core.dpo",
+    "kto": "rlhf_core.kto",
     "preferences": "rlhf_core.preferences",
     "ppo": "rlhf_core.ppo.train",
     "publication": "rlhf_core.hub",

@@ -21,8 +21,13 @@ VERBS = {
     "reward_model": "a reward model",
     "ppo": "PPO",
     "dpo": "DPO",
+    "kto": "KTO",
     "preferences": "sampled preferences",
 }
+CONDITIONED = (
+    "The model was trained with the reward of each answer at the end of its prompt: put the text in `prompt_suffix.json` after your last "
+    "message to ask for its best answers, as the scores below did.\n"
+)
 PLAIN_KEYS = ("template",)  # a text with slashes in it, not a place
 HIDDEN_KEYS = ("base_url", "folder")  # names of this machine and its network, of no use elsewhere
 
@@ -40,6 +45,7 @@ def card(
         _summary(model, is_reward_model),
         "## Use\n",
         _use(title, is_reward_model, has_chat_template),
+        *([CONDITIONED] if model.config.get("condition") == "reward" else []),
         "## Scores\n",
         _scores(report, name),
         "## Lineage\n",

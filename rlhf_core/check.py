@@ -13,7 +13,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rlhf_core.config import PPO, SFT, Data, Evaluation, OpenAIJudge, Preferences, Publication, Ranks, RuleJudge, StageConfig, Trainable
+from rlhf_core.config import (
+    KTO,
+    PPO,
+    SFT,
+    Data,
+    Evaluation,
+    OpenAIJudge,
+    Preferences,
+    Publication,
+    Ranks,
+    RuleJudge,
+    StageConfig,
+    Trainable,
+)
 from rlhf_core.data.sources import Kind, check_columns, load_rows
 from rlhf_core.machine import num_cpus, num_gpus
 from rlhf_core.plan import Node, Plan, is_remote
@@ -26,6 +39,7 @@ STARTS_FROM = {
     "sft": "model",
     "reward_model": "model",
     "dpo": "policy",
+    "kto": "policy",
     "preferences": "policy",
     "ppo": "actor",
     "evaluation": "baseline",
@@ -147,7 +161,13 @@ def _texts(config: StageConfig) -> Iterator[Text]:
         for field in ("data", "eval_data"):
             data = getattr(config, field, None)
             if data is not None:
-                yield Text(field, data, "sft" if isinstance(config, SFT) else "preference", "max_len", config.max_len)
+                yield Text(field, data, _kind(config), "max_len", config.max_len)
+
+
+def _kind(config: Trainable) -> Kind:
+    if isinstance(config, SFT):
+        return "scored" if config.condition == "reward" else "sft"
+    return "labelled" if isinstance(config, KTO) else "preference"
 
 
 def _questions(config: Evaluation) -> Data:

@@ -17,6 +17,7 @@ from rlhf_core.types import Frozen
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0)]
+PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]
 
 
 class Source(Frozen):
@@ -31,6 +32,8 @@ class Source(Frozen):
     chosen_key: str = Field("chosen", description="column with the preferred response (string or messages)")
     rejected_key: str = Field("rejected", description="column with the other response (string or messages)")
     margin_key: str | None = Field(None, description="column with the margin of a preference, if there is one")
+    label_key: str = Field("label", description="column that says whether a response is desirable (KTO): true or false, 1 or 0")
+    reward_key: str = Field("reward", description="column with the reward of a response (conditional SFT)")
 
 
 class Data(Frozen):
@@ -119,9 +122,20 @@ class SFT(Trainable):
 
     stage: Literal["sft"] = "sft"
     model: str = Field("base", description="model to train")
-    data: Data = Field(description="rows with messages, or prompt and response")
+    data: Data | None = Field(None, description="rows with messages, or prompt and response (condition reward: these); or set answers")
+    answers: str | None = Field(None, description="a preferences stage whose answers are the data (rejection_sampling, conditional_sft)")
+    template: str = Field("chat", description="template of those answers: 'chat' or a plain one with one {}")
     eval_data: Data | None = Field(None, description="held-out rows for the evaluation loss")
     packing: bool = Field(True, description="pack documents into rows of max_len (best fit); attention never crosses them")
+    condition: Literal["none", "reward"] = Field(
+        "none", description="reward: conditional SFT, the prompt ends with the standardised reward of its answer (column reward_key)"
+    )
+
+    @model_validator(mode="after")
+    def _check_data(self) -> SFT:
+        if (self.data is None) == (self.answers is None):
+            raise ValueError("an sft stage needs exactly one of data (files) and answers (the name of a preferences stage)")
+        return self
 
 
 class RewardModel(Trainable):
@@ -131,23 +145,54 @@ class RewardModel(Trainable):
     model: str = Field("sft", description="backbone; the scalar head starts at zero")
     data: Data = Field(description="rows with prompt, chosen and rejected")
     eval_data: Data | None = Field(None, description="held-out pairs: accuracy, score mean and std are measured on them")
+    loss: Literal["sigmoid", "logexp"] = Field(
+        "sigmoid", description="-log sigmoid(d - margin), or log(1 + exp(margin - d)): two names of one function, the margin counts in both"
+    )
     centering: float = Field(0.0, ge=0, description="coefficient of (r_chosen + r_rejected)^2 (Eisenstein et al. 2023)")
     learning_rate: Rate = Field(9e-6, description="peak learning rate")
 
 
 class PreferenceLoss(Frozen):
-    """The loss of a DPO stage (Rafailov et al. 2023, eq. 7)."""
+    """The loss of a DPO stage (Rafailov et al. 2023, eq. 7) and of its relatives."""
 
-    beta: Rate = Field(0.1, description="strength of the KL anchor")
-    loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="sigmoid: DPO; ipo: Azar et al. 2023, log-probs averaged over tokens")
+    beta: Rate | None = Field(None, description="strength of the KL anchor; SimPO: scale of the log-probs. Default 0.1, for simpo 2")
+    loss: Literal["sigmoid", "ipo", "ipo_sum", "simpo", "orpo"] = Field(
+        "sigmoid",
+        description="sigmoid: DPO; ipo: Azar et al. 2023, log-probs averaged over tokens; ipo_sum: summed, as the paper prints it; without "
+        "a reference: simpo (Meng et al. 2024), orpo (Hong et al. 2024)",
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="cDPO: probability that a label is flipped")
     nll_coef: float = Field(0.0, ge=0, description="weight of the token-mean NLL of the chosen response")
+    gamma: float = Field(1.0, ge=0, description="SimPO: margin that chosen must win by")
+    lambd: Rate = Field(0.1, description="ORPO: weight of the odds ratio beside the NLL")
 
     @model_validator(mode="after")
-    def _check_smoothing(self) -> PreferenceLoss:
-        if self.loss == "ipo" and self.label_smoothing:
-            raise ValueError("label_smoothing belongs to loss 'sigmoid' (cDPO): set it to 0 for 'ipo'")
+    def _check_loss(self) -> PreferenceLoss:
+        if self.loss != "sigmoid" and self.label_smoothing:
+            raise ValueError(f"label_smoothing belongs to loss 'sigmoid' (cDPO): set it to 0 for {self.loss!r}")
+        if self.loss == "orpo" and (self.beta is not None or self.nll_coef):
+            raise ValueError("loss 'orpo' has no beta, and an NLL term of its own: leave beta and nll_coef out and set lambd")
+        if self.loss != "simpo" and self.gamma != 1:
+            raise ValueError(f"gamma belongs to loss 'simpo': leave it out for {self.loss!r}")
+        if self.loss != "orpo" and self.lambd != 0.1:
+            raise ValueError(f"lambd belongs to loss 'orpo': leave it out for {self.loss!r}")
         return self
+
+
+class UnpairedLoss(Frozen):
+    """The weights of a KTO stage's loss (Ethayarajh et al. 2024, eq. 8)."""
+
+    w_desirable: float = Field(1.0, ge=0, description="KTO: weight of desirable answers")
+    w_undesirable: float = Field(1.0, ge=0, description="KTO: weight of undesirable answers")
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> UnpairedLoss:
+        if self.w_desirable + self.w_undesirable == 0:
+            raise ValueError("w_desirable and w_undesirable are both 0, so nothing would be trained: raise one")
+        return self
+
+
+REFERENCE_FREE = ("simpo", "orpo")
 
 
 class DPO(Trainable, PreferenceLoss):
@@ -166,6 +211,33 @@ class DPO(Trainable, PreferenceLoss):
     def _check_data(self) -> DPO:
         if (self.data is None) == (self.pairs is None):
             raise ValueError("a dpo stage needs exactly one of data (files) and pairs (the name of a preferences stage)")
+        if self.reference is not None and self.loss in REFERENCE_FREE:
+            raise ValueError(f"loss {self.loss!r} uses no reference: leave reference out")
+        return self
+
+
+class KTO(Trainable, UnpairedLoss):
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): answers that are desirable or not, in no pairs."""
+
+    stage: Literal["kto"] = "kto"
+    policy: str = Field("sft", description="model to train")
+    reference: str | None = Field(None, description="reference model; default: the policy before training")
+    data: Data | None = Field(
+        None, description="rows with prompt, response and label; preference pairs count as two answers; or set answers"
+    )
+    answers: str | None = Field(None, description="a preferences stage whose labelled answers (or pairs) are the data")
+    template: str = Field("chat", description="template of those answers: 'chat' or a plain one with one {}")
+    eval_data: Data | None = Field(None, description="held-out answers, or pairs")
+    beta: Rate = Field(0.1, description="strength of the KL anchor")
+    train_batch_size: Annotated[int, Field(ge=2)] = Field(
+        128, description="answers of one optimiser step, all ranks together; the KL is estimated over them"
+    )
+    learning_rate: Rate = Field(5e-7, description="peak learning rate")
+
+    @model_validator(mode="after")
+    def _check_data(self) -> KTO:
+        if (self.data is None) == (self.answers is None):
+            raise ValueError("a kto stage needs exactly one of data (files) and answers (the name of a preferences stage)")
         return self
 
 
@@ -187,33 +259,84 @@ class Vllm(Frozen):
     kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on a CPU machine, GiB")
 
 
-class Preferences(Sampling):
-    """Sample n answers a prompt, score them, pair the best with the worst (one round of iterative DPO)."""
+class Rounds(Frozen):
+    """What sampling answers and learning from them have in common, in a stage of its own and in a loop."""
+
+    policy: str = Field("sft", description="model that answers; in a loop, the one that the first round starts from")
+    reward: str = Field("reward_model", description="reward model that scores")
+    prompts: Data = Field(description="rows with a prompt")
+    n_samples_per_prompt: Positive = Field(4, description="answers per prompt")
+    min_reward: float | None = Field(
+        None, description="rejection_sampling: a prompt whose best answer scores lower is dropped (in the reward model's own units)"
+    )
+    micro_rollout_batch_size: Positive = Field(8, description="documents of one scoring pass")
+    vllm: Vllm = Vllm()
+    post_processor: PostProcessor = Field(
+        "dpo",
+        description="what a prompt's answers become. dpo: the best against the worst; kto: each answer, desirable when it scores above "
+        "their mean; rejection_sampling: the best; conditional_sft: every answer with its reward",
+    )
+
+    @model_validator(mode="after")
+    def _check_post_processor(self) -> Rounds:
+        if self.n_samples_per_prompt < 2 and self.post_processor != "conditional_sft":
+            raise ValueError(
+                f"post_processor {self.post_processor!r} compares answers to one prompt: set n_samples_per_prompt to 2 or more"
+            )
+        if self.min_reward is not None and self.post_processor != "rejection_sampling":
+            raise ValueError(f"min_reward belongs to post_processor 'rejection_sampling': leave it out for {self.post_processor!r}")
+        return self
+
+
+class Preferences(Sampling, Rounds):
+    """Sample n answers a prompt, score them, and make data of them: pairs, labelled answers, the best, or all with their rewards."""
 
     stage: Literal["preferences"] = "preferences"
-    policy: str = Field("sft", description="model that answers")
-    reward: str = Field("reward_model", description="reward model that scores")
-    prompts: Data = Field(description="rows with a prompt")
-    n_samples_per_prompt: Annotated[int, Field(ge=2)] = Field(4, description="answers per prompt")
     first_prompt: int = Field(0, ge=0, description="prompts skipped (a round takes its own slice)")
     num_prompts: Positive | None = Field(None, description="prompts used; default all")
-    micro_rollout_batch_size: Positive = Field(8, description="documents of one scoring pass")
-    vllm: Vllm = Vllm()
 
 
-class IterativeDPO(Sampling, Trainable, PreferenceLoss):
-    """Rounds of (preferences, dpo); round k starts from round k-1. Expands into stages of its own in the plan."""
+class Loop(Sampling, Rounds, Trainable):
+    """Rounds of sampling and training; round k starts from round k-1. Expands into stages of its own in the plan."""
 
-    stage: Literal["iterative_dpo"] = "iterative_dpo"
-    policy: str = Field("sft", description="model the first round starts from")
-    reward: str = Field("reward_model", description="reward model that scores")
-    prompts: Data = Field(description="rows with a prompt")
     rounds: Positive = Field(2, description="rounds")
     prompts_per_round: Positive = Field(1024, description="each round takes the next slice of the prompts")
-    n_samples_per_prompt: Annotated[int, Field(ge=2)] = Field(4, description="answers per prompt")
-    micro_rollout_batch_size: Positive = Field(8, description="documents of one scoring pass")
     learning_rate: Rate = Field(5e-7, description="peak learning rate of each round")
-    vllm: Vllm = Vllm()
+
+
+class IterativeDPO(Loop, PreferenceLoss):
+    """Rounds of (preferences, dpo): `iterative` with the post-processor dpo."""
+
+    stage: Literal["iterative_dpo"] = "iterative_dpo"
+    post_processor: Literal["dpo"] = Field("dpo", description="the best answer against the worst")
+
+
+class Iterative(Loop, PreferenceLoss, UnpairedLoss):
+    """Rounds of sampling and of the training that `post_processor` names: dpo, kto, or sft."""
+
+    stage: Literal["iterative"] = "iterative"
+    post_processor: PostProcessor = Field(
+        description="dpo: pairs; kto: labelled answers; rejection_sampling, conditional_sft: SFT on answers"
+    )
+    packing: bool = Field(True, description="rejection_sampling, conditional_sft: pack documents into rows of max_len")
+
+    @model_validator(mode="after")
+    def _check_owners(self) -> Iterative:
+        """A field that the chosen post-processor does not read would be a wish that nobody hears."""
+        if self.post_processor == "kto" and self.train_batch_size < 2:
+            raise ValueError("post_processor 'kto' estimates its KL over train_batch_size answers: set it to 2 or more")
+        for field, owners in POST_PROCESSOR_FIELDS.items():
+            if self.post_processor not in owners and getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(f"{field} belongs to post_processor {' or '.join(owners)}: leave it out for {self.post_processor!r}")
+        return self
+
+
+POST_PROCESSOR_FIELDS: dict[str, tuple[PostProcessor, ...]] = {
+    **dict.fromkeys(("loss", "label_smoothing", "nll_coef", "gamma", "lambd"), ("dpo",)),
+    "beta": ("dpo", "kto"),
+    **dict.fromkeys(UnpairedLoss.model_fields, ("kto",)),
+    "packing": ("rejection_sampling", "conditional_sft"),
+}
 
 
 class PPO(Sampling):
@@ -373,8 +496,10 @@ class Publication(Frozen):
     license: str = Field("apache-2.0", description="licence named on the card")
 
 
-StageConfig = Annotated[SFT | RewardModel | DPO | Preferences | IterativeDPO | PPO | Evaluation | Publication, Field(discriminator="stage")]
-STAGE_KINDS = ("sft", "reward_model", "dpo", "preferences", "iterative_dpo", "ppo", "evaluation", "publication")
+StageConfig = Annotated[
+    SFT | RewardModel | DPO | KTO | Preferences | IterativeDPO | Iterative | PPO | Evaluation | Publication, Field(discriminator="stage")
+]
+STAGE_KINDS = ("sft", "reward_model", "dpo", "kto", "preferences", "iterative_dpo", "iterative", "ppo", "evaluation", "publication")
 
 
 class Recipe(Frozen):

@@ -1,28 +1,34 @@
-"""Direct preference optimisation. Reference log-probs are computed once, before training, and kept: one model in memory."""
+"""Direct preference optimisation and its relatives. Reference log-probs are computed once, before training (`reference`).
+
+SimPO and ORPO have no reference: none is loaded, nothing is computed for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 
-from rlhf_core.config import DPO, Data, Source
+from rlhf_core.config import DPO, REFERENCE_FREE, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate
-from rlhf_core.data.documents import Loaded, Pair
+from rlhf_core.data.documents import Document, Loaded, Pair
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
-from rlhf_core.losses import Loss, dpo_loss, sft_loss
+from rlhf_core.losses import Loss, dpo_loss, orpo_loss, sft_loss, simpo_loss
 from rlhf_core.masked import document_mean, document_sum
 from rlhf_core.models.load import Policy, load_policy
+from rlhf_core.reference import reference_logprobs
 from rlhf_core.stage import Outcome, RunDir, StageRequest
-from rlhf_core.supervised import Task, fit
+from rlhf_core.supervised import Task, cut, fit
+
+MEAN_LOGPROBS = ("ipo", "simpo", "orpo")  # the other losses sum them over the answer's tokens
 
 
 class Anchored(NamedTuple):
-    """A pair with the reference's log-probs of its two responses (sums, or means for IPO)."""
+    """A pair with the reference's log-probs of its two responses: sums, or means for IPO; 0 where a loss has no reference."""
 
     pair: Pair
     ref_chosen: float
@@ -52,46 +58,55 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 def train(request: StageRequest, run: RunDir) -> Outcome:
     """One rank of the stage."""
     config = cast(DPO, request.config)
-    source = request.inputs[config.policy]
+    source, reference = request.inputs[config.policy], request.inputs[config.reference or config.policy]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
-    pad, micro, mean = tokenizer.pad_token_id, config.micro_train_batch_size, config.loss == "ipo"
+    pad, micro, mean = tokenizer.pad_token_id, config.micro_train_batch_size, config.loss in MEAN_LOGPROBS
+    beta = config.beta or (2.0 if config.loss == "simpo" else 0.1)
     data = load_pairs(request, config, tokenizer)
     held_out = (
-        preference_pairs(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed)
+        preference_pairs(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed).items
         if config.eval_data
-        else None
+        else []
     )
+    engine = make_engine(load_policy(source, config.dtype, request.trust_remote_code), config)
 
-    policy = load_policy(source, config.dtype, request.trust_remote_code)
-    other = load_policy(request.inputs[config.reference], config.dtype, request.trust_remote_code) if config.reference else policy
-    items = anchor(other, data.items, pad, micro, mean)
-    held_out_items = anchor(other, held_out.items, pad, micro, mean) if held_out else []
-    del other
-    engine = make_engine(policy, config)
+    def open_reference() -> Policy | Engine:
+        return load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine
+
+    micro_batches_of_pairs = [*cut(data.items, micro), *cut(held_out, micro)]
+    refs: list[float] = []
+    if config.loss not in REFERENCE_FREE:
+        refs = reference_logprobs(engine, run, open_reference, reference, [both(part) for part in micro_batches_of_pairs], pad, mean)
+    anchored = anchor(micro_batches_of_pairs, refs)
+    items, held_out_items = anchored[: len(data.items)], anchored[len(data.items) :]
 
     def loss(engine: Engine, items: list[Anchored], denominator: Denominator) -> Loss:
         logprobs = pair_logprobs(engine, [item.pair for item in items], pad, mean, engine.device)
         chosen, rejected = logprobs.responses
         ref_chosen = torch.tensor([item.ref_chosen for item in items], device=engine.device)
         ref_rejected = torch.tensor([item.ref_rejected for item in items], device=engine.device)
-        result = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, config.beta, config.label_smoothing, config.loss, denominator.pairs)
+        if config.loss == "simpo":
+            result = simpo_loss(chosen, rejected, beta, config.gamma, denominator.pairs)
+        elif config.loss == "orpo":
+            result = orpo_loss(chosen, rejected, config.lambd, denominator.pairs)
+        else:
+            form: Literal["sigmoid", "ipo"] = "sigmoid" if config.loss == "sigmoid" else "ipo"
+            result = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, config.label_smoothing, form, denominator.pairs)
         if config.nll_coef == 0:
             return result
         n = len(items)
         nll = sft_loss(logprobs.tokens[:n], logprobs.mask[:n], denominator.chosen_tokens)
         return Loss(result.loss + config.nll_coef * nll.loss, result.metrics | {"nll": nll.metrics["loss"]})
 
-    def micro_batches(items: Sequence[Anchored]) -> list[list[Anchored]]:
-        return [list(items[i : i + micro]) for i in range(0, len(items), micro)]
-
     def evaluate(engine: Engine) -> dict[str, float]:
         engine.module.eval()
         with torch.no_grad():
-            results = [loss(engine, items, count(held_out_items)).metrics for items in micro_batches(held_out_items)]
+            results = [loss(engine, items, count(held_out_items)).metrics for items in cut(held_out_items, micro)]
         engine.module.train()
         return {f"eval/{name}": float(sum(r[name] for r in results)) for name in results[0]}
 
-    task = Task(items, micro_batches, count, loss, evaluate if held_out_items else None, show=("loss", "accuracy", "margin"))
+    show = ("loss", "accuracy", "margin")
+    task = Task(items, lambda items: cut(items, micro), count, loss, evaluate if held_out_items else None, show)
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     return finish_training(engine, request, run, source, metrics)
 
@@ -109,23 +124,24 @@ def load_pairs(request: StageRequest, config: DPO, tokenizer) -> Loaded[Pair]:  
     return preference_pairs(data, Renderer(tokenizer, config.template), config.max_len, request.seed)
 
 
-def anchor(reference: Policy, pairs: Sequence[Pair], pad_token_id: int, micro: int, mean: bool) -> list[Anchored]:
-    """Adds the reference's log-probs to pairs. Every rank does all of them: they depend on no training."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    reference.to(device).eval()
+def both(pairs: Sequence[Pair]) -> list[Document]:
+    """The chosen documents, then the rejected ones: a micro-batch is one forward pass over both."""
+    return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+
+
+def anchor(micro_batches: Sequence[Sequence[Pair]], refs: Sequence[float]) -> list[Anchored]:
+    """Pairs with their reference log-probs, which stand in the order of `both` of each micro-batch; 0 when there are none."""
     items: list[Anchored] = []
-    for start in range(0, len(pairs), micro):
-        part = pairs[start : start + micro]
-        with torch.no_grad():
-            logprobs = pair_logprobs(reference, part, pad_token_id, mean, device).responses.tolist()
-        items += [Anchored(pair, chosen, rejected) for pair, chosen, rejected in zip(part, *logprobs, strict=True)]
-    reference.train()
+    for pairs in micro_batches:
+        n, start = len(pairs), 2 * len(items)
+        own = refs[start : start + 2 * n] or [0.0] * (2 * n)
+        items += [Anchored(pair, chosen, rejected) for pair, chosen, rejected in zip(pairs, own[:n], own[n:], strict=True)]
     return items
 
 
-def pair_logprobs(policy: Engine | Policy, pairs: Sequence[Pair], pad_token_id: int, mean: bool, device: torch.device) -> PairLogprobs:
+def pair_logprobs(policy: Engine, pairs: Sequence[Pair], pad_token_id: int, mean: bool, device: torch.device) -> PairLogprobs:
     """Log-probs of both responses of each pair, in one forward pass over 2N rows; summed over tokens, or averaged."""
-    documents = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    documents = both(pairs)
     batch = collate([[document] for document in documents], pad_token_id).to(device)
     logprobs = policy(batch.tokens, batch.positions, batch.documents).logprobs  # (2N, T)
     reduce = document_mean if mean else document_sum

@@ -19,7 +19,15 @@ from rlhf_core.stage import REQUEST, RESULT, digest, file_digest
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_CACHE = re.compile(r"(models|datasets)--(.+?)--(.+)")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
-TRAINS = {"sft": "model", "reward_model": "model", "dpo": "policy", "ppo": "actor", "preferences": "policy", "publication": "model"}
+TRAINS = {
+    "sft": "model",
+    "reward_model": "model",
+    "dpo": "policy",
+    "kto": "policy",
+    "ppo": "actor",
+    "preferences": "policy",
+    "publication": "model",
+}
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ def sft_loss(logprobs: Tensor, mask: Tensor, denominator: float) -> Loss:
 def reward_loss(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor | float, centering: float, denominator: float) -> Loss:
     """Bradley-Terry `-log sigmoid(r_c - r_r - margin)` (Ouyang et al. 2022, eq. 1; margin: Llama 2, eq. 2), scores (N,).
 
+    Also known as the log-exp loss, `log(1 + exp(margin - (r_c - r_r)))`: the same function.
+
     `centering * (r_c + r_r)^2` keeps scores near 0 (Eisenstein et al. 2023). A tie counts as wrong. Denominator: pairs.
     """
     difference = chosen_scores - rejected_scores

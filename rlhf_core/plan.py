@@ -1,7 +1,8 @@
 """The DAG of a recipe: stages expanded, names resolved, order and digests known before anything runs. Torch-free, offline.
 
 An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.preferences, ...; X.round1 stands for the model
-of that round and X for the model of the last; an evaluation that names X judges the model of every round.
+of that round and X for the model of the last; an evaluation that names X judges the model of every round. An `iterative` stage
+does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft.
 A stage's digest covers what decides its result: its configuration, the digests of its parents, of its local data and model
 folders, the seed, and STAGE_VERSIONS. Cadence of logs and saves and time limits are not in it. Hub ids count by name: a
 repository that moves on is not noticed.
@@ -16,14 +17,14 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rlhf_core.config import DPO, Evaluation, IterativeDPO, Preferences, Recipe, RewardJudge, Source, StageConfig
+from rlhf_core.config import DPO, KTO, SFT, Evaluation, Loop, Preferences, Recipe, RewardJudge, Source, StageConfig
 from rlhf_core.digests import Digests
 from rlhf_core.lineage import DATA_SUFFIXES, is_hub_id
 from rlhf_core.recipe import unknown
 from rlhf_core.stage import RunDir, StageRequest, digest
 
 # Raise a stage's number when a change of code changes the numbers it produces: its results are then made anew.
-STAGE_VERSIONS = {"sft": 1, "reward_model": 1, "dpo": 1, "preferences": 1, "ppo": 1, "evaluation": 1, "publication": 1}
+STAGE_VERSIONS = {"sft": 1, "reward_model": 1, "dpo": 1, "kto": 1, "preferences": 1, "ppo": 1, "evaluation": 1, "publication": 1}
 NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env"} | {
     "requests_per_minute",
     "input_price",
@@ -31,19 +32,29 @@ NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "conc
     "verdict_cache",
 }
 
-POLICY, REWARD = ("sft", "dpo", "ppo"), ("reward_model",)
+POLICY, REWARD = ("sft", "dpo", "ppo", "kto"), ("reward_model",)
 REFERENCES: dict[str, dict[str, tuple[str, ...]]] = {
-    "sft": {"model": POLICY},
+    "sft": {"model": POLICY, "answers": ("preferences",)},
     "reward_model": {"model": POLICY},
     "dpo": {"policy": POLICY, "reference": POLICY, "pairs": ("preferences",)},
+    "kto": {"policy": POLICY, "reference": POLICY, "answers": ("preferences",)},
     "preferences": {"policy": POLICY, "reward": REWARD},
     "ppo": {"actor": POLICY, "critic": POLICY + REWARD, "reference": POLICY, "reward": REWARD},
     "evaluation": {"models": POLICY, "baseline": POLICY},
     "publication": {"model": POLICY + REWARD, "evaluation": ("evaluation",)},
 }
-TRAINED_FROM = {"sft": "model", "dpo": "policy", "ppo": "actor"}  # the field that names a policy's parent
+TRAINED_FROM = {"sft": "model", "dpo": "policy", "kto": "policy", "ppo": "actor"}  # the field that names a policy's parent
 OUTPUTS = {"preferences": "pairs", "evaluation": "report", "publication": "published"}  # every other stage: checkpoint
-OUTPUT_PATHS = {"pairs": "pairs.jsonl"}  # where it is expected to lie while the stage is not done; default: as it is named
+OUTPUT_PATHS = {
+    "pairs": "pairs.jsonl",
+    "answers": "answers.jsonl",
+}  # where it is expected to lie while the stage is not done; default: as it is named
+# What a preferences stage must make of its answers for a stage to train on them, by the field that names it.
+POST_PROCESSORS = {
+    ("dpo", "pairs"): ("dpo",),
+    ("kto", "answers"): ("kto", "dpo"),
+    ("sft", "answers"): ("rejection_sampling", "conditional_sft"),
+}
 
 
 class Reference(NamedTuple):
@@ -193,7 +204,7 @@ def _expand(recipe: Recipe) -> tuple[dict[str, StageConfig], dict[str, str], dic
     aliases: dict[str, str] = {}
     rounds: dict[str, tuple[str, ...]] = {}
     for name, config in recipe.stages.items():
-        if not isinstance(config, IterativeDPO):
+        if not isinstance(config, Loop):
             stages[name] = config
             continue
         rounds[name] = tuple(f"{name}.round{k + 1}" for k in range(config.rounds))
@@ -201,11 +212,22 @@ def _expand(recipe: Recipe) -> tuple[dict[str, StageConfig], dict[str, str], dic
         for k, title in enumerate(rounds[name]):
             slice_of_prompts = {"first_prompt": k * config.prompts_per_round, "num_prompts": config.prompts_per_round}
             stages[f"{title}.preferences"] = Preferences(**_shared(config, Preferences), policy=policy, **slice_of_prompts)
-            template = config.prompts.template
-            stages[f"{title}.dpo"] = DPO(**_shared(config, DPO), policy=policy, pairs=f"{title}.preferences", template=template)
-            aliases[title] = policy = f"{title}.dpo"
+            training = _training(config, policy, f"{title}.preferences")
+            aliases[title] = policy = f"{title}.{training.stage}"
+            stages[policy] = training
         aliases[name] = policy
     return stages, aliases, rounds
+
+
+def _training(loop: Loop, policy: str, answers: str) -> DPO | KTO | SFT:
+    """The stage that trains `policy` on what the round's preferences stage made of its answers."""
+    template = loop.prompts.template
+    if loop.post_processor == "dpo":
+        return DPO(**_shared(loop, DPO), policy=policy, pairs=answers, template=template)
+    if loop.post_processor == "kto":
+        return KTO(**_shared(loop, KTO), policy=policy, answers=answers, template=template)
+    condition = "reward" if loop.post_processor == "conditional_sft" else "none"
+    return SFT(**_shared(loop, SFT), model=policy, answers=answers, template=template, condition=condition)
 
 
 def _parents(models: tuple[str, ...], baseline: str, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]) -> dict[str, str]:
@@ -223,8 +245,9 @@ def _parents(models: tuple[str, ...], baseline: str, stages: Mapping[str, StageC
 
 
 def _shared(config: BaseModel, kind: type[BaseModel]) -> dict[str, Any]:
-    """The fields that a loop and one of its stages have in common."""
-    return {field: getattr(config, field) for field in kind.model_fields if hasattr(config, field) and field not in ("stage", "policy")}
+    """The fields that a loop and one of its stages have in common; what the loop leaves open is left to the stage."""
+    fields = (field for field in kind.model_fields if field not in ("stage", "policy"))
+    return {field: getattr(config, field) for field in fields if getattr(config, field, None) is not None}
 
 
 def _misnamed(stage: str, config: StageConfig, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]) -> Iterator[str]:
@@ -233,8 +256,12 @@ def _misnamed(stage: str, config: StageConfig, stages: Mapping[str, StageConfig]
         needed = "a reward model" if kinds == REWARD else "a stage of kind " + " or ".join(kinds)
         only_stages = "checkpoint" not in {OUTPUTS.get(kind, "checkpoint") for kind in kinds}
         if target in stages:
-            if stages[target].stage not in kinds:
-                yield f"{where}: {name} is of kind {stages[target].stage}, but {needed} is needed here; name one"
+            found = stages[target]
+            made = POST_PROCESSORS.get((config.stage, place))
+            if found.stage not in kinds:
+                yield f"{where}: {name} is of kind {found.stage}, but {needed} is needed here; name one"
+            elif made and isinstance(found, Preferences) and found.post_processor not in made:
+                yield f"{where}: {name} has post_processor {found.post_processor!r}; set it to {' or '.join(made)}"
         elif only_stages or (name == "base" and kinds == REWARD):
             valid = [other for other, found in stages.items() if found.stage in kinds]
             yield f"{where}: {unknown(name, valid, 'stage')}; {needed} is needed here"
@@ -292,6 +319,7 @@ def _deciding(config: StageConfig, digests: Digests) -> Any:
 
 def _output(node: Node) -> Path:
     """What a stage hands on: where its result says it lies, else where it is expected."""
-    name = OUTPUTS.get(node.kind, "checkpoint")
+    makes_answers = isinstance(node.config, Preferences) and node.config.post_processor != "dpo"
+    name = "answers" if makes_answers else OUTPUTS.get(node.kind, "checkpoint")
     result = RunDir(node.run_dir).result()
     return node.run_dir / (result.outputs.get(name, name) if result else OUTPUT_PATHS.get(name, name))

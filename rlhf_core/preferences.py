@@ -1,5 +1,6 @@
-"""One round of self-made preferences: sample n answers a prompt, score them, pair the best with the worst.
+"""One round of self-made data: sample n answers a prompt, score them, and make of them what `post_processor` says.
 
+A policy that knows rewards in its prompts (conditional SFT) is asked for its best; the rows and the reward model see plain prompts.
 Sampling and scoring follow each other in one process, so that each has the device to itself.
 """
 
@@ -8,38 +9,39 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 from rlhf_core.config import Preferences
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.condition import stored_suffix
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.models.scoring import RewardScorer
+from rlhf_core.post_process import post_process
 from rlhf_core.rollout.engine import Answer, Sampler
 from rlhf_core.stage import Outcome, RunDir, StageRequest, write_text
-from rlhf_core.types import PreferencePair
 
-PAIRS = "pairs.jsonl"
-
-
-class Paired(NamedTuple):
-    """Pairs, and how many prompts gave none: all answers equal in score, or best and worst equal in text."""
-
-    pairs: list[PreferencePair]
-    equal_score: int
-    equal_text: int
+WHY_NONE = {
+    "dpo": "answers of equal score or text: raise temperature or n_samples_per_prompt",
+    "kto": "answers of equal score: raise temperature or n_samples_per_prompt",
+    "rejection_sampling": "no whole answer that scores min_reward: lower it, or raise generate_max_len",
+    "conditional_sft": "no whole answer: raise generate_max_len",
+}
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Writes `pairs.jsonl` (prompt, chosen, rejected, scores)."""
+    """Writes `pairs.jsonl` for the post-processor dpo (`PreferencePair`), else `answers.jsonl` (`ScoredAnswer`, `LabelledAnswer`)."""
     config = cast(Preferences, request.config)
     policy = request.inputs[config.policy]
     tokenizer = load_tokenizer(policy, request.trust_remote_code)
     renderer = Renderer(tokenizer, config.prompts.template)
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
+    suffix = stored_suffix(policy)
+    asking = Renderer(tokenizer, config.prompts.template, suffix)
+    asked = [asking.prompt_within(prompt.messages, config.prompt_max_len)[0] if suffix else prompt.tokens for prompt in prompts]
     print(f"sampling {config.n_samples_per_prompt} answers to each of {len(prompts)} prompts", flush=True)
-    answers = sample(config, policy, prompts, renderer, request)
+    answers = sample(config, policy, asked, renderer.stop_token_ids, request)
     texts = [[tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in group] for group in answers]
 
     print("scoring the answers", flush=True)
@@ -49,15 +51,17 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     n = config.n_samples_per_prompt
     scores = [flat[i : i + n] for i in range(0, len(flat), n)]
 
-    paired = best_and_worst(prompts, texts, scores)
-    if not paired.pairs:
-        raise ValueError(f"all {len(prompts)} prompts gave answers of equal score or text: raise temperature or n_samples_per_prompt")
-    write_text(run / PAIRS, "".join(pair.model_dump_json() + "\n" for pair in paired.pairs))
+    finished = [[answer.finished for answer in group] for group in answers]
+    made = post_process(config.post_processor, [prompt.messages for prompt in prompts], texts, scores, finished, config.min_reward)
+    if not made.rows:
+        raise ValueError(f"all {len(prompts)} prompts gave {WHY_NONE[config.post_processor]}")
+    output = "pairs" if config.post_processor == "dpo" else "answers"
+    file = f"{output}.jsonl"
+    write_text(run / file, "".join(row.model_dump_json() + "\n" for row in made.rows))
     metrics = {
         "prompts": float(len(prompts)),
-        "pairs": float(len(paired.pairs)),
-        "dropped/equal_score": float(paired.equal_score),
-        "dropped/equal_text": float(paired.equal_text),
+        output: float(len(made.rows)),
+        **{f"dropped/{why}": float(count) for why, count in made.dropped.items()},
         "reward/mean": sum(flat) / len(flat),
         "reward/best": sum(max(group) for group in scores) / len(scores),
         "reward/worst": sum(min(group) for group in scores) / len(scores),
@@ -66,7 +70,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         "prompt/truncated": sum(prompt.truncated for prompt in prompts) / len(prompts),
     }
     write_text(run / "metrics.jsonl", json.dumps({"step": 1, **metrics}) + "\n")
-    return Outcome(metrics | data.report.metrics("data"), {"pairs": PAIRS})
+    return Outcome(metrics | data.report.metrics("data"), {output: file})
 
 
 def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, seed: int) -> list[Prompt]:
@@ -76,7 +80,9 @@ def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, see
     return [prompts[order[(first + i) % len(order)]] for i in range(min(count or len(order), len(order)))]
 
 
-def sample(config: Preferences, policy: str, prompts: Sequence[Prompt], renderer: Renderer, request: StageRequest) -> list[list[Answer]]:
+def sample(
+    config: Preferences, policy: str, prompts: Sequence[list[int]], stop_token_ids: list[int], request: StageRequest
+) -> list[list[Answer]]:
     """Answers by a vLLM engine that lives for this call. Seeds are a function of run, round and prompt."""
     sampler = Sampler(
         policy,
@@ -87,38 +93,15 @@ def sample(config: Preferences, policy: str, prompts: Sequence[Prompt], renderer
         trust_remote_code=request.trust_remote_code,
     )
     answers = sampler.generate(
-        [prompt.tokens for prompt in prompts],
+        prompts,
         seeds=[random.Random(f"{request.seed}-{config.first_prompt}-{i}").getrandbits(48) for i in range(len(prompts))],
         temperature=config.temperature,
         max_new_tokens=config.generate_max_len,
-        stop_token_ids=renderer.stop_token_ids,
+        stop_token_ids=stop_token_ids,
         n=config.n_samples_per_prompt,
     )
     sampler.close()
     return answers
-
-
-def best_and_worst(prompts: Sequence[Prompt], texts: Sequence[Sequence[str]], scores: Sequence[Sequence[float]]) -> Paired:
-    """The best answer of each prompt against its worst; prompts without a difference in score and text are dropped and counted."""
-    pairs: list[PreferencePair] = []
-    equal_score = equal_text = 0
-    for prompt, group, values in zip(prompts, texts, scores, strict=True):
-        best, worst = max(range(len(values)), key=values.__getitem__), min(range(len(values)), key=values.__getitem__)
-        if values[best] == values[worst]:
-            equal_score += 1
-        elif group[best] == group[worst]:
-            equal_text += 1
-        else:
-            pairs.append(
-                PreferencePair(
-                    prompt=prompt.messages,
-                    chosen=group[best],
-                    rejected=group[worst],
-                    chosen_score=values[best],
-                    rejected_score=values[worst],
-                )
-            )
-    return Paired(pairs, equal_score, equal_text)
 
 
 def _document(prompt: Prompt, answer: Answer) -> Document:

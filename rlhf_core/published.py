@@ -28,6 +28,7 @@ OTHERS = (
     "chat_template.*",
     "additional_chat_templates/*.jinja",
     "score_statistics.json",
+    "prompt_suffix.json",
     "LICENSE*",
     "NOTICE*",
 )

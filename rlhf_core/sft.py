@@ -1,6 +1,7 @@
 """Supervised fine-tuning: token-mean NLL over assistant tokens, documents packed into rows of `max_len`.
 
 Packing happens inside an optimiser step: a step holds the same documents packed or padded, so the loss curve is the same.
+Conditional SFT is this stage with `condition: reward` (`data.condition`); rejection sampling is this stage on the best answers.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.config import SFT
+from rlhf_core.config import SFT, Data, Source
+from rlhf_core.data.answers import AnswerDocuments, answer_documents
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate
+from rlhf_core.data.condition import store_suffix
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import best_fit
 from rlhf_core.data.sources import sft_documents
@@ -36,9 +40,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     config = cast(SFT, request.config)
     source = request.inputs[config.model]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
-    renderer = Renderer(tokenizer, config.data.template)
-    data = sft_documents(config.data, renderer, config.max_len, request.seed)
-    held_out = sft_documents(config.eval_data, renderer, config.max_len, request.seed) if config.eval_data else None
+    data, best_suffix = load_documents(request, config, tokenizer, config.data)
+    held_out = load_documents(request, config, tokenizer, config.eval_data).documents if config.eval_data else None
     engine = make_engine(load_policy(source, config.dtype, request.trust_remote_code), config)
 
     def micro_batches(documents: Sequence[Document]) -> list[list[Row]]:
@@ -54,7 +57,19 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     task = Task(data.items, micro_batches, count_tokens, loss, evaluate if held_out else None, show=("loss", "eval/loss", "grad_norm"))
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
-    return finish_training(engine, request, run, source, metrics)
+    outcome = finish_training(engine, request, run, source, metrics)
+    if engine.rank == 0 and best_suffix:
+        store_suffix(run / "checkpoint", best_suffix)
+    return outcome
+
+
+def load_documents(request: StageRequest, config: SFT, tokenizer: PreTrainedTokenizerBase, data: Data | None) -> AnswerDocuments:
+    """Conversations of a file mixture, or answers with the mask on them alone: a preferences stage's (no `data`), or scored ones."""
+    own = data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
+    renderer = Renderer(tokenizer, own.template)
+    if data is None or config.condition == "reward":
+        return answer_documents(own, renderer, config.max_len, request.seed, config.condition)
+    return AnswerDocuments(sft_documents(own, renderer, config.max_len, request.seed), "")
 
 
 def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: int) -> list[list[Row]]:

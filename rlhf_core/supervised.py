@@ -1,4 +1,4 @@
-"""The training loop of SFT, reward model and DPO: one function, run on every rank of the stage.
+"""The training loop of SFT, reward model, DPO and KTO: one function, run on every rank of the stage.
 
 A stage brings its items (documents, pairs), how they become micro-batches, a denominator and a loss; the loop brings order,
 schedule, metrics and resume. The items of step k are a function of the seed and k alone, so a resumed run sees what it
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from rlhf_core.engine.base import Engine, learning_rate, sum_metrics
 from rlhf_core.losses import Loss
 from rlhf_core.stage import RunDir
 from rlhf_core.tracking import Tracker
+
+Item = TypeVar("Item")
 
 
 class Task(NamedTuple):
@@ -111,6 +113,11 @@ def accumulate(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any
         for name, value in result.metrics.items():
             sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach() * weight
     return sum_metrics(engine, sums)
+
+
+def cut(items: Sequence[Item], size: int) -> list[list[Item]]:
+    """Consecutive parts of at most `size` items: the micro-batches of a step."""
+    return [list(items[i : i + size]) for i in range(0, len(items), size)]
 
 
 def deal(count: int, rank: int, world_size: int) -> list[tuple[int, float]]:

@@ -47,6 +47,20 @@ class PreferencePair(Frozen):
     rejected_score: float
 
 
+class ScoredAnswer(Frozen):
+    """One row of a preferences stage that makes no pairs: an answer and its reward, in the reward model's own units."""
+
+    prompt: tuple[dict[str, str], ...]
+    response: str
+    reward: float
+
+
+class LabelledAnswer(ScoredAnswer):
+    """An answer that is desirable (`label`) or not, for KTO."""
+
+    label: bool
+
+
 Label = Literal["A>>B", "A>B", "A=B", "B>A", "B>>A"]
 POINTS: dict[str, float] = {"A>>B": 1.0, "A>B": 1.0, "A=B": 0.5, "B>A": 0.0, "B>>A": 0.0}  # of A
 
@@ -151,4 +165,4 @@ class EvalReport(Frozen):
     judging: Judging | None = None
 
 
-StageKind = Literal["sft", "reward_model", "ppo", "dpo", "preferences", "evaluation", "publication"]
+StageKind = Literal["sft", "reward_model", "ppo", "dpo", "kto", "preferences", "evaluation", "publication"]

@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from rlhf_core.data.condition import with_suffix
 from rlhf_core.data.documents import Document, Message
 
 # Unicode noncharacters, which no text is meant to hold; one that does is itself hidden behind a placeholder.
@@ -52,11 +53,13 @@ class Renderer:
     `stop_token_ids` are the tokens that end an answer: end-of-sequence, and the template's end-of-turn token when it is another one.
     `end_token_id` is the one that training puts after an answer. `frame_len` is the template's own length in tokens.
     A plain template puts system messages before the next user message, and the end-of-sequence token after each answer.
+    `prompt_suffix` is put after the last message of every prompt (`rlhf_core.data.condition`); conversations stay as they are.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, prompt_suffix: str = ""):
         self.tokenizer = tokenizer
         self.template = template
+        self.prompt_suffix = prompt_suffix
         special = sorted((token.content for token in tokenizer.added_tokens_decoder.values() if token.special), key=len, reverse=True)
         self._hidden = [OPEN, *special]
         self._hidden_pattern = re.compile("|".join(re.escape(text) for text in self._hidden))
@@ -76,7 +79,7 @@ class Renderer:
         """Tokens of the messages and of the generation prompt."""
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("a prompt needs at least one message, and its last one must not be the assistant's")
-        text, spans = self._text(messages, generation_prompt=True)
+        text, spans = self._text(with_suffix(messages, self.prompt_suffix), generation_prompt=True)
         return self._encode(text, spans).tokens
 
     def prompt_within(self, messages: Sequence[Message], limit: int) -> tuple[list[int], bool]:

@@ -37,6 +37,14 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class Labelled:
+    """One answer of unpaired data; the mask is True from the answer's first token to the end."""
+
+    document: Document
+    desirable: bool
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A prompt ready for sampling. `messages` is the whole prompt as in the data, `tokens` what fits, `row` all columns."""
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -21,7 +22,7 @@ from rlhf_core.data.documents import DataReport, Document, Loaded, Message, Pair
 if TYPE_CHECKING:  # chat imports transformers, which checking columns does not need
     from rlhf_core.data.chat import Renderer
 
-Kind = Literal["sft", "preference", "prompt"]
+Kind = Literal["sft", "preference", "prompt", "answer", "labelled", "scored"]
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 FIRST_ROWS = 8
@@ -48,7 +49,7 @@ def load_rows(data: Data, seed: int) -> list[Row]:
     until the one whose turn it is has none left (no row is used twice). So every beginning of the list has the shares asked for,
     also after `max_samples`, which is applied last. Raises ValueError for a missing or unreadable file and for one without rows.
     """
-    return [located.row for located in _load(data, seed, None)]
+    return [located.row for located in located_rows(data, seed, None)]
 
 
 def check_columns(data: Data, kind: Kind) -> None:
@@ -66,7 +67,7 @@ def sft_documents(data: Data, renderer: Renderer, max_len: int, seed: int) -> Lo
     counted. Raises ValueError as `load_rows`, for missing columns and wrong types, and when no row is left.
     """
     renderer.check_limit(max_len)
-    rows = _load(data, seed, "sft")
+    rows = located_rows(data, seed, "sft")
     items, truncated = [], 0
     for located in rows:
         whole = _at(located.where, renderer.conversation, conversation_of(located))
@@ -74,7 +75,7 @@ def sft_documents(data: Data, renderer: Renderer, max_len: int, seed: int) -> Lo
         if any(document.mask):
             items.append(document)
             truncated += len(whole) > max_len
-    return _loaded(data, items, len(rows), truncated, sum(map(len, items)), f"no answer within the first {max_len} tokens")
+    return loaded(data, items, len(rows), truncated, sum(map(len, items)), f"no answer within the first {max_len} tokens")
 
 
 def preference_pairs(data: Data, renderer: Renderer, max_len: int, seed: int) -> Loaded[Pair]:
@@ -84,25 +85,20 @@ def preference_pairs(data: Data, renderer: Renderer, max_len: int, seed: int) ->
     truncated. Pairs whose answers are (or become) the same are dropped and counted. Errors as in `sft_documents`.
     """
     renderer.check_limit(max_len)
-    rows = _load(data, seed, "preference")
+    rows = located_rows(data, seed, "preference")
     items, truncated = [], 0
     for located in rows:
         preference = preference_of(located)
         if preference.chosen == preference.rejected:
             continue
-        prompt = _at(located.where, renderer.prompt, preference.prompt)
-        wholes = [renderer.answer_tokens(prompt, text) for text in (preference.chosen, preference.rejected)]
-        longest = max(map(len, wholes))
-        if longest > max_len:
-            room = max(max_len - (longest - len(prompt)), max_len // 2, renderer.frame_len + 1)
-            prompt, _ = renderer.prompt_within(preference.prompt, room)
-            wholes = [renderer.answer_tokens(prompt, text) for text in (preference.chosen, preference.rejected)]
-        chosen, rejected = (whole.cut(max_len) for whole in wholes)
+        (chosen, rejected), cut = answers_within(
+            located.where, renderer, preference.prompt, (preference.chosen, preference.rejected), max_len
+        )
         if any(chosen.mask) and any(rejected.mask) and chosen.tokens != rejected.tokens:
             items.append(Pair(chosen, rejected, preference.margin))
-            truncated += longest > max_len
+            truncated += cut
     tokens = sum(len(pair.chosen) + len(pair.rejected) for pair in items)
-    return _loaded(data, items, len(rows), truncated, tokens, f"chosen and rejected the same within {max_len} tokens")
+    return loaded(data, items, len(rows), truncated, tokens, f"chosen and rejected the same within {max_len} tokens")
 
 
 def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> Loaded[Prompt]:
@@ -112,12 +108,12 @@ def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> L
     """
     renderer.check_limit(prompt_max_len)
     items = []
-    rows = _load(data, seed, "prompt")
+    rows = located_rows(data, seed, "prompt")
     for located in rows:
         messages = prompt_of(located)
         tokens, truncated = _at(located.where, renderer.prompt_within, messages, prompt_max_len)
         items.append(Prompt(tuple(messages), tokens, located.row, truncated))
-    return _loaded(data, items, len(rows), sum(item.truncated for item in items), sum(len(item.tokens) for item in items), "")
+    return loaded(data, items, len(rows), sum(item.truncated for item in items), sum(len(item.tokens) for item in items), "")
 
 
 def conversation_of(located: Located) -> list[Message]:
@@ -164,10 +160,48 @@ def preference_of(located: Located) -> Preference:
     return Preference(prompt, answers[0], answers[1], _number(row.get("margin"), where, "margin"))
 
 
-_READERS = {"sft": conversation_of, "preference": preference_of, "prompt": prompt_of}
+def answer_of(located: Located) -> tuple[list[Message], str]:
+    """The prompt and the response of a row."""
+    return prompt_of(located), _text(located.row.get("response"), located.where, "response")
 
 
-def _load(data: Data, seed: int, kind: Kind | None) -> list[Located]:
+def reward_of(located: Located) -> float:
+    """The reward of a row's response."""
+    reward = _number(located.row.get("reward"), located.where, "reward")
+    if located.row.get("reward") in (None, "") or not math.isfinite(reward):
+        raise ValueError(f"{located.where}: column 'reward' must be a finite number, found {located.row.get('reward')!r}")
+    return reward
+
+
+def scored_of(located: Located) -> tuple[list[Message], str, float]:
+    return (*answer_of(located), reward_of(located))
+
+
+def labelled_of(located: Located) -> tuple[list[Message], list[tuple[str, bool]]]:
+    """The prompt and the labelled responses of a row: one, or the two of a preference."""
+    if "label" not in located.row:
+        preference = preference_of(located)
+        return preference.prompt, [(preference.chosen, True), (preference.rejected, False)]
+    prompt, response = answer_of(located)
+    label = str(located.row["label"]).lower()
+    if label not in LABELS:
+        raise ValueError(f"{located.where}: column 'label' must be true or false (or 1 or 0), found {located.row['label']!r}")
+    return prompt, [(response, LABELS[label])]
+
+
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_READERS = {
+    "sft": conversation_of,
+    "preference": preference_of,
+    "prompt": prompt_of,
+    "answer": answer_of,
+    "labelled": labelled_of,
+    "scored": scored_of,
+}
+
+
+def located_rows(data: Data, seed: int, kind: Kind | None) -> list[Located]:
+    """The rows of `load_rows`, each with its place, from sources checked for the columns of the kind."""
     sources = [_read(source, kind, None) for source in data.sources]
     rows = sources[0] if len(sources) == 1 else _mix(sources, [source.probability for source in data.sources], seed)
     if not rows:
@@ -266,7 +300,7 @@ def _dataset_rows(source: Source, first: int | None) -> list[Row]:
 
 def _standard(source: Source, row: Row) -> Row:
     standard = dict(row)
-    for name in ("messages", "prompt", "response", "chosen", "rejected", "margin"):
+    for name in ("messages", "prompt", "response", "chosen", "rejected", "margin", "label", "reward"):
         key = getattr(source, f"{name}_key")
         if key in row:
             standard[name] = row[key]
@@ -281,13 +315,18 @@ def _check_columns(source: Source, kind: Kind, columns: list[str], row: Row) -> 
             return
         needed = {"prompt_key": source.prompt_key, "response_key": source.response_key}
         instead = f" (and no column {source.messages_key!r} with whole conversations, messages_key)"
-    elif kind == "preference":
+    elif kind in ("answer", "scored") or (kind == "labelled" and source.label_key in columns):
+        needed = {"prompt_key": source.prompt_key, "response_key": source.response_key}
+        if kind == "scored":
+            needed["reward_key"] = source.reward_key
+        instead = ""
+    elif kind in ("preference", "labelled"):
         needed = {"chosen_key": source.chosen_key, "rejected_key": source.rejected_key}
         if source.margin_key is not None:
             needed["margin_key"] = source.margin_key
         if isinstance(row.get(source.chosen_key), str):
             needed["prompt_key"] = source.prompt_key
-        instead = ""
+        instead = f" (and no column {source.label_key!r} that labels single answers, label_key)" if kind == "labelled" else ""
     else:
         needed, instead = {"prompt_key": source.prompt_key}, ""
     missing = {key: column for key, column in needed.items() if column not in columns}
@@ -297,6 +336,23 @@ def _check_columns(source: Source, kind: Kind, columns: list[str], row: Row) -> 
             f"{source.path}: there is no column {named}{instead}; its columns are {', '.join(columns)}: set {' and '.join(missing)} "
             "of this data source"
         )
+
+
+def answers_within(
+    where: str, renderer: Renderer, messages: list[Message], texts: Sequence[str], max_len: int
+) -> tuple[list[Document], bool]:
+    """Answers to one prompt as documents of at most `max_len` tokens with the same prompt tokens, and whether something was cut.
+
+    The prompt keeps its end, down to half of `max_len`; then the answers are cut on the right.
+    """
+    prompt = _at(where, renderer.prompt, messages)
+    wholes = [renderer.answer_tokens(prompt, text) for text in texts]
+    longest = max(map(len, wholes))
+    if longest > max_len:
+        room = max(max_len - (longest - len(prompt)), max_len // 2, renderer.frame_len + 1)
+        prompt, _ = renderer.prompt_within(messages, room)
+        wholes = [renderer.answer_tokens(prompt, text) for text in texts]
+    return [whole.cut(max_len) for whole in wholes], longest > max_len
 
 
 def _messages(value: Any, where: str, column: str) -> list[Message]:
@@ -341,7 +397,8 @@ def _names(data: Data) -> str:
     return ", ".join(source.path for source in data.sources)
 
 
-def _loaded(data: Data, items: list[Any], rows: int, truncated: int, tokens: int, why: str) -> Loaded[Any]:
+def loaded(data: Data, items: list[Any], rows: int, truncated: int, tokens: int, why: str) -> Loaded[Any]:
+    """The items with their report. ValueError when there are none; `why` says what dropped them."""
     if not items:
         raise ValueError(f"{_names(data)}: all {rows} rows were dropped ({why}): raise the token limit or correct the data")
     return Loaded(items, DataReport(rows=rows, kept=len(items), truncated=truncated, dropped=rows - len(items), tokens=tokens))

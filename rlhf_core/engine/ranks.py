@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from rlhf_core.config import DPO, SFT, RewardModel, Trainable
+from rlhf_core.config import DPO, KTO, SFT, RewardModel, Trainable
 from rlhf_core.engine.base import AdamW, Engine, TorchEngine, state_on_cpu
 from rlhf_core.models.load import save_model
 from rlhf_core.stage import Outcome, RunDir, StageRequest
@@ -20,7 +20,7 @@ Rank = Callable[[StageRequest, RunDir], Outcome]
 def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
     """Runs `rank` in this process when the stage has one rank, else on a Ray worker group; returns rank 0's outcome."""
     config = request.config
-    assert isinstance(config, (SFT, RewardModel, DPO))
+    assert isinstance(config, (SFT, RewardModel, DPO, KTO))
     if config.ranks.world_size == 1:
         set_rank_environment(0, 1, "127.0.0.1", free_port())
         return rank(request, run)

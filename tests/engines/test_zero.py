@@ -11,15 +11,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import rlhf_core.dpo
+import rlhf_core.kto
 import rlhf_core.reward_model
 import rlhf_core.sft
-from rlhf_core.config import DPO, SFT, Data, Ranks, RewardModel
+from rlhf_core.config import DPO, KTO, SFT, Data, Ranks, RewardModel
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 FIELDS = {"train_batch_size": 12, "micro_train_batch_size": 2, "max_len": 64, "learning_rate": 1e-3}
-WORK = {"sft": rlhf_core.sft.run, "reward_model": rlhf_core.reward_model.run, "dpo": rlhf_core.dpo.run}
+WORK = {"sft": rlhf_core.sft.run, "reward_model": rlhf_core.reward_model.run, "dpo": rlhf_core.dpo.run, "kto": rlhf_core.kto.run}
 TWO = {"zero_stage": 3, "ranks": Ranks(num_ranks_per_node=2, cpus=0.5)}
 
 
@@ -27,11 +28,13 @@ def train(kind: str, material: Path, folder: Path, **more: object) -> list[dict[
     def data(name: str) -> Data:
         return Data(sources=str(material / name), max_samples=43)  # 4 steps; the last has 7 items, dealt unevenly
 
-    config: SFT | RewardModel | DPO
+    config: SFT | RewardModel | DPO | KTO
     if kind == "sft":
         config = SFT(model="base", data=data("sft.jsonl"), eval_data=data("sft_heldout.jsonl"), **FIELDS, **more)
     elif kind == "reward_model":
         config = RewardModel(model="base", data=data("preferences.jsonl"), **FIELDS, **more)
+    elif kind == "kto":
+        config = KTO(policy="base", data=data("preferences.jsonl").model_copy(update={"max_samples": 21}), **FIELDS, **more)
     else:
         config = DPO(policy="base", data=data("preferences.jsonl"), **FIELDS, **more)
     folder.mkdir()

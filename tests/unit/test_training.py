@@ -1,4 +1,4 @@
-"""SFT, reward model and DPO as stages: they train, resume bit for bit, and refuse to train on nothing."""
+"""SFT, reward model, DPO and KTO as stages: they train, resume bit for bit, and refuse to train on nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rlhf_core.dpo
+import rlhf_core.kto
 import rlhf_core.reward_model
 import rlhf_core.sft
-from rlhf_core.config import DPO, SFT, Data, RewardModel, StageConfig
+from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, StageConfig
 from rlhf_core.data.documents import Document
 from rlhf_core.engine.base import TorchEngine, learning_rate
 from rlhf_core.models.scoring import STATISTICS, RewardScorer
@@ -23,7 +24,7 @@ from rlhf_core.supervised import deal, items_of_step
 from rlhf_core.tracking import read_metrics
 
 COMMON = {"train_batch_size": 8, "micro_train_batch_size": 4, "max_len": 96, "learning_rate": 1e-3}
-WORK = {"sft": rlhf_core.sft.run, "reward_model": rlhf_core.reward_model.run, "dpo": rlhf_core.dpo.run}
+WORK = {"sft": rlhf_core.sft.run, "reward_model": rlhf_core.reward_model.run, "dpo": rlhf_core.dpo.run, "kto": rlhf_core.kto.run}
 
 
 def config_of(kind: str, material: Path, samples: int = 40, **more: object) -> StageConfig:
@@ -35,6 +36,9 @@ def config_of(kind: str, material: Path, samples: int = 40, **more: object) -> S
         return SFT(model="base", data=data("sft.jsonl"), eval_data=data("sft_heldout.jsonl"), **fields)
     if kind == "reward_model":
         return RewardModel(model="base", data=data("preferences.jsonl"), eval_data=data("preferences_heldout.jsonl"), **fields)
+    if kind == "kto":
+        fields = {"eval_data": data("preferences_heldout.jsonl"), "max_epochs": 1, **fields}
+        return KTO(policy="base", data=data("preferences.jsonl").model_copy(update={"max_samples": samples // 2}), **fields)
     return DPO(policy="base", data=data("preferences.jsonl"), **fields)
 
 

@@ -1,0 +1,142 @@
+"""Kahneman-Tversky optimisation on unpaired answers (Ethayarajh et al. 2024).
+
+The loss compares each answer's implicit reward with a KL that is one number for the whole optimiser step: the mean of
+log pi - log ref over mismatched pairs, each prompt of the step with the answer of the item before it. That pass has no gradient, goes
+over the whole step and all ranks, and comes before the first micro-batch, so micro-batches and ranks change nothing.
+Reference log-probs, those of all mismatched pairs of all epochs too, are computed once (`reference`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+
+from rlhf_core.config import KTO, Data, Source
+from rlhf_core.data.answers import labelled_answers
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.documents import Document, Labelled
+from rlhf_core.engine.base import Engine
+from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
+from rlhf_core.losses import Loss, kto_loss
+from rlhf_core.models.load import load_policy
+from rlhf_core.reference import answer_logprobs, dealt_logprobs, reference_logprobs
+from rlhf_core.stage import Outcome, RunDir, StageRequest
+from rlhf_core.supervised import Task, cut, fit, items_of_step
+
+Mismatch = tuple[int, int]  # indices of the items that give the prompt and the answer
+
+
+class Item(NamedTuple):
+    """An answer, its place in the data (held-out ones are counted on from the last), and the reference's log-prob of it."""
+
+    place: int
+    answer: Labelled
+    ref: float
+
+
+class Step(NamedTuple):
+    """What a loss needs to know of a whole optimiser step: its counts, and the KL to the reference (0 or more)."""
+
+    answers: float
+    desirable: float
+    undesirable: float
+    kl: float
+
+
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Trains `config.policy` on labelled answers; the output is `checkpoint`."""
+    return on_ranks(train, request, run)
+
+
+def train(request: StageRequest, run: RunDir) -> Outcome:
+    """One rank of the stage."""
+    config = cast(KTO, request.config)
+    source, reference = request.inputs[config.policy], request.inputs[config.reference or config.policy]
+    tokenizer = load_tokenizer(source, request.trust_remote_code)
+    pad, micro = tokenizer.pad_token_id, config.micro_train_batch_size
+    own = config.data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
+    data = labelled_answers(own, Renderer(tokenizer, own.template), config.max_len, request.seed)
+    held_out = (
+        labelled_answers(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed).items
+        if config.eval_data
+        else []
+    )
+    everything = [*data.items, *held_out]
+    documents = [item.document for item in everything]
+    mismatches = all_mismatches(len(data.items), len(held_out), config.train_batch_size, config.max_epochs, request.seed)
+    mismatched = {pair: mismatch(documents[pair[0]], documents[pair[1]], config.max_len) for pair in mismatches}
+    engine = make_engine(load_policy(source, config.dtype, request.trust_remote_code), config)
+    refs = reference_logprobs(
+        engine,
+        run,
+        lambda: load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine,
+        reference,
+        [*cut(documents, micro), *cut(list(mismatched.values()), micro)],
+        pad,
+        mean=False,
+    )
+    items = [Item(i, answer, ref) for i, (answer, ref) in enumerate(zip(everything, refs, strict=False))]
+    mismatched_refs = dict(zip(mismatches, refs[len(items) :], strict=True))
+    held_out_items = items[len(data.items) :]
+
+    def step_of(items: Sequence[Item]) -> Step:
+        pairs = mismatches_of([item.place for item in items])
+        logprobs = dealt_logprobs(engine, engine, cut([mismatched[pair] for pair in pairs], micro), pad, mean=False)
+        gap = sum(logprobs.tolist()) - sum(mismatched_refs[pair] for pair in pairs)
+        desirable = sum(item.answer.desirable for item in items)
+        return Step(float(len(items)), float(desirable), float(len(items) - desirable), max(0.0, gap / max(1, len(pairs))))
+
+    def loss(engine: Engine, items: list[Item], step: Step) -> Loss:
+        logprobs = answer_logprobs(engine, [item.answer.document for item in items], pad, False, engine.device)
+        ref = torch.tensor([item.ref for item in items], device=engine.device)
+        desirable = torch.tensor([item.answer.desirable for item in items], device=engine.device)
+        result = kto_loss(logprobs, ref, desirable, step.kl, config.beta, config.w_desirable, config.w_undesirable, step.answers)
+        rewards = config.beta * (logprobs - ref).detach()
+        shown = {
+            "kl": rewards.new_tensor(step.kl * len(items) / step.answers),
+            "rewards/desirable": torch.where(desirable, rewards, 0).sum() / max(1, step.desirable),
+            "rewards/undesirable": torch.where(desirable, 0, rewards).sum() / max(1, step.undesirable),
+        }
+        return Loss(result.loss, result.metrics | shown)
+
+    def evaluate(engine: Engine) -> dict[str, float]:
+        step = step_of(held_out_items)
+        engine.module.eval()
+        with torch.no_grad():
+            results = [loss(engine, part, step).metrics for part in cut(held_out_items, micro)]
+        engine.module.train()
+        return {f"eval/{name}": float(sum(r[name] for r in results)) for name in results[0]}
+
+    task = Task(
+        items[: len(data.items)],
+        lambda items: cut(items, micro),
+        step_of,
+        loss,
+        evaluate if held_out_items else None,
+        show=("loss", "accuracy", "margin", "kl"),
+    )
+    metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
+    metrics["data/desirable"] = float(sum(item.desirable for item in data.items))
+    return finish_training(engine, request, run, source, metrics)
+
+
+def mismatches_of(indices: Sequence[int]) -> list[Mismatch]:
+    """Each item's prompt with the answer of the item before it, around the end; none when there is only one item."""
+    return [(index, indices[i - 1]) for i, index in enumerate(indices)] if len(indices) > 1 else []
+
+
+def all_mismatches(count: int, held_out: int, batch: int, epochs: int, seed: int) -> list[Mismatch]:
+    """The mismatched pairs of every optimiser step, which the seed decides, and of the held-out items; each once."""
+    steps_per_epoch = -(-count // batch)
+    steps = [items_of_step(range(count), step, steps_per_epoch, batch, seed) for step in range(steps_per_epoch * epochs)]
+    steps.append(list(range(count, count + held_out)))
+    return list(dict.fromkeys(pair for step in steps for pair in mismatches_of(step)))
+
+
+def mismatch(prompt_of: Document, answer_of: Document, max_len: int) -> Document:
+    """The prompt of one document with the answer of another, at most `max_len` tokens."""
+    prompt = prompt_of.tokens[: prompt_of.mask.index(True)]
+    answer = answer_of.tokens[answer_of.mask.index(True) :]
+    return Document(prompt + answer, [False] * len(prompt) + [True] * len(answer)).cut(max_len)

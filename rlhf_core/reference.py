@@ -1,0 +1,93 @@
+"""Log-probs of answers under a frozen reference, computed once before training, so that one model is in memory while training.
+
+They lie in `state/` of the run directory until the stage is done, so that a resumed run neither computes them again nor loads the
+reference. The file's name holds a digest of the reference, of every token and mask, and of how they were batched: nothing stale is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document
+from rlhf_core.engine.base import Engine
+from rlhf_core.masked import document_mean, document_sum
+from rlhf_core.models.load import Policy
+from rlhf_core.stage import STATE, RunDir, digest, write_text
+from rlhf_core.supervised import deal
+
+
+def reference_logprobs(
+    engine: Engine,
+    run: RunDir,
+    open_reference: Callable[[], Policy | Engine],
+    source: str,
+    micro_batches: Sequence[Sequence[Document]],
+    pad_token_id: int,
+    mean: bool,
+) -> list[float]:
+    """The log-prob of each document's answer, summed over its tokens or averaged, in order.
+
+    `open_reference` gives the reference, which `source` names: the engine itself before its first step, or another model. The
+    micro-batches are dealt to the ranks; every rank gets all results.
+    """
+    file = run / STATE / f"reference-{_key(source, micro_batches, mean)}.json"
+    # All ranks take the same way: a file that only some of them see would leave the others waiting.
+    seen = engine.all_reduce(torch.tensor(float(file.is_file()), device=engine.device))
+    if int(seen) == engine.world_size:
+        return [float(value) for value in json.loads(file.read_text())]
+    reference = open_reference()
+    values = dealt_logprobs(engine, reference, micro_batches, pad_token_id, mean).tolist()
+    if engine.rank == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps(values))
+    return values
+
+
+def dealt_logprobs(
+    engine: Engine, policy: Policy | Engine, micro_batches: Sequence[Sequence[Document]], pad_token_id: int, mean: bool
+) -> torch.Tensor:
+    """Log-probs of all documents in order, (N,) fp64, without gradient: each rank computes its share, every rank gets all."""
+    module = policy if isinstance(policy, Policy) else policy.module
+    starts = [0]
+    for documents in micro_batches:
+        starts.append(starts[-1] + len(documents))
+    values = torch.zeros(starts[-1], dtype=torch.float64, device=engine.device)
+    module.eval()
+    with torch.no_grad():
+        for index, weight in deal(len(micro_batches), engine.rank, engine.world_size):
+            part = answer_logprobs(policy, micro_batches[index], pad_token_id, mean, engine.device)
+            if weight:
+                values[starts[index] : starts[index + 1]] = part.double()
+    module.train()
+    return engine.all_reduce(values)
+
+
+def answer_logprobs(
+    policy: Policy | Engine, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device
+) -> torch.Tensor:
+    """Log-probs of the answers, (N,), in one forward pass; summed over the tokens under the mask, or averaged."""
+    batch = collate([[document] for document in documents], pad_token_id).to(device)
+    logprobs = policy(batch.tokens, batch.positions, batch.documents).logprobs  # (N, T)
+    return (document_mean if mean else document_sum)(logprobs, batch.mask, batch.documents, len(documents))
+
+
+def _key(source: str, micro_batches: Sequence[Sequence[Document]], mean: bool) -> str:
+    content = hashlib.sha256()
+    for documents in micro_batches:
+        content.update(array("q", [-len(documents)]).tobytes())
+        for document in documents:
+            content.update(array("q", [len(document), *document.tokens]).tobytes() + bytes(document.mask))
+    return digest({"reference": _identity(source), "mean": mean, "content": content.hexdigest()})
+
+
+def _identity(source: str) -> list[object]:
+    """A Hub id, or a folder with what tells its weights apart without reading them all."""
+    files = sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
+    return [source, *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]

@@ -1,0 +1,51 @@
+"""The recipes that are handed out: each is valid, fits the demo's material, and shares its first stages with the demo."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from rlhf_core import config
+from rlhf_core.check import check_inputs
+from rlhf_core.plan import plan
+from rlhf_core.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "deployments" / "recipes").glob("*.yaml"))
+FAMILY = ("dpo", "ipo", "simpo", "orpo", "kto", "iterative-kto", "rejection-sampling", "conditional-sft")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_valid_and_named_like_its_file(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem and plan(recipe).nodes
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_family_fits_the_demos_material(name: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, demo = (load_recipe(ROOT / "deployments" / "recipes" / f"{stem}.yaml") for stem in (name, "tiny-cpu"))
+    assert recipe.artifacts == demo.artifacts and recipe.stages["sft"] == demo.stages["sft"], "the demo's SFT is found again"
+    assert recipe.stages.get("reward_model", demo.stages["reward_model"]) == demo.stages["reward_model"]
+    # The fixture's material has a twentieth of the prompts: their number is not what is tested here.
+    place = tmp_path / "demo" / "material"
+    place.mkdir(parents=True)
+    for file in material.iterdir():
+        (place / file.name).symlink_to(file)
+    (place / "prompts.jsonl").unlink()
+    (place / "prompts.jsonl").write_text((material / "prompts.jsonl").read_text() * 20)
+    monkeypatch.chdir(tmp_path)
+    planned = plan(recipe)
+    assert check_inputs(planned, planned.nodes) == []
+
+
+def test_the_table_of_algorithms_names_what_there_is() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    assert set(re.findall(r"`([a-z-]+)\.yaml`", text)) == {*FAMILY, "tiny-cpu"}
+    for kind in ("IterativeDPO", "Iterative"):
+        for post_processor in get_args(getattr(config, kind).model_fields["post_processor"].annotation):
+            assert f"`post_processor: {post_processor}`" in text
+    for loss in get_args(config.DPO.model_fields["loss"].annotation):
+        assert f"`loss: {loss}`" in text or f"`{loss}`" in text
