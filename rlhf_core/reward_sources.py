@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from rlhf_core.types import Frozen, Positive, Ranks, Rate
 
@@ -79,7 +79,14 @@ class HttpReward(AskedReward):
 
     @property
     def title(self) -> str:
-        return self.name or re.sub(r"[^\w.:-]", "_", urlsplit(self.url).netloc.rpartition("@")[2])
+        return self.name or re.sub(r"[^\w.:-]", "_", urlsplit(self.url).netloc)
+
+    @field_validator("url")
+    @classmethod
+    def _no_password(cls, value: str) -> str:
+        if "@" in urlsplit(value).netloc:
+            raise ValueError("the address holds a password, which would end up in files: put a key into the variable api_key_env names")
+        return value
 
 
 REWARD_KINDS = {"model": "model", "function": "function", "http": "url"}  # and the field that names each

@@ -19,13 +19,12 @@ LARGEST_REPLY = 64 << 20  # bytes
 class Server:
     """Asks the server at `url`. `timeout` seconds for a whole request: a server that drips bytes does not hold the run.
 
-    The key is sent as a bearer token; neither it nor a password in the address appears in a message.
+    The key is sent as a bearer token; neither it nor the query of the address appears in a message.
     """
 
     def __init__(self, url: str, timeout: float, api_key_env: str | None):
         self.url, self.timeout, self.api_key_env = url, timeout, api_key_env
-        parts = urlsplit(url)
-        self.shown = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        self.shown = urlunsplit((*urlsplit(url)[:3], "", ""))
 
     def ask(self, samples: Sequence[Sample]) -> np.ndarray:
         """Rewards (N,), nan where one failed. RewardError when the request did; ValueError when none can succeed."""
