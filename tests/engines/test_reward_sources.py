@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import rlhf_core.reward_model
 from rlhf_core.config import PPO, Data, Ranks, RewardModel, Vllm
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.models.scoring import RewardScorer
+from rlhf_core.reward_server import Asked, document
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ITERATIONS = 3
 FUNCTION = """
-def short(responses, finished):
-    '''Fewer characters are better; the second answer of each request has no reward.'''
+import json, pathlib
+
+def short(prompts, responses, finished):
+    '''Fewer characters are better; the second answer of each request has no reward. Keeps what it was asked.'''
+    with pathlib.Path(__file__).with_name("asked.jsonl").open("a") as file:
+        file.write(json.dumps([prompts, responses, finished]) + "\\n")
     return [None if i == 1 else -len(r) / 10 - (not done) for i, (r, done) in enumerate(zip(responses, finished, strict=True))]
 """
 
@@ -34,7 +43,8 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
     (root / "rm").mkdir()
     rlhf_core.reward_model.run(request, RunDir(root / "rm"))
-    (root / "checks.py").write_text(FUNCTION)
+    (root / "checks").mkdir()
+    (root / "checks" / "checks.py").write_text(FUNCTION)
     served = subprocess.Popen(
         [sys.executable, "-m", "flows.cli", "serve-reward", str(root / "rm" / "checkpoint"), "--port", "0"],
         stdout=subprocess.PIPE,
@@ -54,7 +64,7 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             init_kl_coef=0.1,
             reward=(
                 {"model": "reward_model", "normalize": "running"},
-                {"function": f"{root / 'checks.py'}:short", "weight": 0.5, "max_attempts": 1, "batch_size": 16},
+                {"function": f"{root / 'checks' / 'checks.py'}:short", "weight": 0.5, "max_attempts": 1, "batch_size": 16},
                 {"url": address[0], "name": "server", "weight": 0.25, "batch_size": 4},
             ),
             max_failed_rewards=0.1,
@@ -86,13 +96,20 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_all_three_sources_are_summed(run: Path) -> None:
-    lines = read_metrics(run / "grpo")
-    assert len(lines) == ITERATIONS
-    for line in lines:
-        # The server serves the same reward model as the group: the same scores but for the answer that the function failed on.
-        assert line["reward/server/mean"] == pytest.approx(line["reward/reward_model/mean"], abs=1e-3)
-        assert line["reward/server/std"] == pytest.approx(line["reward/reward_model/std"], rel=1e-2, abs=1e-3)
-        assert math.isfinite(line["reward/mean"]) and line["reward/mean"] != line["reward/reward_model/mean"]
+    """What each source said is what it says of the texts that the function was asked about."""
+    lines, asked = read_metrics(run / "grpo"), (run / "checks" / "asked.jsonl").read_text().splitlines()
+    assert len(lines) == len(asked) == ITERATIONS
+    checkpoint = str(run / "rm" / "checkpoint")
+    renderer, scorer = Renderer(load_tokenizer(checkpoint), "chat"), RewardScorer(checkpoint, "float32", 16)
+    for line, texts in zip(lines, map(json.loads, asked), strict=True):
+        answers = [Asked(*each) for each in zip(*texts, strict=True)]
+        served = np.array(scorer.score([document(renderer, answer) for answer in answers]))
+        short = np.array([-len(answer.response) / 10 - (not answer.finished) for answer in answers])
+        counted = np.arange(len(answers)) != 1
+        assert line["reward/server/mean"] == pytest.approx(served.mean(), abs=1e-5)
+        assert line["reward/server/std"] == pytest.approx(served.std(), abs=1e-5)
+        assert line["reward/short/mean"] == pytest.approx(short[counted].mean(), abs=1e-5)
+        assert math.isfinite(line["reward/mean"])
 
 
 def test_failures_are_counted_and_masked(run: Path) -> None:
