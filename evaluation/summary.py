@@ -108,8 +108,9 @@ def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
 
 
 def summarise(recipe_name: str, stages: Sequence[StageView]) -> dict[str, Any]:
-    """The content of `summary.json`: per stage its name, kind, status, seconds, checkpoint, digest and final metrics, and per model
-    its win rate against the baseline with a 95 % interval (all in [0, 1]). `evaluation` is None when none finished.
+    """The content of `summary.json`: per stage its name, kind, status, seconds, checkpoint, digest and final metrics, and the
+    win rate of its model against the baseline with a 95 % interval (all in [0, 1]). `evaluation` holds the final model's, and
+    every model's under `models`; None when no evaluation finished.
     """
     return summary_of(recipe_name, [read(view) for view in stages])
 
@@ -128,6 +129,7 @@ def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
                 "checkpoint": stage.checkpoint,
                 "digest": stage.digest,
                 "metrics": dict(sorted(stage.result.metrics.items())) if stage.result else {},
+                "evaluation": None,
             }
             for stage in stages
         ],
@@ -135,7 +137,11 @@ def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
     }
     if evaluated:
         models = {model: _score(rate) for model, rate in evaluated.decided.items()}
-        summary["evaluation"] = {"final": {"model": evaluated.final, **models[evaluated.final]}, "models": models}
+        summary["evaluation"] = {"model": evaluated.final, **models[evaluated.final], "models": models}
+        places = evaluated.stage.request.inputs if evaluated.stage.request else {}
+        for record, stage in zip(summary["stages"], stages, strict=True):
+            own = (score for model, score in models.items() if Path(places.get(model, "")).parent == stage.view.run_dir)
+            record["evaluation"] = next(own, None)
     return summary
 
 

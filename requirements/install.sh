@@ -51,17 +51,10 @@ make_venv() {
     "$python" -m venv --clear .venv || fail "$python cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"
 }
 
-# vLLM's extension module links to libnuma. DeepSpeed builds its shared-memory reduce when a process first joins a group: for that c++, Python.h.
+# vLLM's extension module links to libnuma.
 check_machine() {
-    local missing=()
-    command -v "${CXX:-c++}" >/dev/null || missing+=("a C++ compiler, for DeepSpeed (Debian, Ubuntu: apt-get install g++)")
-    .venv/bin/python -c 'import pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists())' ||
-        missing+=("Python.h, for DeepSpeed (Debian, Ubuntu: apt-get install python3-dev)")
-    .venv/bin/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=("libnuma.so.1, for vLLM (Debian, Ubuntu: apt-get install libnuma1)")
-    [ ${#missing[@]} -eq 0 ] && return
-    echo "setup: the engines need what this machine lacks; install it and run again:" >&2
-    printf '  - %s\n' "${missing[@]}" >&2
-    exit 3
+    .venv/bin/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+        fail "vLLM needs libnuma.so.1, which this machine lacks: install it (Debian, Ubuntu: apt-get install libnuma1) and run again."
 }
 
 install_torch() {

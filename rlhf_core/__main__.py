@@ -35,6 +35,8 @@ ENV_DEFAULTS = {
     "TQDM_DISABLE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    # Threads that wait stop spinning soon: on a machine that does something else too, a spinning thread holds up the one it waits for.
+    "GOMP_SPINCOUNT": "10000",
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
 }
 

@@ -108,7 +108,7 @@ LAZY = (
 # How often an SFT answer is of each kind. A miss is a bare answer that is wrong.
 SFT_MODES = {"good": 0.40, "hedge": 0.24, "chatter": 0.20, "lazy": 0.13, "miss": 0.03}
 # How often the rejected answer of a preference is of each kind.
-REJECTED_MODES = {"hedge": 0.25, "chatter": 0.20, "lazy": 0.10, "miss": 0.45}
+REJECTED_MODES = {"hedge": 0.30, "chatter": 0.30, "lazy": 0.15, "miss": 0.25}
 TWO_TURNS = 0.1  # share of SFT conversations with a second question
 
 # Rows at scale 1.
@@ -117,7 +117,7 @@ SIZES = {
     "sft_heldout": 140,
     "preferences_heldout": 300,
     "sft": 40000,
-    "preferences": 16000,
+    "preferences": 8000,
     "prompts": 6000,
 }
 HELD_OUT = ("questions", "sft_heldout", "preferences_heldout")
@@ -279,7 +279,7 @@ def write_base(folder: Path, seed: int) -> None:
         num_attention_heads=4,  # heads of 32: the smallest that vLLM's CPU attention has
         num_key_value_heads=4,
         max_position_embeddings=512,
-        # Slowest angle 1/100 per token instead of 1/10000: these texts are short, and positions are learned sooner.
+        # RoPE base 100, not 10000: these texts are short, and with faster angles positions are learned in fewer steps.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
         initializer_range=0.05,

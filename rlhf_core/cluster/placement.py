@@ -11,8 +11,9 @@ from ray.util.placement_group import PlacementGroup, placement_group
 
 from rlhf_core.config import Ranks, Vllm
 
+# Settings of the libraries, by how their names begin.
+KEPT = tuple("NCCL_ TORCH_ NVSHMEM_ CUDA_ VLLM_ HF_ DS_ GLOO_ GOMP_ PYTHON RAY_ TRANSFORMERS_ TOKENIZERS_ TQDM_".split())
 OBJECT_STORE_BYTES = 512 << 20  # set explicitly: some hosts show less memory than they have
-KEPT = ("NCCL_", "TORCH_", "NVSHMEM_", "CUDA_", "VLLM_", "HF_", "DS_", "GLOO_", "PYTHON", "RAY_", "TRANSFORMERS_", "TOKENIZERS_", "TQDM_")
 
 
 class Room(NamedTuple):

@@ -16,6 +16,8 @@ import torch
 
 from rlhf_core.rollout.environment import set_vllm_environment
 
+CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -57,6 +59,9 @@ class Sampler:
             gpu_memory_utilization=gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
             enable_prefix_caching=True,
+            # A prompt prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do: whole prompts there.
+            enable_chunked_prefill=on_gpu,
+            max_num_batched_tokens=None if on_gpu else max(max_model_len, CPU_BATCHED_TOKENS),
             logprobs_mode="processed_logprobs",
             worker_extension_cls="rlhf_core.rollout.weights.WeightReceiver",
             disable_log_stats=True,

@@ -28,11 +28,14 @@ ITERATIONS, SAVED, FROZEN = 4, 2, 1
 
 
 class Runs(NamedTuple):
+    """The same run undisturbed and killed, with two actor ranks; and with one."""
+
     whole: Path
     killed: Path
+    one_rank: Path
 
 
-def prepare(folder: Path, material: Path, reward_model: Path) -> None:
+def prepare(folder: Path, material: Path, reward_model: Path, actor_ranks: int) -> None:
     share = 0.25
     config = PPO(
         actor="base",
@@ -54,7 +57,7 @@ def prepare(folder: Path, material: Path, reward_model: Path) -> None:
         save_steps=SAVED,
         normalize_reward=True,
         timeout=200,
-        actor_ranks=Ranks(num_ranks_per_node=2, cpus=share),
+        actor_ranks=Ranks(num_ranks_per_node=actor_ranks, cpus=share),
         critic_ranks=Ranks(cpus=share),
         reference_ranks=Ranks(cpus=share),
         reward_ranks=Ranks(cpus=share),
@@ -83,10 +86,11 @@ def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     (root / "reward_model").mkdir()
     request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
     rlhf_core.reward_model.run(request, RunDir(root / "reward_model"))
-    runs = Runs(root / "whole", root / "killed")
-    for folder in runs:
-        prepare(folder, material, root / "reward_model")
+    runs = Runs(root / "whole", root / "killed", root / "one_rank")
+    for folder, ranks in zip(runs, (2, 2, 1), strict=True):
+        prepare(folder, material, root / "reward_model", ranks)
 
+    finish(runs.one_rank)
     finish(runs.whole)
     process = start(runs.killed)
     deadline = time.monotonic() + 200
@@ -132,9 +136,18 @@ def test_a_killed_run_ends_with_the_same_curve_and_weights(runs: Runs) -> None:
         return [{k: v for k, v in line.items() if k != "time" and not k.startswith("phase/")} for line in read_metrics(folder)]
 
     assert curve(runs.killed) == curve(runs.whole)
-    whole, killed = (load_file(folder / "checkpoint" / "model.safetensors") for folder in runs)
+    whole, killed = (load_file(folder / "checkpoint" / "model.safetensors") for folder in (runs.whole, runs.killed))
     assert all(torch.equal(killed[name], weight) for name, weight in whole.items())
     assert f"resumed after iteration {SAVED}" in (runs.killed / "log.txt").read_text()
+
+
+def test_one_actor_rank_trains_as_two_do(runs: Runs) -> None:
+    # Up to the first actor update both sample the same answers; the update's own metrics are those of the same gradient.
+    one, two = (read_metrics(folder)[: FROZEN + 1] for folder in (runs.one_rank, runs.whole))
+    for a, b in zip(one, two, strict=True):
+        names = [name for name in a if not name.startswith(("phase/", "sampler/", "sync/")) and name != "time"]
+        assert {name: b[name] for name in names} == pytest.approx({name: a[name] for name in names}, rel=2e-3, abs=1e-5)
+    assert "policy/grad_norm" in one[-1]
 
 
 def test_states_are_removed_when_the_stage_is_done(runs: Runs) -> None:

@@ -14,7 +14,7 @@ from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load import Policy, load_policy
 from rlhf_core.ppo.fleet import PROBE_TOLERANCE, WeightsDiffer, check_gap
-from rlhf_core.rollout.engine import Answer, Sampler
+from rlhf_core.rollout.engine import CPU_BATCHED_TOKENS, Answer, Sampler
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +81,19 @@ def test_answers_keep_the_order_of_prompts_and_their_number(setting: Setting) ->
     )
     assert [a.tokens for a in alone[0]] == [a.tokens for a in answers[2]]
     assert setting.generate([]) == []
+
+
+def test_more_prompt_tokens_than_one_engine_step_holds(setting: Setting) -> None:
+    long = [prompt + [7 + i % 50] * (80 - len(prompt)) for i, prompt in enumerate(setting.prompts * 24)]
+    assert sum(map(len, long)) > 2 * CPU_BATCHED_TOKENS
+    answers = setting.generate(long, n=1)
+    assert (
+        len(answers) == len(long)
+        and answers[7]
+        == setting.sampler.generate(
+            long[7:8], seeds=[70], temperature=1.0, max_new_tokens=12, stop_token_ids=setting.renderer.stop_token_ids
+        )[0]
+    )
 
 
 def test_length_limit_cuts_and_stop_tokens_end(setting: Setting) -> None:

@@ -28,7 +28,8 @@ def test_every_stage_with_its_numbers_and_the_evaluation(tmp_path: Path) -> None
     by_name = {stage["name"]: stage for stage in summary["stages"]}
     assert by_name["evaluation"]["checkpoint"] is None
     final = {"win_rate": RATES[ROUND2], "ci_low": RATES[ROUND2] - 0.05, "ci_high": RATES[ROUND2] + 0.05, "num_questions": QUESTIONS}
-    assert summary["evaluation"]["final"] == {"model": ROUND2, **final}
+    assert {k: v for k, v in summary["evaluation"].items() if k != "models"} == {"model": ROUND2, **final}
+    assert by_name["ppo"]["evaluation"]["win_rate"] == RATES["ppo"] and by_name["sft"]["evaluation"] is None
     assert {model: score["win_rate"] for model, score in summary["evaluation"]["models"].items()} == RATES
 
 
@@ -53,6 +54,7 @@ def test_an_unfinished_stage_has_a_digest_and_nothing_else(tmp_path: Path) -> No
         "checkpoint": None,
         "digest": DIGESTS["reward_model"],
         "metrics": {},
+        "evaluation": None,
     }
     assert summary["evaluation"] is None
 

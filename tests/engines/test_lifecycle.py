@@ -1,0 +1,133 @@
+"""The whole lifecycle through the command, on the real engines: killed in the middle of PPO, run again to its end, run a third time.
+
+It is the demo's own recipe with less of everything: a few steps of each stage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf_core.tracking import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "sft.data.max_samples=320",
+    "sft.save_steps=4",
+    "reward_model.data.max_samples=128",
+    "ppo.max_steps=6",
+    "ppo.save_steps=1",
+    "ppo.rollout_batch_size=16",
+    "ppo.train_batch_size=32",
+    "ppo.micro_train_batch_size=32",
+    "iterative_dpo.prompts_per_round=24",
+    "iterative_dpo.n_samples_per_prompt=3",
+    "iterative_dpo.train_batch_size=8",
+    "iterative_dpo.micro_train_batch_size=8",
+    "evaluation.max_questions=20",
+)
+STAGES = [
+    "sft",
+    "reward_model",
+    "ppo",
+    *(f"iterative_dpo.round{k}.{part}" for k in (1, 2) for part in ("preferences", "dpo")),
+    "evaluation",
+    "publication",
+]
+
+
+def alignflow(folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "flows.cli", "run", str(ROOT / "deployments/recipes/tiny-cpu.yaml"), *SMALL]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with (folder / "out.txt").open("ab") as out:
+        return subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+
+def finish(folder: Path) -> dict[str, Any]:
+    code = alignflow(folder).wait(timeout=600)
+    assert code == 0, (folder / "out.txt").read_text()[-4000:]
+    return json.loads((folder / "artifacts/tiny-cpu/summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lifecycle")
+    (folder / "demo").mkdir()
+    (folder / "demo" / "material").symlink_to(material)
+    return folder
+
+
+def stage_folder(folder: Path, name: str) -> Path:
+    (found,) = (path for path in (folder / "artifacts/stages").glob(f"{name}-*"))
+    return found
+
+
+def test_a_killed_lifecycle_goes_on_and_ends_with_its_evidence(folder: Path) -> None:
+    process = alignflow(folder)
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline and process.poll() is None:
+        found = list((folder / "artifacts/stages").glob("ppo-*"))
+        if found and len(read_metrics(found[0])) >= 2:
+            break
+        time.sleep(0.2)
+    assert process.poll() is None, (folder / "out.txt").read_text()[-4000:]
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) > 5, "PPO's roles are processes"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    left = psutil.wait_procs(children, timeout=40)[1]
+    assert not left, f"processes survived the kill: {left}"
+    assert not (stage_folder(folder, "ppo") / "result.json").exists()
+    before = {name: (stage_folder(folder, name) / "result.json").stat().st_mtime_ns for name in ("sft", "reward_model")}
+
+    summary = finish(folder)
+    assert [stage["name"] for stage in summary["stages"]] == STAGES
+    assert [stage["status"] for stage in summary["stages"]] == ["skipped"] * 2 + ["done"] * 7
+    assert before == {name: (stage_folder(folder, name) / "result.json").stat().st_mtime_ns for name in before}, "stages were repeated"
+    assert "resumed after iteration" in (stage_folder(folder, "ppo") / "log.txt").read_text()
+    assert len(read_metrics(stage_folder(folder, "ppo"))) == 6
+
+    evaluation = summary["evaluation"]
+    assert evaluation["model"] == "iterative_dpo.round2" and evaluation["num_questions"] == 20
+    assert 0 <= evaluation["ci_low"] <= evaluation["win_rate"] <= evaluation["ci_high"] <= 1
+    assert {stage["name"] for stage in summary["stages"] if stage["evaluation"]} == {
+        "ppo",
+        *(f"iterative_dpo.round{k}.dpo" for k in (1, 2)),
+    }
+    page = (folder / "artifacts/tiny-cpu/report.html").read_text()
+    assert all(name in page for name in STAGES) and str(folder) not in page
+
+
+def test_what_is_published_loads_and_is_the_last_rounds_model(folder: Path) -> None:
+    published = stage_folder(folder, "publication") / "published"
+    last = load_file(stage_folder(folder, "iterative_dpo.round2.dpo") / "checkpoint/model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(published)
+    state = model.state_dict()
+    assert all((state[name] == weight).all() for name, weight in last.items())
+    tokenizer = AutoTokenizer.from_pretrained(published)
+    assert tokenizer.chat_template and tokenizer.apply_chat_template([{"role": "user", "content": "Copy this number: 12"}], tokenize=False)
+    card = (published / "README.md").read_text()
+    assert "license: apache-2.0" in card and "iterative_dpo.round2" in card and str(folder) not in card
+    AutoModelForSequenceClassification.from_pretrained(stage_folder(folder, "reward_model") / "checkpoint", num_labels=1)
+
+
+def test_a_third_run_skips_every_stage(folder: Path) -> None:
+    first = json.loads((folder / "artifacts/tiny-cpu/summary.json").read_text())
+    again = finish(folder)
+    assert {stage["status"] for stage in again["stages"]} == {"skipped"}
+    assert [stage["digest"] for stage in again["stages"]] == [stage["digest"] for stage in first["stages"]]
+    assert again["evaluation"] == first["evaluation"]

@@ -1,0 +1,71 @@
+"""The flow against a Prefect server of its own process, as a team runs it: names and artifacts are there for everyone to see."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_core.engine.ranks import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parents[2]
+
+
+def ask(url: str, route: str, body: dict[str, Any] | None = None) -> Any:
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(url + route, data=data, headers={"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    home, port = tmp_path_factory.mktemp("prefect"), free_port()
+    environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)]
+    with (home / "log.txt").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    url, deadline = f"http://127.0.0.1:{port}/api", time.monotonic() + 120
+    try:
+        while True:
+            try:
+                ask(url, "/health")
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, (home / "log.txt").read_text()[-2000:]
+                time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def test_a_run_is_visible_on_the_server(server: str, material: Path, tmp_path: Path) -> None:
+    recipe = {
+        "name": "publish-base",
+        "base_model": str(material / "base"),
+        "artifacts": str(tmp_path / "artifacts"),
+        "stages": {"publication": {"model": "base"}},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    environment = os.environ | {"PREFECT_API_URL": server, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "flows.cli", "run", str(tmp_path / "recipe.yaml")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (flow,) = ask(server, "/flow_runs/filter", {})
+    assert flow["name"] == "publish-base" and flow["state_type"] == "COMPLETED"
+    assert "publication" in {task["name"] for task in ask(server, "/task_runs/filter", {})}
+    keys = {artifact["key"] for artifact in ask(server, "/artifacts/filter", {})}
+    assert {"publication-metrics", "publication-published"} <= keys
+    lines = [entry["message"] for entry in ask(server, "/logs/filter", {"limit": 200})]
+    assert any("published" in line for line in lines), "the stage's own log is relayed"
