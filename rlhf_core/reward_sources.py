@@ -32,7 +32,7 @@ class AskedReward(WeighedReward):
     batch_size: Positive = Field(64, description="answers of one request")
     concurrency: Positive = Field(1, description="requests at once (processes of a function)")
     timeout: Rate = Field(60.0, description="seconds one request may take")
-    max_attempts: Positive = Field(4, description="attempts per request before its answers go without a reward")
+    max_attempts: Positive = Field(6, description="attempts per request before its answers go without a reward")
 
 
 class ModelReward(WeighedReward):

@@ -51,8 +51,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     if resume:
         fleet.load_state(resume.folder)
         fleet.publish_weights()
-        kl = restore_controller(kl, resume.loop["kl_coef"])
-        carried = Carried(resume.loop["position"], {name: Running(*values) for name, values in resume.loop["statistics"].items()})
+        kl, carried = restore(kl, resume.loop)
         print(f"resumed after iteration {first} of {iterations}", flush=True)
     fleet.probe(setup.probe)
     tracker = Tracker(run, iterations, first)
@@ -63,8 +62,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         if done % config.logging_steps == 0 or done == iterations:
             tracker.log(done, metrics, show=SHOWN)
         if config.save_steps and done % config.save_steps == 0 and done < iterations:
-            loop = {"kl_coef": kl.coef, "position": carried.position, "statistics": dict(carried.statistics)}
-            checkpoint.save(run, done, config.keep_checkpoints, loop, fleet.save_state)
+            checkpoint.save(run, done, config.keep_checkpoints, loop_state(kl, carried), fleet.save_state)
     tracker.close()
     fleet.outside.close()
     shutil.rmtree(run / "checkpoint", ignore_errors=True)
@@ -147,8 +145,16 @@ def optimisation(config: PPO, step: int, iterations: int, seed: int) -> Optimisa
     return Optimisation(per_epoch, config.max_epochs, by_role, f"{seed}-{step}")
 
 
-def restore_controller(controller: KLController, coef: float) -> KLController:
-    return FixedKL(coef) if isinstance(controller, FixedKL) else AdaptiveKL(coef, controller.target, controller.horizon)
+def loop_state(kl: KLController, carried: Carried) -> dict[str, Any]:
+    """What the loop itself keeps of a run, as JSON."""
+    return {"kl_coef": kl.coef, "position": carried.position, "statistics": {name: list(r) for name, r in carried.statistics.items()}}
+
+
+def restore(kl: KLController, loop: Mapping[str, Any]) -> tuple[KLController, Carried]:
+    """The controller and what an iteration takes over, from a stored `loop_state`."""
+    coef = loop["kl_coef"]
+    controller = FixedKL(coef) if isinstance(kl, FixedKL) else AdaptiveKL(coef, kl.target, kl.horizon)
+    return controller, Carried(loop["position"], {name: Running(*values) for name, values in loop["statistics"].items()})
 
 
 def final_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_core.advantages import AdaptiveKL, FixedKL, kl_controller
 from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.ppo.roles import Update
 from rlhf_core.ppo.sampling import Filtering, Line, Sampled, Sampling, sample, with_signal
-from rlhf_core.ppo.train import optimisation, setup_of
+from rlhf_core.ppo.train import loop_state, optimisation, restore, setup_of
 from rlhf_core.ppo.types import Experience, Rollout, Scores
 from rlhf_core.rewards.asking import Rewards
 from rlhf_core.rewards.combine import Running, Term
@@ -196,6 +198,13 @@ def test_answers_without_reward_are_in_no_batch() -> None:
     trained = [i for update in fleet.trained[0]["actor"] for i in update.indices]
     assert sorted(trained) == sorted([0, 2, 3, 4, 5, 6, 7] * 2) and len(fleet.trained[0]["actor"]) == 4
     assert done.metrics["reward/reward_model/failed"] == 1
+
+
+def test_a_stored_loop_goes_on_where_it_was() -> None:
+    carried = Carried(17, {"reward_model": Running(7, 0.1 + 0.2, 1 / 3)})
+    for controller in (AdaptiveKL(0.3, 0.1, 50), FixedKL(0.3)):
+        stored = json.loads(json.dumps(loop_state(controller, carried)))
+        assert restore(kl_controller(9.0, 0.1 if isinstance(controller, AdaptiveKL) else None, 50), stored) == (controller, carried)
 
 
 def test_running_statistics_go_on_from_the_iteration_before() -> None:

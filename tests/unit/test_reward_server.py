@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import rlhf_core.reward_model
+from flows.cli import main
 from rlhf_core.config import Data, RewardModel
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
@@ -80,6 +81,13 @@ def test_a_wrong_request_is_told_what_is_wrong_with_it(url: str, body: Any, told
 
 def test_a_request_without_a_length_is_refused(url: str) -> None:
     assert httpx.post(url, content=iter([b"{}"])).status_code == 413
+
+
+def test_the_command_says_what_it_cannot_do(checkpoint: Path, url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve-reward", str(checkpoint), "--port", url.rpartition(":")[2]]) == 3
+    assert "nothing can be served on 127.0.0.1:" in capfd.readouterr().err
+    assert main(["serve-reward", str(checkpoint), "--template", "Human:"]) == 2
+    assert "must be 'chat' or hold exactly one {}" in capfd.readouterr().err
 
 
 def test_no_reward_model_no_server(tmp_path: Path) -> None:
