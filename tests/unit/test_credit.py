@@ -201,19 +201,20 @@ def test_value_loss_of_the_recorded_rollout() -> None:
     assert float(value_loss(new, layout(VALUES), returns, MASK, 0.2, 5).loss) == close(0.5 * 3.135 / 5)
 
 
-# The other estimators; the KL of the whole answer leaves its reward: 2 + 0.05 = 2.05 and -1 + 0.05 = -0.95.
+# The other estimators; the KL of the whole answer leaves its reward, here k2, 0.125 + 0 + 0.5 and 0.125 + 0:
+# 2 - 0.0625 = 1.9375 and -1 - 0.0125 = -1.0125, mean 0.4625, apart by 2.95.
 
 
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
-        ("grpo", 1.5 / (3 / 2**0.5 + 1e-4)),  # mean 0.55, standard deviation of two: 3 / sqrt 2
-        ("dr_grpo", 1.5),
-        ("rloo", 3.0),
+        ("grpo", 1.475 / (2.95 / 2**0.5 + 1e-4)),  # standard deviation of two: their distance / sqrt 2
+        ("dr_grpo", 1.475),
+        ("rloo", 2.95),
     ],
 )
 def test_group_estimators_of_the_recorded_rollout(estimator: str, expected: float) -> None:
-    found = credited(SHAPING._replace(estimator=estimator))  # type: ignore[arg-type]
+    found = credited(SHAPING._replace(estimator=estimator, kl_estimator="k2"))  # type: ignore[arg-type]
     assert advantages(found) == [close([expected] * 3), close([-expected] * 2)]
     assert "value/explained_variance" not in found.metrics
 
