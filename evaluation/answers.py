@@ -3,8 +3,8 @@
 One line: {uid, model, messages, metadata{token_len, header_count, list_count, bold_count}}; the last message's content is
 {"answer": text}, as published files have it. `token_len` counts the model's own tokens without the one that ends the answer
 (arena-hard-auto counts with tiktoken's gpt-4o encoding, a download); markdown is counted outside code blocks. Two flags of ours
-stand beside: `prompt_truncated`, `answer_truncated`. A file is written whole or not at all, so one that speaks of every question
-is not generated again.
+stand beside the metadata, whose columns arena-hard-auto counts: `prompt_truncated`, `answer_truncated`. A file is written whole or not
+at all, so one that speaks of every question is not generated again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig, PretrainedConfig
 
 from evaluation.questions import Question
+from evaluation.style import markdown
 from rlhf_core.data.chat import Renderer
 from rlhf_core.stage import digest, write_text
 
 if TYPE_CHECKING:
     from rlhf_core.rollout.engine import Sampler
-
-CODE = re.compile(r"```[^`]*```")
 
 
 @dataclass(frozen=True)
@@ -131,9 +130,9 @@ def _row(model: str, question: Question, answer: ModelAnswer) -> dict[str, Any]:
         "metadata": {
             "token_len": answer.tokens,
             **markdown(answer.text),
-            "prompt_truncated": answer.prompt_truncated,
-            "answer_truncated": answer.answer_truncated,
         },
+        "prompt_truncated": answer.prompt_truncated,
+        "answer_truncated": answer.answer_truncated,
     }
 
 
@@ -151,23 +150,7 @@ def _answer(line: str) -> ModelAnswer:
     row = json.loads(line)
     content, metadata = row["messages"][-1]["content"], row["metadata"]
     text = content["answer"] if isinstance(content, dict) else content
-    return ModelAnswer(
-        row["uid"], text, metadata["token_len"], metadata.get("prompt_truncated", False), metadata.get("answer_truncated", False)
-    )
-
-
-def markdown(text: str) -> dict[str, dict[str, int]]:
-    """Headers, lists and bold spans outside fenced code blocks, under the names arena-hard-auto gives them."""
-    text = CODE.sub("", text)
-    return {
-        "header_count": {f"h{level}": _count(rf"^#{{{level}}}\s", text) for level in range(1, 7)},
-        "list_count": {"ordered": _count(r"^\s*\d+\.\s", text), "unordered": _count(r"^\s*[-*+]\s", text)},
-        "bold_count": {"**": _count(r"\*\*[^*\n]+\*\*", text), "__": _count(r"__[^_\n]+__", text)},
-    }
-
-
-def _count(pattern: str, text: str) -> int:
-    return len(re.findall(pattern, text, re.MULTILINE))
+    return ModelAnswer(row["uid"], text, metadata["token_len"], row.get("prompt_truncated", False), row.get("answer_truncated", False))
 
 
 def file_name(name: str) -> str:

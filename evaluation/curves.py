@@ -113,25 +113,76 @@ def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
         return _svg(figure, f"curves of {name}")
 
 
-def win_rate_chart(rates: Sequence[WinRate], final: str) -> str:
-    """Win rate of every model with its 95 % interval; the dashed line is an even match."""
+class Mark(NamedTuple):
+    """A win rate of the chart: who plays whom and how it is counted (`label`), its colour, filled (raw) or hollow (controlled)."""
+
+    label: str
+    colour: str
+    filled: bool
+    value: float
+    low: float
+    high: float
+
+
+def win_rate_chart(rates: Sequence[WinRate], final: str, parents: Mapping[str, WinRate] | None = None) -> str:
+    """Win rates of every model with their 95 % intervals; the dashed line is an even match.
+
+    Against the baseline and, where `parents` has it, against the model it was trained from; raw (filled) and length-controlled (hollow).
+    """
+    rows = {rate.model: _marks(rate, (parents or {}).get(rate.model)) for rate in rates}
+    marks = [mark for row in rows.values() for mark in row]
+    count = max(map(len, rows.values()))
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.5, max(2.4, 0.75 + 0.42 * len(rates))), layout="constrained")
+        figure = Figure(figsize=(5.5, max(2.4, 0.95 + (0.28 + 0.16 * count) * len(rates))), layout="constrained")
         ax = figure.add_subplot()
         ax.axvline(50, color="#8a949e", linewidth=0.9, linestyle=(0, (4, 3)))
-        for row, rate in enumerate(reversed(rates)):
-            colour = COLOURS[0] if rate.model == final else "#8fb0d3"
-            ax.plot([100 * rate.ci_low, 100 * rate.ci_high], [row, row], color=colour, linewidth=5, alpha=0.35, solid_capstyle="round")
-            ax.plot([100 * rate.win_rate], [row], "o", color=colour, markersize=6)
-            ax.annotate(f"{100 * rate.win_rate:.0f} %", (100 * rate.win_rate, row), (0, 6), textcoords="offset points", ha="center")
-        ax.set_yticks(range(len(rates)), [_short(rate.model) for rate in reversed(rates)])
-        ax.set_ylim(-0.6, len(rates) - 0.2)
-        low = min([50.0, *(100 * rate.ci_low for rate in rates)])
-        high = max([50.0, *(100 * rate.ci_high for rate in rates)])
-        ax.set_xlim(max(0, low - 8), min(101, high + 8))
+        told: set[str] = set()
+        for row, model in enumerate(reversed(rows)):
+            for nth, mark in enumerate(rows[model]):
+                at = row + 0.68 * ((len(rows[model]) - 1) / 2 - nth) / max(1, count)
+                alpha = 1.0 if model == final or len(rows) == 1 else 0.6
+                ax.hlines(at, 100 * mark.low, 100 * mark.high, color=mark.colour, linewidth=3.5, alpha=0.3 * alpha)
+                face = mark.colour if mark.filled else "white"
+                label = None if mark.label in told else mark.label
+                ax.plot([100 * mark.value], [at], "o", color=mark.colour, markerfacecolor=face, markersize=5, alpha=alpha, label=label)
+                told.add(mark.label)
+                ax.annotate(f"{100 * mark.value:.0f} %", (100 * mark.high, at), (6, 0), textcoords="offset points", va="center", fontsize=7)
+        ax.set_yticks(range(len(rows)), [_short(model) for model in reversed(rows)])
+        ax.set_ylim(-0.6, len(rows) - 0.4)
+        ax.set_xlim(max(0, 100 * min(0.5, *(mark.low for mark in marks)) - 4), min(106, 100 * max(0.5, *(mark.high for mark in marks)) + 9))
         ax.grid(axis="y", visible=False)
-        ax.set_title(f"Battles won against {rates[0].baseline} (%)")
+        ax.set_title(f"Battles won against {rates[0].baseline} (%)" if len(told) == 1 else "Battles won (%)")
+        if len(told) > 1:
+            figure.legend(loc="outside lower center", ncols=2, handlelength=1, columnspacing=1.4)
         return _svg(figure, "win rates")
+
+
+def _marks(rate: WinRate, parent: WinRate | None) -> list[Mark]:
+    marks = []
+    for played, colour, name in ((rate, COLOURS[0], rate.baseline), (parent, COLOURS[1], "its parent")):
+        if played is None:
+            continue
+        marks.append(Mark(f"against {name}", colour, True, played.win_rate, played.ci_low, played.ci_high))
+        if played.length_controlled is not None and played.lc_low is not None and played.lc_high is not None:
+            held = played.length_controlled, played.lc_low, played.lc_high
+            marks.append(Mark(f"against {name}, length-controlled", colour, False, *held))
+    return marks
+
+
+def calibration_chart(models: Mapping[str, Sequence[tuple[float, float, int]]]) -> str:
+    """Reward models' calibration: points (predicted probability, share that was right, pairs); the dashed line is a calibrated model."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.5, 3.2), layout="constrained")
+        ax = figure.add_subplot()
+        ax.plot([50, 100], [50, 100], color="#8a949e", linewidth=0.9, linestyle=(0, (4, 3)))
+        for colour, (model, points) in zip(COLOURS * len(models), models.items(), strict=False):
+            most = max(pairs for *_, pairs in points)
+            ax.plot([100 * p for p, *_ in points], [100 * a for _, a, _ in points], color=colour, linewidth=1.2, label=_short(model))
+            sizes = [8 + 50 * pairs / most for *_, pairs in points]
+            ax.scatter([100 * p for p, *_ in points], [100 * a for _, a, _ in points], s=sizes, color=colour, alpha=0.6)
+        ax.set_title("Reward models: right (%) by how sure they were (%)")
+        ax.legend(loc="best", handlelength=1.4)
+        return _svg(figure, "calibration of reward models")
 
 
 def rounds_chart(chains: Sequence[Sequence[tuple[str, float, float, float]]]) -> str:

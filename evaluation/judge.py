@@ -34,14 +34,15 @@ class Judge(Protocol):
     def judge(self, matches: Sequence[Match]) -> list[Game]: ...
 
 
-def battles(judge: Judge, questions: Sequence[Question], answers: Mapping[str, Sequence[str]], baseline: str) -> list[Judgment]:
-    """Every model of `answers` against the baseline on every question, two games each, model by model.
+def battles(
+    judge: Judge, questions: Sequence[Question], answers: Mapping[str, Sequence[str]], sides: Sequence[tuple[str, str]]
+) -> list[Judgment]:
+    """Each (model, baseline) of `sides` on every question, two games each, side by side.
 
     `answers[model][i]` is the answer to `questions[i]`. Game 0 shows the baseline as A, game 1 the model.
     """
-    models = [model for model in answers if model != baseline]
     matches = []
-    for model in models:
+    for model, baseline in sides:
         for question, theirs, ours in zip(questions, answers[baseline], answers[model], strict=True):
             matches += [Match(question, theirs, ours), Match(question, ours, theirs)]
     games = judge.judge(matches)
@@ -49,7 +50,7 @@ def battles(judge: Judge, questions: Sequence[Question], answers: Mapping[str, S
     pairs = zip(games[::2], games[1::2], strict=True)
     return [
         Judgment(uid=question.uid, category=question.category, judge=judge.name, model=model, baseline=baseline, games=next(pairs))
-        for model in models
+        for model, baseline in sides
         for question in questions
     ]
 

@@ -8,10 +8,10 @@ Only the five labels and their mirrored forms are read, so that `[A]` and `A>>>B
 from __future__ import annotations
 
 import re
-from typing import cast
 
+from evaluation.arena_files import label_of
 from evaluation.judge import Match
-from rlhf_core.types import POINTS, Label
+from rlhf_core.types import Label
 
 PROMPT_VERSION = "alignflow-1"  # part of the cache key: change it with any word below
 
@@ -36,7 +36,6 @@ _LABELS = (
 )
 REMINDER = "Your reply holds no verdict. Finish now with exactly one of [[A>>B]], [[A>B]], [[A=B]], [[B>A]], [[B>>A]]."
 
-_MIRRORED = {"B<<A": "A>>B", "B<A": "A>B", "B=A": "A=B", "A<B": "B>A", "A<<B": "B>>A"}
 _DOUBLE, _SINGLE = re.compile(r"\[\[([AB<>=]+)\]\]"), re.compile(r"\[([AB<>=]+)\]")
 
 
@@ -55,8 +54,7 @@ def judge_prompt(match: Match) -> tuple[dict[str, str], ...]:
 def parse_verdict(text: str) -> Label | None:
     """The last verdict in a judge's reply, whatever its case; None when there is none."""
     for pattern in (_DOUBLE, _SINGLE):
-        found = [_MIRRORED.get(label, label) for label in pattern.findall(text.upper())]
-        labels = [label for label in found if label in POINTS]
+        labels = [label for found in pattern.findall(text.upper()) if (label := label_of(found)) is not None]
         if labels:
-            return cast(Label, labels[-1])
+            return labels[-1]
     return None

@@ -3,6 +3,7 @@
 Every verdict is appended to a cache the moment it is there, keyed by (question, answers A and B, judge, prompt version), so a
 killed stage asks nothing twice. A busy, failing or silent endpoint is asked again with growing pauses; a reply without a
 verdict once more. What still fails is counted, never cached, and above `max_failed` of the games it stops the stage.
+An endpoint that refuses `max_tokens` or a temperature, as those of reasoning models do, is asked without (`max_completion_tokens`).
 The API key goes into the client and nowhere else: error texts of refused keys are not repeated.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from rlhf_core.types import Frozen, Game
 LONGEST_PAUSE = 60.0  # seconds between two attempts
 PROGRESS = 200  # games between two lines of progress
 REFUSED = (401, 403, 404)  # no game can succeed
+WRONG_REQUEST = (400, 422)
 
 
 class Unreadable(Exception):
@@ -47,10 +50,26 @@ class Reply(Frozen):
     output_tokens: int
 
 
+class Pace:
+    """Lets callers through one by one, `per_minute` a minute; None: at once."""
+
+    def __init__(self, per_minute: float | None):
+        self.gap = 60 / per_minute if per_minute else 0.0
+        self.free = 0.0  # when the next may pass, on the monotonic clock
+
+    async def turn(self) -> None:
+        now = time.monotonic()
+        mine = max(now, self.free)
+        self.free = mine + self.gap
+        if mine > now:
+            await asyncio.sleep(mine - now)
+
+
 class OpenAIJudge:
     """Asks for a verdict on each match, at most `concurrency` at once.
 
-    `cache` is the file of verdicts; `timeout` seconds per request; `pause` seconds is the scale of the first pause.
+    `cache` is the file of verdicts; `timeout` seconds per request; `pause` seconds is the scale of the first pause. `requests` counts
+    what was sent, tokens are those of all verdicts used, also of the cached ones.
     """
 
     def __init__(
@@ -66,6 +85,7 @@ class OpenAIJudge:
         max_failed: float,
         timeout: float,
         max_attempts: int,
+        requests_per_minute: float | None = None,
         pause: float = 1.0,
     ):
         self.name = name
@@ -73,60 +93,66 @@ class OpenAIJudge:
         self.base_url = base_url
         self.api_key_env = api_key_env
         self.cache = cache
-        self.max_tokens = max_tokens
+        self.limits: dict[str, int] = {"max_tokens": max_tokens, "temperature": 0}
         self.concurrency = concurrency
         self.max_failed = max_failed
         self.timeout = timeout
         self.max_attempts = max_attempts
         self.backoff = wait_random_exponential(multiplier=pause, max=LONGEST_PAUSE)
-        self.input_tokens = self.output_tokens = 0
+        self.pace = Pace(requests_per_minute)
+        self.used: dict[str, Entry] = {}
+        self.games = self.failed = self.requests = 0
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(entry.input_tokens for entry in self.used.values())
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(entry.output_tokens for entry in self.used.values())
 
     def judge(self, matches: Sequence[Match]) -> list[Game]:
-        """Raises ValueError when the endpoint refuses the judge, or more than `max_failed` of the games fail."""
+        """Raises ValueError when the endpoint refuses the judge, or more than `max_failed` of all games so far fail."""
         keys = [self._key(match) for match in matches]
         known = read_cache(self.cache)
         missing = {key: match for key, match in zip(keys, matches, strict=True) if key not in known}
         print(f"judge {self.name}: {len(matches)} games, {len(missing)} to ask", flush=True)
-        games = {key: entry.game for key, entry in known.items()}
+        self.games += len(keys)
         if missing:
-            games |= asyncio.run(self._ask_all(missing, keys))
-        entries = read_cache(self.cache)
-        used = [entries[key] for key in set(keys) if key in entries]
-        self.input_tokens = sum(entry.input_tokens for entry in used)
-        self.output_tokens = sum(entry.output_tokens for entry in used)
-        return [games[key] for key in keys]
+            known |= asyncio.run(self._ask_all(missing, keys))
+        self.used |= {key: known[key] for key in keys}
+        return [known[key].game for key in keys]
 
     def _key(self, match: Match) -> str:
         return digest([list(match.question.messages), match.answer_a, match.answer_b, self.model, PROMPT_VERSION])
 
-    async def _ask_all(self, missing: dict[str, Match], keys: Sequence[str]) -> dict[str, Game]:
+    async def _ask_all(self, missing: dict[str, Match], keys: Sequence[str]) -> dict[str, Entry]:
         """The games of all missing matches. Verdicts go to the cache as they come."""
         # A server without keys takes any; one with keys answers 401, and the error names the variable.
         client = AsyncOpenAI(base_url=self.base_url, api_key=os.environ.get(self.api_key_env) or "none", max_retries=0)
         waiting = iter(missing.items())  # one queue for all workers
-        games: dict[str, Game] = {}
-        failed = 0
+        entries: dict[str, Entry] = {}
         self.cache.parent.mkdir(parents=True, exist_ok=True)
         with self.cache.open("a", encoding="utf-8") as file:
             if file.tell() and not self.cache.read_bytes().endswith(b"\n"):
                 file.write("\n")  # the last line was cut by a kill: it must not swallow the next one
 
             async def worker() -> None:
-                nonlocal failed
                 for key, match in waiting:
                     entry = await self._game(client, key, match)
-                    games[key] = entry.game
-                    if len(games) % PROGRESS == 0:
-                        print(f"judge {self.name}: {len(games)} of {len(missing)} asked", flush=True)
+                    entries[key] = entry
+                    if len(entries) % PROGRESS == 0:
+                        print(f"judge {self.name}: {len(entries)} of {len(missing)} asked", flush=True)
                     if entry.game.score is not None:
                         file.write(entry.model_dump_json() + "\n")
                         file.flush()
                         continue
-                    failed += keys.count(key)
-                    if failed > self.max_failed * len(keys):
+                    self.failed += keys.count(key)
+                    if self.failed > self.max_failed * self.games:
+                        last = entry.game.judgment["answer"][-200:].strip()
                         raise ValueError(
-                            f"judge {self.name}: {failed} of {len(keys)} games have no verdict, more than max_failed={self.max_failed:g} "
-                            f"allows (the last: {entry.game.judgment['answer'][-200:].strip()!r}): look at the endpoint, then run again; "
+                            f"judge {self.name}: {self.failed} of {self.games} games have no verdict, more than "
+                            f"max_failed={self.max_failed:g} allows (the last: {last!r}): look at the endpoint, then run again; "
                             f"the verdicts so far are kept"
                         )
 
@@ -138,7 +164,7 @@ class OpenAIJudge:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await client.close()
-        return games
+        return entries
 
     async def _game(self, client: AsyncOpenAI, key: str, match: Match) -> Entry:
         prompt = judge_prompt(match)
@@ -175,11 +201,16 @@ class OpenAIJudge:
             raise
 
     async def _once(self, client: AsyncOpenAI, messages: Any) -> Reply:
+        await self.pace.turn()
+        self.requests += 1
+        limits: dict[str, Any] = self.limits
         try:
             async with asyncio.timeout(self.timeout):  # the client's own timeout starts anew with every byte
-                completion = await client.chat.completions.create(
-                    model=self.model, messages=messages, temperature=0, max_tokens=self.max_tokens, timeout=self.timeout
-                )
+                completion = await client.chat.completions.create(model=self.model, messages=messages, timeout=self.timeout, **limits)
+        except APIStatusError as error:
+            if error.status_code not in WRONG_REQUEST or not self._adapt(limits, str(error)):
+                raise
+            return await self._once(client, messages)
         except ValueError:
             raise Unreadable("the reply is no JSON") from None
         try:
@@ -187,6 +218,19 @@ class OpenAIJudge:
             return Reply(text=text, input_tokens=usage.prompt_tokens if usage else 0, output_tokens=usage.completion_tokens if usage else 0)
         except (AttributeError, IndexError, TypeError, ValidationError):
             raise Unreadable("the reply is no chat completion") from None
+
+    def _adapt(self, sent: dict[str, int], complaint: str) -> bool:
+        """Changes the limits when the endpoint's complaint names one that it was sent; True when it makes sense to ask again."""
+        if self.limits is not sent:
+            return True  # another request has met the same complaint
+        if "max_tokens" in sent and "max_tokens" in complaint:
+            self.limits = {"max_completion_tokens" if name == "max_tokens" else name: value for name, value in sent.items()}
+        elif "temperature" in sent and "temperature" in complaint:
+            self.limits = {name: value for name, value in sent.items() if name != "temperature"}
+        else:
+            return False
+        print(f"judge {self.name}: the endpoint refused a parameter, it is now asked with {', '.join(self.limits)}", flush=True)
+        return True
 
     def _pause(self, state: RetryCallState) -> float:
         """Seconds until the next attempt: what the endpoint asks for, else growing at random."""

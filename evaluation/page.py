@@ -12,17 +12,19 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
 from pydantic import ValidationError
 
-from evaluation.curves import Run, rounds_chart, stage_chart, win_rate_chart
+from evaluation.curves import Run, calibration_chart, rounds_chart, stage_chart, win_rate_chart
 from evaluation.dag import HEIGHT, WIDTH, draw
+from evaluation.reward_eval import REWARD_MODELS, RewardReports
 from evaluation.summary import Evaluated, Evidence, StageView, as_json, read, read_evaluation, summary_of, trend
 from rlhf_core.stage import LOG, write_text
-from rlhf_core.types import Judgment, WinRate
+from rlhf_core.types import Judging, Judgment, WinRate
 
 MAX_TEXT = 1500  # characters of a prompt or an answer
 EXAMPLES = {"won": 5, "lost": 3, "tied": 3}
@@ -30,7 +32,7 @@ LOG_LINES = 25
 
 
 class Example(NamedTuple):
-    """One battle. `verdict` is the judge's text of the first game, where A is the baseline."""
+    """One battle. `verdict` is the judge's text of the first game, where A is the baseline, `swapped` that of the second."""
 
     uid: str
     category: str
@@ -39,6 +41,7 @@ class Example(NamedTuple):
     after: str
     outcome: str
     verdict: str
+    swapped: str
 
 
 class Group(NamedTuple):
@@ -61,10 +64,20 @@ class Row(NamedTuple):
 
     model: str
     rate: WinRate | None
+    parent: WinRate | None
     opinions: list[WinRate]
     right: float | None
     mean_tokens: float | None
     truncated: float | None
+
+
+class JudgeRow(NamedTuple):
+    """A judge: what it was asked, how steady it is, how often it names the deciding judge's winner (None for that judge itself)."""
+
+    name: str
+    use: Judging | None
+    swap_consistency: float
+    agreement: float | None
 
 
 class Chart(NamedTuple):
@@ -91,6 +104,8 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
     evaluated = read_evaluation(stages)
     chains = _rounds(stages)
     agreement = [f"{judge} in {percent(share)}" for judge, share in evaluated.report.agreement.items()] if evaluated else []
+    reward_models = _reward_models(evaluated)
+    calibrations = {m.model: [(b.confidence, b.accuracy, b.pairs) for b in m.calibration] for m in reward_models.models}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -98,7 +113,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(percent=percent, duration=duration, number=number, interval=interval)
+    environment.filters.update(percent=percent, duration=duration, number=number, interval=interval, controlled=controlled)
     page = environment.get_template("page.html.j2").render(
         recipe=recipe_name,
         stages=stages,
@@ -110,11 +125,14 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         by_name={stage.view.name: stage for stage in stages},
         total_seconds=sum(stage.result.seconds for stage in stages if stage.result),
         troubles=[(stage, _log_tail(stage)) for stage in stages if stage.view.status == "failed"],
-        win_rates=Markup(win_rate_chart(list(evaluated.decided.values()), evaluated.final)) if evaluated else None,
+        win_rates=_win_rates(evaluated) if evaluated else None,
         agreement="; ".join(agreement),
         rounds=_rounds_svg(chains, evaluated, stages),
         rows=_rows(evaluated) if evaluated else [],
         categories=sorted({category for rate in evaluated.decided.values() for category in rate.by_category}) if evaluated else [],
+        judges=_judges(evaluated) if evaluated else [],
+        reward_models=reward_models,
+        calibration=Markup(calibration_chart(calibrations)) if calibrations else None,
         groups=_examples(evaluated) if evaluated else [],
         charts=_charts(stages, chains),
         data=_data(stages),
@@ -146,6 +164,13 @@ def verdict(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
 def percent(value: float | None, digits: int = 0) -> str:
     """A share in [0, 1] as a percentage."""
     return "–" if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f} %"
+
+
+def controlled(rate: WinRate, digits: int = 0) -> str:
+    """The length-controlled win rate with its 95 % interval."""
+    if rate.length_controlled is None or rate.lc_low is None or rate.lc_high is None:
+        return "–"
+    return f"{percent(rate.length_controlled, digits)} ({100 * rate.lc_low:.{digits}f}–{100 * rate.lc_high:.{digits}f})"
 
 
 def interval(rate: WinRate, digits: int = 0) -> str:
@@ -236,10 +261,43 @@ def _rows(evaluated: Evaluated) -> list[Row]:
 
     def row(model: str, rate: WinRate | None) -> Row:
         opinions = [other for other in evaluated.opinions if other.model == model]
-        return Row(model, rate, opinions, report.right.get(model), report.mean_tokens.get(model), report.truncated.get(model))
+        return Row(
+            model,
+            rate,
+            evaluated.against_parent.get(model),
+            opinions,
+            report.right.get(model),
+            report.mean_tokens.get(model),
+            report.truncated.get(model),
+        )
 
     models = [row(model, rate) for model, rate in evaluated.decided.items()]
     return models if report.baseline in evaluated.decided else [row(report.baseline, None), *models]
+
+
+def _win_rates(evaluated: Evaluated) -> Markup:
+    return Markup(win_rate_chart(list(evaluated.decided.values()), evaluated.final, evaluated.against_parent))
+
+
+def _judges(evaluated: Evaluated) -> list[JudgeRow]:
+    """The judge that decides first."""
+    return [
+        JudgeRow(
+            report.judge,
+            report.judging,
+            fmean(rate.swap_consistency for rate in report.win_rates) if report.win_rates else 0.0,
+            evaluated.report.agreement.get(report.judge),
+        )
+        for report in (evaluated.report, *evaluated.others)
+    ]
+
+
+def _reward_models(evaluated: Evaluated | None) -> RewardReports:
+    """Empty when none were evaluated."""
+    try:
+        return RewardReports.model_validate_json((evaluated.folder / REWARD_MODELS).read_text()) if evaluated else RewardReports.empty()
+    except (OSError, ValidationError):
+        return RewardReports.empty()
 
 
 def _examples(evaluated: Evaluated) -> list[Group]:
@@ -268,6 +326,7 @@ def _examples(evaluated: Evaluated) -> list[Group]:
                 after=_cut(after[battle.uid][1]),
                 outcome=outcome,
                 verdict=_cut(battle.games[0].judgment.get("answer", "")),
+                swapped=_cut(battle.games[1].judgment.get("answer", "")),
             )
             for battle in _by_turns(played, EXAMPLES[outcome])
         ]

@@ -1,17 +1,23 @@
 """The evaluation stage: every model answers, every judge decides against the baseline, the scores become a report.
 
 `report/eval.json` is the report of the first judge, `report/second_opinions.json` the list of the others' (same record);
-`report/answers/<model>.jsonl` and `report/judgments/<judge>.jsonl` are in Arena-Hard's formats.
+`report/answers/<model>.jsonl` and `report/judgments/<judge>.jsonl` are in Arena-Hard's formats. `report/reward_models.json` is there
+when reward models were evaluated on pairs.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from evaluation import reward_eval
 from evaluation.answers import (
     Engine,
     ModelAnswer,
@@ -23,21 +29,26 @@ from evaluation.answers import (
     stored_dtype,
     write_answers,
 )
+from evaluation.arena_files import judgment_lines, token_counter
 from evaluation.judge import Judge, RewardJudge, RuleJudge, battles
 from evaluation.openai_judge import OpenAIJudge
 from evaluation.questions import Question, load_questions
-from evaluation.scoring import agreement, win_rate
+from evaluation.reports import judging_metrics, make_reports, report_metrics
+from evaluation.sequential import battles_in_turns
+from evaluation.style import Style, markdown, style_of
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.stage import Outcome, RunDir, StageRequest, write_text
+from rlhf_core.data.documents import Document
+from rlhf_core.data.sources import Located, load_rows, preference_of
+from rlhf_core.stage import Outcome, RunDir, StageRequest, digest, write_text
 from rlhf_core.tracking import Tracker
-from rlhf_core.types import EvalReport, Judgment
+from rlhf_core.types import Judging, Judgment
 
 if TYPE_CHECKING:
+    from rlhf_core.models.scoring import RewardScorer
     from rlhf_core.rollout.engine import Sampler
 
 REPORT, CACHE = "report", "judge_cache"
-Answers = Mapping[str, Sequence[ModelAnswer]]
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
@@ -52,30 +63,69 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
     answers = answer_all(request, config, run, questions)
     judgments: dict[str, list[Judgment]] = {}
+    use: dict[str, Judging] = {}
     metrics: dict[str, float] = {"questions": float(len(questions))}
     texts = {model: [answer.text for answer in given] for model, given in answers.items()}
     for name, judge_config in judge_names(config.judges).items():
         judge = make_judge(name, judge_config, request, config, run)
-        judgments[name] = battles(judge, questions, texts, config.baseline)
+        if isinstance(judge_config, configs.OpenAIJudge) and judge_config.interval_width is not None:
+            width, step = judge_config.interval_width, judge_config.sequential_questions
+            judgments[name] = battles_in_turns(judge, questions, texts, sides(config), width, step, request.seed)
+        else:
+            judgments[name] = battles(judge, questions, texts, sides(config))
         path = run / REPORT / "judgments" / f"{file_name(name)}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, "".join(judgment.model_dump_json() + "\n" for judgment in judgments[name]))
-        if isinstance(judge, OpenAIJudge):
-            metrics |= {f"judge_input_tokens/{name}": judge.input_tokens, f"judge_output_tokens/{name}": judge.output_tokens}
+        write_text(path, judgment_lines(judgments[name]))
+        use[name] = judging(judgments[name], judge, judge_config)
 
-    right = {model: fmean(map(rule.right, questions, given)) for model, given in texts.items()} if rule else {}
-    reports = make_reports(config, judgments, answers, right, request.seed)
+    styles = {(model, a.uid): _style(a) for model, given in answers.items() for a in given}
+    about = {
+        "right": {model: fmean(map(rule.right, questions, given)) for model, given in texts.items()} if rule else {},
+        "mean_tokens": {model: fmean(answer.tokens for answer in given) for model, given in answers.items()},
+        "truncated": {model: fmean(answer.answer_truncated for answer in given) for model, given in answers.items()},
+    }
+    reports = make_reports(judgments, config.baseline, styles, about, use, config.bootstrap_rounds, request.seed)
+    if config.reward_evaluation:
+        reward_models = evaluate_reward_models(request, config, config.reward_evaluation)
+        write_text(run / REPORT / reward_eval.REWARD_MODELS, reward_models.model_dump_json(indent=2))
+        metrics |= reward_eval.metrics(reward_models)
     write_text(run / REPORT / "second_opinions.json", json.dumps([r.model_dump(mode="json") for r in reports[1:]], indent=2))
     write_text(run / REPORT / "eval.json", reports[0].model_dump_json(indent=2))
     metrics |= report_metrics(reports[0])
+    for report in reports:
+        metrics |= judging_metrics(report)
     metrics |= {f"prompt_truncated/{model}": fmean(a.prompt_truncated for a in given) for model, given in answers.items()}
     tracker = Tracker(run, total_steps=1)
     tracker.log(1, metrics)
     tracker.close()
-    for rate in reports[0].win_rates:
+    for rate in (*reports[0].win_rates, *reports[0].against_parent):
         bounds = f"[{rate.ci_low:.3f}, {rate.ci_high:.3f}]"
         print(f"{rate.model} against {rate.baseline}: {rate.win_rate:.3f} {bounds} by {rate.judge}", flush=True)
     return Outcome(metrics, {"report": REPORT})
+
+
+def sides(config: configs.Evaluation) -> list[tuple[str, str]]:
+    """Who plays whom: every model against the baseline, then every model against its parent where that is another one."""
+    parents = {model: parent for model, parent in (config.parents or {}).items() if parent not in (config.baseline, model)}
+    models = [model for model in dict.fromkeys(config.models) if model != config.baseline]
+    return [(model, config.baseline) for model in models] + [(model, parents[model]) for model in models if model in parents]
+
+
+def judging(judged: Sequence[Judgment], judge: Judge, config: configs.Judge) -> Judging:
+    """What a judge was asked, and what it cost."""
+    games = [game for judgment in judged for game in judgment.games]
+    found = Judging(
+        questions=len({judgment.uid for judgment in judged}),
+        games=sum(game.score is not None for game in games),
+        failed=sum(game.score is None for game in games),
+    )
+    if not isinstance(judge, OpenAIJudge) or not isinstance(config, configs.OpenAIJudge):
+        return found
+    cost = None
+    if config.input_price is not None and config.output_price is not None:
+        cost = (judge.input_tokens * config.input_price + judge.output_tokens * config.output_price) / 1e6
+    tokens = {"requests": judge.requests, "input_tokens": judge.input_tokens, "output_tokens": judge.output_tokens}
+    return found.model_copy(update={**tokens, "cost": cost})
 
 
 def answer_all(
@@ -99,10 +149,11 @@ def answer_all(
             trust_remote_code=trust,
         )
 
+    count = token_counter(config.style_tokenizer) if config.style_tokenizer else None
     engine = Engine(open_sampler)
     answers: dict[str, list[ModelAnswer]] = {}
     try:
-        for model in dict.fromkeys((config.baseline, *config.models)):
+        for model in dict.fromkeys((config.baseline, *config.models, *(config.parents or {}).values())):
             file = run / REPORT / "answers" / f"{file_name(model)}.jsonl"
             found = read_answers(file, questions)
             if found is None:
@@ -117,6 +168,8 @@ def answer_all(
                     prompt_max_len=config.prompt_max_len,
                     generate_max_len=config.generate_max_len,
                 )
+                if count is not None:
+                    found = [replace(answer, tokens=count(answer.text)) for answer in found]
                 write_answers(file, model, questions, found)
                 print(f"{model}: {len(found)} answers in {time.monotonic() - start:.1f} s", flush=True)
             answers[model] = found
@@ -140,58 +193,63 @@ def make_judge(name: str, judge: configs.Judge, request: StageRequest, config: c
     if isinstance(judge, configs.RuleJudge):
         return RuleJudge(name, judge.answer_key)
     if isinstance(judge, configs.RewardJudge):
-        from rlhf_core.models.scoring import RewardScorer  # loads the reward model onto the device only when it judges
-
-        path = request.inputs[judge.reward]
-        reward_config = model_config(path, config.prompt_max_len + config.generate_max_len, request.trust_remote_code)
-        scorer = RewardScorer(path, stored_dtype(reward_config), config.micro_rollout_batch_size, request.trust_remote_code)
-        renderer = Renderer(load_tokenizer(path, request.trust_remote_code), config.template)
+        scorer, renderer = load_reward_model(judge.reward, request, config, config.template)
         return RewardJudge(name, scorer.score, renderer, judge.tie, config.prompt_max_len, config.generate_max_len)
+    cache = run / CACHE / f"{file_name(name)}.jsonl"
+    if judge.verdict_cache is not None:  # of this model at this endpoint, whatever a recipe calls it
+        cache = Path(judge.verdict_cache).expanduser() / f"{file_name(judge.model)}-{digest(judge.base_url)[:8]}.jsonl"
     return OpenAIJudge(
         name,
         judge.model,
         judge.base_url,
         judge.api_key_env,
-        run / CACHE / f"{file_name(name)}.jsonl",
+        cache,
         max_tokens=judge.max_tokens,
         concurrency=judge.concurrency,
         max_failed=judge.max_failed,
         timeout=judge.timeout,
         max_attempts=judge.max_attempts,
+        requests_per_minute=judge.requests_per_minute,
     )
 
 
-def make_reports(
-    config: configs.Evaluation, judgments: Mapping[str, Sequence[Judgment]], answers: Answers, right: dict[str, float], seed: int
-) -> list[EvalReport]:
-    """One report per judge, in the config's order."""
-    reports = []
-    for name, ours in judgments.items():
-        models = dict.fromkeys(judgment.model for judgment in ours)
-        agreements = {other: agreement(ours, theirs) for other, theirs in judgments.items() if other != name}
-        reports.append(
-            EvalReport(
-                baseline=config.baseline,
-                judge=name,
-                win_rates=tuple(win_rate([j for j in ours if j.model == model], config.bootstrap_rounds, seed) for model in models),
-                right=right,
-                mean_tokens={model: fmean(answer.tokens for answer in given) for model, given in answers.items()},
-                truncated={model: fmean(answer.answer_truncated for answer in given) for model, given in answers.items()},
-                agreement={other: share for other, share in agreements.items() if share is not None},
-            )
-        )
-    return reports
+def load_reward_model(name: str, request: StageRequest, config: configs.Evaluation, template: str) -> tuple[RewardScorer, Renderer]:
+    """A reward model on the device, and the renderer of its texts."""
+    from rlhf_core.models.scoring import RewardScorer  # only when there is something to score
+
+    path = request.inputs[name]
+    reward_config = model_config(path, config.prompt_max_len + config.generate_max_len, request.trust_remote_code)
+    scorer = RewardScorer(path, stored_dtype(reward_config), config.micro_rollout_batch_size, request.trust_remote_code)
+    return scorer, Renderer(load_tokenizer(path, request.trust_remote_code), template)
 
 
-def report_metrics(report: EvalReport) -> dict[str, float]:
-    """`win_rate/<model>`, `right/<model>`, ... of the deciding judge; `judge_agreement` is the mean over the other judges."""
-    metrics: dict[str, float] = {}
-    for rate in report.win_rates:
-        metrics |= {f"win_rate/{rate.model}": rate.win_rate, f"ci_low/{rate.model}": rate.ci_low, f"ci_high/{rate.model}": rate.ci_high}
-        metrics |= {f"swap_consistency/{rate.model}": rate.swap_consistency, f"failed_games/{rate.model}": float(rate.num_failed)}
-    for name, values in (("right", report.right), ("length", report.mean_tokens), ("truncated", report.truncated)):
-        metrics |= {f"{name}/{model}": value for model, value in values.items()}
-    metrics |= {f"judge_agreement/{judge}": share for judge, share in report.agreement.items()}
-    if report.agreement:
-        metrics["judge_agreement"] = fmean(report.agreement.values())
-    return metrics
+def evaluate_reward_models(
+    request: StageRequest, config: configs.Evaluation, wanted: configs.RewardEvaluation
+) -> reward_eval.RewardReports:
+    """Every reward model on the held-out pairs. Texts are cut as for a reward judge; all models score the same pairs."""
+    rows = load_rows(wanted.data, request.seed)
+    found = [(row, preference_of(Located(f"reward_evaluation.data, row {number}", row))) for number, row in enumerate(rows, 1)]
+    found = [(row, pair) for row, pair in found if pair.chosen != pair.rejected]
+    if not found:
+        raise ValueError("reward_evaluation.data: chosen and rejected are the same in every row: give pairs that differ")
+    differences, pairs = {}, None
+    for name in dict.fromkeys(wanted.models):
+        scorer, renderer = load_reward_model(name, request, config, wanted.data.template)
+        documents: list[Document] = []
+        for _, pair in found:
+            prompt, _ = renderer.prompt_within(pair.prompt, config.prompt_max_len)
+            whole = [renderer.answer_tokens(prompt, text) for text in (pair.chosen, pair.rejected)]
+            documents += [document.cut(len(prompt) + config.generate_max_len) for document in whole]
+        scores = np.array(scorer.score(documents)).reshape(-1, 2)
+        differences[name] = scores[:, 0] - scores[:, 1]
+        if pairs is None:  # lengths by the first model's tokenizer
+            tokens = np.array([sum(document.mask) for document in documents]).reshape(-1, 2)
+            prompts = [digest(list(pair.prompt)) for _, pair in found]
+            subsets = [str(row.get(wanted.subset_key) or "all") for row, _ in found]
+            pairs = reward_eval.Pairs(prompts, subsets, tokens[:, 0], tokens[:, 1])
+    assert pairs is not None
+    return reward_eval.evaluate(pairs, differences, wanted.bins, config.bootstrap_rounds, request.seed)
+
+
+def _style(answer: ModelAnswer) -> Style:
+    return style_of({"token_len": answer.tokens, **markdown(answer.text)})

@@ -2,7 +2,7 @@
 
 Per game a model scores 0, 0.5 or 1; a question's score is the mean of its games, the win rate the mean over questions.
 Intervals resample *questions* (both games together): resampling games as if they were independent, as arena-hard-auto does
-with its rows, understates the standard deviation by about a third. Style control and Bradley-Terry scores are not here.
+with its rows, understates the standard deviation by about a third. Style control and Bradley-Terry scores are in `arena_hard`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Clusters(NamedTuple):
 
 def plain_clusters(judgments: Sequence[Judgment]) -> Clusters:
     """Each battle weighs 1 and scores the mean of its games; battles without any verdict are left out."""
-    return _clusters([(j.uid, j.score, 1.0) for j in judgments if j.score is not None])
+    return clusters_of([(j.uid, j.score, 1.0) for j in judgments if j.score is not None])
 
 
 def arena_clusters(judgments: Sequence[Judgment]) -> Clusters:
     """Each game is a row, a strong one three rows (arena-hard-auto, `show_result.py`)."""
-    return _clusters(
+    return clusters_of(
         [
             (judgment.uid, score, STRONG_ROWS if game.score in ("A>>B", "B>>A") else 1.0)
             for judgment in judgments
@@ -49,7 +49,8 @@ def arena_clusters(judgments: Sequence[Judgment]) -> Clusters:
     )
 
 
-def _clusters(rows: Sequence[tuple[str, float, float]]) -> Clusters:
+def clusters_of(rows: Sequence[tuple[str, float, float]]) -> Clusters:
+    """Clusters of (name of the cluster, score, weight). ValueError when there is none."""
     if not rows:
         raise ValueError("no game has a verdict, so there is no score: look at the judgments for the reason")
     uids, index = np.unique([uid for uid, _, _ in rows], return_inverse=True)
@@ -59,8 +60,8 @@ def _clusters(rows: Sequence[tuple[str, float, float]]) -> Clusters:
     return Clusters(total, count)
 
 
-def interval(clusters: Clusters, rounds: int, seed: int) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of `clusters.score` (Efron & Tibshirani 1993, ch. 13), questions drawn with replacement."""
+def interval(clusters: Clusters, rounds: int, seed: int, level: float = 0.95) -> tuple[float, float]:
+    """Percentile bootstrap interval of `clusters.score` (Efron & Tibshirani 1993, ch. 13), questions drawn with replacement."""
     count = len(clusters.total)
     generator = np.random.default_rng(seed)
     scores: list[Floats] = []
@@ -68,7 +69,7 @@ def interval(clusters: Clusters, rounds: int, seed: int) -> tuple[float, float]:
     for start in range(0, rounds, step):
         drawn = generator.integers(count, size=(min(step, rounds - start), count))  # (rounds, Q)
         scores.append(clusters.total[drawn].sum(1) / clusters.weight[drawn].sum(1))
-    low, high = np.percentile(np.concatenate(scores), [2.5, 97.5])
+    low, high = np.quantile(np.concatenate(scores), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
@@ -108,9 +109,9 @@ def by_category(judgments: Sequence[Judgment]) -> dict[str, float]:
 
 
 def agreement(ours: Sequence[Judgment], theirs: Sequence[Judgment]) -> float | None:
-    """Share of battles (same question, same model) in which two judges name the same winner; None without a common battle."""
-    others = {(j.uid, j.model): j.score for j in theirs}
-    pairs = [(j.score, others.get((j.uid, j.model))) for j in ours]
+    """Share of battles (same question, same two models) in which two judges name the same winner; None without a common battle."""
+    others = {(j.uid, j.model, j.baseline): j.score for j in theirs}
+    pairs = [(j.score, others.get((j.uid, j.model, j.baseline))) for j in ours]
     same = [_winner(ours_) == _winner(theirs_) for ours_, theirs_ in pairs if ours_ is not None and theirs_ is not None]
     return sum(same) / len(same) if same else None
 

@@ -65,13 +65,24 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A finished evaluation: its stage, its report, the win rates by the other judges, and the model it calls final (the config's last)."""
+    """A finished evaluation: its stage, the report of the judge that decides, those of the `others`, and the model it calls final (the
+    config's last)."""
 
     stage: Evidence
     report: EvalReport
-    opinions: tuple[WinRate, ...]
+    others: tuple[EvalReport, ...]
     final: str
     folder: Path
+
+    @property
+    def opinions(self) -> tuple[WinRate, ...]:
+        """Win rates by the other judges."""
+        return tuple(rate for other in self.others for rate in other.win_rates)
+
+    @property
+    def against_parent(self) -> dict[str, WinRate]:
+        """Win rates of models against the model each was trained from, where that is not the baseline."""
+        return {rate.model: rate for rate in self.report.against_parent}
 
     @property
     def decided(self) -> dict[str, WinRate]:
@@ -99,11 +110,11 @@ def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
             report = EvalReport.model_validate_json((folder / "eval.json").read_text())
         except (OSError, ValidationError):
             continue
-        opinions = tuple(rate for other in _opinions(folder / "second_opinions.json") for rate in other.win_rates)
+        others = tuple(_opinions(folder / "second_opinions.json"))
         models = [rate.model for rate in report.win_rates if rate.judge == report.judge]
         asked = stage.request.config.models[-1] if stage.request and stage.request.config.stage == "evaluation" else None
         if models:
-            return Evaluated(stage, report, opinions, asked if asked in models else models[-1], folder)
+            return Evaluated(stage, report, others, asked if asked in models else models[-1], folder)
     return None
 
 
@@ -136,7 +147,10 @@ def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
         "evaluation": None,
     }
     if evaluated:
-        models = {model: _score(rate) for model, rate in evaluated.decided.items()}
+        models: dict[str, dict[str, Any]] = {model: _score(rate) for model, rate in evaluated.decided.items()}
+        for model, rate in evaluated.against_parent.items():
+            if model in models:
+                models[model]["against_parent"] = {"parent": rate.baseline, **_score(rate)}
         summary["evaluation"] = {"model": evaluated.final, **models[evaluated.final], "models": models}
         places = evaluated.stage.request.inputs if evaluated.stage.request else {}
         for record, stage in zip(summary["stages"], stages, strict=True):
@@ -187,8 +201,10 @@ def _opinions(file: Path) -> list[EvalReport]:
         return []
 
 
-def _score(rate: WinRate) -> dict[str, float | int]:
-    return {"win_rate": rate.win_rate, "ci_low": rate.ci_low, "ci_high": rate.ci_high, "num_questions": rate.num_questions}
+def _score(rate: WinRate) -> dict[str, Any]:
+    score = {"win_rate": rate.win_rate, "ci_low": rate.ci_low, "ci_high": rate.ci_high, "num_questions": rate.num_questions}
+    controlled = {"length_controlled": rate.length_controlled, "lc_low": rate.lc_low, "lc_high": rate.lc_high}
+    return score | {name: value for name, value in controlled.items() if value is not None}
 
 
 def _finite(value: Any) -> Any:

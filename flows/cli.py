@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cyclopts import App, CycloptsError
 from rich.console import Console
@@ -24,6 +24,7 @@ from rlhf_core.check import MachineLacks, check_inputs, check_machine, require_h
 from rlhf_core.launch import ENVIRONMENT, WRONG_INPUT, StageFailed, raised_by_us
 from rlhf_core.plan import Plan, plan
 from rlhf_core.recipe import load_recipe
+from rlhf_core.stage import write_text
 
 OK, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
 
@@ -162,6 +163,57 @@ def serve_reward(checkpoint: str, *, port: int = 8000, host: str = "127.0.0.1", 
     console.print(f"serving {checkpoint} on http://{host}:{server.server_address[1]}", markup=False)
     with server:
         server.serve_forever()
+    return OK
+
+
+@app.command
+def leaderboard(
+    folder: Path,
+    *,
+    answers: Path | None = None,
+    control: tuple[Literal["length", "markdown"], ...] = ("length", "markdown"),
+    category: tuple[str, ...] = (),
+    reference: bool = False,
+    tokenizer: str | None = None,
+    rounds: int = 1000,
+    seed: int = 0,
+    max_failed: float = 0.02,
+    json: Path | None = None,
+) -> int:
+    """Score a folder of judgments, ours or published ones of Arena-Hard. Asks no model.
+
+    Parameters
+    ----------
+    folder: a benchmark with model_judgment/ and model_answer/, an evaluation's run directory or report, or any folder of judgments.
+    answers: folder of the answers, for style control; default: beside the judgments.
+    control: styles to control for.
+    category: only these categories.
+    reference: also show arena-hard-auto's own statistics (its bootstraps, seeded).
+    tokenizer: counts the length of answers whose file does not say it: gpt-4o (tiktoken, a download) or a model's folder or Hub id.
+    rounds: bootstrap resamples of the questions.
+    seed: seed of the bootstraps.
+    max_failed: share of games without a verdict above which there is no score.
+    json: file to write the boards to.
+    """
+    from evaluation.arena_files import folders, read_judgments, read_styles, token_counter
+    from evaluation.leaderboard import as_json, boards
+    from flows.show import show_board
+
+    places = folders(folder)
+    judgments = [judgment for judgment in read_judgments(places.judgments) if not category or judgment.category in category]
+    if not judgments:
+        raise ValueError(f"{places.judgments}: there are no judgments of the categories {', '.join(category)}: correct --category")
+    place = answers or places.answers
+    styles = read_styles(place, token_counter(tokenizer) if tokenizer else None) if place and control else None
+    found = boards(judgments, styles, control, "ours", rounds, seed, max_failed)
+    if reference:
+        found += boards(judgments, styles, control, "reference", rounds, seed, max_failed)
+    for board in found:
+        show_board(console, board)
+    if styles is None and control:
+        console.print("no style control: there are no answers beside the judgments (--answers FOLDER)", markup=False)
+    if json:
+        write_text(json, as_json(found))
     return OK
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -17,6 +17,10 @@ from rlhf_core.config import STAGE_KINDS, Recipe
 from rlhf_core.plan import Plan
 from rlhf_core.recipe import config_class, models_in
 from rlhf_core.stage import RunDir
+
+if TYPE_CHECKING:  # draws in scipy, which a plan does without
+    from evaluation.arena_hard import Estimate
+    from evaluation.leaderboard import Board
 
 COLOURS = {"skip": "green", "resume": "yellow", "run": "cyan", "done": "green", "failed": "red", "not run": "dim"}
 
@@ -46,6 +50,30 @@ def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
         table.add_row(node.name, f"[{COLOURS.get(status, 'green')}]{status}[/]", seconds, ", ".join(shown))
     console.print(table)
     console.print(f"report: {plan.folder / 'report.html'}")
+
+
+def show_board(console: Console, board: Board) -> None:
+    """A leaderboard in percent, best model first, and what style was worth to the judge."""
+    how = "95 % by question-clustered bootstrap" if board.method == "ours" else "arena-hard-auto's statistics"
+    title = f"{board.category}, against {board.baseline}, judge {board.judge} ({how})"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("model", "score", "interval", "style-controlled", "interval", "questions", "failed", "same swapped", "tokens"):
+        table.add_column(column, overflow="fold", no_wrap=column == "model", justify="left" if column == "model" else "right")
+    for row in board.standings:
+        cells = [text for estimate in (row.score, row.controlled) for text in _estimate(estimate)]
+        tokens = "" if row.tokens is None else f"{row.tokens:.0f}"
+        table.add_row(row.model, *cells, str(row.questions), str(row.failed), f"{100 * row.swap_consistency:.0f} %", tokens)
+    console.print(table, markup=False)
+    if board.effects:
+        told = [f"{name} {e.value:+.2f} ({e.low:+.2f} to {e.high:+.2f})" for name, e in board.effects.items()]
+        console.print(f"style effects, log-odds of a typical difference: {', '.join(told)}", markup=False)
+    console.print()
+
+
+def _estimate(estimate: Estimate | None) -> tuple[str, str]:
+    if estimate is None:
+        return "", ""
+    return f"{100 * estimate.value:.1f}", f"{100 * estimate.low:.1f} - {100 * estimate.high:.1f}"
 
 
 def config_docs() -> str:

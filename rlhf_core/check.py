@@ -145,6 +145,9 @@ def _texts(config: StageConfig) -> Iterator[Text]:
     if isinstance(config, Evaluation):
         # An evaluation reads columns of its own: _question_problems looks at those.
         yield Text("questions", _questions(config), None, "prompt_max_len", config.prompt_max_len)
+        if config.reward_evaluation:
+            pairs = config.reward_evaluation.data
+            yield Text("reward_evaluation.data", pairs, "preference", "prompt_max_len", config.prompt_max_len)
     elif isinstance(config, PPO | Preferences):
         yield Text("prompts", config.prompts, "prompt", "prompt_max_len", config.prompt_max_len)
     elif isinstance(config, Trainable):

@@ -376,9 +376,28 @@ class OpenAIJudge(Frozen):
     timeout: Rate = Field(300.0, description="seconds one request may take")
     max_attempts: Positive = Field(6, description="attempts per request when the endpoint is busy, down or slow")
     max_failed: Share = Field(0.02, description="share of failed or unparsed games above which the report fails")
+    requests_per_minute: Positive | None = Field(None, description="requests are spaced so that no more are sent; default: no limit")
+    input_price: float | None = Field(None, ge=0, description="US dollars per million input tokens, for the cost in the report")
+    output_price: float | None = Field(None, ge=0, description="US dollars per million output tokens")
+    interval_width: float | None = Field(
+        None, gt=0, lt=1, description="stop asking about a model when its 95 % interval is this narrow (0.1: +- 5 points); default: ask all"
+    )
+    sequential_questions: Positive = Field(50, description="questions between two looks at the interval, drawn in random order")
+    verdict_cache: str | None = Field(
+        None, description="folder of verdicts shared by evaluations, so that no game is judged twice; default: in the run directory"
+    )
 
 
 Judge = Annotated[RuleJudge | RewardJudge | OpenAIJudge, Field(discriminator="kind")]
+
+
+class RewardEvaluation(Frozen):
+    """Reward models on held-out preference pairs: accuracy, calibration, length bias, agreement with each other."""
+
+    models: tuple[str, ...] = Field(("reward_model",), description="reward models", min_length=1)
+    data: Data = Field(description="held-out rows with prompt, chosen and rejected")
+    subset_key: str = Field("subset", description="column that names a row's subset, for accuracy per subset")
+    bins: Positive = Field(10, description="bins of the calibration curve")
 
 
 class Evaluation(Frozen):
@@ -397,6 +416,13 @@ class Evaluation(Frozen):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of the models that answer; auto: as each checkpoint says")
     bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the questions")
     micro_rollout_batch_size: Positive = Field(8, description="documents of one reward-judge pass")
+    parents: dict[str, str] | None = Field(
+        None, description="model: the model it is also judged against; default: the stage each was trained from; {}: none"
+    )
+    style_tokenizer: str | None = Field(
+        None, description="counts answers' lengths: gpt-4o (tiktoken, a download), a folder or a Hub id; default: each model's own"
+    )
+    reward_evaluation: RewardEvaluation | None = Field(None, description="reward models to evaluate on held-out pairs")
     vllm: Vllm = Vllm()
 
 

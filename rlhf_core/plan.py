@@ -25,7 +25,12 @@ from rlhf_core.stage import RunDir, StageRequest, digest
 
 # Raise a stage's number when a change of code changes the numbers it produces: its results are then made anew.
 STAGE_VERSIONS = {"sft": 1, "reward_model": 1, "dpo": 1, "preferences": 1, "ppo": 1, "evaluation": 1, "publication": 1}
-NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env"}
+NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env"} | {
+    "requests_per_minute",
+    "input_price",
+    "output_price",
+    "verdict_cache",
+}
 
 POLICY, REWARD = ("sft", "dpo", "ppo"), ("reward_model",)
 REFERENCES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -37,6 +42,7 @@ REFERENCES: dict[str, dict[str, tuple[str, ...]]] = {
     "evaluation": {"models": POLICY, "baseline": POLICY},
     "publication": {"model": POLICY + REWARD, "evaluation": ("evaluation",)},
 }
+TRAINED_FROM = {"sft": "model", "dpo": "policy", "ppo": "actor"}  # the field that names a policy's parent
 OUTPUTS = {"preferences": "pairs", "evaluation": "report", "publication": "published"}  # every other stage: checkpoint
 OUTPUT_PATHS = {"pairs": "pairs.jsonl"}  # where it is expected to lie while the stage is not done; default: as it is named
 
@@ -123,7 +129,10 @@ def plan(recipe: Recipe) -> Plan:
         if isinstance(config, Evaluation):
             judged = [model for named in config.models for model in rounds.get(named, (named,))]
             last_mention = tuple(dict.fromkeys(reversed(judged)))[::-1]
-            stages[name] = config.model_copy(update={"models": last_mention})
+            against = _parents(last_mention, config.baseline, stages, aliases) if config.parents is None else config.parents
+            if strange := [model for model in against if model not in last_mention]:
+                raise ValueError(f"stages.{name}.parents: {unknown(strange[0], last_mention, 'judged model')}")
+            stages[name] = config.model_copy(update={"models": last_mention, "parents": against})
     problems = [problem for name, config in stages.items() for problem in _misnamed(name, config, stages, aliases)]
     if problems:
         raise ValueError("\n".join(problems))
@@ -163,6 +172,10 @@ def references(config: StageConfig) -> Iterator[Reference]:
             elif isinstance(item, ModelReward):
                 yield Reference(field if len(values) == 1 else f"{field}.{i}", item.model, kinds)
     if isinstance(config, Evaluation):
+        for model, parent in (config.parents or {}).items():
+            yield Reference(f"parents.{model}", parent, POLICY)
+        for i, name in enumerate(config.reward_evaluation.models if config.reward_evaluation else ()):
+            yield Reference(f"reward_evaluation.models.{i}", name, REWARD)
         for i, judge in enumerate(config.judges):
             if isinstance(judge, RewardJudge):
                 yield Reference(f"judges.{i}.reward", judge.reward, REWARD)
@@ -198,6 +211,20 @@ def _expand(recipe: Recipe) -> tuple[dict[str, StageConfig], dict[str, str], dic
             aliases[title] = policy = f"{title}.dpo"
         aliases[name] = policy
     return stages, aliases, rounds
+
+
+def _parents(models: tuple[str, ...], baseline: str, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]) -> dict[str, str]:
+    """The stage each judged model was trained from, under the name it is judged by, unless that is the baseline."""
+    judged = {aliases.get(model, model): model for model in (*models, baseline)}
+    found = {}
+    for model in models:
+        config = stages.get(aliases.get(model, model))
+        if model != baseline and config is not None and config.stage in TRAINED_FROM:
+            named = getattr(config, TRAINED_FROM[config.stage])
+            parent = aliases.get(named, named)
+            if parent in stages and judged.get(parent, parent) != baseline:
+                found[model] = judged.get(parent, parent)
+    return found
 
 
 def _shared(config: BaseModel, kind: type[BaseModel]) -> dict[str, Any]:

@@ -103,7 +103,8 @@ class WinRate(Frozen):
     """Win rate of one model against the baseline with a 95 % question-clustered bootstrap interval.
 
     `num_failed` counts games without a verdict, `swap_consistency` is the share of questions whose two games name the same
-    winner, `arena_score` counts each strong verdict three times, as Arena-Hard does.
+    winner, `arena_score` counts each strong verdict three times, as Arena-Hard does. `length_controlled` is the win rate that the
+    judge would give answers as long as the baseline's, by a Bradley-Terry fit with the length difference, with its 95 % interval.
     """
 
     model: str
@@ -117,6 +118,34 @@ class WinRate(Frozen):
     swap_consistency: float
     by_category: dict[str, float]
     arena_score: float | None = None
+    length_controlled: float | None = None
+    lc_low: float | None = None
+    lc_high: float | None = None
+
+
+class StyleEffect(Frozen):
+    """What a typical difference (root mean square) in one feature of style adds to the log-odds of winning, with a 95 % interval."""
+
+    feature: str
+    effect: float
+    ci_low: float
+    ci_high: float
+
+
+class Judging(Frozen):
+    """What a judge was asked. `games` counts verdicts and `failed` those without one, of the `questions` put to it.
+
+    Tokens are those of all verdicts used, `requests` only those sent by the run that wrote this; `cost` is in US dollars, None
+    when the prices are not known.
+    """
+
+    questions: int
+    games: int
+    failed: int
+    requests: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cost: float | None = None
 
 
 class EvalReport(Frozen):
@@ -124,6 +153,7 @@ class EvalReport(Frozen):
 
     `right` is the share of rule-correct answers per model, when a rule exists; `mean_tokens` and `truncated` speak of the
     answers (`truncated`: share cut at the limit); `agreement` is the share of battles in which another judge names the same winner.
+    `win_rates` are against the baseline, `against_parent` against the model each was trained from, where that is another one.
     """
 
     baseline: str
@@ -133,6 +163,9 @@ class EvalReport(Frozen):
     mean_tokens: dict[str, float]
     truncated: dict[str, float]
     agreement: dict[str, float] = {}
+    against_parent: tuple[WinRate, ...] = ()
+    style: tuple[StyleEffect, ...] = ()
+    judging: Judging | None = None
 
 
 StageKind = Literal["sft", "reward_model", "ppo", "dpo", "preferences", "evaluation", "publication"]

@@ -10,10 +10,15 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
+from evaluation.reward_eval import REWARD_MODELS, Pairs, RewardReports
+from evaluation.reward_eval import evaluate as evaluate_rewards
+from evaluation.style import FEATURES
 from evaluation.summary import StageView
 from rlhf_core.config import DPO, PPO, SFT, Data, Evaluation, Preferences, Publication, RewardJudge, RewardModel, RuleJudge, StageConfig
 from rlhf_core.stage import METRICS, Outcome, RunDir, StageRequest, digest
-from rlhf_core.types import EvalReport, Game, Judgment, Label, WinRate
+from rlhf_core.types import EvalReport, Game, Judging, Judgment, Label, StyleEffect, WinRate
 
 DATA = Data.model_validate({"sources": "data/rows.jsonl"})
 PROMPTS = Data.model_validate({"sources": "data/prompts.jsonl"})
@@ -151,15 +156,25 @@ def evaluate(folder: Path, answer: Callable[[int], str]) -> None:
         for i in range(QUESTIONS)
     ]
     (folder / "judgments" / "rule.jsonl").write_text("".join(battle.model_dump_json() + "\n" for battle in battles))
+    (folder / REWARD_MODELS).write_text(reward_reports().model_dump_json())
     (folder / "eval.json").write_text(report("rule", 0.0).model_dump_json())
     (folder / "second_opinions.json").write_text(json.dumps([report("reward_model", -0.05).model_dump(mode="json")]))
 
 
+def reward_reports() -> RewardReports:
+    """Two invented reward models, the second one louder."""
+    generator = np.random.default_rng(0)
+    differences = generator.normal(1.0, 1.5, 200)
+    lengths = generator.integers(3, 20, (2, 200))
+    pairs = Pairs([f"p{n // 2}" for n in range(200)], ["short", "long"] * 100, lengths[0], lengths[1])
+    return evaluate_rewards(pairs, {"reward_model": differences, "second": 3 * differences + generator.normal(0, 1, 200)}, 10, 200, 0)
+
+
 def report(judge: str, shift: float) -> EvalReport:
-    rates = [
-        WinRate(
+    def rate_of(model: str, baseline: str, rate: float) -> WinRate:
+        return WinRate(
             model=model,
-            baseline="sft",
+            baseline=baseline,
             judge=judge,
             win_rate=rate + shift,
             ci_low=rate + shift - 0.05,
@@ -168,15 +183,22 @@ def report(judge: str, shift: float) -> EvalReport:
             num_failed=0,
             swap_consistency=0.96,
             by_category={category: rate + shift + 0.02 * n - 0.04 for n, category in enumerate(CATEGORIES)},
+            length_controlled=rate + shift - 0.03,
+            lc_low=rate + shift - 0.09,
+            lc_high=rate + shift + 0.03,
         )
-        for model, rate in RATES.items()
-    ]
+
+    effects = zip(FEATURES, (0.42, -0.1, 0.05, 0.0), strict=True)
+    tokens = {"requests": 1800, "input_tokens": 1_234_567, "output_tokens": 98_765, "cost": 12.345}
     return EvalReport(
         baseline="sft",
         judge=judge,
-        win_rates=tuple(rates),
+        win_rates=tuple(rate_of(model, "sft", rate) for model, rate in RATES.items()),
         right=dict(zip(("sft", *MODELS), (0.47, 0.74, 0.79, 0.83), strict=True)),
         mean_tokens=dict(zip(("sft", *MODELS), (13.1, 12.4, 12.2, 11.9), strict=True)),
         truncated=dict.fromkeys(("sft", *MODELS), 0.01),
         agreement={"reward_model": 0.88} if judge == "rule" else {},
+        against_parent=(rate_of(ROUND1, "ppo", 0.54), rate_of(ROUND2, ROUND1, 0.56)),
+        style=tuple(StyleEffect(feature=name, effect=effect, ci_low=effect - 0.2, ci_high=effect + 0.2) for name, effect in effects),
+        judging=Judging(questions=QUESTIONS, games=1797, failed=3, **(tokens if judge == "rule" else {})),
     )

@@ -10,10 +10,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
 from rlhf_core.config import Ranks, Vllm
+from rlhf_core.machine import num_gpus
 
 # Settings of the libraries, by how their names begin.
 KEPT = tuple("NCCL_ TORCH_ NVSHMEM_ CUDA_ VLLM_ HF_ DS_ GLOO_ GOMP_ PYTHON RAY_ TRANSFORMERS_ TOKENIZERS_ TQDM_".split())
-OBJECT_STORE_BYTES = 512 << 20  # set explicitly: some hosts show less memory than they have
+# Set explicitly: some hosts show less memory than they have. On GPU hosts a whole model passes through it.
+OBJECT_STORE_BYTES, GPU_OBJECT_STORE_BYTES = 512 << 20, 32 << 30
 
 
 class Room(NamedTuple):
@@ -32,7 +34,8 @@ def connect() -> None:
         ray.init(log_to_driver=True, logging_level="WARNING")
         return
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-    ray.init(num_cpus=os.cpu_count(), include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, logging_level="WARNING")
+    store = GPU_OBJECT_STORE_BYTES if num_gpus() else OBJECT_STORE_BYTES
+    ray.init(num_cpus=os.cpu_count(), include_dashboard=False, object_store_memory=store, logging_level="WARNING")
 
 
 def passed_environment() -> dict[str, str]:

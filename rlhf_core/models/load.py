@@ -37,7 +37,7 @@ class Policy(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, documents: Tensor, temperature: float = 1.0, entropy_gradient: bool = False
     ) -> TokenLogprobs:
-        hidden = self.model.base_model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state  # (B, T, H)
+        hidden = _hidden(self.model, tokens, positions)
         targets = torch.roll(tokens, -1, dims=1).flatten()  # position t speaks of token t + 1
         flat = hidden.flatten(0, 1)  # (B * T, H)
         head = self.model.get_output_embeddings()
@@ -76,8 +76,16 @@ class Scorer(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden = self.model.base_model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
+        hidden = _hidden(self.model, tokens, positions)
         return self.model.score(hidden).squeeze(-1).float()
+
+
+def _hidden(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Last hidden states (B, T, H). Varlen FlashAttention reads document borders from positions only in a batch of one row."""
+    varlen = model.config._attn_implementation == "flash_attention_2"
+    shape = (1, -1) if varlen else tokens.shape
+    backbone = model.base_model(input_ids=tokens.reshape(shape), position_ids=positions.reshape(shape), use_cache=False)
+    return backbone.last_hidden_state.view(*tokens.shape, -1)
 
 
 def load_policy(path: str, dtype: str = "float32", trust_remote_code: bool = False) -> Policy:

@@ -33,6 +33,7 @@ TORCH_FREE = [
     "flows.show",
     "tasks.report",
     "tasks.stages",
+    "evaluation.leaderboard",
     "evaluation.page",
     "evaluation.summary",
     "rlhf_core.__main__",

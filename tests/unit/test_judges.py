@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,9 @@ class Scripted:
 def test_both_orders_of_every_battle_are_put_to_the_judge() -> None:
     questions = [question("1"), question("2")]
     judge = Scripted()
-    judged = battles(judge, questions, {"sft": ["s1", "s2"], "dpo": ["longer1", "l"], "ppo": ["longest1", "longest2"]}, "sft")
+    judged = battles(
+        judge, questions, {"sft": ["s1", "s2"], "dpo": ["longer1", "l"], "ppo": ["longest1", "longest2"]}, [("dpo", "sft"), ("ppo", "sft")]
+    )
     assert [(m.question.uid, m.answer_a, m.answer_b) for m in judge.matches[:4]] == [
         ("1", "s1", "longer1"), ("1", "longer1", "s1"), ("2", "s2", "l"), ("2", "l", "s2"),
     ]  # fmt: skip
@@ -156,7 +159,7 @@ def test_both_orders_of_every_battle_are_put_to_the_judge() -> None:
 
 def test_a_judge_that_looks_at_the_order_alone_gives_one_half() -> None:
     questions = [question(str(number)) for number in range(5)]
-    judged = battles(Scripted(first_wins=True), questions, {"sft": ["a"] * 5, "ppo": ["bb"] * 5}, "sft")
+    judged = battles(Scripted(first_wins=True), questions, {"sft": ["a"] * 5, "ppo": ["bb"] * 5}, [("ppo", "sft")])
     rate = win_rate(judged, 50, 0)
     assert (rate.win_rate, rate.swap_consistency) == (0.5, 0.0)
 
@@ -423,3 +426,75 @@ def test_concurrency_hides_the_latency_of_the_endpoint(tmp_path: Path) -> None:
         assert scores(openai_judge(endpoint.url, tmp_path, concurrency=16).judge(matches(64))) == ["A=B"] * 64
     assert endpoint.most_busy > 8
     assert time.monotonic() - start < 64 * 0.2 / 2  # one after the other would take 12.8 s, the ideal is 0.8 s
+
+
+def test_requests_are_spaced_as_the_limit_asks(tmp_path: Path) -> None:
+    times: list[float] = []
+
+    def script(*_: object) -> Reply:
+        times.append(time.monotonic())
+        return completion("[[A=B]]")
+
+    with serving(script) as endpoint:
+        judge = openai_judge(endpoint.url, tmp_path, concurrency=16, requests_per_minute=600)
+        judge.judge(matches(6))
+        judge.judge(matches(8))  # two more: the pace goes on
+    assert judge.requests == len(times) == 8
+    gaps = [later - earlier for earlier, later in pairwise(sorted(times))]
+    assert sum(gaps) > 7 * 0.1 * 0.9 and sum(gap > 0.07 for gap in gaps) >= 5  # 600 a minute: one every 0.1 s
+
+
+REFUSALS = {
+    "max_tokens": "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead.",
+    "temperature": "Unsupported value: 'temperature' does not support 0 with this model. Only the default (1) value is supported.",
+}
+
+
+def test_a_reasoning_endpoint_is_asked_in_its_own_words(tmp_path: Path) -> None:
+    """Refuses first one parameter, then the other, of several requests in flight; every game still gets its verdict."""
+
+    def script(_: int, request: dict[str, Any]) -> Reply:
+        for name, message in REFUSALS.items():
+            if name in request:
+                return 400, {"content-type": "application/json"}, json.dumps({"error": {"message": message, "param": name}}).encode()
+        return completion("[[A>B]]")
+
+    with serving(script) as endpoint:
+        judge = openai_judge(endpoint.url, tmp_path, concurrency=4)
+        assert scores(judge.judge(matches(12))) == ["A>B"] * 12
+    assert judge.limits == {"max_completion_tokens": 64} and judge.failed == 0
+    assert len(endpoint.requests) <= 12 + 2 * 4 and endpoint.requests[-1]["max_completion_tokens"] == 64
+
+
+def test_another_wrong_request_is_not_repeated(tmp_path: Path) -> None:
+    body = json.dumps({"error": {"message": "the prompt is too long"}}).encode()
+    with serving(lambda *_: (400, {"content-type": "application/json"}, body)) as endpoint:
+        judge = openai_judge(endpoint.url, tmp_path, max_failed=1.0)
+        assert scores(judge.judge(matches(3))) == [None] * 3
+    assert len(endpoint.requests) == 3 and judge.limits == {"max_tokens": 64, "temperature": 0}
+
+
+def test_failures_are_counted_over_all_calls(tmp_path: Path) -> None:
+    """Asked in turns, with a fifth allowed: 2 of 10 pass, a third of 13 does not."""
+
+    def script(_: int, request: dict[str, Any]) -> Reply:
+        failing = any(f"Question {n}?" in request["messages"][1]["content"] for n in (0, 1, 12))
+        return completion("nothing" if failing else "[[A>B]]")
+
+    with serving(script) as endpoint:
+        judge = openai_judge(endpoint.url, tmp_path, max_failed=0.2)
+        assert scores(judge.judge(matches(10))) == [None, None] + ["A>B"] * 8
+        with pytest.raises(ValueError, match=r"3 of 13 games have no verdict, more than max_failed=0.2"):
+            judge.judge(matches(13)[10:])
+
+
+def test_tokens_of_all_verdicts_are_counted_also_of_failed_ones(tmp_path: Path) -> None:
+    def script(_: int, request: dict[str, Any]) -> Reply:
+        return completion("nothing" if "Question 0?" in request["messages"][1]["content"] else "[[A>B]]")
+
+    with serving(script) as endpoint:
+        judge = openai_judge(endpoint.url, tmp_path, max_failed=1.0)
+        judge.judge(matches(2))
+        judge.judge(matches(3))
+    assert (judge.games, judge.failed, judge.requests) == (5, 2, 2 + 1 + 2 + 1)
+    assert (judge.input_tokens, judge.output_tokens) == (10 * (2 + 1 + 1), 3 * (2 + 1 + 1))

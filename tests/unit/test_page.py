@@ -14,7 +14,7 @@ from evaluation.dag import HEIGHT, WIDTH, draw
 from evaluation.page import duration, number, percent, verdict, write_report
 from evaluation.summary import StageView, read, read_evaluation
 from rlhf_core.stage import LOG, METRICS
-from tests.finished_run import CONFIGS, DIGESTS, PARENTS, ROUND1, ROUND2, finish, finished, report, run_dir, view
+from tests.finished_run import CONFIGS, DIGESTS, PARENTS, ROUND1, ROUND2, finish, finished, report, reward_reports, run_dir, view
 
 VOID = {"meta", "br", "path", "rect", "use", "circle", "line", "hr", "img", "input", "link"}
 
@@ -69,7 +69,7 @@ def test_a_whole_run_tells_everything(whole: Path) -> None:
     path = whole
     assert path.name == "report.html" and path.stat().st_size < 2_000_000
     assert sorted(file.name for file in path.parent.iterdir()) == ["report.html", "summary.json"]
-    assert json.loads((path.parent / "summary.json").read_text())["evaluation"]["final"]["model"] == ROUND2
+    assert json.loads((path.parent / "summary.json").read_text())["evaluation"]["model"] == ROUND2
     text = Page(path.read_text(encoding="utf-8")).text
     assert f"The final model ({ROUND2}) beats SFT in 71 % of battles (95 % interval 66–76 %, 300 questions, judge: rule)." in text
     for stage, digest in DIGESTS.items():
@@ -87,6 +87,34 @@ def test_a_whole_run_tells_everything(whole: Path) -> None:
     assert '"actor_learning_rate": 1e-06' in text
     assert "transformers" in text  # versions
     assert str(path.parents[2]) not in path.read_text(encoding="utf-8")
+
+
+def test_judges_style_parents_and_reward_models_are_told(whole: Path) -> None:
+    text = Page(whole.read_text(encoding="utf-8")).text
+    assert "68 % (62–74)" in text  # the final model, length-controlled
+    assert "56 % (51–61 %)" in text  # against its parent
+    for words in ("against sft, length-controlled", "against its parent, length-controlled", "Battles won (%)"):
+        assert words in text
+    assert "1,234,567 / 98,765" in text and "12.35 USD" in text and "rule (decides)" in text
+    assert "length +0.42 +0.22 to +0.62" in text and "What style is worth to rule" in text
+    assert "B is right, A is wrong." in text and "Swapped (A: iterative_dpo.round2, B: sft): by the rule" in text
+    (first, second), (agreement,) = reward_reports().models, reward_reports().agreement
+    assert f"{100 * first.overall.accuracy:.1f} %" in text and second.model in text and "by how sure they were" in text
+    assert f"prefer the same answer in {100 * agreement.agreement:.0f} % of the pairs" in text
+
+
+def test_an_old_report_without_the_newer_numbers_is_drawn(tmp_path: Path) -> None:
+    stages = finished(tmp_path, lines=1)
+    folder = run_dir(tmp_path, "evaluation") / "report"
+    whole = report("rule", 0.0)
+    plain = whole.model_dump(mode="json", exclude={"against_parent", "style", "judging"})
+    for rate in plain["win_rates"]:
+        for name in ("length_controlled", "lc_low", "lc_high"):
+            del rate[name]
+    size = (folder / "eval.json").stat().st_size
+    (folder / "eval.json").write_text(json.dumps(plain).ljust(size))
+    text = page(tmp_path, stages).text
+    assert "beats SFT in 71 %" in text and "Battles won against sft (%)" in text and "What style is worth" not in text
 
 
 def test_nothing_is_fetched_and_nothing_runs(whole: Path) -> None:

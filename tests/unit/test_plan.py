@@ -79,6 +79,32 @@ def test_an_evaluation_judges_every_round_and_the_last_named_is_final(planned: P
     assert isinstance(config, Evaluation) and config.models == ("loop.round1", "loop.round2", "ppo")
 
 
+def test_an_evaluation_knows_the_parent_of_each_model(planned: Planned) -> None:
+    """Under the name it is judged by; the baseline is played anyway, and a parent that is not judged is asked to answer too."""
+    node = planned()["evaluation"]
+    assert isinstance(node.config, Evaluation) and node.config.parents == {"loop.round1": "ppo", "loop.round2": "loop.round1"}
+    alone = planned("evaluation.models=[loop.round2]")
+    config = alone["evaluation"].config
+    assert isinstance(config, Evaluation) and config.parents == {"loop.round2": "loop.round1.dpo"}
+    assert {"loop.round2", "loop.round1.dpo"} <= alone.inputs(alone["evaluation"]).keys()
+    config = planned("evaluation.baseline=ppo")["evaluation"].config
+    assert isinstance(config, Evaluation) and config.parents == {"loop.round2": "loop.round1"}
+    config = planned("evaluation.parents={}")["evaluation"].config
+    assert isinstance(config, Evaluation) and config.parents == {}
+    config = planned("evaluation.parents={ppo: base}")["evaluation"].config
+    assert isinstance(config, Evaluation) and config.parents == {"ppo": "base"}
+    with pytest.raises(ValueError, match=r"stages.evaluation.parents: unknown judged model 'ppa'; did you mean ppo\?"):
+        planned("evaluation.parents={ppa: sft}")
+
+
+def test_reward_models_on_trial_are_parents_and_their_pairs_decide(planned: Planned) -> None:
+    trial = planned("evaluation.reward_evaluation={data: {sources: pairs.jsonl}}")
+    assert trial["evaluation"].stages["reward_model"] == "reward_model"
+    assert trial["evaluation"].digest != planned()["evaluation"].digest
+    with pytest.raises(ValueError, match=r"reward_evaluation.models.0: sft is of kind sft, but a reward model is needed"):
+        planned("evaluation.reward_evaluation={models: [sft], data: {sources: pairs.jsonl}}")
+
+
 def test_inputs_are_places(planned: Planned, tmp_path: Path) -> None:
     p = planned()
     assert p.inputs(p["sft"]) == {"base": str(tmp_path / "base")}
@@ -111,6 +137,10 @@ def test_digests_change_with_what_decides_the_result_and_with_nothing_else(plann
     assert changed(p, planned("seed=1")) == everything
     for free in ("ppo.logging_steps=7", "ppo.save_steps=2", "ppo.keep_checkpoints=3", "ppo.timeout=9", "artifacts=elsewhere", "name=other"):
         assert changed(p, planned(free)) == set(), free
+    judged = planned("evaluation.judges=[{kind: openai, model: m}]")
+    for free in ("requests_per_minute: 9", "input_price: 1.5", "output_price: 2", "verdict_cache: verdicts", "concurrency: 2"):
+        assert changed(judged, planned(f"evaluation.judges=[{{kind: openai, model: m, {free}}}]")) == set(), free
+    assert changed(judged, planned("evaluation.judges=[{kind: openai, model: m, interval_width: 0.1}]")) == {"evaluation", "publication"}
     (tmp_path / "moved.jsonl").write_bytes((tmp_path / "pairs.jsonl").read_bytes())
     assert changed(p, planned("reward_model.data={sources: moved.jsonl}")) == set()
     (tmp_path / "q.jsonl").write_text("other\n")

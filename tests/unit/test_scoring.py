@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.scoring import agreement, arena_clusters, interval, plain_clusters, swap, win_rate
+from evaluation.scoring import Clusters, agreement, arena_clusters, interval, plain_clusters, swap, win_rate
 from rlhf_core.types import Game, Judgment, Label
 
 LABELS: tuple[Label, ...] = ("A>>B", "A>B", "A=B", "B>A", "B>>A")
@@ -137,6 +137,18 @@ def test_intervals_cover_the_truth() -> None:
         low, high = interval(plain_clusters(judged), 400, seed=trial)
         covered += low <= truth <= high
     assert 0.92 <= covered / 500 <= 0.98
+
+
+def test_ninety_percent_intervals_cover_the_truth_nine_times_in_ten() -> None:
+    """2,000 evaluations of 200 questions with strong and weak verdicts: 90 % +- 2 (binomial noise: 0.7)."""
+    generator = np.random.default_rng(1)
+    truth, covered = 0.57, 0
+    for trial in range(2000):
+        scores = generator.choice([0.0, 0.25, 0.5, 0.75, 1.0], size=200, p=[0.15, 0.12, 0.26, 0.24, 0.23])
+        low, high = interval(Clusters(scores, np.ones(200)), 400, seed=trial, level=0.9)
+        covered += low <= truth <= high
+    assert np.dot([0.0, 0.25, 0.5, 0.75, 1.0], [0.15, 0.12, 0.26, 0.24, 0.23]) == pytest.approx(truth)
+    assert 0.88 <= covered / 2000 <= 0.92
 
 
 def test_games_of_one_question_are_not_independent() -> None:

@@ -28,7 +28,12 @@ def test_every_stage_with_its_numbers_and_the_evaluation(tmp_path: Path) -> None
     by_name = {stage["name"]: stage for stage in summary["stages"]}
     assert by_name["evaluation"]["checkpoint"] is None
     final = {"win_rate": RATES[ROUND2], "ci_low": RATES[ROUND2] - 0.05, "ci_high": RATES[ROUND2] + 0.05, "num_questions": QUESTIONS}
-    assert {k: v for k, v in summary["evaluation"].items() if k != "models"} == {"model": ROUND2, **final}
+    rate = RATES[ROUND2]
+    final |= {"length_controlled": rate - 0.03, "lc_low": rate - 0.09, "lc_high": rate + 0.03}
+    told = {k: v for k, v in summary["evaluation"].items() if k != "models"}
+    parent = told.pop("against_parent")
+    assert told == {"model": ROUND2, **final}
+    assert (parent["parent"], parent["win_rate"], parent["num_questions"]) == ("iterative_dpo.round1", 0.56, QUESTIONS)
     assert by_name["ppo"]["evaluation"]["win_rate"] == RATES["ppo"] and by_name["sft"]["evaluation"] is None
     assert {model: score["win_rate"] for model, score in summary["evaluation"]["models"].items()} == RATES
 

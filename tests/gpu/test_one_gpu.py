@@ -1,0 +1,70 @@
+"""The training stages on one GPU, in bf16: DeepSpeed over NCCL, varlen FlashAttention where it is installed, vLLM on the same card."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_core.config import DPO, PPO, SFT, Data, Ranks, RewardModel, StageConfig, Vllm
+from rlhf_core.stage import RunDir, StageRequest
+from rlhf_core.tracking import read_metrics
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+TRAIN = {"dtype": "bfloat16", "zero_stage": 2, "train_batch_size": 32, "micro_train_batch_size": 8, "max_len": 96}
+
+
+@pytest.fixture(scope="module")
+def chain(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SFT -> reward model -> PPO and DPO, each as its own process."""
+    root = tmp_path_factory.mktemp("gpu")
+
+    def data(name: str) -> Data:
+        return Data(sources=str(material / name))
+
+    share = Ranks(gpus=0.15)
+    stages: dict[str, StageConfig] = {
+        "sft": SFT(data=data("sft.jsonl"), eval_data=data("sft_heldout.jsonl"), learning_rate=2e-3, **TRAIN),
+        "reward_model": RewardModel(data=data("preferences.jsonl"), learning_rate=1e-3, **TRAIN),
+        "ppo": PPO(
+            prompts=data("prompts.jsonl"),
+            dtype="bfloat16",
+            rollout_batch_size=32,
+            n_samples_per_prompt=2,
+            train_batch_size=64,
+            micro_train_batch_size=16,
+            max_steps=4,
+            prompt_max_len=64,
+            generate_max_len=24,
+            actor_learning_rate=1e-4,
+            critic_learning_rate=1e-4,
+            actor_ranks=share,
+            critic_ranks=share,
+            reference_ranks=share,
+            reward_ranks=share,
+            vllm=Vllm(gpus=0.3, gpu_memory_utilization=0.3),
+        ),
+        "dpo": DPO(data=data("preferences.jsonl"), learning_rate=1e-5, **TRAIN),
+    }
+    inputs = {"base": str(material / "base"), **{name: str(root / name / "checkpoint") for name in stages}}
+    for name, config in stages.items():
+        RunDir(root / name).prepare(StageRequest(name=name, digest="0", config=config, inputs=inputs, seed=0))
+        command = [sys.executable, "-m", "rlhf_core", str(root / name)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, (name, done.stdout[-2000:], done.stderr[-4000:])
+    return root
+
+
+def test_losses_fall(chain: Path) -> None:
+    for name in ("sft", "reward_model", "dpo"):
+        lines = read_metrics(chain / name)
+        assert lines[-1]["loss"] < lines[0]["loss"], name
+
+
+def test_the_first_ppo_steps_are_on_policy_within_bf16(chain: Path) -> None:
+    for line in read_metrics(chain / "ppo"):
+        assert abs(line["policy/first_ratio"] - 1) < 0.01
+        assert line["sampler/gap"] < 0.02
