@@ -112,8 +112,12 @@ class Fleet:
         return [self.actor] if self.critic is None else [self.critic, self.actor]
 
     def publish_weights(self) -> None:
-        """Sends the actor's weights to every engine."""
-        gathered = self.actor.call("gather weights", "weights")
+        """Sends the actor's weights to every engine: by handles when all sit on the actor's one card, else through host memory."""
+        devices = self.sampler.call("gather weights", "device").wait(self.timeout) + self.actor.call("gather weights", "device").wait(
+            self.timeout
+        )
+        same_card = devices[0] is not None and len(set(devices)) == 1
+        gathered = self.actor.call("gather weights", "weights", same_card)
         gathered.wait_ready(self.timeout)
         self.sampler.call("receive weights", "update", gathered.refs[0]).wait(self.timeout)
 

@@ -23,6 +23,7 @@ from rlhf_core.masked import shift_right
 from rlhf_core.models.load import load_policy, load_scorer, save_model
 from rlhf_core.ppo.objective import Objective, PerToken, actor_loss, count
 from rlhf_core.ppo.types import Experience
+from rlhf_core.rollout.weights import Weight, device_id, handle
 from rlhf_core.supervised import accumulate, deal
 
 Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
@@ -87,9 +88,18 @@ class Actor:
         metrics = accumulate(self.engine, _micro_batches(items, self.micro), loss)
         return metrics | {"policy/grad_norm": self.engine.step(rate), "policy/learning_rate": rate}
 
-    def weights(self) -> list[tuple[str, Tensor]]:
-        """All weights on CPU under checkpoint names, on rank 0; empty elsewhere."""
-        return list(state_on_cpu(self.engine).items())
+    def device(self) -> str | None:
+        return device_id()
+
+    def weights(self, same_card: bool) -> list[tuple[str, Weight]]:
+        """All weights under checkpoint names, on rank 0 (empty elsewhere): on CPU, or as handles for a receiver on the same card."""
+        if not same_card:
+            return list(state_on_cpu(self.engine).items())
+        # What ZeRO-3 gathers is gone when the next group is gathered: there the handles need a copy that stays until the next sync.
+        copy = self.engine.zero_stage == 3
+        self._shared = [(name, weight.clone() if copy else weight) for name, weight in self.engine.weights()]
+        torch.cuda.synchronize()
+        return [(name, handle(weight)) for name, weight in self._shared]
 
     def export(self, folder: str) -> None:
         """Writes a transformers checkpoint on rank 0."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rlhf_core.rollout.environment import set_vllm_environment
+from rlhf_core.rollout.weights import Weight
 
 CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
 
@@ -110,7 +111,7 @@ class Sampler:
             for output in outputs
         ]
 
-    def update(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Replaces all weights. With tied embeddings the head is sent too: vLLM repacks it and would keep the old one."""
         named = list(weights)
         if self.tied and not any(name == "lm_head.weight" for name, _ in named):

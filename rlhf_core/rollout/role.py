@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import torch
-
 from rlhf_core.rollout.engine import Answer, Sampler
+from rlhf_core.rollout.weights import Weight, device_id
 
 
 class SamplerRole:
@@ -58,7 +57,10 @@ class SamplerRole:
         )
         return list(zip(mine, answers, strict=True))
 
-    def update(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def device(self) -> str | None:
+        return device_id()
+
+    def update(self, weights: Sequence[tuple[str, Weight]]) -> None:
         self.sampler.update(weights)
 
     def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:

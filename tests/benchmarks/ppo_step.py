@@ -29,6 +29,8 @@ def main() -> None:
     parser.add_argument("--generate-len", type=int, default=512)
     parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--zero-stage", type=int, default=2)
+    parser.add_argument("--keep-activations", action="store_true", help="no gradient checkpointing")
     parser.add_argument("--vllm-memory", type=float, default=0.3)
     arguments = parser.parse_args()
 
@@ -43,7 +45,7 @@ def main() -> None:
         reward="base",
         prompts=Data(sources=str(arguments.out / "prompts.jsonl"), template="{}"),
         dtype="bfloat16",
-        zero_stage=2,
+        zero_stage=arguments.zero_stage,
         rollout_batch_size=arguments.prompts,
         train_batch_size=arguments.prompts,
         micro_train_batch_size=arguments.micro,
@@ -51,7 +53,7 @@ def main() -> None:
         max_steps=arguments.steps,
         prompt_max_len=arguments.prompt_len,
         generate_max_len=arguments.generate_len,
-        gradient_checkpointing=True,
+        gradient_checkpointing=not arguments.keep_activations,
         actor_ranks=share,
         critic_ranks=share,
         reference_ranks=share,
