@@ -141,6 +141,32 @@ def report(run: Path) -> int:
 
 
 @app.command
+def serve_reward(checkpoint: str, *, port: int = 8000, host: str = "127.0.0.1", template: str = "chat", micro_batch_size: int = 8) -> int:
+    """Serve a reward model over HTTP, for `reward: http://HOST:PORT` of other runs. Ends with Ctrl-C.
+
+    Parameters
+    ----------
+    checkpoint: folder or Hub id of a reward model.
+    port: 0 takes a free one and says which.
+    host: 0.0.0.0 listens to other machines too; there is no authentication.
+    template: 'chat': the tokenizer's chat template; else a plain one with one {} for the prompt.
+    micro_batch_size: documents of one forward pass.
+    """
+    if "{}" not in template and template != "chat":
+        raise ValueError(f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt")
+    from rlhf_core.reward_server import reward_server
+
+    try:
+        server = reward_server(checkpoint, host, port, template, micro_batch_size)
+    except OSError as error:
+        raise MachineLacks(f"nothing can be served on {host}:{port} ({error.strerror}); give another --port or --host") from None
+    console.print(f"serving {checkpoint} on http://{host}:{server.server_address[1]}", markup=False)
+    with server:
+        server.serve_forever()
+    return OK
+
+
+@app.command
 def leaderboard(
     folder: Path,
     *,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -105,11 +105,22 @@ def _section(title: str, model: type[BaseModel], parts: dict[str, type[BaseModel
 
 
 def _type(info: FieldInfo) -> str:
-    text = info.annotation.__name__ if isinstance(info.annotation, type) else str(info.annotation)
-    text = re.sub(r"\b(typing|rlhf_core\.config|annotated_types)\.", "", text)
-    text = re.sub(r"Annotated\[(\w+), [^\]]*\]", r"\1", text)
-    text = re.sub(r"Literal\[(.*?)\]", lambda match: match[1].replace(", ", " / "), text)
-    return _text(text.replace("<class '", "").replace("'>", ""))
+    return _text(_type_text(info.annotation))
+
+
+def _type_text(annotation: Any) -> str:
+    """A type as a reader of a recipe says it: without modules, constraints and typing's own words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is Ellipsis:
+        return "..."
+    if origin is Annotated:
+        return _type_text(arguments[0])
+    if origin is Literal:
+        return " / ".join(repr(value) for value in arguments)
+    if origin in (Union, UnionType):
+        return " | ".join(_type_text(argument) for argument in arguments)
+    name = "None" if annotation is NoneType else getattr(annotation, "__name__", str(annotation))
+    return f"{name}[{', '.join(map(_type_text, arguments))}]" if arguments else name
 
 
 def _default(info: FieldInfo) -> str:

@@ -10,6 +10,7 @@ Group estimators take `scores` (G, n), n answers to each of G prompts, and retur
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, assert_never
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from rlhf_core.masked import masked_mean, whiten
 
 KLEstimator = Literal["k1", "k2", "k3"]
+RewardAt = Literal["last_token", "every_token"]
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -50,14 +52,26 @@ def clip_rewards(scores: Tensor, limit: float) -> Tensor:
     return scores.clamp(-limit, limit)
 
 
-def token_rewards(kl: Tensor, coef: float, scores: Tensor, mask: Tensor) -> Tensor:
+def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
+    """Soft overlong punishment of answers of `lengths` tokens (DAPO, Yu et al. 2025, eq. 13, times `factor`); shape of `lengths`.
+
+    0 up to `limit - buffer` tokens, then falling linearly to -1 at `limit`, and -1 beyond.
+    """
+    return factor * ((limit - buffer - lengths) / buffer).clamp(-1, 0)
+
+
+def token_rewards(kl: Tensor, coef: float, scores: Tensor, mask: Tensor, at: RewardAt = "last_token") -> Tensor:
     """`-coef * KL_t + [t is the last response token] * score` (Ziegler et al. 2019, eq. 2, paid per token); 0 off the mask.
 
-    `kl` and `mask` (..., T), `scores` (...). A row without a response token earns nothing.
+    `kl` and `mask` (..., T), `scores` (...). A row without a response token earns nothing. At every token: `score / |answer|` on each.
     """
     response_left = mask.flip(-1).cumsum(-1).flip(-1)
     is_last = mask & (response_left == 1)
-    return torch.where(mask, -coef * kl, 0) + torch.where(is_last, scores[..., None], 0)
+    if at == "last_token":
+        paid = torch.where(is_last, scores[..., None], 0)
+    else:
+        paid = torch.where(mask, (scores / mask.sum(-1).clamp(min=1))[..., None], 0)
+    return torch.where(mask, -coef * kl, 0) + paid
 
 
 class Credit(NamedTuple):
@@ -117,6 +131,26 @@ def rloo(scores: Tensor) -> Tensor:
     _check_group(scores)
     n = scores.shape[-1]
     return scores - (scores.sum(-1, keepdim=True) - scores) / (n - 1)
+
+
+class InGroups(NamedTuple):
+    """One advantage per answer (N,), and whether the answer had another one to be compared with (N,)."""
+
+    advantages: Tensor
+    compared: Tensor
+
+
+def in_groups(estimator: Callable[[Tensor], Tensor], scores: Tensor, scored: Tensor, n: int) -> InGroups:
+    """A group estimator over `scores` (N,), `n` answers of each prompt in a row, leaving out answers without a score.
+
+    An answer whose group has no other scored one gets 0 and is not `compared`.
+    """
+    advantages, compared = torch.zeros_like(scores), torch.zeros_like(scored)
+    for start in range(0, len(scores), n):
+        members = start + scored[start : start + n].nonzero().flatten()
+        if len(members) >= 2:
+            advantages[members], compared[members] = estimator(scores[members]), True
+    return InGroups(advantages, compared)
 
 
 def spread(advantages: Tensor, mask: Tensor) -> Tensor:

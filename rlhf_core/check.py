@@ -6,6 +6,7 @@ when it is needed, and where it is not installed (an orchestrating machine) toke
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import tempfile
@@ -30,6 +31,8 @@ from rlhf_core.config import (
 from rlhf_core.data.sources import Kind, check_columns, load_rows
 from rlhf_core.machine import num_cpus, num_gpus
 from rlhf_core.plan import Node, Plan, is_remote
+from rlhf_core.recipe import unknown
+from rlhf_core.reward_sources import FunctionReward, HttpReward
 
 if TYPE_CHECKING:
     from rlhf_core.data.chat import Renderer
@@ -108,6 +111,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
                     problems += _refused(f"stages.{node.name}.{text.limit_field}", renderer.check_limit, text.limit)
         problems += _slice_problem(node, plan.recipe.seed) if not problems else []
         problems += _question_problems(node)
+        problems += _function_problems(node)
     return list(dict.fromkeys(problems))
 
 
@@ -128,6 +132,9 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
                 problems.append(f"{where} asks for {need.gpus:g} GPUs in all, this machine has {gpus}; lower ranks or gpus of its roles")
         if isinstance(node.config, Publication) and node.config.repo_id and not os.environ.get("HF_TOKEN"):
             problems.append(f"{where}: repo_id is {node.config.repo_id}, and the environment variable HF_TOKEN is empty; set it")
+        for source in node.config.reward if isinstance(node.config, PPO) else ():
+            if isinstance(source, HttpReward) and source.api_key_env and not os.environ.get(source.api_key_env):
+                problems.append(f"{where}: the reward {source.title} needs a key in the environment variable {source.api_key_env}; set it")
         for judge in node.config.judges if isinstance(node.config, Evaluation) else ():
             if isinstance(judge, OpenAIJudge) and "api.openai.com" in judge.base_url and not os.environ.get(judge.api_key_env):
                 problems.append(f"{where}: the judge {judge.model} needs a key in the environment variable {judge.api_key_env}; set it")
@@ -138,7 +145,7 @@ def needs(config: StageConfig) -> Needs:
     """What a stage occupies at once: PPO all its roles and engines, the others their ranks or engines."""
     groups: list[Ranks] = []
     if isinstance(config, PPO):
-        groups = [config.actor_ranks, config.critic_ranks, config.reference_ranks, config.reward_ranks]
+        groups = list(config.groups.values())
     elif isinstance(config, Trainable):
         groups = [config.ranks]
     cpus, gpus = sum(g.world_size * g.cpus for g in groups), sum(g.world_size * g.gpus for g in groups)
@@ -245,6 +252,29 @@ def _question_problems(node: Node) -> list[str]:
     for judge in config.judges:
         if isinstance(judge, RuleJudge) and any(judge.answer_key not in row for row in rows):
             problems.append(f"{where}: {source.path} has rows without the column {judge.answer_key!r}; set answer_key of the rule judge")
+    return problems
+
+
+def _function_problems(node: Node) -> list[str]:
+    """Files and functions of rewards that are not there. The file is read, not run."""
+    problems = []
+    for source in node.config.reward if isinstance(node.config, PPO) else ():
+        if not isinstance(source, FunctionReward):
+            continue
+        where, name = f"stages.{node.name}.reward", source.function_name
+        try:
+            code = ast.parse(source.file.read_text())
+        except OSError as error:
+            problems.append(f"{where}: {source.file} cannot be read ({error.strerror}); correct the path of the reward function")
+        except (SyntaxError, UnicodeDecodeError) as error:
+            problems.append(f"{where}: {source.file} is no Python file ({error}); correct it")
+        else:
+            defined = [part.name for part in code.body if isinstance(part, ast.FunctionDef | ast.ClassDef)]
+            targets = [target for part in code.body if isinstance(part, ast.Assign) for target in part.targets]
+            assigned = [target.id for target in targets if isinstance(target, ast.Name)]
+            imported = [alias.asname or alias.name for part in code.body if isinstance(part, ast.ImportFrom) for alias in part.names]
+            if name not in (valid := defined + assigned + imported):
+                problems.append(f"{where}: {source.file}: {unknown(name, valid, 'function')}")
     return problems
 
 

@@ -212,30 +212,53 @@ def gspo_logprobs(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, document
     return torch.where(mask, old_logprobs + log_ratio[documents.clamp(min=0)], 0)
 
 
-def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
-    """Truncated importance weights `min(exp(old - sampler), cap)`, (B, T), without gradient (Yao et al. 2025, "TIS").
+def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, low: float, high: float) -> Tensor:
+    """Importance weights `exp(old - sampler)` kept within [low, high], (B, T), without gradient (Yao et al. 2025, "TIS": low 0).
 
     They correct what the sampler's own kernels and precision make of the same weights.
     """
-    return (old_logprobs - sampler_logprobs).detach().exp().clamp(max=cap)
+    return (old_logprobs - sampler_logprobs).detach().exp().clamp(low, high)
 
 
-def sampler_metrics(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cap: float, denominator: float) -> dict[str, Tensor]:
+def sampler_metrics(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, low: float, high: float, denominator: float
+) -> dict[str, Tensor]:
     """How far the sampler is from the trainer on the same weights and tokens, (B, T). Denominator: response tokens.
 
-    gap: mean |old - sampler|, nats; ratio_gap: mean |exp(old - sampler) - 1|; capped: share of weights above `cap`.
+    gap: mean |old - sampler|, nats; ratio_gap: mean |exp(old - sampler) - 1|; capped: share of weights outside [low, high].
     """
     gap = torch.where(mask, old_logprobs - sampler_logprobs, 0)
-    terms = {"sampler/gap": gap.abs(), "sampler/ratio_gap": torch.expm1(gap).abs(), "sampler/capped": mask & (gap.exp() > cap)}
-    return _loss(terms, denominator).metrics
+    outside = mask & ((gap.exp() > high) | (gap.exp() < low))
+    return _loss({"sampler/gap": gap.abs(), "sampler/ratio_gap": torch.expm1(gap).abs(), "sampler/capped": outside}, denominator).metrics
 
 
-def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: Literal["k2", "k3"], denominator: float) -> Loss:
-    """KL to the reference as a loss, (B, T). Denominator: response tokens. ValueError for k1: its expected gradient is zero."""
+def kl_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    estimator: Literal["k2", "k3"],
+    denominator: float,
+    weights: Tensor | None = None,
+) -> Loss:
+    """KL to the reference as a loss, (B, T); `weights` and denominator as in `policy_loss`.
+
+    ValueError for k1: its expected gradient is zero.
+    """
     if estimator not in ("k2", "k3"):
         raise ValueError(f"KL estimator {estimator!r} has no use as a loss (k1's expected gradient is zero): take k2 or k3")
     gap = torch.where(mask, logprobs - ref_logprobs, 0)
-    return _loss({"policy/kl_loss": kl_estimate(gap, torch.zeros_like(gap), estimator)}, denominator)
+    kl = kl_estimate(gap, torch.zeros_like(gap), estimator)
+    return _loss({"policy/kl_loss": kl if weights is None else torch.where(mask, weights, 0) * kl}, denominator)
+
+
+def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Tensor | None = None) -> Loss:
+    """The negative entropy of the policy's distributions, (B, T), nats: an entropy bonus when added with a positive coefficient.
+
+    `weights` and denominator as in `policy_loss`.
+    """
+    counted = mask.to(entropy.dtype) if weights is None else torch.where(mask, weights, 0)
+    mean = _total(counted * torch.where(mask, entropy, 0), denominator)
+    return Loss(-mean, {"policy/entropy": mean.detach()})
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float, denominator: float) -> Loss:

@@ -21,6 +21,7 @@ from rlhf_core.config import DPO, KTO, SFT, Evaluation, Loop, Preferences, Recip
 from rlhf_core.digests import Digests
 from rlhf_core.lineage import DATA_SUFFIXES, is_hub_id
 from rlhf_core.recipe import unknown
+from rlhf_core.reward_sources import FunctionReward, ModelReward
 from rlhf_core.stage import RunDir, StageRequest, digest
 
 # Raise a stage's number when a change of code changes the numbers it produces: its results are then made anew.
@@ -175,8 +176,12 @@ def references(config: StageConfig) -> Iterator[Reference]:
     """The names in a config that stand for models or other stages."""
     for field, kinds in REFERENCES[config.stage].items():
         value = getattr(config, field)
-        for name in value if isinstance(value, tuple) else () if value is None else (value,):
-            yield Reference(field, name, kinds)
+        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        for i, item in enumerate(values):
+            if isinstance(item, str):
+                yield Reference(field, item, kinds)
+            elif isinstance(item, ModelReward):
+                yield Reference(field if len(values) == 1 else f"{field}.{i}", item.model, kinds)
     if isinstance(config, Evaluation):
         for model, parent in (config.parents or {}).items():
             yield Reference(f"parents.{model}", parent, POLICY)
@@ -311,6 +316,8 @@ def _deciding(config: StageConfig, digests: Digests) -> Any:
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
             path = {"path": contents[value["path"]]} if "path" in value and "messages_key" in value else {}
+            if value.get("kind") == "function":
+                path = {"code": digests.of(FunctionReward.model_validate(value).file)}
             return {key: strip(item) for key, item in value.items() if key not in NO_RESULT} | path
         return [strip(item) for item in value] if isinstance(value, list) else value
 

@@ -17,9 +17,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from rlhf_core.config import STAGE_KINDS, Recipe, StageConfig
+from rlhf_core.reward_sources import REWARD_KINDS
 
 STAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
 JUDGE_KINDS = ("rule", "reward", "openai")
+TAGS = {"judges": JUDGE_KINDS, "reward": tuple(REWARD_KINDS)}  # fields that hold a union, and the kinds it knows
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -79,7 +81,7 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
             case "union_tag_not_found" if names[:1] == ["stages"] and len(names) == 2:
                 told.append(f"{where}: say which stage it is with `stage:`, one of {', '.join(STAGE_KINDS)}")
             case "union_tag_invalid":
-                valid = STAGE_KINDS if len(names) == 2 else JUDGE_KINDS
+                valid = STAGE_KINDS if len(names) == 2 else TAGS[str(names[-2])]
                 key = "stage" if len(names) == 2 else "kind"
                 told.append(f"{where}: {key}: {unknown(str(item['ctx']['tag']), valid, 'value')}")
             case "model_type" | "model_attributes_type" | "dict_type":
@@ -153,7 +155,9 @@ def _place(loc: tuple[int | str, ...]) -> list[int | str]:
     parts = list(loc)
     if len(parts) > 2 and parts[0] == "stages" and parts[2] in STAGE_KINDS:
         del parts[2]
-    return [part for i, part in enumerate(parts) if not (part in JUDGE_KINDS and i >= 2 and parts[i - 2] == "judges")]
+    return [
+        part for i, part in enumerate(parts) if not (i >= 2 and part in TAGS.get(str(parts[i - 2]), ()) and isinstance(parts[i - 1], int))
+    ]
 
 
 def _fields(names: list[int | str], raw: Any) -> dict[Any, Any]:
@@ -168,9 +172,9 @@ def _fields(names: list[int | str], raw: Any) -> dict[Any, Any]:
             models = [config_class(str(kind))] if kind in STAGE_KINDS else []
         elif isinstance(name, str):
             models = models_in(models[0].model_fields[name].annotation) if models and name in models[0].model_fields else []
-        if len(models) > 1:  # judges: the record says which kind it is
+        if len(models) > 1:  # judges, rewards: the record says which kind it is
             models = [m for m in models if isinstance(raw, dict) and m.model_fields["kind"].default == raw.get("kind")] or models
-    return dict(models[0].model_fields) if len(models) == 1 else {}
+    return {key: info for model in reversed(models) for key, info in model.model_fields.items()}
 
 
 def _short(value: object) -> str:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0)]
 
 
 class Frozen(BaseModel):
     """Base of every record and config: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="constants")
+
+
+class Ranks(Frozen):
+    """Processes of one model and what each of them owns. On a CPU machine `gpus` is 0 and `cpus` counts."""
+
+    num_nodes: Positive = Field(1, description="nodes")
+    num_ranks_per_node: Positive = Field(1, description="ranks on each node (one per GPU)")
+    cpus: float = Field(1.0, gt=0, description="CPUs of one rank")
+    gpus: float = Field(0.0, ge=0, description="GPUs of one rank")
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.num_ranks_per_node
 
 
 class FileInfo(Frozen):

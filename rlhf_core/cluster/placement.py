@@ -30,6 +30,7 @@ def connect() -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the work, not a guest of it
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=True, logging_level="WARNING")
         return

@@ -34,7 +34,9 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, temperature: float = 1.0) -> TokenLogprobs:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, documents: Tensor, temperature: float = 1.0, entropy_gradient: bool = False
+    ) -> TokenLogprobs:
         hidden = _hidden(self.model, tokens, positions)
         targets = torch.roll(tokens, -1, dims=1).flatten()  # position t speaks of token t + 1
         flat = hidden.flatten(0, 1)  # (B * T, H)
@@ -43,21 +45,21 @@ class Policy(nn.Module):
         for start in range(0, flat.shape[0], LOGITS_CHUNK):
             rows, wanted = flat[start : start + LOGITS_CHUNK], targets[start : start + LOGITS_CHUNK]
             if torch.is_grad_enabled() and flat.shape[0] > LOGITS_CHUNK:
-                chunks.append(checkpoint(_chunk_logprobs, head, rows, wanted, temperature, use_reentrant=False))
+                chunks.append(checkpoint(_chunk_logprobs, head, rows, wanted, temperature, entropy_gradient, use_reentrant=False))
             else:
-                chunks.append(_chunk_logprobs(head, rows, wanted, temperature))
+                chunks.append(_chunk_logprobs(head, rows, wanted, temperature, entropy_gradient))
         logprobs, entropy = (torch.cat(parts).view(tokens.shape) for parts in zip(*chunks, strict=True))
         return TokenLogprobs(shift_right(logprobs, documents), shift_right(entropy, documents))
 
 
-def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(N, H), (N,) -> log-probs and entropies (N,). The entropy is a metric, so it carries no gradient."""
+def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """(N, H), (N,) -> log-probs and entropies (N,). The entropy carries a gradient where a loss speaks of it; else it is a metric."""
     logits = head(hidden).float()
     if temperature not in (0.0, 1.0):
         logits = logits / temperature
     log_z = torch.logsumexp(logits, -1)
     logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_z
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = log_z - (torch.softmax(logits, -1) * logits).sum(-1)
     return logprobs, entropy
 

@@ -54,3 +54,13 @@ def load_statistics(path: str) -> tuple[float, float]:
         return 0.0, 1.0
     stored = json.loads(file.read_text())
     return float(stored["mean"]), float(stored["std"])
+
+
+def stored_statistics(path: str) -> tuple[float, float]:
+    """As `load_statistics`, for a run that asks for them: ValueError when none are stored with the reward model."""
+    if not (Path(path) / STATISTICS).is_file():
+        raise ValueError(
+            f"rewards are to be standardised with the mean and std stored with the reward model, and {path} has no {STATISTICS}: set "
+            f"`normalize` of this reward to running or none"
+        )
+    return load_statistics(path)

@@ -1,76 +1,166 @@
-"""From scores to experience: shaped rewards, GAE, whitening, importance weights. Runs on the driver; a few MB, no model."""
+"""From scores to experience: rewards summed and shaped, advantages, importance weights. Runs on the driver; a few MB, no model.
+
+Answers that a reward source failed on, and answers without another one to be compared with, are masked out here: they touch no statistic,
+and training skips them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, assert_never
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_core.advantages import KLEstimator, clip_rewards, explained_variance, gae, kl_estimate, normalize_rewards, token_rewards
+from rlhf_core.advantages import (
+    Credit,
+    InGroups,
+    KLEstimator,
+    RewardAt,
+    clip_rewards,
+    dr_grpo,
+    explained_variance,
+    gae,
+    grpo,
+    in_groups,
+    kl_estimate,
+    overlong_penalty,
+    reinforce_pp,
+    rloo,
+    spread,
+    token_rewards,
+)
+from rlhf_core.config import AdvantageEstimator
 from rlhf_core.losses import importance_weights, sampler_metrics
 from rlhf_core.masked import masked_mean, whiten
 from rlhf_core.ppo.types import Experience, Rollout, Scores
+from rlhf_core.rewards.combine import Running, Term, combine
+
+
+class Overlong(NamedTuple):
+    """The soft length penalty: `limit` and `buffer` in tokens, `factor` at the limit."""
+
+    limit: int
+    buffer: int
+    factor: float
 
 
 class Shaping(NamedTuple):
-    """The knobs of the credit; see `config.PPO`. `mean` and `std` are the reward model's stored statistics, or None."""
+    """The knobs of the credit; see `config.PPO`. `n` answers to each prompt stand in a row."""
 
+    estimator: AdvantageEstimator
+    n: int
+    terms: Sequence[Term]
+    reward_clip: float
+    reward_at: RewardAt
+    overlong: Overlong | None
     kl_estimator: KLEstimator
+    kl_in: Literal["reward", "loss"]
     gamma: float
     lambd: float
-    reward_clip: float
-    statistics: tuple[float, float] | None
     whiten: bool
-    is_cap: float
+    is_bounds: tuple[float, float]
+    is_weighted: bool
 
 
 class Credited(NamedTuple):
-    """Experience of all rollouts, the mean KL per token (nats) the controller steers by, and metrics."""
+    """Experience of all rollouts, the indices of those to train on, the mean KL per token (nats) the controller steers by, the running
+    statistics of rewards, and metrics."""
 
     experience: list[Experience]
+    usable: list[int]
     kl: float
+    statistics: dict[str, Running]
     metrics: dict[str, float]
 
 
-def credit(rollouts: Sequence[Rollout], scores: Scores, kl_coef: float, shaping: Shaping) -> Credited:
-    """Advantages and returns of a whole rollout. Statistics are taken over all its response tokens at once."""
+def credit(rollouts: Sequence[Rollout], scores: Scores, kl_coef: float, statistics: Mapping[str, Running], shaping: Shaping) -> Credited:
+    """Advantages and returns of a whole rollout. Statistics are taken over all its usable response tokens at once."""
     lengths = [len(rollout.document.tokens) for rollout in rollouts]
-    mask = _pad([np.asarray(rollout.document.mask) for rollout in rollouts], torch.bool)  # (B, T)
+    response = _pad([np.asarray(rollout.document.mask) for rollout in rollouts], torch.bool)  # (B, T)
     logprobs, ref_logprobs, values = _pad(scores.logprobs), _pad(scores.ref_logprobs), _pad(scores.values)
     sampler_logprobs = _pad([rollout.sampler_logprobs for rollout in rollouts])
-    raw = torch.from_numpy(scores.rewards).float()
-    rewards = clip_rewards(normalize_rewards(raw, *shaping.statistics) if shaping.statistics else raw, shaping.reward_clip)
 
+    combined = combine(scores.rewards.by_source, shaping.terms, statistics)
+    rewards, metrics = clip_rewards(combined.rewards, shaping.reward_clip), dict(combined.metrics)
+    if shaping.overlong is not None:
+        penalty = overlong_penalty(response.sum(-1), *shaping.overlong)
+        rewards, metrics["reward/overlong"] = rewards + penalty, float(penalty.mean())
+
+    mask = response & combined.scored[:, None]
     kl = torch.where(mask, kl_estimate(logprobs, ref_logprobs, shaping.kl_estimator), 0)
-    shaped = token_rewards(kl, kl_coef, rewards, mask)
-    advantages, returns = gae(shaped, values, mask, shaping.gamma, shaping.lambd)
-    variance_explained = explained_variance(values, returns, mask)
-    if shaping.whiten:
-        advantages = whiten(advantages, mask)
-    weights = torch.where(mask, importance_weights(logprobs, sampler_logprobs, shaping.is_cap), 0)
+    coef = kl_coef if shaping.kl_in == "reward" else 0.0
+    (advantages, returns), usable = estimate(rewards, kl, coef, values, mask, combined.scored, shaping)
+    mask &= usable[:, None]
+    if not mask.any():
+        raise ValueError(f"none of the {len(rollouts)} answers can be learned from: each prompt needs two answers with a reward")
+    low, high = shaping.is_bounds
+    weights = importance_weights(logprobs, sampler_logprobs, low, high) if shaping.is_weighted else torch.ones_like(logprobs)
+    weights = torch.where(mask, weights, 0)
 
-    response = mask.sum(-1).float()
-    metrics = {
-        "reward/mean": float(raw.mean()),
-        "reward/std": float(raw.std(correction=0)),
+    metrics |= {
         "kl/mean": float(masked_mean(kl, mask)),
-        "kl/per_answer": float(kl.sum(-1).mean()),
+        "kl/per_answer": float(kl[usable].sum(-1).mean()),
         "kl/coef": kl_coef,
         "return/mean": float(masked_mean(returns, mask)),
-        "value/explained_variance": float(variance_explained.nan_to_num(0.0)),
-        "response/length": float(response.mean()),
+        "response/length": float(response.sum(-1).float().mean()),
         "response/truncated": sum(not rollout.finished for rollout in rollouts) / len(rollouts),
+        "rollout/usable": float(usable.float().mean()),
     }
-    gaps = sampler_metrics(logprobs, sampler_logprobs, mask, shaping.is_cap, float(mask.sum()))
+    if shaping.estimator == "gae":
+        metrics["value/explained_variance"] = float(explained_variance(values, returns, mask).nan_to_num(0.0))
+    gaps = sampler_metrics(logprobs, sampler_logprobs, response, low, high, float(response.sum()))
     metrics |= {name: float(value) for name, value in gaps.items()}
-    parts = zip(
-        rollouts, scores.logprobs, scores.values, _cut(advantages, lengths), _cut(returns, lengths), _cut(weights, lengths), strict=True
-    )
-    experience = [Experience(rollout.document, old, value, a, r, w) for rollout, old, value, a, r, w in parts]
-    return Credited(experience, metrics["kl/mean"], metrics)
+    metrics["sampler/gap_p99"] = float(np.percentile((logprobs - sampler_logprobs).abs()[response].numpy(), 99))
+
+    cut = zip(_cut(advantages, lengths), _cut(returns, lengths), _cut(weights, lengths), strict=True)
+    scored = zip(rollouts, scores.logprobs, scores.ref_logprobs, scores.values, strict=True)
+    experience = [Experience(r.document, old, ref, v, *arrays) for (r, old, ref, v), arrays in zip(scored, cut, strict=True)]
+    return Credited(experience, usable.nonzero().flatten().tolist(), metrics["kl/mean"], combined.statistics, metrics)
+
+
+class Estimated(NamedTuple):
+    """Advantages and returns (B, T), and which answers they speak of (B,)."""
+
+    credit: Credit
+    usable: Tensor
+
+
+def estimate(rewards: Tensor, kl: Tensor, coef: float, values: Tensor, mask: Tensor, scored: Tensor, shaping: Shaping) -> Estimated:
+    """Advantages by the estimator asked for: `rewards` and `scored` (B,), `kl`, `values` and `mask` (B, T), `coef` of the KL.
+
+    Where an estimator speaks of whole answers, the KL of all tokens leaves the answer's reward (Ahmadian et al. 2024, eq. 1).
+    """
+    gamma = shaping.gamma
+
+    def per_token(scores: Tensor) -> Tensor:
+        return token_rewards(kl, coef, scores, mask, shaping.reward_at)
+
+    def of_answers(found: InGroups) -> Estimated:
+        spread_out = spread(found.advantages, mask)
+        return Estimated(Credit(spread_out, spread_out), found.compared)
+
+    answers = rewards - coef * kl.sum(-1)
+    match shaping.estimator:
+        case "gae":
+            advantages, returns = gae(per_token(rewards), values, mask, gamma, shaping.lambd)
+            return Estimated(Credit(whiten(advantages, mask) if shaping.whiten else advantages, returns), scored)
+        case "grpo":
+            return of_answers(in_groups(grpo, answers, scored, shaping.n))
+        case "dr_grpo":
+            return of_answers(in_groups(dr_grpo, answers, scored, shaping.n))
+        case "rloo":
+            return of_answers(in_groups(rloo, answers, scored, shaping.n))
+        case "reinforce_pp":
+            advantages = reinforce_pp(per_token(rewards), mask, gamma)
+            return Estimated(Credit(advantages, advantages), scored)
+        case "reinforce_pp_baseline":
+            centred, compared = in_groups(dr_grpo, rewards, scored, shaping.n)
+            advantages = reinforce_pp(per_token(centred), mask & compared[:, None], gamma)
+            return Estimated(Credit(advantages, advantages), compared)
+        case _:
+            assert_never(shaping.estimator)
 
 
 def _pad(rows: Sequence[np.ndarray], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,24 +1,29 @@
-"""The five roles where they live: Ray groups with verbs. The PPO loop talks to this and knows no placement.
+"""The roles where they live: Ray groups with verbs, and the reward sources outside. The PPO loop talks to this and knows no placement.
 
 Verbs that concern several roles start all of them and wait once. Every wait has the recipe's `timeout` and names who was silent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.cluster.group import Group, Pending, cpu_threads, share
 from rlhf_core.cluster.placement import Room
 from rlhf_core.config import PPO, Ranks, Vllm
 from rlhf_core.data.documents import Document
 from rlhf_core.engine.base import AdamW
+from rlhf_core.ppo.objective import Objective
 from rlhf_core.ppo.roles import Actor, Critic, Model, Reference, Reward, Training, Update
 from rlhf_core.ppo.types import Experience, Rollout, Scores
+from rlhf_core.reward_sources import ModelReward
+from rlhf_core.rewards.asking import Outside, Rewards, asker, check_failures
+from rlhf_core.rewards.contract import Sample
 from rlhf_core.rollout.engine import Answer
 from rlhf_core.rollout.role import SamplerRole
 
@@ -31,13 +36,15 @@ class WeightsDiffer(RuntimeError):
 
 @dataclass(frozen=True)
 class Fleet:
-    """Handles of the running roles."""
+    """Handles of the running roles. `rewards` holds a group for each reward model by its title; `outside` functions and servers."""
 
     actor: Group
-    critic: Group
+    critic: Group | None
     reference: Group
-    reward: Group
+    rewards: Mapping[str, Group]
     sampler: Group
+    outside: Outside
+    decode: Callable[[Sequence[int], bool], str]
     timeout: float
     dtype: str
 
@@ -56,29 +63,53 @@ class Fleet:
         )
         return _in_order(pending.wait(self.timeout))
 
-    def score(self, rollouts: Sequence[Rollout]) -> Scores:
-        """Four models read the same documents side by side; one wait."""
+    def score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int) -> Scores:
+        """All models read the same documents side by side, and the sources outside are asked; one wait. Rewards already known stay."""
         documents = share([rollout.document for rollout in rollouts])
-        pending = {
-            "logprobs": self.actor.call("score", "logprobs", documents),
-            "ref_logprobs": self.reference.call("score", "logprobs", documents),
-            "values": self.critic.call("score", "values", documents),
-            "rewards": self.reward.call("score", "scores", documents),
-        }
+        pending = {"logprobs": self.actor.call("score", "logprobs", documents)}
+        pending["ref_logprobs"] = self.reference.call("score", "logprobs", documents)
+        if self.critic is not None:
+            pending["values"] = self.critic.call("score", "values", documents)
+        if rewards is None:
+            rewards = self._reward(rollouts, documents, allowed_failures)
         scored = {name: _in_order(work.wait(self.timeout)) for name, work in pending.items()}
-        rewards = np.concatenate(scored.pop("rewards"))
-        if not np.isfinite(rewards).all():
-            raise ValueError(f"the reward model gave {int((~np.isfinite(rewards)).sum())} scores that are not finite: check its training")
-        return Scores(**scored, rewards=rewards)
+        values = scored.pop("values", None) or [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
+        return Scores(**scored, values=values, rewards=rewards)
 
-    def train(self, experience: Sequence[Experience], critic: Sequence[Update], actor: Sequence[Update]) -> list[dict[str, float]]:
-        """Actor and critic train side by side; one dict of metrics per optimiser step. No actor updates: only the critic trains."""
+    def reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards:
+        """Rewards of all sources. Raises RewardsFailed when one leaves more than `allowed_failures` answers without."""
+        return self._reward(rollouts, share([rollout.document for rollout in rollouts]), allowed_failures)
+
+    def _reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int) -> Rewards:
+        models = {title: group.call("score", "scores", documents) for title, group in self.rewards.items()}
+        asked = self.outside.start([self._sample(rollout) for rollout in rollouts], allowed) if self.outside else {}
+        by_source: dict[str, np.ndarray] = {}
+        errors: dict[str, str] = {}
+        for title, pending in models.items():
+            scores = np.concatenate(_in_order(pending.wait(self.timeout))).astype(np.float64)
+            by_source[title] = np.where(np.isfinite(scores), scores, np.nan)
+            check_failures(title, int(np.isnan(by_source[title]).sum()), allowed, len(rollouts), "")
+        for title, future in asked.items():
+            by_source[title], error = future.result()
+            errors |= {title: error} if error else {}
+        return Rewards(by_source, errors)
+
+    def _sample(self, rollout: Rollout) -> Sample:
+        tokens, mask = rollout.document.tokens, rollout.document.mask
+        answer = self.decode([token for token, said in zip(tokens, mask, strict=True) if said], True)
+        return Sample(rollout.prompt.messages, answer, rollout.prompt.row, rollout.finished, self.decode(tokens, False))
+
+    def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> list[dict[str, float]]:
+        """The roles named in `updates` train side by side; one dict of metrics per optimiser step."""
         shared = share(list(experience))
-        pending = [self.critic.call("train", "train", shared, list(critic))]
-        if actor:
-            pending.append(self.actor.call("train", "train", shared, list(actor)))
+        pending = [group.call("train", "train", shared, list(updates[group.name])) for group in self.trained if group.name in updates]
         by_role = [work.wait(self.timeout)[0] for work in pending]
         return [dict(pair for metrics in step for pair in metrics.items()) for step in zip(*by_role, strict=True)]
+
+    @property
+    def trained(self) -> list[Group]:
+        """The groups that have an optimiser."""
+        return [self.actor] if self.critic is None else [self.critic, self.actor]
 
     def publish_weights(self) -> None:
         """Sends the actor's weights to every engine."""
@@ -96,14 +127,14 @@ class Fleet:
         return gap
 
     def save_state(self, folder: Path) -> None:
-        for group in (self.actor, self.critic):
+        for group in self.trained:
             (folder / group.name).mkdir()
-        pending = [group.call("save", "save_state", str(folder / group.name)) for group in (self.actor, self.critic)]
+        pending = [group.call("save", "save_state", str(folder / group.name)) for group in self.trained]
         for work in pending:
             work.wait(self.timeout)
 
     def load_state(self, folder: Path) -> None:
-        pending = [group.call("resume", "load_state", str(folder / group.name)) for group in (self.actor, self.critic)]
+        pending = [group.call("resume", "load_state", str(folder / group.name)) for group in self.trained]
         for work in pending:
             work.wait(self.timeout)
 
@@ -113,24 +144,35 @@ class Fleet:
 
 def groups_of(config: PPO) -> dict[str, Ranks | Vllm]:
     """What each role asks of the cluster."""
-    return {
-        "actor": config.actor_ranks,
-        "critic": config.critic_ranks,
-        "reference": config.reference_ranks,
-        "reward": config.reward_ranks,
-        "sampler": config.vllm,
-    }
+    return {**config.groups, "sampler": config.vllm}
 
 
-def start_fleet(config: PPO, paths: Mapping[str, str], pad_token_id: int, seed: int, room: Room, trust_remote_code: bool) -> Fleet:
+def objective_of(config: PPO) -> Objective:
+    """The constants of the actor's loss."""
+    return Objective(
+        config.eps_clip_low or config.eps_clip,
+        config.eps_clip_high or config.eps_clip,
+        config.dual_clip,
+        config.ratio,
+        config.aggregation,
+        config.generate_max_len,
+        None if config.kl_in == "reward" or config.kl_estimator == "k1" else config.kl_estimator,
+        config.entropy_coef,
+    )
+
+
+def start_fleet(
+    config: PPO, paths: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, seed: int, room: Room, trust_remote_code: bool
+) -> Fleet:
     """Starts all roles side by side and waits until each has loaded its model. `paths` gives each role's model."""
     # Sampling has the machine to itself; the others work two and two.
     groups = {name: Group(name, wanted, room, cpu_threads(1 if name == "sampler" else 2)) for name, wanted in groups_of(config).items()}
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
     training = Training(adamw, config.zero_stage, config.micro_train_batch_size, config.gradient_checkpointing, config.timeout)
+    rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
     def model(role: str) -> Model:
-        return Model(paths[role], config.dtype, pad_token_id, config.micro_rollout_batch_size, trust_remote_code)
+        return Model(paths[role], config.dtype, tokenizer.pad_token_id, config.micro_rollout_batch_size, trust_remote_code)
 
     loading: list[Pending] = [
         groups["sampler"].build(
@@ -145,16 +187,38 @@ def start_fleet(config: PPO, paths: Mapping[str, str], pad_token_id: int, seed: 
             trust_remote_code=trust_remote_code,
         ),
         groups["actor"].build(
-            Actor, config.timeout, model=model("actor"), training=training, eps_clip=config.eps_clip, temperature=config.temperature
+            Actor,
+            config.timeout,
+            model=model("actor"),
+            training=training,
+            objective=objective_of(config),
+            temperature=config.temperature,
         ),
-        groups["critic"].build(Critic, config.timeout, model=model("critic"), training=training, value_clip=config.value_clip),
         groups["reference"].build(Reference, config.timeout, model=model("reference"), temperature=config.temperature),
-        groups["reward"].build(Reward, config.timeout, model=model("reward")),
+        *(group.build(Reward, config.timeout, model=model(group.name)) for group in rewards.values()),
     ]
+    if "critic" in groups:
+        loading.append(
+            groups["critic"].build(Critic, config.timeout, model=model("critic"), training=training, value_clip=config.value_clip)
+        )
     for pending in loading:
         print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
         pending.wait(config.timeout)
-    return Fleet(**groups, timeout=config.timeout, dtype=config.dtype)
+
+    def decode(tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    return Fleet(
+        actor=groups["actor"],
+        critic=groups.get("critic"),
+        reference=groups["reference"],
+        rewards=rewards,
+        sampler=groups["sampler"],
+        outside=Outside([asker(source) for source in config.reward if not isinstance(source, ModelReward)]),
+        decode=decode,
+        timeout=config.timeout,
+        dtype=config.dtype,
+    )
 
 
 def check_gap(gap: float, tolerance: float) -> None:

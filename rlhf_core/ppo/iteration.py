@@ -4,99 +4,96 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
-
-from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.data.documents import Document
 from rlhf_core.ppo.credit import Shaping, credit
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.roles import Update
-from rlhf_core.ppo.types import Rollout
-from rlhf_core.rollout.engine import Answer
-
-
-class Sampled(NamedTuple):
-    """How an iteration samples. `seeds` has one entry per prompt."""
-
-    prompts: Sequence[Prompt]
-    seeds: Sequence[int]
-    n: int
-    temperature: float
-    max_new_tokens: int
-    stop_token_ids: Sequence[int]
+from rlhf_core.ppo.sampling import Filtering, Line, Sampling, sample
+from rlhf_core.rewards.combine import Running
 
 
 class Optimisation(NamedTuple):
-    """How an iteration trains: batch size, passes over the rollout, learning rates of its optimiser steps (none: frozen)."""
+    """How an iteration trains: optimiser steps of one pass over the rollout, passes, and each role's learning rates.
 
-    train_batch_size: int
+    A role that rests, or that there is none of, has no rates.
+    """
+
+    steps_per_epoch: int
     max_epochs: int
-    critic_rates: Sequence[float]
-    actor_rates: Sequence[float]
+    rates: Mapping[str, Sequence[float]]
     shuffle_seed: str
 
 
+class Setup(NamedTuple):
+    """What stays the same over the iterations of a run. `allowed_failures`: answers a reward source may fail on in one iteration."""
+
+    line: Line
+    sampling: Sampling
+    filtering: Filtering | None
+    shaping: Shaping
+    probe: Sequence[Document]
+    allowed_failures: int
+
+
+class Carried(NamedTuple):
+    """What an iteration takes from the one before: the place on the line of prompts, and the running statistics of rewards."""
+
+    position: int
+    statistics: Mapping[str, Running]
+
+
 class Iteration(NamedTuple):
-    """Metrics of the iteration and the mean KL per token (nats) of its rollout."""
+    """Metrics of the iteration, the mean KL per token (nats) of its rollout, and what the next one takes over."""
 
     metrics: dict[str, float]
     kl: float
+    carried: Carried
 
 
-def ppo_iteration(
-    fleet: Fleet, sampled: Sampled, kl_coef: float, shaping: Shaping, optimisation: Optimisation, probe: Sequence[Document]
-) -> Iteration:
-    """Samples answers, scores them with four models, credits each token, trains critic and actor, and publishes the actor."""
+def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, optimisation: Optimisation) -> Iteration:
+    """Samples answers, scores them with all models and reward sources, credits each token, trains, and publishes the actor."""
     phases: dict[str, float] = {}
     with _phase(phases, "generate"):
-        answers = fleet.sample(
-            [prompt.tokens for prompt in sampled.prompts],
-            sampled.seeds,
-            sampled.n,
-            sampled.temperature,
-            sampled.max_new_tokens,
-            sampled.stop_token_ids,
-        )
-        rollouts = [rollout(prompt, answer) for prompt, group in zip(sampled.prompts, answers, strict=True) for answer in group]
+        sampled = sample(fleet, setup.line, carried.position, setup.sampling, setup.filtering, setup.allowed_failures)
+        rollouts = sampled.rollouts
     with _phase(phases, "score"):
-        scores = fleet.score(rollouts)
+        scores = fleet.score(rollouts, sampled.rewards, setup.allowed_failures)
     with _phase(phases, "credit"):
-        credited = credit(rollouts, scores, kl_coef, shaping)
+        credited = credit(rollouts, scores, kl_coef, carried.statistics, setup.shaping)
     with _phase(phases, "train"):
-        batches = minibatches(len(rollouts), optimisation)
-        critic = [Update(batch, rate) for batch, rate in zip(batches, optimisation.critic_rates, strict=True)]
-        actor = (
-            [Update(batch, rate) for batch, rate in zip(batches, optimisation.actor_rates, strict=True)] if optimisation.actor_rates else []
-        )
-        steps = fleet.train(credited.experience, critic, actor)
-    metrics = credited.metrics | {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-    if actor:
+        batches = minibatches(credited.usable, optimisation)
+        updates = {
+            role: [Update(batch, rate, kl_coef) for batch, rate in zip(batches, rates, strict=False)]  # fewer answers: fewer batches
+            for role, rates in optimisation.rates.items()
+        }
+        steps = fleet.train(credited.experience, updates)
+    metrics = credited.metrics | sampled.metrics | {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    if "actor" in updates:
         metrics["policy/first_ratio"] = steps[0]["policy/ratio"]
         with _phase(phases, "sync"):
             fleet.publish_weights()
         with _phase(phases, "probe"):
-            metrics["sync/probe_gap"] = fleet.probe(probe)
-    metrics["prompt/truncated"] = sum(prompt.truncated for prompt in sampled.prompts) / len(sampled.prompts)
+            metrics["sync/probe_gap"] = fleet.probe(setup.probe)
+    metrics["prompt/truncated"] = sum(r.prompt.truncated for r in rollouts) / len(rollouts)
     metrics["tokens"] = float(sum(len(r.document.tokens) for r in rollouts))
-    return Iteration(metrics | {f"phase/{name}": seconds for name, seconds in phases.items()}, credited.kl)
+    metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
+    return Iteration(metrics, credited.kl, Carried(sampled.position, credited.statistics))
 
 
-def rollout(prompt: Prompt, answer: Answer) -> Rollout:
-    """A prompt and its answer as one document; the mask marks the answer, its end-of-sequence token included."""
-    document = Document(prompt.tokens + answer.tokens, [False] * len(prompt.tokens) + [True] * len(answer.tokens))
-    return Rollout(document, np.array([0.0] * len(prompt.tokens) + answer.logprobs, dtype=np.float32), answer.finished)
-
-
-def minibatches(count: int, optimisation: Optimisation) -> list[list[int]]:
-    """Seeded shuffles of the rollout, one per epoch, cut into optimiser steps."""
+def minibatches(usable: Sequence[int], optimisation: Optimisation) -> list[list[int]]:
+    """Seeded shuffles of the usable rollouts, one per epoch, each cut into optimiser steps of (nearly) equal size."""
     batches: list[list[int]] = []
     for epoch in range(optimisation.max_epochs):
-        order = list(range(count))
+        order = list(usable)
         random.Random(f"{optimisation.shuffle_seed}-{epoch}").shuffle(order)
-        batches += [order[i : i + optimisation.train_batch_size] for i in range(0, count, optimisation.train_batch_size)]
+        steps = min(optimisation.steps_per_epoch, len(order))
+        edges = [len(order) * i // steps for i in range(steps + 1)]
+        batches += [order[start:end] for start, end in pairwise(edges)]
     return batches
 
 

@@ -1,4 +1,4 @@
-"""The five roles of PPO as plain objects: what one rank of each holds and does. Where they live is `fleet.py`'s business.
+"""The roles of PPO as plain objects: what one rank of each holds and does. Where they live is `fleet.py`'s business.
 
 Each method is called on every rank of the role with the same arguments; ranks deal the work among themselves.
 """
@@ -18,9 +18,10 @@ from rlhf_core.data.collate import Batch, collate
 from rlhf_core.data.documents import Document
 from rlhf_core.engine.base import AdamW, state_on_cpu
 from rlhf_core.engine.zero import ZeroEngine
-from rlhf_core.losses import Loss, policy_loss, value_loss
-from rlhf_core.masked import masked_sum, shift_right
+from rlhf_core.losses import Loss, value_loss
+from rlhf_core.masked import shift_right
 from rlhf_core.models.load import load_policy, load_scorer, save_model
+from rlhf_core.ppo.objective import Objective, PerToken, actor_loss, count
 from rlhf_core.ppo.types import Experience
 from rlhf_core.supervised import accumulate, deal
 
@@ -38,10 +39,11 @@ class Model(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One optimiser step: which of the experience it takes, and its learning rate."""
+    """One optimiser step: which of the experience it takes, its learning rate, and the coefficient of a KL in the loss."""
 
     indices: list[int]
     learning_rate: float
+    kl_coef: float
 
 
 class Training(NamedTuple):
@@ -57,30 +59,30 @@ class Training(NamedTuple):
 class Actor:
     """The policy that is trained."""
 
-    def __init__(self, model: Model, training: Training, eps_clip: float, temperature: float):
+    def __init__(self, model: Model, training: Training, objective: Objective, temperature: float):
         policy = load_policy(model.path, model.dtype, model.trust_remote_code)
         self.engine = _engine(policy, model, training)
-        self.model, self.micro, self.eps_clip, self.temperature = model, training.micro_batch_size, eps_clip, temperature
+        self.model, self.micro, self.objective, self.temperature = model, training.micro_batch_size, objective, temperature
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
         scale = self.temperature if temperature is None else temperature
         return _score(self.engine, documents, self.model, lambda b: self.engine(b.tokens, b.positions, b.documents, scale).logprobs)
 
     def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
-        """PPO's clipped surrogate, one optimiser step per update; metrics of each."""
-        return [self._update([experience[i] for i in update.indices], update.learning_rate) for update in updates]
+        """PPO's clipped surrogate and its relatives, one optimiser step per update; metrics of each."""
+        return [self._update([experience[i] for i in update.indices], update.learning_rate, update.kl_coef) for update in updates]
 
-    def _update(self, items: list[Experience], rate: float) -> dict[str, float]:
-        tokens = _response_tokens(items)
+    def _update(self, items: list[Experience], rate: float, kl_coef: float) -> dict[str, float]:
+        counted = count([item.document.mask for item in items])
 
         def loss(part: list[Experience]) -> Loss:
             batch = _collate(part, self.model.pad_token_id, self.engine.device)
-            new = self.engine(batch.tokens, batch.positions, batch.documents, self.temperature)
-            old, advantages, weights = (
-                _per_token(batch, [getattr(e, name) for e in part]) for name in ("old_logprobs", "advantages", "is_weights")
+            new = self.engine(batch.tokens, batch.positions, batch.documents, self.temperature, self.objective.entropy_coef > 0)
+            old, ref, advantages, weights = (
+                _per_token(batch, [getattr(e, name) for e in part]) for name in ("old_logprobs", "ref_logprobs", "advantages", "is_weights")
             )
-            result = policy_loss(new.logprobs, old, advantages, batch.mask, self.eps_clip, self.eps_clip, weights, tokens)
-            return Loss(result.loss, result.metrics | {"policy/entropy": masked_sum(new.entropy, batch.mask) / tokens})
+            per_token = PerToken(new.logprobs, new.entropy, old, ref, advantages, weights, batch.mask, batch.documents)
+            return actor_loss(per_token, len(part), counted, self.objective, kl_coef)
 
         metrics = accumulate(self.engine, _micro_batches(items, self.micro), loss)
         return metrics | {"policy/grad_norm": self.engine.step(rate), "policy/learning_rate": rate}
@@ -119,7 +121,7 @@ class Critic:
         return [self._update([experience[i] for i in update.indices], update.learning_rate) for update in updates]
 
     def _update(self, items: list[Experience], rate: float) -> dict[str, float]:
-        tokens = _response_tokens(items)
+        tokens = count([item.document.mask for item in items]).tokens
 
         def loss(part: list[Experience]) -> Loss:
             batch = _collate(part, self.model.pad_token_id, self.engine.device)
@@ -205,10 +207,6 @@ def _per_token(batch: Batch, rows: Sequence[np.ndarray]) -> Tensor:
     values = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
     values[batch.documents >= 0] = torch.from_numpy(np.concatenate(rows)).float().to(values.device)
     return values
-
-
-def _response_tokens(items: Sequence[Experience]) -> float:
-    return float(sum(sum(item.document.mask) for item in items))
 
 
 def _rank_from_environment() -> tuple[int, int]:

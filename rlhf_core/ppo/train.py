@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from rlhf_core import checkpoint
@@ -13,15 +12,17 @@ from rlhf_core.advantages import AdaptiveKL, FixedKL, KLController, kl_controlle
 from rlhf_core.cluster.placement import connect, reserve
 from rlhf_core.config import PPO
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.documents import Document
+from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.engine.base import learning_rate
-from rlhf_core.models.scoring import load_statistics
-from rlhf_core.ppo.credit import Shaping
+from rlhf_core.models.scoring import stored_statistics
+from rlhf_core.ppo.credit import Overlong, Shaping
 from rlhf_core.ppo.fleet import groups_of, start_fleet
-from rlhf_core.ppo.iteration import Optimisation, Sampled, ppo_iteration
+from rlhf_core.ppo.iteration import Carried, Optimisation, Setup, ppo_iteration
+from rlhf_core.ppo.sampling import Filtering, Line, Sampling
+from rlhf_core.reward_sources import ModelReward, RewardSource
+from rlhf_core.rewards.combine import Running, Term
 from rlhf_core.stage import Outcome, RunDir, StageRequest
-from rlhf_core.supervised import order_of_epoch
 from rlhf_core.tracking import Tracker, read_metrics
 
 PROBE_DOCUMENTS, PROBE_TOKENS = 4, 128
@@ -37,63 +38,86 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     renderer = Renderer(tokenizer, config.prompts.template)
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     iterations = count_iterations(config, len(data.items))
-    shaping = Shaping(
-        config.kl_estimator,
-        config.gamma,
-        config.lambd,
-        config.reward_clip,
-        load_statistics(paths["reward"]) if config.normalize_reward else None,
-        config.whiten_advantages,
-        config.sampler_is_cap,
-    )
+    setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
     connect()
     room = reserve(groups_of(config), config.timeout)
-    fleet = start_fleet(config, paths, tokenizer.pad_token_id, request.seed, room, request.trust_remote_code)
+    fleet = start_fleet(config, paths, tokenizer, request.seed, room, request.trust_remote_code)
     print(f"all roles are up after {time.monotonic() - start:.0f} s", flush=True)
 
     resume = checkpoint.latest(run)
     first = resume.step if resume else 0
     kl = kl_controller(config.init_kl_coef, config.kl_target, config.kl_horizon)
+    carried = Carried(0, {})
     if resume:
         fleet.load_state(resume.folder)
         fleet.publish_weights()
-        kl = restore_controller(kl, resume.loop["kl_coef"])
+        kl, carried = restore(kl, resume.loop)
         print(f"resumed after iteration {first} of {iterations}", flush=True)
-    probe = [Document(p.tokens[-PROBE_TOKENS:], [False] * len(p.tokens[-PROBE_TOKENS:])) for p in data.items[:PROBE_DOCUMENTS]]
-    fleet.probe(probe)
+    fleet.probe(setup.probe)
     tracker = Tracker(run, iterations, first)
     for step in range(first, iterations):
-        taken = prompts_of_iteration(len(data.items), step, config.rollout_batch_size, request.seed)
-        sampled = Sampled(
-            [data.items[i] for i in taken],
-            [sample_seed(request.seed, step, i) for i in taken],
-            config.n_samples_per_prompt,
-            config.temperature,
-            config.generate_max_len,
-            renderer.stop_token_ids,
-        )
-        metrics, mean_kl = ppo_iteration(fleet, sampled, kl.coef, shaping, optimisation(config, step, iterations, request.seed), probe)
-        kl = kl.update(mean_kl, len(taken) * config.n_samples_per_prompt)
+        metrics, mean_kl, carried = ppo_iteration(fleet, setup, carried, kl.coef, optimisation(config, step, iterations, request.seed))
+        kl = kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
         done = step + 1
         if done % config.logging_steps == 0 or done == iterations:
             tracker.log(done, metrics, show=SHOWN)
         if config.save_steps and done % config.save_steps == 0 and done < iterations:
-            checkpoint.save(run, done, config.keep_checkpoints, {"kl_coef": kl.coef}, fleet.save_state)
+            checkpoint.save(run, done, config.keep_checkpoints, loop_state(kl, carried), fleet.save_state)
     tracker.close()
+    fleet.outside.close()
     shutil.rmtree(run / "checkpoint", ignore_errors=True)
     fleet.export_actor(run / "checkpoint")
     return Outcome(final_metrics(read_metrics(run.path)) | data.report.metrics("data"), {"checkpoint": "checkpoint"})
 
 
-def model_paths(config: PPO, inputs: dict[str, str]) -> dict[str, str]:
-    """Each role's model; the critic starts from the reward model and the reference from the actor unless told otherwise."""
-    names = {
-        "actor": config.actor,
-        "critic": config.critic or config.reward,
-        "reference": config.reference or config.actor,
-        "reward": config.reward,
-    }
+def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
+    """Each role's model; the critic starts from the first reward model and the reference from the actor unless told otherwise."""
+    names = {"actor": config.actor, "reference": config.reference or config.actor}
+    names |= {f"reward:{source.title}": source.model for source in config.reward_models}
+    if config.has_critic:
+        names["critic"] = config.critic or config.reward_models[0].model
     return {role: inputs[name] for role, name in names.items()}
+
+
+def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], stop_token_ids: Sequence[int], seed: int) -> Setup:
+    """What stays the same over the iterations."""
+    n = config.n_samples_per_prompt
+    terms = [term_of(source, config.normalize_reward, paths) for source in config.reward]
+    low, high = config.sampler_is_clamp if config.sampler_is == "clamp" else (0.0, config.sampler_is_cap)
+    buffer = config.overlong_buffer
+    shaping = Shaping(
+        config.advantage_estimator,
+        n,
+        terms,
+        config.reward_clip,
+        config.reward_at,
+        Overlong(config.generate_max_len, buffer, config.overlong_penalty) if buffer else None,
+        config.kl_estimator,
+        config.kl_in,
+        config.gamma,
+        config.lambd,
+        config.whiten_advantages,
+        (low, high),
+        config.sampler_is != "off",
+    )
+    probe = [Document(p.tokens[-PROBE_TOKENS:], [False] * len(p.tokens[-PROBE_TOKENS:])) for p in prompts[:PROBE_DOCUMENTS]]
+    return Setup(
+        Line(prompts, config.rollout_batch_size, seed),
+        Sampling(n, config.temperature, config.generate_max_len, stop_token_ids),
+        Filtering(config.max_filter_rounds, config.filter_min_spread, terms) if config.dynamic_filtering else None,
+        shaping,
+        probe,
+        int(config.max_failed_rewards * config.rollout_batch_size * n),
+    )
+
+
+def term_of(source: RewardSource, normalize_reward: bool, paths: Mapping[str, str]) -> Term:
+    """A source's part of the sum. ValueError when the statistics asked for are not stored with the model."""
+    if not isinstance(source, ModelReward):
+        return Term(source.title, source.weight, source.normalize, None)
+    normalize = source.normalize or ("stored" if normalize_reward else "none")
+    stored = stored_statistics(paths[f"reward:{source.title}"]) if normalize == "stored" else None
+    return Term(source.title, source.weight, normalize, stored)
 
 
 def count_iterations(config: PPO, num_prompts: int) -> int:
@@ -106,32 +130,31 @@ def count_iterations(config: PPO, num_prompts: int) -> int:
     return min(total, config.max_steps) if config.max_steps else total
 
 
-def prompts_of_iteration(num_prompts: int, step: int, batch: int, seed: int) -> list[int]:
-    """Indices of an iteration's prompts: each episode is one seeded shuffle cut into batches; the remainder waits for the next."""
-    episode, position = divmod(step, num_prompts // batch)
-    return list(order_of_epoch(num_prompts, episode, seed)[position * batch : (position + 1) * batch])
-
-
-def sample_seed(seed: int, step: int, index: int) -> int:
-    """The sampler's seed for a prompt: a function of run, iteration and prompt."""
-    return random.Random(f"{seed}-{step}-{index}").getrandbits(48)
-
-
 def optimisation(config: PPO, step: int, iterations: int, seed: int) -> Optimisation:
     """Batches and learning rates of one iteration. The actor rests for the first `freezing_actor_steps` iterations."""
-    per_iteration = config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size * config.max_epochs
-    frozen = step < config.freezing_actor_steps
+    per_epoch = config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size
+    per_iteration = per_epoch * config.max_epochs
+    frozen = config.freezing_actor_steps
 
     def rates(peak: float, first: int) -> list[float]:
         total, now = (iterations - first) * per_iteration, (step - first) * per_iteration
         return [learning_rate(now + k, total, peak, config.warmup_ratio, config.min_lr_ratio) for k in range(per_iteration)]
 
-    actor_rates = [] if frozen else rates(config.actor_learning_rate, config.freezing_actor_steps)
-    return Optimisation(config.train_batch_size, config.max_epochs, rates(config.critic_learning_rate, 0), actor_rates, f"{seed}-{step}")
+    by_role = {"critic": rates(config.critic_learning_rate, 0)} if config.has_critic else {}
+    by_role |= {"actor": rates(config.actor_learning_rate, frozen)} if step >= frozen else {}
+    return Optimisation(per_epoch, config.max_epochs, by_role, f"{seed}-{step}")
 
 
-def restore_controller(controller: KLController, coef: float) -> KLController:
-    return FixedKL(coef) if isinstance(controller, FixedKL) else AdaptiveKL(coef, controller.target, controller.horizon)
+def loop_state(kl: KLController, carried: Carried) -> dict[str, Any]:
+    """What the loop itself keeps of a run, as JSON."""
+    return {"kl_coef": kl.coef, "position": carried.position, "statistics": {name: list(r) for name, r in carried.statistics.items()}}
+
+
+def restore(kl: KLController, loop: Mapping[str, Any]) -> tuple[KLController, Carried]:
+    """The controller and what an iteration takes over, from a stored `loop_state`."""
+    coef = loop["kl_coef"]
+    controller = FixedKL(coef) if isinstance(kl, FixedKL) else AdaptiveKL(coef, kl.target, kl.horizon)
+    return controller, Carried(loop["position"], {name: Running(*values) for name, values in loop["statistics"].items()})
 
 
 def final_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Records inside the PPO process, complete when built: Rollout (one sampled answer) -> Scores (the four models') -> Experience."""
+"""Records inside the PPO process, complete when built: Rollout (one sampled answer) -> Scores (the models') -> Experience."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_core.data.documents import Document
+from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.rewards.asking import Rewards
 
 
 @dataclass(frozen=True)
 class Rollout:
     """One answer. `sampler_logprobs` (T,) speaks of the document's tokens, 0 on the prompt; `finished`: not cut by length."""
 
+    prompt: Prompt
     document: Document
     sampler_logprobs: np.ndarray
     finished: bool
@@ -20,12 +22,12 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Scores:
-    """What four models say of each rollout: per-token (T,) arrays by document, and one reward each, (N,)."""
+    """What models and reward sources say of each rollout: per-token (T,) arrays by document. Without a critic all values are 0."""
 
     logprobs: list[np.ndarray]
     ref_logprobs: list[np.ndarray]
     values: list[np.ndarray]
-    rewards: np.ndarray
+    rewards: Rewards
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Experience:
 
     document: Document
     old_logprobs: np.ndarray
+    ref_logprobs: np.ndarray
     values: np.ndarray
     advantages: np.ndarray
     returns: np.ndarray

@@ -67,6 +67,8 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     (tmp_path / "recipe.yaml").write_text(TEXT)
     for name, row in ROWS.items():
         (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    (tmp_path / "checks.py").write_text("from math import sqrt\n\ndef short(responses): return [0]\n\nlong = short\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
     save_tokenizer(tmp_path / "base", TEMPLATE)
     (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "base" / "model.safetensors").write_bytes(b"weights")
@@ -75,6 +77,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
 
 def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
     assert check_here(planned()) == []
+    assert check_here(planned("ppo.reward=[reward_model, checks.py:short, checks.py:long, checks.py:sqrt, 'http://host']")) == []
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,16 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
             ["evaluation.judges=[{kind: openai, model: gpt, api_key_env: NO_SUCH_KEY}]"],
             ["needs a key in the environment variable NO_SUCH_KEY"],
         ),
+        (
+            ["ppo.reward=[reward_model, {url: 'http://host', api_key_env: NO_SUCH_KEY}]"],
+            ["stages.ppo: the reward host needs a key in the environment variable NO_SUCH_KEY"],
+        ),
+        (
+            ["ppo.reward=[reward_model, none.py:f]"],
+            ["none.py cannot be read (No such file or directory); correct the path"],
+        ),
+        (["ppo.reward=[reward_model, checks.py:shrt]"], ["checks.py: unknown function 'shrt'; did you mean short"]),
+        (["ppo.reward=[reward_model, broken.py:f]"], ["broken.py is no Python file"]),
     ],
 )
 def test_a_fault_is_told_once_and_where(planned: Planned, overrides: list[str], told: list[str]) -> None:
@@ -167,6 +180,10 @@ def test_a_cluster_is_not_this_machine(planned: Planned, monkeypatch: pytest.Mon
 def test_needs_sums_what_runs_at_once(planned: Planned) -> None:
     p = planned("ppo.vllm.num_engines=3", "ppo.actor_ranks.num_ranks_per_node=2", "ppo.actor_ranks.gpus=1")
     assert needs(p["ppo"].config) == pytest.approx((2 * 0.4 + 0.4 + 0.2 + 0.2 + 3 * 0.8, 2.0, 1))
+    critic_free = planned("ppo.advantage_estimator=rloo", "ppo.n_samples_per_prompt=2")["ppo"].config
+    assert needs(critic_free).cpus == pytest.approx(0.4 + 0.2 + 0.2 + 0.8)
+    two = planned("ppo.reward=[reward_model, {model: org/rm, ranks: {num_nodes: 2, cpus: 0.3}}]")["ppo"].config
+    assert needs(two) == pytest.approx((0.4 + 0.4 + 0.2 + 0.2 + 2 * 0.3 + 0.8, 0.0, 2))
 
 
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

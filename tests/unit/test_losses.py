@@ -142,6 +142,20 @@ def test_kl_loss(seed, estimator):
     assert_same(losses.kl_loss(new, ref, mask, estimator, 37), reference.kl_loss(*lists(new, ref, mask), estimator, 37))
 
 
+@seeds
+def test_kl_and_entropy_with_weights_are_weighed_sums(seed):
+    draw, mask = randoms(seed, B, T), holes(seed, B, T)
+    new, ref, weights, entropy = next(draw), next(draw), next(draw).exp(), next(draw).abs()
+    expected = sum((w * reference.kl(p, q, "k3")) for p, q, w, m in zip(*lists(new, ref, weights, mask), strict=True) if m) / 37
+    assert_same(losses.kl_loss(new, ref, mask, "k3", 37, weights), {"policy/kl_loss": expected})
+    for scale in (None, weights):
+        loss, metrics = losses.entropy_loss(entropy, mask, 37, scale)
+        pairs = zip(*lists(entropy, torch.ones_like(entropy) if scale is None else scale, mask), strict=True)
+        expected = sum(w * h for h, w, m in pairs if m) / 37
+        assert_close(metrics["policy/entropy"], tensor(expected))
+        assert_close(loss, tensor(-expected))
+
+
 def test_k1_is_refused_as_a_loss():
     x = torch.zeros(1, 2)
     with pytest.raises(ValueError, match="k1"):
@@ -161,12 +175,12 @@ def test_value_loss(seed):
 def test_importance_weights_and_sampler_metrics(seed):
     draw, mask = randoms(seed, B, T), holes(seed, B, T)
     old, sampler = next(draw).requires_grad_(), next(draw)
-    weights = losses.importance_weights(old, sampler, 2.0)
+    weights = losses.importance_weights(old, sampler, 0.0, 2.0)
     expected = [min(float(torch.exp(a - b)), 2.0) for a, b in zip(old.detach().flatten(), sampler.flatten(), strict=True)]
     assert_close(weights.flatten(), tensor(expected))
     assert not weights.requires_grad and weights.max() == 2.0
-    assert losses.importance_weights(torch.zeros(1), torch.full((1,), -1e4), 2.0).item() == 2.0  # exp overflows, the cap holds
-    metrics = losses.sampler_metrics(old, sampler, mask, 2.0, 37)
+    assert losses.importance_weights(torch.zeros(1), torch.full((1,), -1e4), 0.0, 2.0).item() == 2.0  # exp overflows, the cap holds
+    metrics = losses.sampler_metrics(old, sampler, mask, 0.0, 2.0, 37)
     for name, value in reference.sampler_metrics(*lists(old, sampler, mask), 2.0, 37).items():
         assert_close(metrics[name].double(), tensor(value))
 
@@ -257,6 +271,8 @@ def test_garbage_off_the_mask_reaches_neither_loss_nor_gradient(garbage):
             losses.policy_loss(new, old, advantages, mask, 0.2, 0.2, weights, 9, 1.5, weights),
             losses.policy_loss(losses.gspo_logprobs(new, old, mask, documents, B), old, advantages, mask, 0.2, 0.2, weights, 9),
             losses.kl_loss(new, old, mask, "k3", 9),
+            losses.kl_loss(new, old, mask, "k3", 9, weights),
+            losses.entropy_loss(new, mask, 9, weights),
             losses.value_loss(new, old, advantages, mask, 0.2, 9),
         ]
         return [(loss, *torch.autograd.grad(loss, new)) for loss, _ in terms]
@@ -273,6 +289,6 @@ def test_an_empty_optimiser_step_is_refused(denominator):
 def test_every_loss_takes_the_global_denominator():
     named = {name: function for name, function in inspect.getmembers(losses, inspect.isfunction) if name.endswith("_loss")}
     named.pop("_loss")
-    assert len(named) == 9
+    assert len(named) == 10
     for name, function in named.items():
         assert "denominator" in inspect.signature(function).parameters, name

@@ -204,6 +204,23 @@ def test_digests_change_with_what_decides_the_result_and_with_nothing_else(plann
     assert changed(p, planned()) == everything
 
 
+def test_a_digest_covers_the_code_of_a_reward_function(planned: Planned, tmp_path: Path) -> None:
+    rewards = "ppo.reward=[reward_model, {function: 'a.py:f', timeout: 9}]"
+    (tmp_path / "a.py").write_text("def f(responses): return [0]\n")
+    p = planned(rewards)
+    (tmp_path / "b.py").write_text((tmp_path / "a.py").read_text())
+    assert changed(p, planned(rewards.replace("9", "60"))) == set()
+    assert "ppo" in changed(p, planned(rewards.replace("a.py:f", "a.py:g")))
+    (tmp_path / "a.py").write_text("def f(responses): return [1]\n")
+    assert "ppo" in changed(p, planned(rewards)) and "sft" not in changed(p, planned(rewards))
+
+
+def test_reward_models_of_a_list_are_parents_and_models(planned: Planned) -> None:
+    p = planned("ppo.reward=[reward_model, {model: org/rm}, a.py:f, 'http://host']")
+    assert "reward_model" in p["ppo"].parents and p["ppo"].models["org/rm"] == "org/rm"
+    assert not any("a.py" in name or "host" in name for name in p.inputs(p["ppo"]))
+
+
 def test_a_plan_needs_no_files(planned: Planned, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").unlink()
     p = planned("base_model=no/such/folder", "loop.prompts={sources: there/is/none.jsonl}")
@@ -216,6 +233,7 @@ def test_a_plan_needs_no_files(planned: Planned, tmp_path: Path) -> None:
         ("ppo.actor=sfft", "stages.ppo.actor: unknown name 'sfft'; did you mean sft?"),
         ("ppo.reward=sft", "stages.ppo.reward: sft is of kind sft, but a reward model is needed here"),
         ("ppo.reward=base", "a reward model is needed here"),
+        ("ppo.reward=[reward_model, rm]", "stages.ppo.reward.1: unknown name 'rm'"),
         (
             "sft.model=reward_model",
             "stages.sft.model: reward_model is of kind reward_model, but a stage of kind sft or dpo or ppo or kto is needed here",

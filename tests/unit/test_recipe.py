@@ -63,8 +63,26 @@ def test_overrides_are_applied_together_before_the_check(recipe: Write) -> None:
     assert load_recipe(recipe(), ["sft.train_batch_size=12", "sft.micro_train_batch_size=4"])
 
 
+def test_shorthands_of_reward_sources(recipe: Write) -> None:
+    def sources(value: str) -> list[tuple[str, str, float]]:
+        ppo = load_recipe(recipe(), [f"ppo.reward={value}", "ppo.critic=reward_model"]).stages["ppo"]
+        assert isinstance(ppo, PPO)
+        return [(source.kind, source.title, source.weight) for source in ppo.reward]
+
+    assert sources("org/rm-7b") == [("model", "rm-7b", 1.0)]
+    assert sources("lib/checks.py:short") == [("function", "short", 1.0)]
+    assert sources("https://host:8000/score?x=1") == [("http", "host:8000", 1.0)]
+    assert sources("{url: 'http://host', name: mine, weight: 2}") == [("http", "mine", 2.0)]
+    assert sources("[rm, {weight: 0.5}, a.py:f, {function: b.py:g}]") == [
+        ("model", "rm", 1.0),
+        ("model", "reward_model", 0.5),
+        ("function", "f", 1.0),
+        ("function", "g", 1.0),
+    ]
+
+
 def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
-    loaded = load_recipe(recipe(), ["ppo.kl_target=0.1"])
+    loaded = load_recipe(recipe(), ["ppo.kl_target=0.1", "ppo.reward=[reward_model, a.py:f, 'http://host']"])
     (tmp_path / "again.yaml").write_text(dump_recipe(loaded))
     assert load_recipe(tmp_path / "again.yaml") == loaded
 
@@ -88,6 +106,14 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
             "stages.evaluation.judges.0.anser_key: unknown key 'anser_key'; did you mean answer",
         ),
         ("ppo.vllm={gpu: 1}", "stages.ppo.vllm.gpu: unknown key 'gpu'; did you mean gpus?"),
+        ("ppo.reward.0.weigth=1", "unknown key 'weigth'; did you mean weight"),
+        ("ppo.reward=[{model: rm, weigth: 1}]", "stages.ppo.reward.0.weigth: unknown key 'weigth'; did you mean weight"),
+        ("ppo.reward=[{kind: functoin, model: rm}]", "stages.ppo.reward.0: kind: unknown value 'functoin'; did you mean function"),
+        ("ppo.reward=[{modle: rm}]", "stages.ppo.reward.0.modle: unknown key 'modle'; did you mean model"),
+        ("ppo.reward=[{function: 'a.py'}]", "stages.ppo.reward.0.function: string should match pattern"),
+        ("ppo.reward=[]", "stages.ppo.reward: value should have at least 1 item"),
+        ("ppo.temperature=0", "stages.ppo: temperature=0 gives the same answer every time"),
+        ("ppo.top_p=0.9", "unknown key 'top_p'"),
         ("name=[", "correct the YAML"),
     ],
 )

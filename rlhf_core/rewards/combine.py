@@ -1,0 +1,96 @@
+"""Rewards of several sources become one: each standardised on its own, then weighed and summed. Pure; nothing is asked here.
+
+An answer counts only when every source rewarded it: a sum with a part missing would be another quantity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_core.advantages import normalize_rewards
+
+
+class Running(NamedTuple):
+    """Number, mean and sum of squared deviations of all values so far."""
+
+    number: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def update(self, values: Tensor) -> Running:
+        """With more values, as if all had come at once (Chan, Golub and LeVeque 1979)."""
+        n = values.numel()
+        if n == 0:
+            return self
+        mean = float(values.double().mean())
+        squares = float((values.double() - mean).square().sum())
+        total, gap = self.number + n, mean - self.mean
+        return Running(total, self.mean + gap * n / total, self.squares + squares + gap * gap * self.number * n / total)
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation; 1 while all values were equal, so that dividing by it changes nothing."""
+        return math.sqrt(self.squares / self.number) if self.squares > 0 else 1.0
+
+
+class Term(NamedTuple):
+    """A source in the sum. `stored`: mean and std kept with the reward model."""
+
+    title: str
+    weight: float
+    normalize: Literal["none", "stored", "running"]
+    stored: tuple[float, float] | None
+
+
+class Combined(NamedTuple):
+    """The summed rewards (N,), 0 where `scored` (N,) is False; the running statistics with these answers; metrics."""
+
+    rewards: Tensor
+    scored: Tensor
+    statistics: dict[str, Running]
+    metrics: dict[str, float]
+
+
+def combine(by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statistics: Mapping[str, Running]) -> Combined:
+    """`sum of weight * (reward - mean) / std` over the sources; `by_source` (N,) each, nan where one failed.
+
+    ValueError when no answer has a reward of every source. `reward/mean` and `reward/std` speak of the weighed sum before any
+    standardisation, so that they are of one scale over the run.
+    """
+    raw = {term.title: torch.from_numpy(np.array(by_source[term.title], dtype=np.float32)) for term in terms}
+    scored = torch.stack([values.isfinite() for values in raw.values()]).all(0)
+    if not scored.any():
+        raise ValueError(f"none of {len(scored)} answers has a reward of every source ({', '.join(raw)}): look at the sources")
+    total, shown = torch.zeros(len(scored)), torch.zeros(len(scored))
+    updated: dict[str, Running] = {}
+    metrics: dict[str, float] = {}
+    for term in terms:
+        values = raw[term.title]
+        given = values[values.isfinite()]
+        metrics |= {
+            f"reward/{term.title}/mean": float(given.mean()),
+            f"reward/{term.title}/std": float(given.std(correction=0)),
+            f"reward/{term.title}/failed": float(len(values) - len(given)),
+        }
+        standard = values
+        if term.normalize == "stored":
+            assert term.stored is not None
+            standard = normalize_rewards(values, *term.stored)
+        elif term.normalize == "running":
+            updated[term.title] = statistics.get(term.title, Running()).update(given)
+            standard = normalize_rewards(values, updated[term.title].mean, updated[term.title].std)
+        total, shown = total + term.weight * standard, shown + term.weight * values
+    shown = shown[scored]
+    metrics |= {"reward/mean": float(shown.mean()), "reward/std": float(shown.std(correction=0))}
+    return Combined(torch.where(scored, total, 0), scored, updated, metrics)
+
+
+def plain_sum(by_source: Mapping[str, np.ndarray], terms: Sequence[Term]) -> np.ndarray:
+    """The weighed sum before any standardisation, (N,), nan where a source failed: what groups are compared by."""
+    return np.sum([term.weight * np.asarray(by_source[term.title], dtype=np.float64) for term in terms], axis=0)

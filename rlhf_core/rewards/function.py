@@ -1,0 +1,118 @@
+"""A user's Python function as a source: it runs in processes of its own (`function_worker.py`), one JSON line in, one out.
+
+So a function that hangs is ended after the time limit, one that crashes takes nothing with it, and what it prints cannot be taken
+for a reward. A process that was ended is started again for the next request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Timer
+
+import numpy as np
+
+from rlhf_core.rewards.contract import RewardError, Sample, question_json, read_reply
+
+ROOT = Path(__file__).parents[2]
+
+
+class Function:
+    """Calls `name` of `file` in up to `processes` processes. `timeout` seconds a request; the first also waits for the imports."""
+
+    def __init__(self, file: Path, name: str, timeout: float, processes: int):
+        self.timeout = timeout
+        self._command = [sys.executable, "-P", "-m", "rlhf_core.rewards.function_worker", str(file), name]
+        self._idle: queue.Queue[subprocess.Popen[bytes] | None] = queue.Queue()
+        for _ in range(processes):
+            self._idle.put(None)
+
+    def ask(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Rewards (N,), nan where one failed. RewardError when the call did; ValueError when the function cannot be loaded."""
+        process = self._idle.get()
+        try:
+            if process is None:
+                process = self._start()
+            reply = json.loads(self._exchange(process, question_json(samples).encode()))
+        except BaseException:
+            if process is not None:
+                _end(process)
+            process = None
+            raise
+        finally:
+            self._idle.put(process)
+        if "error" in reply:
+            raise RewardError(reply["error"])
+        return read_reply(json.dumps(reply), len(samples))
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
+        )
+        try:
+            ready = json.loads(self._exchange(process, b""))
+        except BaseException:
+            _end(process)
+            raise
+        if "error" in ready:
+            _end(process)
+            raise ValueError(ready["error"])
+        return process
+
+    def _exchange(self, process: subprocess.Popen[bytes], line: bytes) -> bytes:
+        """Writes a line (if any) and reads one; the process is ended when that takes longer than the limit."""
+        assert process.stdin is not None and process.stdout is not None
+        timer = Timer(self.timeout, _kill, [process])
+        timer.start()
+        try:
+            if line:
+                process.stdin.write(line + b"\n")
+                process.stdin.flush()
+            reply = process.stdout.readline()
+        except OSError:
+            reply = b""
+        finally:
+            late = not timer.is_alive()
+            timer.cancel()
+        if not reply.endswith(b"\n"):
+            raise RewardError(f"no answer within {self.timeout:g} s" if late else "its process died")
+        return reply
+
+    def close(self) -> None:
+        """Ends all processes that are not at work."""
+        while True:
+            try:
+                process = self._idle.get_nowait()
+            except queue.Empty:
+                return
+            if process is not None:
+                _end(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # also what the function itself has started
+    except ProcessLookupError:
+        return
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    _kill(process)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except OSError:  # unwritten data for a process that is gone
+                continue

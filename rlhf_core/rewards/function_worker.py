@@ -1,0 +1,85 @@
+"""`python -m rlhf_core.rewards.function_worker FILE NAME`: calls a reward function for each line of JSON on stdin.
+
+The first line out says that the function is loaded, or what is wrong with it. Then one line for each question: `{"rewards": [...]}`
+or `{"error": "..."}`. The function gets, by name, those of the contract's lists that its signature names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.rewards.contract import question
+
+
+def load(file: Path, name: str) -> Callable[..., Any]:
+    """The function; modules beside its file can be imported by it. ValueError when there is none."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ValueError(f"there is no Python file {file}; correct the path of the reward function")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent))
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's module raises is told
+        raise ValueError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{file} has no function {name!r}; correct the name of the reward function")
+    return function
+
+
+def wanted(function: Callable[..., Any], lists: dict[str, Any]) -> dict[str, Any]:
+    """The lists that the function's signature names, or all if it takes any keyword. ValueError when it asks for more."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return lists
+    unknown = [p.name for p in parameters if p.name not in lists and p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    if unknown:
+        raise ValueError(f"a reward function may name {', '.join(lists)}; {function.__name__} asks for {', '.join(unknown)}")
+    return {parameter.name: lists[parameter.name] for parameter in parameters if parameter.name in lists}
+
+
+def call(function: Callable[..., Any], lists: dict[str, Any]) -> dict[str, Any]:
+    """The reply to one question."""
+    try:
+        rewards = function(**wanted(function, lists))
+        return {"rewards": [_plain(reward) for reward in rewards]}
+    except Exception as error:  # one failed request, whatever the user's code raised
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch as Python's; what is no number becomes null, which is a failed reward."""
+    try:
+        return float(value) if value is not None and not isinstance(value, str) else None
+    except (TypeError, ValueError):
+        return None
+
+
+def main(file: str, name: str, lines: Iterable[bytes]) -> None:
+    """Replies to each line on the real stdout; whatever else is printed goes to stderr."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    try:
+        function = load(Path(file), name)
+        wanted(function, question([]))
+        ready: dict[str, Any] = {"ready": True}
+    except ValueError as error:
+        ready = {"error": str(error)}
+    print(json.dumps(ready), file=out, flush=True)
+    if "error" not in ready:
+        for line in lines:
+            print(json.dumps(call(function, json.loads(line))), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.stdin.buffer)

@@ -1,0 +1,61 @@
+"""A reward server as a source: one POST a request, with a limit on the whole of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+import numpy as np
+
+from rlhf_core.rewards.contract import RewardError, Sample, question_json, read_reply
+
+REFUSED = (401, 403, 404, 405)  # no request can succeed
+LARGEST_REPLY = 64 << 20  # bytes
+
+
+class Server:
+    """Asks the server at `url`. `timeout` seconds for a whole request: a server that drips bytes does not hold the run.
+
+    The key is sent as a bearer token; neither it nor the query of the address appears in a message.
+    """
+
+    def __init__(self, url: str, timeout: float, api_key_env: str | None):
+        self.url, self.timeout, self.api_key_env = url, timeout, api_key_env
+        self.shown = urlunsplit((*urlsplit(url)[:3], "", ""))
+
+    def ask(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Rewards (N,), nan where one failed. RewardError when the request did; ValueError when none can succeed."""
+        try:
+            status, body = asyncio.run(self._post(question_json(samples)))
+        except TimeoutError:
+            raise RewardError(f"no answer from {self.shown} within {self.timeout:g} s") from None
+        except httpx.HTTPError as error:
+            raise RewardError(f"{self.shown}: {type(error).__name__}") from None
+        if status in REFUSED:
+            key = f" and the key in the environment variable {self.api_key_env}" if self.api_key_env else ""
+            raise ValueError(f"the reward server {self.shown} answers {status}: check its address{key}")
+        if status != 200:
+            raise RewardError(f"{self.shown} answers {status}")
+        return read_reply(body, len(samples))
+
+    async def _post(self, text: str) -> tuple[int, bytes]:
+        headers = {"content-type": "application/json"}
+        if self.api_key_env:
+            headers["authorization"] = f"Bearer {os.environ.get(self.api_key_env, '')}"
+        async with (
+            asyncio.timeout(self.timeout),
+            httpx.AsyncClient(timeout=self.timeout) as client,
+            client.stream("POST", self.url, content=text.encode(), headers=headers) as response,
+        ):
+            body = bytearray()
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > LARGEST_REPLY:
+                    raise RewardError(f"{self.shown} answers with more than {LARGEST_REPLY >> 20} MiB")
+            return response.status_code, bytes(body)
+
+    def close(self) -> None:
+        """Nothing is kept open."""

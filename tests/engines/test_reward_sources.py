@@ -1,0 +1,131 @@
+"""GRPO on Ray and vLLM with three sources of rewards: a reward model's group, a Python function, a reward server."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rlhf_core.reward_model
+from rlhf_core.config import PPO, Data, Ranks, RewardModel, Vllm
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.models.scoring import RewardScorer
+from rlhf_core.reward_server import Asked, document
+from rlhf_core.stage import RunDir, StageRequest
+from rlhf_core.tracking import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ITERATIONS = 3
+FUNCTION = """
+import json, pathlib
+
+def short(prompts, responses, finished):
+    '''Fewer characters are better; the second answer of each request has no reward. Keeps what it was asked.'''
+    with pathlib.Path(__file__).with_name("asked.jsonl").open("a") as file:
+        file.write(json.dumps([prompts, responses, finished]) + "\\n")
+    return [None if i == 1 else -len(r) / 10 - (not done) for i, (r, done) in enumerate(zip(responses, finished, strict=True))]
+"""
+
+
+@pytest.fixture(scope="module")
+def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sources")
+    pairs = Data(sources=str(material / "preferences.jsonl"), max_samples=64)
+    config = RewardModel(model="base", data=pairs, train_batch_size=16, micro_train_batch_size=16, max_len=96, learning_rate=1e-3)
+    request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
+    (root / "rm").mkdir()
+    rlhf_core.reward_model.run(request, RunDir(root / "rm"))
+    (root / "checks").mkdir()
+    (root / "checks" / "checks.py").write_text(FUNCTION)
+    served = subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", "serve-reward", str(root / "rm" / "checkpoint"), "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert served.stdout is not None
+        line = served.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert address, f"the server said {line!r}"
+        share = Ranks(cpus=0.25)
+        config = PPO(
+            actor="base",
+            advantage_estimator="grpo",
+            kl_in="loss",
+            kl_estimator="k3",
+            init_kl_coef=0.1,
+            reward=(
+                {"model": "reward_model", "normalize": "running"},
+                {"function": f"{root / 'checks' / 'checks.py'}:short", "weight": 0.5, "max_attempts": 1, "batch_size": 16},
+                {"url": address[0], "name": "server", "weight": 0.25, "batch_size": 4},
+            ),
+            max_failed_rewards=0.1,
+            prompts=Data(sources=str(material / "prompts.jsonl")),
+            rollout_batch_size=4,
+            n_samples_per_prompt=4,
+            train_batch_size=8,
+            micro_train_batch_size=8,
+            max_steps=ITERATIONS,
+            prompt_max_len=64,
+            generate_max_len=16,
+            actor_learning_rate=1e-3,
+            timeout=200,
+            actor_ranks=share,
+            reference_ranks=share,
+            reward_ranks=share,
+            vllm=Vllm(cpus=0.25, kv_cache_gib=0.5),
+        )
+        inputs = {"base": str(material / "base"), "reward_model": str(root / "rm" / "checkpoint")}
+        RunDir(root / "grpo").prepare(StageRequest(name="grpo", digest="0", config=config, inputs=inputs, seed=7))
+        with (root / "log.txt").open("wb") as log:
+            command = [sys.executable, "-m", "rlhf_core", str(root / "grpo")]
+            code = subprocess.run(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=400).returncode
+        assert code == 0, (root / "log.txt").read_text()[-3000:]
+    finally:
+        served.terminate()
+        served.wait(30)
+    return root
+
+
+def test_all_three_sources_are_summed(run: Path) -> None:
+    """What each source said is what it says of the texts that the function was asked about."""
+    lines, asked = read_metrics(run / "grpo"), (run / "checks" / "asked.jsonl").read_text().splitlines()
+    assert len(lines) == len(asked) == ITERATIONS
+    checkpoint = str(run / "rm" / "checkpoint")
+    renderer, scorer = Renderer(load_tokenizer(checkpoint), "chat"), RewardScorer(checkpoint, "float32", 16)
+    for line, texts in zip(lines, map(json.loads, asked), strict=True):
+        answers = [Asked(*each) for each in zip(*texts, strict=True)]
+        served = np.array(scorer.score([document(renderer, answer) for answer in answers]))
+        short = np.array([-len(answer.response) / 10 - (not answer.finished) for answer in answers])
+        counted = np.arange(len(answers)) != 1
+        assert line["reward/server/mean"] == pytest.approx(served.mean(), abs=1e-5)
+        assert line["reward/server/std"] == pytest.approx(served.std(), abs=1e-5)
+        assert line["reward/short/mean"] == pytest.approx(short[counted].mean(), abs=1e-5)
+        assert math.isfinite(line["reward/mean"])
+
+
+def test_failures_are_counted_and_masked(run: Path) -> None:
+    for line in read_metrics(run / "grpo"):
+        assert (line["reward/short/failed"], line["reward/server/failed"], line["reward/reward_model/failed"]) == (1, 0, 0)
+        assert line["rollout/usable"] == 15 / 16
+
+
+def test_there_was_no_critic_and_the_actor_learned_on_policy(run: Path) -> None:
+    assert "waiting for critic" not in (run / "log.txt").read_text()
+    lines = read_metrics(run / "grpo")
+    assert not any(name.startswith("value/") for line in lines for name in line)
+    assert lines[0]["kl/mean"] == pytest.approx(0, abs=1e-5) and lines[-1]["policy/kl_loss"] > 0
+    for line in lines:
+        assert line["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+        assert line["sampler/gap_p99"] < 1e-2 and line["sync/probe_gap"] < 1e-3
+    before = load_file(run / "rm" / "checkpoint" / "model.safetensors")
+    after = load_file(run / "grpo" / "checkpoint" / "model.safetensors")
+    assert after and all(torch.isfinite(weight).all() for weight in after.values()) and before.keys() != after.keys()
