@@ -173,10 +173,6 @@ def reward_of(located: Located) -> float:
     return reward
 
 
-def scored_of(located: Located) -> tuple[list[Message], str, float]:
-    return (*answer_of(located), reward_of(located))
-
-
 def labelled_of(located: Located) -> tuple[list[Message], list[tuple[str, bool]]]:
     """The prompt and the labelled responses of a row: one, or the two of a preference."""
     if "label" not in located.row:
@@ -196,7 +192,7 @@ _READERS = {
     "prompt": prompt_of,
     "answer": answer_of,
     "labelled": labelled_of,
-    "scored": scored_of,
+    "scored": lambda located: (answer_of(located), reward_of(located)),
 }
 
 

@@ -105,13 +105,17 @@ def run_on_two(config: StageConfig, material: Path, folder: Path, monkeypatch: p
     """The stage's function on two ranks, each in a thread."""
     folder.mkdir(exist_ok=True)
     module, meeting, here = module_of(config), Meeting(2), threading.local()
-    load, one_at_a_time = module.load_policy, threading.Lock()  # transformers sets global state while it loads
+    one_at_a_time = threading.Lock()  # transformers keeps global state while it loads a model or renders a chat template
 
-    def load_policy(*arguments: Any) -> Policy:
-        with one_at_a_time:
-            return load(*arguments)
+    def guarded(work: Callable[..., Any]) -> Callable[..., Any]:
+        def alone(*arguments: Any) -> Any:
+            with one_at_a_time:
+                return work(*arguments)
 
-    monkeypatch.setattr(module, "load_policy", load_policy)
+        return alone
+
+    for name in {"load_policy", "load_tokenizer", "Renderer", "preference_pairs", "labelled_answers"} & set(vars(module)):
+        monkeypatch.setattr(module, name, guarded(getattr(module, name)))
     monkeypatch.setattr(module, "make_engine", lambda policy, config: RankEngine(policy, config, here.rank, meeting))
     failed: list[BaseException] = []
 
