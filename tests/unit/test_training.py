@@ -140,3 +140,10 @@ def test_learning_rate_warms_up_and_ends_at_its_floor() -> None:
     assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) and rates[10] == pytest.approx(1.0)
     assert rates[55] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)
     assert all(a >= b for a, b in pairwise(rates[10:]))
+
+
+@pytest.mark.parametrize("kind", WORK)
+def test_a_stage_without_any_gradient_fails(kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchEngine, "step", lambda self, rate: 0.0)
+    with pytest.raises(RuntimeError, match="nothing was trained"):
+        run(config_of(kind, material, samples=8), material, tmp_path)
