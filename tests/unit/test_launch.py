@@ -59,10 +59,12 @@ def work(request, run):
 
 run_stage(sys.argv[1], work)
 """
+# A suite started in the background of a script inherits an ignored SIGINT; the parent under test is one a person can interrupt.
 PARENT = """
-import sys
+import signal, sys
 from pathlib import Path
 from rlhf_core.launch import launch
+signal.signal(signal.SIGINT, signal.default_int_handler)
 launch("stage_for_tests", Path(sys.argv[1]), "stubborn", print, grace_seconds=1)
 """
 
