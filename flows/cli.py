@@ -258,6 +258,10 @@ def _run(planned: Plan, flow: Callable[[], object]) -> int:
     watch.start()
     try:
         flow()
+    except RuntimeError as error:
+        if not str(error).startswith("Failed to reach API"):
+            raise
+        raise MachineLacks(f"no Prefect server answers ({error}): start it, or unset PREFECT_API_URL to use a temporary one") from error
     finally:
         show_end(console, planned, statuses_of(planned.folder))
     return OK

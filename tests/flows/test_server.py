@@ -69,3 +69,13 @@ def test_a_run_is_visible_on_the_server(server: str, material: Path, tmp_path: P
     assert {"publication-metrics", "publication-published"} <= keys
     lines = [entry["message"] for entry in ask(server, "/logs/filter", {"limit": 200})]
     assert any("published" in line for line in lines), "the stage's own log is relayed"
+
+
+def test_a_dead_server_is_one_sentence(material: Path, tmp_path: Path) -> None:
+    stages = {"publication": {"model": "base"}}
+    recipe = {"name": "r", "base_model": str(material / "base"), "artifacts": str(tmp_path / "artifacts"), "stages": stages}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    environment = os.environ | {"PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "flows.cli", "run", str(tmp_path / "recipe.yaml")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    assert done.returncode == 3 and "no Prefect server answers" in done.stderr and "Traceback" not in done.stderr
