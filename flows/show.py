@@ -86,7 +86,7 @@ def config_docs() -> str:
         for name in rest:
             told.add(name)
             pages.append(_section(name, parts[name], parts))
-    head = "# Configuration\n\nMade by `alignflow config-docs` from `rlhf_core/config.py`. A field without a default must be given.\n"
+    head = "# Configuration\n\nMade by `alignflow config-docs` from `rlhf_core/config/`. A field without a default must be given.\n"
     return "\n".join([head, *pages])
 
 

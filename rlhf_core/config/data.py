@@ -1,0 +1,51 @@
+"""Data sets of a stage, and how their rows become text. Torch-free, as everything in this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from rlhf_core.types import Frozen, Positive, Share
+
+
+class Source(Frozen):
+    """One data set of a mixture: a local .jsonl/.json/.parquet/.csv file, or a Hub data set id."""
+
+    path: str = Field(description="file or Hub data set id")
+    split: str = Field("train", description="split, for Hub data sets")
+    probability: Share = Field(1.0, description="share of the mixture; the shares of all sources sum to 1")
+    messages_key: str = Field("messages", description="column with chat messages (SFT)")
+    prompt_key: str = Field("prompt", description="column with the prompt: a string or chat messages")
+    response_key: str = Field("response", description="column with the response, when there are no messages")
+    chosen_key: str = Field("chosen", description="column with the preferred response (string or messages)")
+    rejected_key: str = Field("rejected", description="column with the other response (string or messages)")
+    margin_key: str | None = Field(None, description="column with the margin of a preference, if there is one")
+    label_key: str = Field("label", description="column that says whether a response is desirable (KTO): true or false, 1 or 0")
+    reward_key: str = Field("reward", description="column with the reward of a response (conditional SFT)")
+
+
+class Data(Frozen):
+    """A mixture of sources and how its rows become text."""
+
+    sources: tuple[Source, ...] = Field(description="data sets, mixed by probability", min_length=1)
+    template: str = Field("chat", description="'chat': the tokenizer's chat template; else a plain one with one {} (prompt)")
+    max_samples: Positive | None = Field(None, description="at most this many rows")
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _one_path_is_a_mixture(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, (list, tuple)):
+            return tuple({"path": v} if isinstance(v, str) else v for v in value)
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Data:
+        total = sum(source.probability for source in self.sources)
+        if len(self.sources) > 1 and abs(total - 1) > 1e-6:
+            raise ValueError(f"the probabilities of the {len(self.sources)} sources sum to {total:g}: make them sum to 1")
+        if self.template != "chat" and self.template.count("{}") != 1:
+            raise ValueError(f"template {self.template!r} must be 'chat' or hold exactly one {{}} for the prompt")
+        return self

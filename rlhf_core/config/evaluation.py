@@ -1,0 +1,100 @@
+"""Judges, battles, reward-model evaluation, publication."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.config.data import Data, Source
+from rlhf_core.config.rounds import Vllm
+from rlhf_core.types import Frozen, Positive, Rate, Share
+
+
+class RuleJudge(Frozen):
+    """Right beats wrong; the question carries the known answer."""
+
+    kind: Literal["rule"] = "rule"
+    answer_key: str = Field("answer", description="column of the questions with the known answer")
+
+
+class RewardJudge(Frozen):
+    """The higher score of a reward model wins; a difference below `tie` is a tie."""
+
+    kind: Literal["reward"] = "reward"
+    reward: str = Field("reward_model", description="reward model")
+    tie: float = Field(0.0, ge=0, description="score difference that still counts as a tie")
+
+
+class OpenAIJudge(Frozen):
+    """A chat model behind an OpenAI-compatible endpoint, asked as Arena-Hard asks."""
+
+    kind: Literal["openai"] = "openai"
+    model: str = Field(description="model name at the endpoint")
+    base_url: str = Field("https://api.openai.com/v1", description="endpoint")
+    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
+    max_tokens: Positive = Field(4096, description="longest verdict")
+    concurrency: Positive = Field(16, description="requests in flight")
+    timeout: Rate = Field(300.0, description="seconds one request may take")
+    max_attempts: Positive = Field(6, description="attempts per request when the endpoint is busy, down or slow")
+    max_failed: Share = Field(0.02, description="share of failed or unparsed games above which the report fails")
+    requests_per_minute: Positive | None = Field(None, description="requests are spaced so that no more are sent; default: no limit")
+    input_price: float | None = Field(None, ge=0, description="US dollars per million input tokens, for the cost in the report")
+    output_price: float | None = Field(None, ge=0, description="US dollars per million output tokens")
+    interval_width: float | None = Field(
+        None, gt=0, lt=1, description="stop asking about a model when its 95 % interval is this narrow (0.1: +- 5 points); default: ask all"
+    )
+    sequential_questions: Positive = Field(50, description="questions between two looks at the interval, drawn in random order")
+    verdict_cache: str | None = Field(
+        None, description="folder of verdicts shared by evaluations, so that no game is judged twice; default: in the run directory"
+    )
+
+
+Judge = Annotated[RuleJudge | RewardJudge | OpenAIJudge, Field(discriminator="kind")]
+
+
+class RewardEvaluation(Frozen):
+    """Reward models on held-out preference pairs: accuracy, calibration, length bias, agreement with each other."""
+
+    models: tuple[str, ...] = Field(("reward_model",), description="reward models", min_length=1)
+    data: Data = Field(description="held-out rows with prompt, chosen and rejected")
+    subset_key: str = Field("subset", description="column that names a row's subset, for accuracy per subset")
+    bins: Positive = Field(10, description="bins of the calibration curve")
+
+
+class Evaluation(Frozen):
+    """Pairwise battles of each model against the baseline, two games a question with the answers swapped."""
+
+    stage: Literal["evaluation"] = "evaluation"
+    models: tuple[str, ...] = Field(description="models to judge, in order; the last is the final model", min_length=1)
+    baseline: str = Field("sft", description="model they are judged against")
+    questions: Source = Field(description="rows with a prompt, and what the rule needs")
+    max_questions: Positive | None = Field(None, description="at most this many questions")
+    template: str = Field("chat", description="'chat' or a plain template with one {}")
+    judges: tuple[Judge, ...] = Field((RuleJudge(),), description="the first judge decides, the others are second opinions", min_length=1)
+    temperature: float = Field(0.0, ge=0, description="sampling temperature of the answers")
+    prompt_max_len: Positive = Field(1024, description="longest prompt in tokens")
+    generate_max_len: Positive = Field(1024, description="longest answer in tokens")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of the models that answer; auto: as each checkpoint says")
+    bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the questions")
+    micro_rollout_batch_size: Positive = Field(8, description="documents of one reward-judge pass")
+    parents: dict[str, str] | None = Field(
+        None, description="model: the model it is also judged against; default: the stage each was trained from; {}: none"
+    )
+    style_tokenizer: str | None = Field(
+        None, description="counts answers' lengths: gpt-4o (tiktoken, a download), a folder or a Hub id; default: each model's own"
+    )
+    reward_evaluation: RewardEvaluation | None = Field(None, description="reward models to evaluate on held-out pairs")
+    vllm: Vllm = Vllm()
+
+
+class Publication(Frozen):
+    """Weights, tokenizer, card and scores, to a folder and, when `repo_id` is set, to the Hub."""
+
+    stage: Literal["publication"] = "publication"
+    model: str = Field(description="model to publish")
+    evaluation: str | None = Field(None, description="evaluation stage whose scores the card shows")
+    folder: str | None = Field(None, description="folder to publish to; default: published/ in the run directory")
+    repo_id: str | None = Field(None, description="Hub repository; the token comes from HF_TOKEN")
+    private: bool = Field(True, description="a new repository is private, and an existing public one is refused")
+    license: str = Field("apache-2.0", description="licence named on the card")

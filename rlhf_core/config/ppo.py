@@ -1,0 +1,160 @@
+"""PPO and its critic-free relatives."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.data import Data
+from rlhf_core.config.rounds import Sampling, Vllm
+from rlhf_core.config.training import check_batch
+from rlhf_core.reward_sources import ModelReward, RewardSources, check_titles
+from rlhf_core.types import Positive, Ranks, Rate, Share
+
+AdvantageEstimator = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
+Aggregation = Literal["token", "sequence", "constant"]
+AGGREGATIONS: dict[str, Aggregation] = {"grpo": "sequence", "dr_grpo": "constant"}  # of estimators whose paper has another than "token"
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")  # they compare the answers to one prompt
+
+
+class PPO(Sampling):
+    """Proximal policy optimisation (Schulman et al. 2017) and its critic-free relatives; each model on its own Ray group, vLLM rollouts."""
+
+    stage: Literal["ppo"] = "ppo"
+    temperature: float = Field(1.0, ge=0, description="sampling temperature, above 0; the trainer scales its logits alike")
+    actor: str = Field("sft", description="model to train")
+    critic: str | None = Field(None, description="value model; default: starts from the first reward model; only for gae")
+    reference: str | None = Field(None, description="KL anchor; default: the actor before training")
+    reward: RewardSources = Field(
+        (ModelReward(),), description="a reward model, path.py:function, http://..., or a list of these with weights; they are summed"
+    )
+    max_failed_rewards: Share = Field(0.02, description="share of an iteration's answers a source may leave without a reward")
+    prompts: Data = Field(description="rows with a prompt")
+
+    advantage_estimator: AdvantageEstimator = Field(
+        "gae", description="gae: PPO with a critic; grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline: no critic is started"
+    )
+    loss_aggregation: Aggregation | None = Field(
+        None,
+        description="mean of the loss over all tokens (token), per answer and then over answers (sequence), or over answers times "
+        "generate_max_len (constant); default: sequence for grpo, constant for dr_grpo, sequence for ratio sequence, else token",
+    )
+    ratio: Literal["token", "sequence"] = Field("token", description="policy ratio of each token, or of the whole answer (GSPO)")
+
+    rollout_batch_size: Positive = Field(512, description="prompts of one iteration")
+    n_samples_per_prompt: Positive = Field(1, description="answers per prompt")
+    micro_rollout_batch_size: Positive = Field(8, description="documents of one scoring pass on one rank")
+    train_batch_size: Positive = Field(128, description="documents of one optimiser step, all ranks together")
+    micro_train_batch_size: Positive = Field(8, description="documents of one training pass on one rank")
+    num_episodes: Positive = Field(1, description="passes over the prompts")
+    max_steps: Positive | None = Field(None, description="stop after this many iterations")
+    max_epochs: Positive = Field(1, description="passes over each rollout")
+
+    actor_learning_rate: Rate = Field(1e-6, description="peak learning rate of the actor")
+    critic_learning_rate: Rate = Field(9e-6, description="peak learning rate of the critic")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW")
+    warmup_ratio: Share = Field(0.03, description="share of the optimiser steps with a linear warm-up")
+    min_lr_ratio: Share = Field(0.1, description="the cosine ends at this share of the peak")
+    max_norm: Rate = Field(1.0, description="gradient norm clip")
+
+    init_kl_coef: float = Field(0.01, ge=0, description="coefficient of the per-token KL")
+    kl_in: Literal["reward", "loss"] = Field("reward", description="the KL is subtracted from the reward, or added to the loss (k2, k3)")
+    kl_target: float | None = Field(None, gt=0, description="adapt the coefficient to this KL (Ziegler et al. 2019); default fixed")
+    kl_horizon: Positive = Field(10000, description="samples over which the coefficient adapts")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="KL estimator (Schulman 2020)")
+    gamma: Share = Field(1.0, description="discount")
+    lambd: Share = Field(0.95, description="GAE lambda")
+    eps_clip: Rate = Field(0.2, description="clip of the policy ratio, both ways")
+    eps_clip_low: Rate | None = Field(None, description="clip of the ratio below 1; default eps_clip")
+    eps_clip_high: Rate | None = Field(None, description="clip of the ratio above 1 (clip-higher, DAPO); default eps_clip")
+    dual_clip: float | None = Field(None, gt=1, description="bound of the objective where advantages are negative (Ye et al. 2020)")
+    entropy_coef: float = Field(0.0, ge=0, description="coefficient of the entropy bonus")
+    value_clip: Rate = Field(0.2, description="clip of the value change")
+    reward_clip: Rate = Field(10.0, description="rewards are clipped to +- this, before KL and penalties")
+    reward_at: Literal["last_token", "every_token"] = Field(
+        "last_token", description="the reward is paid on the answer's last token (end of sequence), or in equal parts on all of its tokens"
+    )
+    normalize_reward: bool = Field(False, description="standardise each reward model's scores with the mean and std stored with it")
+    overlong_buffer: int = Field(0, ge=0, description="last tokens below generate_max_len with a growing penalty (DAPO, eq. 13); 0: none")
+    overlong_penalty: Rate = Field(1.0, description="penalty of an answer of generate_max_len tokens")
+    dynamic_filtering: bool = Field(False, description="groups whose answers all have one reward are replaced by others (DAPO)")
+    max_filter_rounds: Positive = Field(10, description="rounds of sampling to fill an iteration; what is there then is trained on")
+    filter_min_spread: float = Field(1e-6, ge=0, description="a group has no signal when its rewards differ by no more than this")
+    whiten_advantages: bool = Field(
+        True, description="advantages of gae get mean 0 and std 1 over the whole rollout (reinforce_pp*: always; group estimators: never)"
+    )
+    freezing_actor_steps: int = Field(0, ge=0, description="first N iterations train only the critic")
+    sampler_is: Literal["truncate", "clamp", "off"] = Field(
+        "truncate", description="importance weights trainer / sampler: capped at sampler_is_cap, kept within sampler_is_clamp, or none"
+    )
+    sampler_is_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight")
+    sampler_is_clamp: tuple[float, float] = Field((0.5, 5.0), description="bounds of the clamped importance weight")
+
+    logging_steps: Positive = Field(1, description="iterations between two lines of metrics.jsonl")
+    save_steps: int = Field(0, ge=0, description="iterations between two resume checkpoints; 0: none")
+    keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    zero_stage: Literal[1, 2, 3] = Field(3, description="DeepSpeed ZeRO stage of actor and critic")
+    timeout: Positive = Field(600, description="seconds any role may stay silent before the run stops and names it")
+
+    actor_ranks: Ranks = Ranks()
+    critic_ranks: Ranks = Ranks()
+    reference_ranks: Ranks = Ranks()
+    reward_ranks: Ranks = Ranks()
+    vllm: Vllm = Vllm()
+
+    @property
+    def has_critic(self) -> bool:
+        return self.advantage_estimator == "gae"
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """The aggregation of the loss: as told, or as the estimator's paper has it."""
+        return self.loss_aggregation or ("sequence" if self.ratio == "sequence" else AGGREGATIONS.get(self.advantage_estimator, "token"))
+
+    @property
+    def reward_models(self) -> tuple[ModelReward, ...]:
+        return tuple(source for source in self.reward if isinstance(source, ModelReward))
+
+    @property
+    def groups(self) -> dict[str, Ranks]:
+        """The processes of each model; reward models are called `reward:<title>`."""
+        trained = {"actor": self.actor_ranks} | ({"critic": self.critic_ranks} if self.has_critic else {})
+        rewards = {f"reward:{source.title}": source.ranks or self.reward_ranks for source in self.reward_models}
+        return trained | {"reference": self.reference_ranks} | rewards
+
+    @model_validator(mode="after")
+    def _check_family(self) -> PPO:
+        estimator = self.advantage_estimator
+        check_titles(self.reward)
+        if self.temperature == 0:
+            raise ValueError("temperature=0 gives the same answer every time, there is nothing to compare: set it above 0, usually to 1")
+        if self.has_critic and self.critic is None and not self.reward_models:
+            raise ValueError("gae needs a critic, and there is no reward model to start it from: set critic, or a critic-free estimator")
+        if not self.has_critic and (self.critic is not None or self.freezing_actor_steps):
+            raise ValueError(f"{estimator} has no critic: leave out critic and freezing_actor_steps, or set advantage_estimator to gae")
+        if self.n_samples_per_prompt < 2 and (estimator in GROUP_ESTIMATORS or self.dynamic_filtering):
+            what = estimator if estimator in GROUP_ESTIMATORS else "dynamic_filtering"
+            raise ValueError(f"{what} compares the answers to one prompt: set n_samples_per_prompt to 2 or more")
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError("k1 as a loss has an expected gradient of zero: set kl_estimator to k2 or k3, or kl_in to reward")
+        if self.overlong_buffer >= self.generate_max_len:
+            raise ValueError(f"overlong_buffer={self.overlong_buffer} must be below generate_max_len={self.generate_max_len}")
+        if not 0 < self.sampler_is_clamp[0] <= 1 <= self.sampler_is_clamp[1]:
+            raise ValueError(f"sampler_is_clamp={list(self.sampler_is_clamp)} must be two numbers around 1, such as [0.5, 5]")
+        return self
+
+    @model_validator(mode="after")
+    def _check(self) -> PPO:
+        for ranks in (self.actor_ranks, self.critic_ranks):
+            check_batch("train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, ranks.world_size)
+        samples = self.rollout_batch_size * self.n_samples_per_prompt
+        if samples % self.train_batch_size:
+            raise ValueError(
+                f"rollout_batch_size x n_samples_per_prompt = {samples} must be a multiple of train_batch_size={self.train_batch_size}: "
+                f"a rollout is cut into whole optimiser steps"
+            )
+        return self

@@ -1,0 +1,112 @@
+"""Sampling by vLLM, data made of sampled answers, and loops over both."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.data import Data
+from rlhf_core.config.preference import PreferenceLoss, UnpairedLoss
+from rlhf_core.config.training import Trainable
+from rlhf_core.types import Frozen, Positive, Rate
+
+PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]
+
+
+class Sampling(Frozen):
+    """How answers are sampled by vLLM."""
+
+    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0 is greedy")
+    prompt_max_len: Positive = Field(1024, description="longest prompt in tokens; longer ones keep their end and are counted")
+    generate_max_len: Positive = Field(1024, description="longest answer in tokens; cut answers are counted")
+
+
+class Vllm(Frozen):
+    """The vLLM engines of a stage."""
+
+    num_engines: Positive = Field(1, description="engines")
+    cpus: float = Field(1.0, gt=0, description="CPUs of one engine")
+    gpus: float = Field(0.0, ge=0, description="GPUs of one engine")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory")
+    kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on a CPU machine, GiB")
+
+
+class Rounds(Frozen):
+    """What sampling answers and learning from them have in common, in a stage of its own and in a loop."""
+
+    policy: str = Field("sft", description="model that answers; in a loop, the one that the first round starts from")
+    reward: str = Field("reward_model", description="reward model that scores")
+    prompts: Data = Field(description="rows with a prompt")
+    n_samples_per_prompt: Positive = Field(4, description="answers per prompt")
+    min_reward: float | None = Field(
+        None, description="rejection_sampling: a prompt whose best answer scores lower is dropped (in the reward model's own units)"
+    )
+    micro_rollout_batch_size: Positive = Field(8, description="documents of one scoring pass")
+    vllm: Vllm = Vllm()
+    post_processor: PostProcessor = Field(
+        "dpo",
+        description="what a prompt's answers become. dpo: the best against the worst; kto: each answer, desirable when it scores above "
+        "their mean; rejection_sampling: the best; conditional_sft: every answer with its reward",
+    )
+
+    @model_validator(mode="after")
+    def _check_post_processor(self) -> Rounds:
+        if self.n_samples_per_prompt < 2 and self.post_processor != "conditional_sft":
+            raise ValueError(
+                f"post_processor {self.post_processor!r} compares answers to one prompt: set n_samples_per_prompt to 2 or more"
+            )
+        if self.min_reward is not None and self.post_processor != "rejection_sampling":
+            raise ValueError(f"min_reward belongs to post_processor 'rejection_sampling': leave it out for {self.post_processor!r}")
+        return self
+
+
+class Preferences(Sampling, Rounds):
+    """Sample n answers a prompt, score them, and make data of them: pairs, labelled answers, the best, or all with their rewards."""
+
+    stage: Literal["preferences"] = "preferences"
+    first_prompt: int = Field(0, ge=0, description="prompts skipped (a round takes its own slice)")
+    num_prompts: Positive | None = Field(None, description="prompts used; default all")
+
+
+class Loop(Sampling, Rounds, Trainable):
+    """Rounds of sampling and training; round k starts from round k-1. Expands into stages of its own in the plan."""
+
+    rounds: Positive = Field(2, description="rounds")
+    prompts_per_round: Positive = Field(1024, description="each round takes the next slice of the prompts")
+    learning_rate: Rate = Field(5e-7, description="peak learning rate of each round")
+
+
+class IterativeDPO(Loop, PreferenceLoss):
+    """Rounds of (preferences, dpo): `iterative` with the post-processor dpo."""
+
+    stage: Literal["iterative_dpo"] = "iterative_dpo"
+    post_processor: Literal["dpo"] = Field("dpo", description="the best answer against the worst")
+
+
+class Iterative(Loop, PreferenceLoss, UnpairedLoss):
+    """Rounds of sampling and of the training that `post_processor` names: dpo, kto, or sft."""
+
+    stage: Literal["iterative"] = "iterative"
+    post_processor: PostProcessor = Field(
+        description="dpo: pairs; kto: labelled answers; rejection_sampling, conditional_sft: SFT on answers"
+    )
+    packing: bool = Field(True, description="rejection_sampling, conditional_sft: pack documents into rows of max_len")
+
+    @model_validator(mode="after")
+    def _check_owners(self) -> Iterative:
+        """A field that the chosen post-processor does not read would be a wish that nobody hears."""
+        if self.post_processor == "kto" and self.train_batch_size < 2:
+            raise ValueError("post_processor 'kto' estimates its KL over train_batch_size answers: set it to 2 or more")
+        for field, owners in POST_PROCESSOR_FIELDS.items():
+            if self.post_processor not in owners and getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(f"{field} belongs to post_processor {' or '.join(owners)}: leave it out for {self.post_processor!r}")
+        return self
+
+
+POST_PROCESSOR_FIELDS: dict[str, tuple[PostProcessor, ...]] = {
+    **dict.fromkeys(("loss", "label_smoothing", "nll_coef", "gamma", "lambd"), ("dpo",)),
+    "beta": ("dpo", "kto"),
+    **dict.fromkeys(UnpairedLoss.model_fields, ("kto",)),
+    "packing": ("rejection_sampling", "conditional_sft"),
+}

@@ -1,0 +1,51 @@
+"""What every training stage shares."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.types import Frozen, Positive, Ranks, Rate, Share
+
+
+class Trainable(Frozen):
+    """What every training stage shares: optimiser, schedule, cadence, precision, ranks."""
+
+    max_len: Positive = Field(512, description="longest sequence in tokens; longer ones are cut and counted")
+    train_batch_size: Positive = Field(128, description="documents (pairs for preferences) of one optimiser step, all ranks together")
+    micro_train_batch_size: Positive = Field(8, description="rows of one forward pass on one rank")
+    max_epochs: Positive = Field(1, description="passes over the data")
+    learning_rate: Rate = Field(1e-5, description="peak learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW")
+    warmup_ratio: Share = Field(0.03, description="share of the steps with a linear warm-up")
+    min_lr_ratio: Share = Field(0.1, description="the cosine ends at this share of the peak")
+    max_norm: Rate = Field(1.0, description="gradient norm clip")
+    logging_steps: Positive = Field(1, description="optimiser steps between two lines of metrics.jsonl")
+    eval_steps: int = Field(0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end")
+    save_steps: int = Field(0, ge=0, description="steps between two resume checkpoints; 0: none")
+    keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    zero_stage: Literal[0, 1, 2, 3] = Field(0, description="0: plain torch, one rank; 1-3: DeepSpeed ZeRO")
+    ranks: Ranks = Field(Ranks(), description="processes of this stage")
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> Trainable:
+        check_batch("train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, self.ranks.world_size)
+        check_zero(self.zero_stage, self.ranks)
+        return self
+
+
+def check_batch(whole_name: str, whole: int, micro_name: str, micro: int, ranks: int) -> None:
+    if whole % (micro * ranks):
+        raise ValueError(
+            f"{whole_name}={whole} must be a multiple of {micro_name} x ranks = {micro} x {ranks} = {micro * ranks}: "
+            f"every rank makes the same number of full forward passes"
+        )
+
+
+def check_zero(zero_stage: int, ranks: Ranks) -> None:
+    if zero_stage == 0 and ranks.world_size > 1:
+        raise ValueError(f"zero_stage=0 trains on one rank, ranks ask for {ranks.world_size}: set zero_stage to 1, 2 or 3")
