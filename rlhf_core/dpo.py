@@ -17,9 +17,9 @@ from rlhf_core.data.documents import Document, Loaded, Pair
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
-from rlhf_core.losses import Loss, dpo_loss, orpo_loss, sft_loss, simpo_loss
+from rlhf_core.losses import Loss, dpo_loss, orpo_loss, sft_loss, simpo_loss, with_balance
 from rlhf_core.masked import document_mean, document_sum
-from rlhf_core.models.load import Policy, load_policy
+from rlhf_core.models.load import Policy, load_policy, trained_policy
 from rlhf_core.reference import reference_logprobs
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 from rlhf_core.supervised import Task, cut, fit
@@ -36,11 +36,12 @@ class Anchored(NamedTuple):
 
 
 class PairLogprobs(NamedTuple):
-    """Log-probs of responses, (2, N): chosen, rejected; and what the NLL term reads, (2N, T)."""
+    """Log-probs of responses, (2, N): chosen, rejected; what the NLL term reads, (2N, T); the experts' balance over all documents."""
 
     responses: torch.Tensor
     tokens: torch.Tensor
     mask: torch.Tensor
+    balance: torch.Tensor | None
 
 
 class Denominator(NamedTuple):
@@ -68,7 +69,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         if config.eval_data
         else []
     )
-    engine = make_engine(load_policy(source, config.dtype, request.trust_remote_code), config)
+    trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
+    engine = make_engine(trained, config)
 
     def open_reference() -> Policy | Engine:
         return load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine
@@ -92,6 +94,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         else:
             form: Literal["sigmoid", "ipo"] = "sigmoid" if config.loss == "sigmoid" else "ipo"
             result = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, config.label_smoothing, form, denominator.pairs)
+        result = with_balance(result, logprobs.balance, config.router_aux_coef, 2 * denominator.pairs)
         if config.nll_coef == 0:
             return result
         n = len(items)
@@ -108,7 +111,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     show = ("loss", "accuracy", "margin")
     task = Task(items, lambda items: cut(items, micro), count, loss, evaluate if held_out_items else None, show)
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
-    return finish_training(engine, request, run, source, metrics)
+    return finish_training(engine, request, run, source, config.lora, metrics)
 
 
 def count(items: Sequence[Anchored]) -> Denominator:
@@ -143,7 +146,8 @@ def pair_logprobs(policy: Engine, pairs: Sequence[Pair], pad_token_id: int, mean
     """Log-probs of both responses of each pair, in one forward pass over 2N rows; summed over tokens, or averaged."""
     documents = both(pairs)
     batch = collate([[document] for document in documents], pad_token_id).to(device)
-    logprobs = policy(batch.tokens, batch.positions, batch.documents).logprobs  # (2N, T)
+    out = policy(batch.tokens, batch.positions, batch.documents)
+    logprobs = out.logprobs  # (2N, T)
     reduce = document_mean if mean else document_sum
     responses = reduce(logprobs, batch.mask, batch.documents, len(documents)).view(2, len(pairs))
-    return PairLogprobs(responses, logprobs, batch.mask)
+    return PairLogprobs(responses, logprobs, batch.mask, out.balance)

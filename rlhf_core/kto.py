@@ -19,8 +19,8 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Labelled
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
-from rlhf_core.losses import Loss, kto_loss
-from rlhf_core.models.load import load_policy
+from rlhf_core.losses import Loss, kto_loss, with_balance
+from rlhf_core.models.load import load_policy, trained_policy
 from rlhf_core.reference import answer_logprobs, dealt_logprobs, reference_logprobs
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 from rlhf_core.supervised import Task, cut, fit, items_of_step
@@ -67,7 +67,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     documents = [item.document for item in everything]
     mismatches = all_mismatches(len(data.items), len(held_out), config.train_batch_size, config.max_epochs, request.seed)
     mismatched = {pair: mismatch(documents[pair[0]], documents[pair[1]], config.max_len) for pair in mismatches}
-    engine = make_engine(load_policy(source, config.dtype, request.trust_remote_code), config)
+    trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
+    engine = make_engine(trained, config)
     refs = reference_logprobs(
         engine,
         run,
@@ -89,10 +90,11 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         return Step(float(len(items)), float(desirable), float(len(items) - desirable), max(0.0, gap / max(1, len(pairs))))
 
     def loss(engine: Engine, items: list[Item], step: Step) -> Loss:
-        logprobs = answer_logprobs(engine, [item.answer.document for item in items], pad, False, engine.device)
+        logprobs, balance = answer_logprobs(engine, [item.answer.document for item in items], pad, False, engine.device)
         ref = torch.tensor([item.ref for item in items], device=engine.device)
         desirable = torch.tensor([item.answer.desirable for item in items], device=engine.device)
         result = kto_loss(logprobs, ref, desirable, step.kl, config.beta, config.w_desirable, config.w_undesirable, step.answers)
+        result = with_balance(result, balance, config.router_aux_coef, step.answers)
         rewards = config.beta * (logprobs - ref).detach()
         shown = {
             "kl": rewards.new_tensor(step.kl * len(items) / step.answers),
@@ -119,7 +121,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     metrics["data/desirable"] = float(sum(item.desirable for item in data.items))
-    return finish_training(engine, request, run, source, metrics)
+    return finish_training(engine, request, run, source, config.lora, metrics)
 
 
 def mismatches_of(indices: Sequence[int]) -> list[Mismatch]:

@@ -41,6 +41,14 @@ def _loss(terms: dict[str, Tensor], denominator: float) -> Loss:
     return Loss(next(iter(totals.values())), {name: total.detach() for name, total in totals.items()})
 
 
+def with_balance(loss: Loss, balance: Tensor | None, coef: float, documents: float) -> Loss:
+    """`loss + coef * balance / documents`: the balance loss of a mixture of experts (`models.experts`). Denominator: documents."""
+    if balance is None:
+        return loss
+    mean = _total(balance, documents)
+    return Loss(loss.loss + coef * mean, loss.metrics | {"router/balance": mean.detach()})
+
+
 # Supervised and preference losses.
 
 

@@ -62,7 +62,7 @@ def dealt_logprobs(
     module.eval()
     with torch.no_grad():
         for index, weight in deal(len(micro_batches), engine.rank, engine.world_size):
-            part = answer_logprobs(policy, micro_batches[index], pad_token_id, mean, engine.device)
+            part, _ = answer_logprobs(policy, micro_batches[index], pad_token_id, mean, engine.device)
             if weight:
                 values[starts[index] : starts[index + 1]] = part.double()
     module.train()
@@ -71,11 +71,12 @@ def dealt_logprobs(
 
 def answer_logprobs(
     policy: Policy | Engine, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device
-) -> torch.Tensor:
-    """Log-probs of the answers, (N,), in one forward pass; summed over the tokens under the mask, or averaged."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs of the answers, (N,), in one forward pass; summed over the tokens under the mask, or averaged; the experts' balance."""
     batch = collate([[document] for document in documents], pad_token_id).to(device)
-    logprobs = policy(batch.tokens, batch.positions, batch.documents).logprobs  # (N, T)
-    return (document_mean if mean else document_sum)(logprobs, batch.mask, batch.documents, len(documents))
+    out = policy(batch.tokens, batch.positions, batch.documents)
+    reduce = document_mean if mean else document_sum
+    return reduce(out.logprobs, batch.mask, batch.documents, len(documents)), out.balance
 
 
 def _key(source: str, micro_batches: Sequence[Sequence[Document]], mean: bool) -> str:

@@ -21,7 +21,7 @@ from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
 from rlhf_core.losses import Loss, reward_loss
 from rlhf_core.masked import gather_last
-from rlhf_core.models.load import load_scorer
+from rlhf_core.models.load import trained_scorer
 from rlhf_core.models.scoring import STATISTICS
 from rlhf_core.stage import Outcome, RunDir, StageRequest, write_text
 from rlhf_core.supervised import Task, fit
@@ -43,7 +43,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     data = preference_pairs(config.data, renderer, config.max_len, request.seed)
     held_out = preference_pairs(config.eval_data, renderer, config.max_len, request.seed) if config.eval_data else None
     pad, micro = tokenizer.pad_token_id, config.micro_train_batch_size
-    engine = make_engine(load_scorer(source, pad, config.dtype, request.trust_remote_code), config)
+    engine = make_engine(trained_scorer(source, pad, config.dtype, request.trust_remote_code, config.lora, request.seed), config)
 
     def loss(engine: Engine, pairs: list[Pair], denominator: float) -> Loss:
         scores = pair_scores(engine, pairs, pad)
@@ -68,7 +68,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     scores = score_all(engine, held_out.items if held_out else data.items[:STATISTICS_PAIRS], pad, micro)
-    outcome = finish_training(engine, request, run, source, metrics)
+    outcome = finish_training(engine, request, run, source, config.lora, metrics)
     statistics = {"mean": float(scores.mean()), "std": float(scores.std())}
     if engine.rank == 0:
         write_text(run / "checkpoint" / STATISTICS, json.dumps(statistics))

@@ -7,7 +7,7 @@ Conditional SFT is this stage with `condition: reward` (`data.condition`); rejec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -22,12 +22,19 @@ from rlhf_core.data.packing import best_fit
 from rlhf_core.data.sources import sft_documents
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
-from rlhf_core.losses import Loss, sft_loss
-from rlhf_core.models.load import load_policy
+from rlhf_core.losses import Loss, sft_loss, with_balance
+from rlhf_core.models.load import trained_policy
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 from rlhf_core.supervised import Task, fit
 
 Row = list[Document]
+
+
+class Counted(NamedTuple):
+    """Of a whole optimiser step: tokens the loss speaks of, documents."""
+
+    tokens: float
+    documents: float
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
@@ -42,22 +49,24 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     data, best_suffix = load_documents(request, config, tokenizer, config.data)
     held_out = load_documents(request, config, tokenizer, config.eval_data).documents if config.eval_data else None
-    engine = make_engine(load_policy(source, config.dtype, request.trust_remote_code), config)
+    policy = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
+    engine = make_engine(policy, config)
 
     def micro_batches(documents: Sequence[Document]) -> list[list[Row]]:
         return rows_to_micro_batches(documents, config.max_len if config.packing else 0, config.micro_train_batch_size)
 
-    def loss(engine: Engine, rows: list[Row], denominator: float) -> Loss:
+    def loss(engine: Engine, rows: list[Row], counted: Counted) -> Loss:
         batch = collate(rows, tokenizer.pad_token_id).to(engine.device)
-        return sft_loss(engine(batch.tokens, batch.positions, batch.documents).logprobs, batch.mask, denominator)
+        out = engine(batch.tokens, batch.positions, batch.documents)
+        return with_balance(sft_loss(out.logprobs, batch.mask, counted.tokens), out.balance, config.router_aux_coef, counted.documents)
 
     def evaluate(engine: Engine) -> dict[str, float]:
         assert held_out is not None
         return {"eval/loss": mean_nll(engine, held_out.items, micro_batches, loss)}
 
-    task = Task(data.items, micro_batches, count_tokens, loss, evaluate if held_out else None, show=("loss", "eval/loss", "grad_norm"))
+    task = Task(data.items, micro_batches, count, loss, evaluate if held_out else None, show=("loss", "eval/loss", "grad_norm"))
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
-    outcome = finish_training(engine, request, run, source, metrics)
+    outcome = finish_training(engine, request, run, source, config.lora, metrics)
     if engine.rank == 0 and best_suffix:
         store_suffix(run / "checkpoint", best_suffix)
     return outcome
@@ -82,16 +91,16 @@ def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: i
     return [rows[i : i + micro] for i in range(0, len(rows), micro)]
 
 
-def count_tokens(documents: Sequence[Document]) -> float:
-    """Tokens the loss speaks of. A document's first token has no log-prob, so it never counts."""
-    return float(max(1, sum(sum(document.mask[1:]) for document in documents)))
+def count(documents: Sequence[Document]) -> Counted:
+    """A document's first token has no log-prob, so it never counts."""
+    return Counted(float(max(1, sum(sum(document.mask[1:]) for document in documents))), float(len(documents)))
 
 
 def mean_nll(engine: Engine, documents: Sequence[Document], micro_batches, loss) -> float:  # type: ignore[no-untyped-def]
     """Token-mean NLL over held-out documents; every rank makes all passes, so no collective goes missing."""
     engine.module.eval()
-    denominator = count_tokens(documents)
+    counted = count(documents)
     with torch.no_grad():
-        total = sum(float(loss(engine, rows, denominator).loss) for rows in micro_batches(documents))
+        total = sum(float(loss(engine, rows, counted).metrics["loss"]) for rows in micro_batches(documents))
     engine.module.train()
     return total

@@ -18,7 +18,7 @@ from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageE
 from rlhf_core.config.preference import DPO, KTO, REFERENCE_FREE, PreferenceLoss, UnpairedLoss
 from rlhf_core.config.rounds import POST_PROCESSOR_FIELDS, Iterative, IterativeDPO, Loop, PostProcessor, Preferences, Rounds, Sampling, Vllm
 from rlhf_core.config.supervised import SFT, RewardModel
-from rlhf_core.config.training import Trainable
+from rlhf_core.config.training import Lora, Trainable
 from rlhf_core.types import Frozen, Ranks
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "IterativeDPO",
     "Judge",
     "Loop",
+    "Lora",
     "OpenAIJudge",
     "PostProcessor",
     "PreferenceLoss",

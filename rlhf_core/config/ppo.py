@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.data import Data
 from rlhf_core.config.rounds import Sampling, Vllm
-from rlhf_core.config.training import check_batch
+from rlhf_core.config.training import ROUTER, Lora, check_batch, check_lora
 from rlhf_core.reward_sources import ModelReward, RewardSources, check_titles
 from rlhf_core.types import Positive, Ranks, Rate, Share
 
@@ -100,6 +100,9 @@ class PPO(Sampling):
     zero_stage: Literal[1, 2, 3] = Field(3, description="DeepSpeed ZeRO stage of actor and critic")
     timeout: Positive = Field(600, description="seconds any role may stay silent before the run stops and names it")
 
+    lora: Lora | None = Field(None, description="actor and critic train low-rank adapters; default: all weights")
+    router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
+
     actor_ranks: Ranks = Ranks()
     critic_ranks: Ranks = Ranks()
     reference_ranks: Ranks = Ranks()
@@ -149,6 +152,7 @@ class PPO(Sampling):
 
     @model_validator(mode="after")
     def _check(self) -> PPO:
+        check_lora(self.lora, self.zero_stage)
         for ranks in (self.actor_ranks, self.critic_ranks):
             check_batch("train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, ranks.world_size)
         samples = self.rollout_batch_size * self.n_samples_per_prompt

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.data import Data
-from rlhf_core.config.training import Trainable
+from rlhf_core.config.training import ROUTER, Trainable
 from rlhf_core.types import Frozen, Rate
 
 
@@ -65,6 +65,7 @@ class DPO(Trainable, PreferenceLoss):
     template: str = Field("chat", description="template of those pairs: 'chat' or a plain one with one {}")
     eval_data: Data | None = Field(None, description="held-out pairs")
     learning_rate: Rate = Field(5e-7, description="peak learning rate")
+    router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
 
     @model_validator(mode="after")
     def _check_data(self) -> DPO:
@@ -92,6 +93,7 @@ class KTO(Trainable, UnpairedLoss):
         128, description="answers of one optimiser step, all ranks together; the KL is estimated over them"
     )
     learning_rate: Rate = Field(5e-7, description="peak learning rate")
+    router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
 
     @model_validator(mode="after")
     def _check_data(self) -> KTO:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.data import Data
 from rlhf_core.config.preference import PreferenceLoss, UnpairedLoss
-from rlhf_core.config.training import Trainable
+from rlhf_core.config.training import ROUTER, Trainable
 from rlhf_core.types import Frozen, Positive, Rate
 
 PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]
@@ -75,6 +75,7 @@ class Loop(Sampling, Rounds, Trainable):
     rounds: Positive = Field(2, description="rounds")
     prompts_per_round: Positive = Field(1024, description="each round takes the next slice of the prompts")
     learning_rate: Rate = Field(5e-7, description="peak learning rate of each round")
+    router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
 
 
 class IterativeDPO(Loop, PreferenceLoss):

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.data import Data
-from rlhf_core.config.training import Trainable
+from rlhf_core.config.training import ROUTER, Trainable
 from rlhf_core.types import Rate
 
 
@@ -20,6 +20,7 @@ class SFT(Trainable):
     answers: str | None = Field(None, description="a preferences stage whose answers are the data (rejection_sampling, conditional_sft)")
     template: str = Field("chat", description="template of those answers: 'chat' or a plain one with one {}")
     eval_data: Data | None = Field(None, description="held-out rows for the evaluation loss")
+    router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
     packing: bool = Field(True, description="pack documents into rows of max_len (best fit); attention never crosses them")
     condition: Literal["none", "reward"] = Field(
         "none", description="reward: conditional SFT, the prompt ends with the standardised reward of its answer (column reward_key)"

@@ -8,6 +8,24 @@ from pydantic import Field, model_validator
 
 from rlhf_core.types import Frozen, Positive, Ranks, Rate, Share
 
+ROUTER = "mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
+
+
+class Lora(Frozen):
+    """Low-rank adapters in place of full fine-tuning (LoRA, Hu et al. 2021); on 4-bit weights: QLoRA (Dettmers et al. 2023)."""
+
+    rank: Positive = Field(16, description="rank of the adapters")
+    alpha: Rate = Field(32.0, description="scale: adapters count alpha / rank")
+    targets: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear", description="layers with adapters: all linear ones but the head, or their names (q_proj, v_proj, ...)"
+    )
+    quantize: Literal["none", "nf4"] = Field(
+        "none", description="nf4: frozen weights in 4 bits (QLoRA), on a GPU with bitsandbytes, ZeRO stage 0 to 2"
+    )
+    export: Literal["merged", "adapter"] = Field(
+        "merged", description="the checkpoint is a whole model, or the adapter alone, which names the model it belongs to"
+    )
+
 
 class Trainable(Frozen):
     """What every training stage shares: optimiser, schedule, cadence, precision, ranks."""
@@ -29,12 +47,14 @@ class Trainable(Frozen):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="0: plain torch, one rank; 1-3: DeepSpeed ZeRO")
+    lora: Lora | None = Field(None, description="train low-rank adapters; default: all weights")
     ranks: Ranks = Field(Ranks(), description="processes of this stage")
 
     @model_validator(mode="after")
     def _check_batch(self) -> Trainable:
         check_batch("train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, self.ranks.world_size)
         check_zero(self.zero_stage, self.ranks)
+        check_lora(self.lora, self.zero_stage)
         return self
 
 
@@ -49,3 +69,11 @@ def check_batch(whole_name: str, whole: int, micro_name: str, micro: int, ranks:
 def check_zero(zero_stage: int, ranks: Ranks) -> None:
     if zero_stage == 0 and ranks.world_size > 1:
         raise ValueError(f"zero_stage=0 trains on one rank, ranks ask for {ranks.world_size}: set zero_stage to 1, 2 or 3")
+
+
+def check_lora(lora: Lora | None, zero_stage: int) -> None:
+    if lora is not None and lora.quantize != "none" and zero_stage == 3:
+        raise ValueError(
+            f"lora.quantize={lora.quantize} cannot be trained with zero_stage=3, which would cut 4-bit weights into shards: "
+            f"set zero_stage to 2 or less, or quantize to none"
+        )

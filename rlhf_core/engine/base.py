@@ -7,7 +7,8 @@ the whole optimiser step and all ranks, so gradients are summed over micro-batch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -42,8 +43,8 @@ class Engine(Protocol):
     def all_reduce(self, values: Tensor) -> Tensor:
         """The sum of `values` over all ranks."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights under the names of a transformers checkpoint, whole, in large groups; a collective on every rank."""
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
+        """While open, these parameters are whole on every rank; a collective."""
 
     def save_state(self, folder: Path) -> None: ...
 
@@ -81,20 +82,26 @@ class TorchEngine:
     def all_reduce(self, values: Tensor) -> Tensor:
         return values
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.module.named_parameters():
-            yield checkpoint_name(name), parameter.detach()
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def save_state(self, folder: Path) -> None:
-        torch.save({"model": self.module.state_dict(), "optimizer": self._optimizer.state_dict()}, folder / "state.pt")
+        torch.save({"model": self._trained(), "optimizer": self._optimizer.state_dict()}, folder / "state.pt")
 
     def load_state(self, folder: Path) -> None:
         state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
-        self.module.load_state_dict(state["model"])
+        missing = self._trained().keys() ^ state["model"].keys()
+        if missing:
+            raise ValueError(f"{folder} holds the state of another model ({sorted(missing)[0]} differs): delete it to start the stage over")
+        self.module.load_state_dict(state["model"], strict=False)
         self._optimizer.load_state_dict(state["optimizer"])
 
     def barrier(self) -> None:
         """One rank waits for nobody."""
+
+    def _trained(self) -> dict[str, Tensor]:
+        """What training changes: with adapters, the adapters."""
+        return {name: parameter.detach() for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
 
 def adamw_optimizer(module: nn.Module, adamw: AdamW) -> torch.optim.AdamW:
@@ -127,15 +134,10 @@ def sum_metrics(engine: Engine, sums: Mapping[str, Tensor]) -> dict[str, float]:
     return dict(zip(sums, values.tolist(), strict=True))
 
 
-def checkpoint_name(name: str) -> str:
-    """The wrapper's `model.` prefix is not part of a transformers checkpoint."""
-    return name.removeprefix("model.")
-
-
-def state_on_cpu(engine: Engine) -> dict[str, Tensor]:
-    """All weights on CPU, on rank 0 (empty elsewhere); a collective."""
+def on_cpu(engine: Engine, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """`weights` (`models.weights`) in host memory on rank 0, empty elsewhere; a collective."""
     state: dict[str, Tensor] = {}
-    for name, weight in engine.weights():
+    for name, weight in weights:
         if engine.rank == 0:
-            state[name] = weight.to("cpu", copy=True)
+            state[name] = weight.to("cpu", copy=True).contiguous()
     return state

@@ -6,12 +6,14 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import nn
 
-from rlhf_core.config import DPO, KTO, SFT, RewardModel, Trainable
-from rlhf_core.engine.base import AdamW, Engine, TorchEngine, state_on_cpu
-from rlhf_core.models.load import save_model
+from rlhf_core.config import DPO, KTO, SFT, Lora, RewardModel, Trainable
+from rlhf_core.engine.base import AdamW, Engine, TorchEngine, on_cpu
+from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
+from rlhf_core.models.weights import checkpoint_weights, trained_weights
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
@@ -41,13 +43,28 @@ def make_engine(module: nn.Module, config: Trainable) -> Engine:
     return ZeroEngine(module, adamw, config.zero_stage, config.dtype, config.micro_train_batch_size, timeout=1800)
 
 
-def finish_training(engine: Engine, request: StageRequest, run: RunDir, source: str, metrics: dict[str, float]) -> Outcome:
+def finish_training(
+    engine: Engine, request: StageRequest, run: RunDir, source: str, lora: Lora | None, metrics: dict[str, float]
+) -> Outcome:
     """Writes the trained model to `checkpoint/` on rank 0."""
-    state = state_on_cpu(engine)
     if engine.rank == 0:
         shutil.rmtree(run / "checkpoint", ignore_errors=True)
-        save_model(engine.module.model, state, source, run / "checkpoint", request.trust_remote_code)
+    export(engine, run / "checkpoint", source, lora, request.trust_remote_code)
     return Outcome(metrics, {"checkpoint": "checkpoint"})
+
+
+def export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool) -> None:
+    """Writes the model, or its adapter if `lora` says so, to `folder` on rank 0; a collective. `source` is what training started from."""
+    model = engine.module.model
+    alone = lora is not None and lora.export == "adapter"
+    state = on_cpu(engine, (trained_weights if alone else checkpoint_weights)(model, engine.gathered))
+    if engine.rank != 0:
+        return
+    if lora is not None and alone:
+        save_adapter(model, state, lora, source, folder)
+        save_tokenizer(source, folder, trust_remote_code)
+    else:
+        save_model(model, state, source, folder, trust_remote_code)
 
 
 def set_rank_environment(rank: int, world_size: int, address: str, port: int, local_rank: int = 0) -> None:

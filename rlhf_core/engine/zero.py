@@ -6,7 +6,8 @@ Left out: DeepSpeed's schedulers, data loaders and gradient-accumulation countin
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf_core.engine.base import AdamW, adamw_optimizer, check_norm, checkpoint_name
-
-GATHER_BYTES = 1 << 30  # ZeRO-3 parameters are gathered in groups of about this size
+from rlhf_core.engine.base import AdamW, adamw_optimizer, check_norm
 
 
 class ZeroEngine:
@@ -35,6 +34,9 @@ class ZeroEngine:
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout), verbose=False)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.zero_stage = zero_stage
+        self._frozen = not all(parameter.requires_grad for parameter in module.parameters())
+        if zero_stage == 3:
+            _set_leaves(deepspeed, module)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=adamw_optimizer(module, adamw),
@@ -70,20 +72,16 @@ class ZeroEngine:
         dist.all_reduce(values)
         return values
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        named = [(checkpoint_name(name), parameter) for name, parameter in self.module.named_parameters()]
-        if self.zero_stage < 3:
-            yield from ((name, parameter.detach()) for name, parameter in named)
-            return
-        for group in _groups(named):
-            with self._deepspeed.zero.GatheredParameters([parameter for _, parameter in group]):
-                yield from ((name, parameter.detach()) for name, parameter in group)
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
+        return self._deepspeed.zero.GatheredParameters(list(parameters)) if self.zero_stage == 3 else nullcontext()
 
     def save_state(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag="zero", save_latest=False)
+        self._engine.save_checkpoint(str(folder), tag="zero", save_latest=False, exclude_frozen_parameters=self._frozen)
 
     def load_state(self, folder: Path) -> None:
-        loaded, _ = self._engine.load_checkpoint(str(folder), tag="zero", load_lr_scheduler_states=False)
+        loaded, _ = self._engine.load_checkpoint(
+            str(folder), tag="zero", load_lr_scheduler_states=False, load_module_strict=not self._frozen
+        )
         if loaded is None:
             raise ValueError(f"{folder} holds no DeepSpeed state: delete the folder to start the stage over")
 
@@ -91,15 +89,8 @@ class ZeroEngine:
         dist.barrier()
 
 
-def _groups(named: Sequence[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Splits parameters into consecutive groups of about GATHER_BYTES; the same split on every rank."""
-    group: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, parameter in named:
-        group.append((name, parameter))
-        size += parameter.ds_numel * parameter.element_size()  # type: ignore[attr-defined]
-        if size >= GATHER_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+def _set_leaves(deepspeed: Any, module: nn.Module) -> None:
+    """A block whose experts are modules of their own is fetched whole: which experts run differs by rank, and fetching is a collective."""
+    blocks = {type(block) for block in module.modules() if isinstance(getattr(block, "experts", None), nn.ModuleList)}
+    if blocks:
+        deepspeed.utils.set_z3_leaf_modules(module, list(blocks))

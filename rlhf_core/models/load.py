@@ -7,37 +7,45 @@ The wrapped transformers model is `.model`; checkpoints hold that model, never t
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import NamedTuple
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
 
+from rlhf_core.config import Lora
 from rlhf_core.masked import shift_right
+from rlhf_core.models.experts import balance_loss, num_experts
+from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 
 LOGITS_CHUNK = 2048  # positions whose logits exist at once: 2048 x 150k vocabulary x 4 bytes = 1.2 GB
 
 
 class TokenLogprobs(NamedTuple):
-    """`logprobs[t] = log pi(tokens[t] | tokens[<t])` and the entropy of that distribution, fp32, (B, T); 0 at t = 0."""
+    """`logprobs[t] = log pi(tokens[t] | tokens[<t])` and the entropy of that distribution, fp32, (B, T); 0 at t = 0.
+
+    `balance` is the sum over documents of the experts' balance loss, for a policy that was asked for it (`Policy.balanced`).
+    """
 
     logprobs: Tensor
     entropy: Tensor
+    balance: Tensor | None = None
 
 
 class Policy(nn.Module):
     """A causal language model that returns log-probs; logits exist for one chunk of positions at a time."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, balanced: bool = False):
         super().__init__()
-        self.model = model
+        self.model, self.balanced = model, balanced
 
     def forward(
         self, tokens: Tensor, positions: Tensor, documents: Tensor, temperature: float = 1.0, entropy_gradient: bool = False
     ) -> TokenLogprobs:
-        hidden = _hidden(self.model, tokens, positions)
+        hidden, router_logits = _hidden(self.model, tokens, positions, self.balanced)
         targets = torch.roll(tokens, -1, dims=1).flatten()  # position t speaks of token t + 1
         flat = hidden.flatten(0, 1)  # (B * T, H)
         head = self.model.get_output_embeddings()
@@ -49,7 +57,8 @@ class Policy(nn.Module):
             else:
                 chunks.append(_chunk_logprobs(head, rows, wanted, temperature, entropy_gradient))
         logprobs, entropy = (torch.cat(parts).view(tokens.shape) for parts in zip(*chunks, strict=True))
-        return TokenLogprobs(shift_right(logprobs, documents), shift_right(entropy, documents))
+        balance = balance_loss(router_logits, documents, self.model.config.num_experts_per_tok) if self.balanced else None
+        return TokenLogprobs(shift_right(logprobs, documents), shift_right(entropy, documents), balance)
 
 
 def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -76,21 +85,25 @@ class Scorer(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden = _hidden(self.model, tokens, positions)
+        hidden, _ = _hidden(self.model, tokens, positions)
         return self.model.score(hidden).squeeze(-1).float()
 
 
-def _hidden(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Last hidden states (B, T, H). Varlen FlashAttention reads document borders from positions only in a batch of one row."""
+def _hidden(model: PreTrainedModel, tokens: Tensor, positions: Tensor, routed: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Last hidden states (B, T, H), and if `routed` the router logits of each layer, (B * T, E).
+
+    Varlen FlashAttention reads document borders from positions only in a batch of one row.
+    """
     varlen = model.config._attn_implementation == "flash_attention_2"
     shape = (1, -1) if varlen else tokens.shape
-    backbone = model.base_model(input_ids=tokens.reshape(shape), position_ids=positions.reshape(shape), use_cache=False)
-    return backbone.last_hidden_state.view(*tokens.shape, -1)
+    asked = {"output_router_logits": True} if routed else {}
+    backbone = model.base_model(input_ids=tokens.reshape(shape), position_ids=positions.reshape(shape), use_cache=False, **asked)
+    return backbone.last_hidden_state.view(*tokens.shape, -1), backbone.router_logits if routed else ()
 
 
 def load_policy(path: str, dtype: str = "float32", trust_remote_code: bool = False) -> Policy:
-    """A causal language model from a folder or Hub id, safetensors only."""
-    return Policy(AutoModelForCausalLM.from_pretrained(path, **_options(dtype, trust_remote_code)))
+    """A causal language model from a folder or Hub id, safetensors only; an adapter is merged into the model it names."""
+    return Policy(_load(AutoModelForCausalLM, path, _options(dtype, trust_remote_code)))
 
 
 def load_scorer(path: str, pad_token_id: int, dtype: str = "float32", trust_remote_code: bool = False) -> Scorer:
@@ -99,23 +112,85 @@ def load_scorer(path: str, pad_token_id: int, dtype: str = "float32", trust_remo
     `AutoModelForSequenceClassification` reads the score at the last token that is not `pad_token_id`, so that id is stored in
     the config and must be one that never ends a document.
     """
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        path, num_labels=1, pad_token_id=pad_token_id, output_loading_info=True, **_options(dtype, trust_remote_code)
-    )
-    if any(name.startswith("score.") for name in info["missing_keys"]):
-        nn.init.zeros_(model.score.weight)
+    return _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code))
+
+
+def trained_policy(path: str, dtype: str, trust_remote_code: bool, lora: Lora | None, seed: int, router_aux_coef: float = 0.0) -> Policy:
+    """A policy to train: whole, or frozen with adapters, on 4-bit weights if `lora` says so.
+
+    Raises ValueError when experts are to be balanced and the model has none, RuntimeError when 4-bit weights cannot be had here.
+    """
+    policy = Policy(_load(AutoModelForCausalLM, path, _options(dtype, trust_remote_code, lora)), balanced=router_aux_coef > 0)
+    if policy.balanced and not num_experts(policy.model.config):
+        raise ValueError(f"{path} has no experts to balance: leave router_aux_coef out")
+    if lora is not None:
+        add_lora(policy.model, lora, seed)
+    return policy
+
+
+def trained_scorer(path: str, pad_token_id: int, dtype: str, trust_remote_code: bool, lora: Lora | None, seed: int) -> Scorer:
+    """As `trained_policy`, for a reward model or critic; its head is trained whole."""
+    scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, lora))
+    if lora is not None:
+        add_lora(scorer.model, lora, seed)
+    return scorer
+
+
+def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any]) -> Scorer:
+    auto = AutoModelForSequenceClassification
+    missing: set[str] = set()
+
+    def load(source: str, **options: Any) -> PreTrainedModel:
+        model, info = auto.from_pretrained(source, num_labels=1, pad_token_id=pad_token_id, output_loading_info=True, **options)
+        missing.update(info["missing_keys"])
+        if any(name.startswith("score.") for name in missing):
+            nn.init.zeros_(model.score.weight)
+        return model
+
+    model = _merged(load, path, options)
     model.config.pad_token_id = pad_token_id
     return Scorer(model)
 
 
-def _options(dtype: str, trust_remote_code: bool) -> dict[str, object]:
+def _load(auto: Any, path: str, options: dict[str, Any]) -> PreTrainedModel:
+    return _merged(auto.from_pretrained, path, options)
+
+
+def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any]) -> PreTrainedModel:
+    """The model at `path`, or the base of the adapter at `path` with that adapter merged into it."""
+    base = base_of(path)
+    if base is None:
+        return load(path, **options)
+    if "quantization_config" in options:
+        raise ValueError(f"{path} is an adapter, which cannot be merged into 4-bit weights: start from a merged checkpoint")
+    return merge_adapter(load(base, **options), path)
+
+
+def _options(dtype: str, trust_remote_code: bool, lora: Lora | None = None) -> dict[str, Any]:
     attention = "flash_attention_2" if _has_flash_attention() and dtype == "bfloat16" else "sdpa"
-    return {
-        "dtype": getattr(torch, dtype),
+    options = {
+        "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
         "attn_implementation": attention,
         "trust_remote_code": trust_remote_code,
         "use_safetensors": True,
     }
+    return options | (_nf4(dtype) if lora is not None and lora.quantize == "nf4" else {})
+
+
+def _nf4(dtype: str) -> dict[str, Any]:
+    """Weights in 4 bits: normal floats, the quantisation constants quantised too (Dettmers et al. 2023, section 3)."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("lora.quantize=nf4 (QLoRA) needs an NVIDIA GPU, which is not here: set lora.quantize to none")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise RuntimeError("lora.quantize=nf4 (QLoRA) needs the package bitsandbytes: install it, or set lora.quantize to none")
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=getattr(torch, dtype),
+        llm_int8_skip_modules=["lm_head", "score"],
+    )
+    return {"quantization_config": quantization, "device_map": {"": torch.cuda.current_device()}}
 
 
 def _has_flash_attention() -> bool:
@@ -126,14 +201,3 @@ def _has_flash_attention() -> bool:
     except ImportError:
         return False
     return True
-
-
-def save_model(
-    model: PreTrainedModel, state: dict[str, Tensor], tokenizer_source: str, folder: Path, trust_remote_code: bool = False
-) -> None:
-    """Writes safetensors, config, generation config and tokenizer files to `folder`. `state` holds all weights, on CPU."""
-    from transformers import AutoTokenizer
-
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, state_dict=state)
-    AutoTokenizer.from_pretrained(tokenizer_source, trust_remote_code=trust_remote_code).save_pretrained(folder)

@@ -162,6 +162,7 @@ def objective_of(config: PPO) -> Objective:
         config.generate_max_len,
         None if config.kl_in == "reward" or config.kl_estimator == "k1" else config.kl_estimator,
         config.entropy_coef,
+        config.router_aux_coef,
     )
 
 
@@ -172,7 +173,9 @@ def start_fleet(
     # Sampling has the machine to itself; the others work two and two.
     groups = {name: Group(name, wanted, room, cpu_threads(1 if name == "sampler" else 2)) for name, wanted in groups_of(config).items()}
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
-    training = Training(adamw, config.zero_stage, config.micro_train_batch_size, config.gradient_checkpointing, config.timeout)
+    training = Training(
+        adamw, config.zero_stage, config.micro_train_batch_size, config.gradient_checkpointing, config.timeout, config.lora, seed
+    )
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
     def model(role: str) -> Model:

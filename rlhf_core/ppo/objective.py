@@ -25,6 +25,7 @@ class Objective(NamedTuple):
     constant_length: int
     kl_loss: Literal["k2", "k3"] | None
     entropy_coef: float
+    router_aux_coef: float = 0.0
 
 
 class Counted(NamedTuple):

@@ -14,13 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_core.config import Lora
 from rlhf_core.data.collate import Batch, collate
 from rlhf_core.data.documents import Document
-from rlhf_core.engine.base import AdamW, state_on_cpu
+from rlhf_core.engine.base import AdamW, on_cpu
+from rlhf_core.engine.ranks import export
 from rlhf_core.engine.zero import ZeroEngine
-from rlhf_core.losses import Loss, value_loss
+from rlhf_core.losses import Loss, value_loss, with_balance
 from rlhf_core.masked import shift_right
-from rlhf_core.models.load import load_policy, load_scorer, save_model
+from rlhf_core.models.load import load_policy, load_scorer, trained_policy, trained_scorer
+from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.ppo.objective import Objective, PerToken, actor_loss, count
 from rlhf_core.ppo.types import Experience
 from rlhf_core.rollout.weights import Weight, device_id, handle
@@ -55,15 +58,18 @@ class Training(NamedTuple):
     micro_batch_size: int
     gradient_checkpointing: bool
     timeout: float
+    lora: Lora | None
+    seed: int
 
 
 class Actor:
     """The policy that is trained."""
 
     def __init__(self, model: Model, training: Training, objective: Objective, temperature: float):
-        policy = load_policy(model.path, model.dtype, model.trust_remote_code)
+        policy = trained_policy(model.path, model.dtype, model.trust_remote_code, training.lora, training.seed, objective.router_aux_coef)
         self.engine = _engine(policy, model, training)
-        self.model, self.micro, self.objective, self.temperature = model, training.micro_batch_size, objective, temperature
+        self.model, self.micro, self.lora = model, training.micro_batch_size, training.lora
+        self.objective, self.temperature = objective, temperature
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
         scale = self.temperature if temperature is None else temperature
@@ -83,7 +89,8 @@ class Actor:
                 _per_token(batch, [getattr(e, name) for e in part]) for name in ("old_logprobs", "ref_logprobs", "advantages", "is_weights")
             )
             per_token = PerToken(new.logprobs, new.entropy, old, ref, advantages, weights, batch.mask, batch.documents)
-            return actor_loss(per_token, len(part), counted, self.objective, kl_coef)
+            result = actor_loss(per_token, len(part), counted, self.objective, kl_coef)
+            return with_balance(result, new.balance, self.objective.router_aux_coef, counted.answers)
 
         metrics = accumulate(self.engine, _micro_batches(items, self.micro), loss)
         return metrics | {"policy/grad_norm": self.engine.step(rate), "policy/learning_rate": rate}
@@ -93,19 +100,18 @@ class Actor:
 
     def weights(self, same_card: bool) -> list[tuple[str, Weight]]:
         """All weights under checkpoint names, on rank 0 (empty elsewhere): on CPU, or as handles for a receiver on the same card."""
+        weights = checkpoint_weights(self.engine.module.model, self.engine.gathered)
         if not same_card:
-            return list(state_on_cpu(self.engine).items())
+            return list(on_cpu(self.engine, weights).items())
         # What ZeRO-3 gathers is gone when the next group is gathered: there the handles need a copy that stays until the next sync.
         copy = self.engine.zero_stage == 3
-        self._shared = [(name, weight.clone() if copy else weight) for name, weight in self.engine.weights()]
+        self._shared = [(name, weight.clone() if copy else weight) for name, weight in weights]
         torch.cuda.synchronize()
         return [(name, handle(weight)) for name, weight in self._shared]
 
     def export(self, folder: str) -> None:
         """Writes a transformers checkpoint on rank 0."""
-        state = state_on_cpu(self.engine)
-        if self.engine.rank == 0:
-            save_model(self.engine.module.model, state, self.model.path, Path(folder), self.model.trust_remote_code)
+        export(self.engine, Path(folder), self.model.path, self.lora, self.model.trust_remote_code)
 
     def save_state(self, folder: str) -> None:
         self.engine.save_state(Path(folder))
@@ -118,7 +124,7 @@ class Critic:
     """The value model that is trained; it starts from the reward model, head included."""
 
     def __init__(self, model: Model, training: Training, value_clip: float):
-        scorer = load_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code)
+        scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, training.lora, training.seed)
         self.engine = _engine(scorer, model, training)
         self.model, self.micro, self.value_clip = model, training.micro_batch_size, value_clip
 

@@ -10,10 +10,13 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from rlhf_core.models.lora import base_of
+from rlhf_core.models.save import save_merged
 from rlhf_core.rollout.environment import set_vllm_environment
 from rlhf_core.rollout.weights import Weight
 
@@ -47,10 +50,13 @@ class Sampler:
         trust_remote_code: bool = False,
     ):
         on_gpu = torch.cuda.is_available()
+        self._merged: TemporaryDirectory[str] | None = None
+        self._dtype, self._trust_remote_code = dtype, trust_remote_code
         set_vllm_environment(kv_cache_gib)
         import vllm
 
         self._vllm = vllm
+        model = self._whole(model)
         self.llm = vllm.LLM(
             model=model,
             dtype=dtype,
@@ -123,12 +129,25 @@ class Sampler:
         """Swaps in another checkpoint of the same architecture from its safetensors files."""
         from safetensors.torch import load_file
 
+        model = self._whole(model)
         if not any(Path(model).glob("*.safetensors")):
             raise ValueError(f"{model} holds no safetensors file to load into the running engine: name a local checkpoint folder")
         self.update((name, tensor) for file in sorted(Path(model).glob("*.safetensors")) for name, tensor in load_file(file).items())
 
+    def _whole(self, model: str) -> str:
+        """A folder with the whole model: `model`, or what its adapter makes of its base, kept until `close`."""
+        if base_of(model) is None:
+            return model
+        if self._merged is None:
+            self._merged = TemporaryDirectory(prefix="alignflow-merged-")
+        folder = Path(self._merged.name) / str(len(list(Path(self._merged.name).iterdir())))
+        save_merged(model, folder, self._dtype, self._trust_remote_code)
+        return str(folder)
+
     def close(self) -> None:
         """Shuts the engine down."""
+        if self._merged is not None:
+            self._merged.cleanup()
         engine: Any = self.llm.llm_engine
         engine.engine_core.shutdown()
         del self.llm

@@ -41,7 +41,17 @@ class WeightReceiver:
 
     def receive_weights(self, named: Sequence[tuple[str, Weight]]) -> None:
         """Loads weights under checkpoint names; `load_weights` alone fails after start, since CPU linears are repacked."""
+        if not torch.cuda.is_available():
+            _forget_packed_experts(self.model_runner.get_model())
         opened = ((name, weight.rebuild(*weight.arguments) if isinstance(weight, Handle) else weight) for name, weight in named)
         self.model_runner.reload_weights(weights_iterator=opened)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """On CPU vLLM packs experts once, when their kernel is made: without the kernel, the next load packs the new weights."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # type: ignore[union-attr]

@@ -1,0 +1,102 @@
+"""Low-rank adapters: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al. 2023), with peft's layers and file format.
+
+A model with adapters stays the transformers model it was; its linear layers compute `W x + (alpha / rank) B A x`, W frozen. Left out:
+dropout, which would make the loss depend on how a step is split; adapters on fused expert tensors (attention of MoE models has them).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.config import Lora
+
+ADAPTER = "default"  # peft's name of the one adapter
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
+    """Freezes `model` and puts adapters beside its linear layers; a scalar head stays trained whole. A is drawn by `seed`, B is zero.
+
+    Raises ValueError when the model has none of the layers that `lora.targets` names.
+    """
+    from peft import inject_adapter_in_model
+    from peft.tuners.tuners_utils import cast_adapter_dtype
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(peft_config(model, lora), model, ADAPTER)
+        except ValueError as error:
+            raise ValueError(f"lora.targets={lora.targets!r} fits no layer of {type(model).__name__}: {error}") from error
+    cast_adapter_dtype(model, adapter_name=ADAPTER, autocast_adapter_dtype=True)  # adapters of a bf16 model are fp32
+    if has_head(model):
+        model.score.requires_grad_(True)
+
+
+def peft_config(model: PreTrainedModel, lora: Lora, base: str | None = None) -> Any:
+    """The adapter's description for peft. With `base`, the model it belongs to, the one to store: it names the head, saved with it."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+        modules_to_save=["score"] if base is not None and has_head(model) else None,
+        task_type="SEQ_CLS" if has_head(model) else "CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+
+
+def has_head(model: PreTrainedModel) -> bool:
+    return hasattr(model, "score")
+
+
+def lora_layers(model: PreTrainedModel) -> dict[str, Any]:
+    """The layers with an adapter, by name; none in a model without."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def merged_weight(layer: Any) -> Tensor:
+    """`W + (alpha / rank) B A`, added in fp32 and rounded to the dtype of W."""
+    weight = dequantised(layer.base_layer.weight)
+    a, b = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight.detach()
+    return (weight.float() + layer.scaling[ADAPTER] * (b.float() @ a.float())).to(weight.dtype)
+
+
+def dequantised(parameter: Tensor) -> Tensor:
+    """A 4-bit weight in its compute dtype; any other as it is."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return parameter.detach()
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(parameter.data, state)
+
+
+def base_of(path: str) -> str | None:
+    """The model that the adapter in folder `path` belongs to; None when `path` is no adapter."""
+    if not (Path(path) / ADAPTER_CONFIG).is_file():
+        return None
+    from peft import PeftConfig
+
+    base = PeftConfig.from_pretrained(path).base_model_name_or_path
+    if not base:
+        raise ValueError(f"{path}/{ADAPTER_CONFIG} names no base model: set base_model_name_or_path there")
+    return str(base)
+
+
+def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """`model` with the adapter of folder `path` merged into its weights."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, path).merge_and_unload()

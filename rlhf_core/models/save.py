@@ -1,0 +1,54 @@
+"""Checkpoints of trained models: whole, or the adapter alone. Safetensors, config, tokenizer; never the wrapper."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from pathlib import Path
+
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from rlhf_core.config import Lora
+from rlhf_core.models.load import load_policy
+from rlhf_core.models.lora import ADAPTER_WEIGHTS, lora_layers, peft_config
+from rlhf_core.models.weights import checkpoint_weights
+
+
+def save_model(
+    model: PreTrainedModel, state: dict[str, Tensor], tokenizer_source: str, folder: Path, trust_remote_code: bool = False
+) -> None:
+    """Writes safetensors, config, generation config and tokenizer files to `folder`. `state`: `checkpoint_weights`, on CPU."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    if hasattr(config, "quantization_config"):  # what is written is whole again
+        del config.quantization_config
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    save_torch_state_dict(state, folder)
+    save_tokenizer(tokenizer_source, folder, trust_remote_code)
+
+
+def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], lora: Lora, base: str, folder: Path) -> None:
+    """Writes the adapter alone, as peft and vLLM read it: its weights (`trained_weights`) and a config that names `base`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = peft_config(model, lora, base)
+    if lora.targets == "all-linear":  # readers want the names
+        config.target_modules = sorted({name.rpartition(".")[2] for name in lora_layers(model)})
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+
+def save_tokenizer(source: str, folder: Path, trust_remote_code: bool = False) -> None:
+    AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(folder)
+
+
+def save_merged(adapter: str, folder: Path, dtype: str, trust_remote_code: bool = False) -> None:
+    """Writes the whole model that the adapter in folder `adapter` makes of its base."""
+    model = load_policy(adapter, dtype, trust_remote_code).model
+    save_model(model, dict(checkpoint_weights(model, lambda parameters: nullcontext())), adapter, folder, trust_remote_code)

@@ -1,0 +1,80 @@
+"""A model's weights as its checkpoint has them: adapters merged, 4-bit weights dequantised, experts under their own names.
+
+Training keeps weights in other shapes than a checkpoint: LoRA beside a frozen layer, all experts of a layer in one tensor, ZeRO-3 in
+shards. Whoever sends or stores weights reads them from here, in groups, so that only one group is whole at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from rlhf_core.models.lora import ADAPTER, dequantised, lora_layers, merged_weight
+
+GROUP_BYTES = 1 << 30  # weights are gathered in groups of about this size
+Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
+
+
+class Unit(NamedTuple):
+    """One weight of the checkpoint: its name in the model, the parameters that must be whole to compute it, and how."""
+
+    name: str
+    parameters: list[nn.Parameter]
+    value: Callable[[], Tensor]
+
+
+def checkpoint_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
+    """All weights under the names of a transformers checkpoint, whole, in groups; a collective on every rank.
+
+    `gathered(parameters)` makes sharded parameters whole while it is open. A weight may be gone when the next one is asked for.
+    """
+    for group in _groups(_units(model)):
+        with gathered([parameter for unit in group for parameter in unit.parameters]):
+            state = {unit.name: unit.value() for unit in group}
+            yield from (state if is_quantised(model) else revert_weight_conversion(model, state)).items()
+
+
+def trained_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
+    """Only what LoRA trains, under the names of peft's adapter files; a collective on every rank."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    with gathered([parameter for _, parameter in trained]):
+        for name, parameter in trained:
+            yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", parameter.detach()
+
+
+def is_quantised(model: PreTrainedModel) -> bool:
+    return getattr(model, "hf_quantizer", None) is not None
+
+
+def _units(model: PreTrainedModel) -> Iterator[Unit]:
+    layers = lora_layers(model)
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        layer = layers.get(owner.removesuffix(".base_layer")) if owner.endswith(".base_layer") else None
+        if layer is not None and leaf == "weight":
+            adapter = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
+            yield Unit(name.replace(".base_layer.", "."), [parameter, *adapter], partial(merged_weight, layer))
+        elif ".lora_A." not in name and ".lora_B." not in name:
+            yield Unit(name.replace(".base_layer.", "."), [parameter], partial(dequantised, parameter))
+    kept = model.state_dict().keys()
+    yield from (Unit(name, [], partial(Tensor.detach, buffer)) for name, buffer in model.named_buffers() if name in kept)
+
+
+def _groups(units: Iterator[Unit]) -> Iterator[list[Unit]]:
+    """Consecutive groups of about GROUP_BYTES; the same on every rank."""
+    group: list[Unit] = []
+    size = 0
+    for unit in units:
+        group.append(unit)
+        size += sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in unit.parameters)
+        if size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
