@@ -60,8 +60,8 @@ def export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_r
     state = on_cpu(engine, (trained_weights if alone else checkpoint_weights)(model, engine.gathered))
     if engine.rank != 0:
         return
-    if lora is not None and alone:
-        save_adapter(model, state, lora, source, folder)
+    if alone:
+        save_adapter(model, state, source, folder)
         save_tokenizer(source, folder, trust_remote_code)
     else:
         save_model(model, state, source, folder, trust_remote_code)

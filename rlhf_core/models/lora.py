@@ -1,11 +1,12 @@
 """Low-rank adapters: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al. 2023), with peft's layers and file format.
 
 A model with adapters stays the transformers model it was; its linear layers compute `W x + (alpha / rank) B A x`, W frozen. Left out:
-dropout, which would make the loss depend on how a step is split; adapters on fused expert tensors (attention of MoE models has them).
+dropout, which would make the loss depend on how a step is split.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +25,25 @@ def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
 
     Raises ValueError when the model has none of the layers that `lora.targets` names.
     """
-    from peft import inject_adapter_in_model
+    from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+        task_type="SEQ_CLS" if has_head(model) else "CAUSAL_LM",
+    )
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(peft_config(model, lora), model, ADAPTER)
+            inject_adapter_in_model(config, model, ADAPTER)
         except ValueError as error:
             raise ValueError(f"lora.targets={lora.targets!r} fits no layer of {type(model).__name__}: {error}") from error
     cast_adapter_dtype(model, adapter_name=ADAPTER, autocast_adapter_dtype=True)  # adapters of a bf16 model are fp32
     if has_head(model):
         model.score.requires_grad_(True)
-
-
-def peft_config(model: PreTrainedModel, lora: Lora, base: str | None = None) -> Any:
-    """The adapter's description for peft. With `base`, the model it belongs to, the one to store: it names the head, saved with it."""
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
-        modules_to_save=["score"] if base is not None and has_head(model) else None,
-        task_type="SEQ_CLS" if has_head(model) else "CAUSAL_LM",
-        base_model_name_or_path=base,
-    )
 
 
 def has_head(model: PreTrainedModel) -> bool:
@@ -66,11 +59,18 @@ def lora_layers(model: PreTrainedModel) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def merged_weight(layer: Any) -> Tensor:
-    """`W + (alpha / rank) B A`, added in fp32 and rounded to the dtype of W."""
-    weight = dequantised(layer.base_layer.weight)
-    a, b = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight.detach()
-    return (weight.float() + layer.scaling[ADAPTER] * (b.float() @ a.float())).to(weight.dtype)
+def adapts(layer: Any, parameter: str) -> bool:
+    """Whether a layer of `lora_layers` changes the parameter of this name: a linear layer's weight, or the one tensor it was made for."""
+    return bool(getattr(layer, "parameter_name", "weight") == parameter)
+
+
+def merged_weight(parameter: Tensor, adapters: Sequence[Any]) -> Tensor:
+    """`W + (alpha / rank) B A` for each adapter of W, added in fp32 and rounded to the dtype of W; without adapters W itself."""
+    weight = dequantised(parameter)
+    if not adapters:
+        return weight
+    with torch.no_grad():
+        return (weight.float() + sum(layer.get_delta_weight(ADAPTER).float() for layer in adapters)).to(weight.dtype)
 
 
 def dequantised(parameter: Tensor) -> Tensor:

@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from rlhf_core.config import Lora
 from rlhf_core.models.load import load_policy
-from rlhf_core.models.lora import ADAPTER_WEIGHTS, lora_layers, peft_config
+from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
 from rlhf_core.models.weights import checkpoint_weights
 
 
@@ -33,13 +32,12 @@ def save_model(
     save_tokenizer(tokenizer_source, folder, trust_remote_code)
 
 
-def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], lora: Lora, base: str, folder: Path) -> None:
-    """Writes the adapter alone, as peft and vLLM read it: its weights (`trained_weights`) and a config that names `base`."""
+def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, folder: Path) -> None:
+    """Writes the adapter alone, as peft reads it: its weights (`trained_weights`) and a config that names `base`."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = peft_config(model, lora, base)
-    if lora.targets == "all-linear":  # readers want the names
-        config.target_modules = sorted({name.rpartition(".")[2] for name in lora_layers(model)})
-    config.inference_mode = True
+    config = copy.copy(model.peft_config[ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.modules_to_save = ["score"] if has_head(model) else None
     config.save_pretrained(folder)
     save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
@@ -51,4 +49,5 @@ def save_tokenizer(source: str, folder: Path, trust_remote_code: bool = False) -
 def save_merged(adapter: str, folder: Path, dtype: str, trust_remote_code: bool = False) -> None:
     """Writes the whole model that the adapter in folder `adapter` makes of its base."""
     model = load_policy(adapter, dtype, trust_remote_code).model
-    save_model(model, dict(checkpoint_weights(model, lambda parameters: nullcontext())), adapter, folder, trust_remote_code)
+    weights = checkpoint_weights(model, lambda parameters: nullcontext())
+    save_model(model, {name: weight.clone() for name, weight in weights}, adapter, folder, trust_remote_code)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlhf_core.models.lora import ADAPTER, dequantised, lora_layers, merged_weight
+from rlhf_core.models.lora import ADAPTER, adapts, lora_layers, merged_weight
 
 GROUP_BYTES = 1 << 30  # weights are gathered in groups of about this size
 Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
@@ -55,13 +55,15 @@ def is_quantised(model: PreTrainedModel) -> bool:
 def _units(model: PreTrainedModel) -> Iterator[Unit]:
     layers = lora_layers(model)
     for name, parameter in model.named_parameters():
+        if ".lora_A." in name or ".lora_B." in name:
+            continue
         owner, _, leaf = name.rpartition(".")
-        layer = layers.get(owner.removesuffix(".base_layer")) if owner.endswith(".base_layer") else None
-        if layer is not None and leaf == "weight":
-            adapter = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
-            yield Unit(name.replace(".base_layer.", "."), [parameter, *adapter], partial(merged_weight, layer))
-        elif ".lora_A." not in name and ".lora_B." not in name:
-            yield Unit(name.replace(".base_layer.", "."), [parameter], partial(dequantised, parameter))
+        adapters = []
+        while owner.endswith(".base_layer"):  # the adapters of a tensor of experts lie around each other
+            owner = owner.removesuffix(".base_layer")
+            adapters += [layers[owner]] if adapts(layers[owner], leaf) else []
+        beside = [matrix[ADAPTER].weight for layer in adapters for matrix in (layer.lora_A, layer.lora_B)]
+        yield Unit(f"{owner}.{leaf}" if owner else leaf, [parameter, *beside], partial(merged_weight, parameter, adapters))
     kept = model.state_dict().keys()
     yield from (Unit(name, [], partial(Tensor.detach, buffer)) for name, buffer in model.named_buffers() if name in kept)
 

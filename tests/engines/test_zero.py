@@ -14,9 +14,10 @@ import rlhf_core.dpo
 import rlhf_core.kto
 import rlhf_core.reward_model
 import rlhf_core.sft
-from rlhf_core.config import DPO, KTO, SFT, Data, Ranks, RewardModel
+from rlhf_core.config import DPO, KTO, SFT, Data, Lora, Ranks, RewardModel
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
+from tests.families import make_family
 
 pytestmark = pytest.mark.slow
 FIELDS = {"train_batch_size": 12, "micro_train_batch_size": 2, "max_len": 64, "learning_rate": 1e-3}
@@ -24,7 +25,7 @@ WORK = {"sft": rlhf_core.sft.run, "reward_model": rlhf_core.reward_model.run, "d
 TWO = {"zero_stage": 3, "ranks": Ranks(num_ranks_per_node=2, cpus=0.5)}
 
 
-def train(kind: str, material: Path, folder: Path, **more: object) -> list[dict[str, float]]:
+def train(kind: str, material: Path, folder: Path, base: Path | None = None, **more: object) -> list[dict[str, float]]:
     def data(name: str) -> Data:
         return Data(sources=str(material / name), max_samples=43)  # 4 steps; the last has 7 items, dealt unevenly
 
@@ -38,27 +39,44 @@ def train(kind: str, material: Path, folder: Path, **more: object) -> list[dict[
     else:
         config = DPO(policy="base", data=data("preferences.jsonl"), **FIELDS, **more)
     folder.mkdir()
-    request = StageRequest(name=kind, digest="0", config=config, inputs={"base": str(material / "base")}, seed=5)
+    request = StageRequest(name=kind, digest="0", config=config, inputs={"base": str(base or material / "base")}, seed=5)
     WORK[kind](request, RunDir(folder))
     return read_metrics(folder)
 
 
 @pytest.mark.parametrize("kind", WORK)
 def test_two_zero3_ranks_train_as_one_does(kind: str, material: Path, tmp_path: Path) -> None:
-    one = train(kind, material, tmp_path / "one")
+    two_are_one(kind, material, tmp_path)
+    auto = AutoModelForSequenceClassification if kind == "reward_model" else AutoModelForCausalLM
+    exported = load_file(tmp_path / "two" / "checkpoint" / "model.safetensors")
+    loaded = auto.from_pretrained(tmp_path / "two" / "checkpoint").state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in exported.items()), "export and transformers disagree"
+
+
+def test_two_zero3_ranks_train_adapters_as_one_does(material: Path, tmp_path: Path) -> None:
+    two_are_one("dpo", material, tmp_path, lora=Lora(rank=4))
+
+
+def test_two_zero3_ranks_train_experts_and_their_balance_as_one_does(material: Path, tmp_path: Path) -> None:
+    base = make_family("mixtral", material / "base", tmp_path / "base")
+    lines = two_are_one("sft", material, tmp_path, base, router_aux_coef=0.01)
+    assert all(line["router/balance"] > 0 for line in lines)
+
+
+def two_are_one(kind: str, material: Path, tmp_path: Path, base: Path | None = None, **more: object) -> list[dict[str, float]]:
+    """Trains on one rank and on two, compares curves and checkpoints; the curve of two ranks."""
+    one = train(kind, material, tmp_path / "one", base, **more)
     try:
-        two = train(kind, material, tmp_path / "two", save_steps=2, **TWO)
+        two = train(kind, material, tmp_path / "two", base, save_steps=2, **more, **TWO)
     finally:
         ray.shutdown()
     assert len(one) == len(two) == 4
     for a, b in zip(one, two, strict=True):
-        for name in ("loss", "grad_norm", "learning_rate", *(["eval/loss"] if "eval/loss" in a else [])):
+        for name in ("loss", "grad_norm", "learning_rate", *({"eval/loss", "router/balance"} & a.keys())):
             assert b[name] == pytest.approx(a[name], rel=2e-4, abs=1e-6), (a["step"], name)
     expected, exported = (load_file(tmp_path / run / "checkpoint" / "model.safetensors") for run in ("one", "two"))
     assert expected.keys() == exported.keys()
     for name, weight in expected.items():
         # AdamW's first steps move by the sign of tiny gradients, so a few elements differ by fractions of the learning rate.
         assert (weight - exported[name]).abs().mean() < 2e-5, name
-    auto = AutoModelForSequenceClassification if kind == "reward_model" else AutoModelForCausalLM
-    loaded = auto.from_pretrained(tmp_path / "two" / "checkpoint").state_dict()
-    assert all(torch.equal(loaded[name], weight) for name, weight in exported.items()), "export and transformers disagree"
+    return two

@@ -1,0 +1,84 @@
+"""PPO with adapters on a mixture of experts: what vLLM samples from is the actor with its adapters, after every step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+import rlhf_core.ppo.train
+import rlhf_core.reward_model
+from rlhf_core.config import PPO, Data, Lora, Ranks, RewardModel, Vllm
+from rlhf_core.models.load import load_policy
+from rlhf_core.stage import RunDir, StageRequest
+from rlhf_core.tracking import read_metrics
+from tests.families import make_family
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def reward_model(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reward_model")
+    pairs = Data(sources=str(material / "preferences.jsonl"))
+    config = RewardModel(model="base", data=pairs, train_batch_size=16, micro_train_batch_size=16, max_len=96, learning_rate=1e-3)
+    request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
+    rlhf_core.reward_model.run(request, RunDir(folder))
+    return folder / "checkpoint"
+
+
+@pytest.mark.parametrize(
+    "family, estimator, fields",
+    [
+        ("mixtral", "grpo", {"lora": Lora(rank=4, export="adapter"), "zero_stage": 2}),
+        ("qwen3-moe", "rloo", {"router_aux_coef": 0.01, "zero_stage": 3}),
+        ("qwen3", "gae", {"lora": Lora(rank=4), "zero_stage": 3}),
+    ],
+)
+def test_the_sampler_follows_the_actor(
+    family: str, estimator: str, fields: dict[str, object], material: Path, reward_model: Path, tmp_path: Path
+) -> None:
+    base = make_family(family, material / "base", tmp_path / "base")
+    share = Ranks(cpus=0.25)
+    config = PPO(
+        actor="base",
+        prompts=Data(sources=str(material / "prompts.jsonl")),
+        advantage_estimator=estimator,
+        rollout_batch_size=4,
+        n_samples_per_prompt=2,
+        train_batch_size=8,
+        micro_train_batch_size=4,
+        micro_rollout_batch_size=8,
+        max_steps=3,
+        prompt_max_len=64,
+        generate_max_len=16,
+        actor_learning_rate=1e-2,
+        timeout=200,
+        actor_ranks=share,
+        critic_ranks=share,
+        reference_ranks=share,
+        reward_ranks=share,
+        vllm=Vllm(cpus=0.25, kv_cache_gib=0.5),
+        **fields,
+    )
+    inputs = {"base": str(base), "reward_model": str(reward_model)}
+    (tmp_path / "ppo").mkdir()
+    try:
+        rlhf_core.ppo.train.run(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7), RunDir(tmp_path / "ppo"))
+    finally:
+        ray.shutdown()
+    lines = read_metrics(tmp_path / "ppo")
+    for line in lines:  # the probe after each sync compared vLLM with the actor; rollouts came from the synced weights
+        assert line["sync/probe_gap"] < 1e-3 and line["sampler/gap"] < 1e-3
+        assert line["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+    assert lines[-1]["kl/mean"] != pytest.approx(0, abs=1e-3), "the actor that was sampled from is still the reference"
+    checkpoint = tmp_path / "ppo" / "checkpoint"
+    if config.lora is not None and config.lora.export == "adapter":
+        assert json.loads((checkpoint / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+        assert all(".lora_" in name for name in load_file(checkpoint / "adapter_model.safetensors"))
+    before, after = (dict(load_policy(str(path)).model.named_parameters()) for path in (base, checkpoint))
+    assert any(not torch.equal(before[name], weight) for name, weight in after.items())

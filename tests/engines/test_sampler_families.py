@@ -1,0 +1,92 @@
+"""Weights of every family, with adapters and experts, arrive in vLLM; what did not arrive is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from rlhf_core.config import Lora
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document
+from rlhf_core.engine.base import AdamW, TorchEngine, on_cpu
+from rlhf_core.models.load import Policy, load_policy, trained_policy
+from rlhf_core.models.lora import lora_layers
+from rlhf_core.models.save import save_adapter, save_tokenizer
+from rlhf_core.models.weights import checkpoint_weights, trained_weights
+from rlhf_core.ppo.fleet import PROBE_TOLERANCE, WeightsDiffer, check_gap
+from rlhf_core.rollout.engine import Sampler
+from tests.families import make_family
+
+pytestmark = pytest.mark.slow
+DOCUMENTS = [[5, 9, 20, 33, 40, 51, 7], [8, 8, 9, 10, 77, 81]]
+LORA = Lora(rank=4, alpha=8)
+
+
+class Setting(NamedTuple):
+    base: Path
+    sampler: Sampler
+
+    def gap(self, policy: Policy) -> float:
+        """Largest difference of log-probs, vLLM's against the policy's."""
+        batch = collate([[Document(d, [False] * len(d))] for d in DOCUMENTS], pad_token_id=0)
+        with torch.no_grad():
+            ours = policy(batch.tokens, batch.positions, batch.documents).logprobs
+        theirs = self.sampler.prompt_logprobs(DOCUMENTS)
+        return max(float((torch.tensor(t) - row[: len(t)]).abs().max()) for t, row in zip(theirs, ours, strict=True))
+
+    def send(self, policy: Policy) -> None:
+        self.sampler.update(checkpoint_weights(policy.model, lambda parameters: nullcontext()))
+
+
+@pytest.fixture(params=["llama", "mistral", "qwen3", "mixtral", "qwen3-moe"], scope="module")
+def setting(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    base = make_family(request.param, material / "base", tmp_path_factory.mktemp(request.param))
+    sampler = Sampler(str(base), seed=0, max_model_len=96, kv_cache_gib=0.5)
+    yield Setting(base, sampler)
+    sampler.close()
+
+
+def adapted(base: Path) -> Policy:
+    """A policy whose adapters say something."""
+    policy = trained_policy(str(base), "float32", False, LORA, seed=1).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in lora_layers(policy.model).values():
+            layer.lora_B["default"].weight.normal_(std=0.1, generator=generator)
+    return policy
+
+
+def test_weights_arrive(setting: Setting) -> None:
+    policy = load_policy(str(setting.base)).eval()
+    assert setting.gap(policy) < 1e-3
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    setting.send(policy)
+    assert setting.gap(policy) < 1e-3
+
+
+def test_an_adapter_arrives_and_one_that_was_not_sent_is_noticed(setting: Setting) -> None:
+    setting.send(load_policy(str(setting.base)))
+    policy = adapted(setting.base)
+    with pytest.raises(WeightsDiffer, match="does not hold the actor's weights"):
+        check_gap(setting.gap(policy), PROBE_TOLERANCE["float32"])
+    setting.send(policy)
+    check_gap(setting.gap(policy), PROBE_TOLERANCE["float32"])
+
+
+def test_an_adapter_checkpoint_is_sampled_from_as_the_model_it_makes(setting: Setting, tmp_path: Path) -> None:
+    policy = adapted(setting.base)
+    engine = TorchEngine(policy, AdamW((0.9, 0.95), 0.0, 1.0))
+    save_adapter(policy.model, on_cpu(engine, trained_weights(policy.model, engine.gathered)), str(setting.base), tmp_path)
+    save_tokenizer(str(setting.base), tmp_path)
+    setting.sampler.load(str(setting.base))
+    assert setting.gap(policy) > 0.01
+    setting.sampler.load(str(tmp_path))
+    assert setting.gap(policy) < 1e-3
