@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,14 @@ from rlhf_core.masked import shift_right
 from rlhf_core.models.experts import balance_loss, num_experts
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 
+Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
 LOGITS_CHUNK = 2048  # positions whose logits exist at once: 2048 x 150k vocabulary x 4 bytes = 1.2 GB
 
 
 class TokenLogprobs(NamedTuple):
     """`logprobs[t] = log pi(tokens[t] | tokens[<t])` and the entropy of that distribution, fp32, (B, T); 0 at t = 0.
 
+    `entropy` is 0 everywhere unless it was asked for.
     `balance` is the sum over documents of the experts' balance loss, for a policy that was asked for it (`Policy.balanced`).
     """
 
@@ -43,7 +45,7 @@ class Policy(nn.Module):
         self.model, self.balanced = model, balanced
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, documents: Tensor, temperature: float = 1.0, entropy_gradient: bool = False
+        self, tokens: Tensor, positions: Tensor, documents: Tensor, temperature: float = 1.0, entropy: Entropy = "no"
     ) -> TokenLogprobs:
         hidden, router_logits = _hidden(self.model, tokens, positions, self.balanced)
         targets = torch.roll(tokens, -1, dims=1).flatten()  # position t speaks of token t + 1
@@ -53,24 +55,27 @@ class Policy(nn.Module):
         for start in range(0, flat.shape[0], LOGITS_CHUNK):
             rows, wanted = flat[start : start + LOGITS_CHUNK], targets[start : start + LOGITS_CHUNK]
             if torch.is_grad_enabled() and flat.shape[0] > LOGITS_CHUNK:
-                chunks.append(checkpoint(_chunk_logprobs, head, rows, wanted, temperature, entropy_gradient, use_reentrant=False))
+                chunks.append(checkpoint(_chunk_logprobs, head, rows, wanted, temperature, entropy, use_reentrant=False))
             else:
-                chunks.append(_chunk_logprobs(head, rows, wanted, temperature, entropy_gradient))
-        logprobs, entropy = (torch.cat(parts).view(tokens.shape) for parts in zip(*chunks, strict=True))
+                chunks.append(_chunk_logprobs(head, rows, wanted, temperature, entropy))
+        logprobs, entropies = (torch.cat(parts).view(tokens.shape) for parts in zip(*chunks, strict=True))
         balance = balance_loss(router_logits, documents, self.model.config.num_experts_per_tok) if self.balanced else None
-        return TokenLogprobs(shift_right(logprobs, documents), shift_right(entropy, documents), balance)
+        return TokenLogprobs(shift_right(logprobs, documents), shift_right(entropies, documents), balance)
 
 
-def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """(N, H), (N,) -> log-probs and entropies (N,). The entropy carries a gradient where a loss speaks of it; else it is a metric."""
-    logits = head(hidden).float()
+def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: Entropy) -> tuple[Tensor, Tensor]:
+    """(N, H), (N,) -> log-probs and entropies (N,), fp32. One kernel reads the logits in the model's dtype and writes fp32."""
+    logits = head(hidden)
     if temperature not in (0.0, 1.0):
-        logits = logits / temperature
-    log_z = torch.logsumexp(logits, -1)
-    logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_z
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = log_z - (torch.softmax(logits, -1) * logits).sum(-1)
-    return logprobs, entropy
+        logits = logits.float() / temperature
+    table = torch.log_softmax(logits, -1, dtype=torch.float32)
+    logprobs = table.gather(-1, targets[:, None]).squeeze(-1)
+    if entropy == "no":
+        return logprobs, torch.zeros_like(logprobs)
+    if entropy == "gradient" and torch.is_grad_enabled():
+        return logprobs, -(table.exp() * table).sum(-1)
+    with torch.no_grad():
+        return logprobs, -table.exp().mul_(table).sum(-1)
 
 
 class Scorer(nn.Module):

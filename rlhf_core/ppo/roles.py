@@ -22,7 +22,7 @@ from rlhf_core.engine.ranks import export
 from rlhf_core.engine.zero import ZeroEngine
 from rlhf_core.losses import Loss, value_loss, with_balance
 from rlhf_core.masked import shift_right
-from rlhf_core.models.load import load_policy, load_scorer, trained_policy, trained_scorer
+from rlhf_core.models.load import Entropy, load_policy, load_scorer, trained_policy, trained_scorer
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.ppo.objective import Objective, PerToken, actor_loss, count
 from rlhf_core.ppo.types import Experience
@@ -58,8 +58,8 @@ class Training(NamedTuple):
     micro_batch_size: int
     gradient_checkpointing: bool
     timeout: float
-    lora: Lora | None
-    seed: int
+    lora: Lora | None = None
+    seed: int = 0
 
 
 class Actor:
@@ -81,10 +81,11 @@ class Actor:
 
     def _update(self, items: list[Experience], rate: float, kl_coef: float) -> dict[str, float]:
         counted = count([item.document.mask for item in items])
+        entropy: Entropy = "gradient" if self.objective.entropy_coef else "value"
 
         def loss(part: list[Experience]) -> Loss:
             batch = _collate(part, self.model.pad_token_id, self.engine.device)
-            new = self.engine(batch.tokens, batch.positions, batch.documents, self.temperature, self.objective.entropy_coef > 0)
+            new = self.engine(batch.tokens, batch.positions, batch.documents, self.temperature, entropy)
             old, ref, advantages, weights = (
                 _per_token(batch, [getattr(e, name) for e in part]) for name in ("old_logprobs", "ref_logprobs", "advantages", "is_weights")
             )

@@ -88,7 +88,7 @@ def test_chunked_logits_give_the_same_loss_and_gradient(policy: Policy, monkeypa
 def test_entropy_is_that_of_the_scaled_distribution(policy: Policy) -> None:
     document = documents()[2]
     batch = collate([[document]], pad_token_id=0)
-    entropy = policy(batch.tokens, batch.positions, batch.documents, 0.5).entropy[0, 1]
+    entropy = policy(batch.tokens, batch.positions, batch.documents, 0.5, "value").entropy[0, 1]
     logits = policy.model(input_ids=torch.tensor([document.tokens])).logits[0, 0] / 0.5
     p = logits.softmax(-1)
     torch.testing.assert_close(entropy, -(p * p.log()).sum())
