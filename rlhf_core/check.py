@@ -28,7 +28,8 @@ from rlhf_core.config import (
     StageConfig,
     Trainable,
 )
-from rlhf_core.data.sources import Kind, check_columns, load_rows
+from rlhf_core.data.columns import Kind
+from rlhf_core.data.rows import check_columns, load_rows
 from rlhf_core.machine import num_cpus, num_gpus
 from rlhf_core.plan import Node, Plan, is_remote
 from rlhf_core.recipe import unknown

@@ -7,7 +7,6 @@ reference. The file's name holds a digest of the reference, of every token and m
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.engine.base import Engine
 from rlhf_core.masked import document_mean, document_sum
 from rlhf_core.models.load import Policy
-from rlhf_core.stage import STATE, RunDir, digest, write_text
+from rlhf_core.stage import STATE, RunDir, digest, write_bytes
 from rlhf_core.supervised import deal
 
 
@@ -31,22 +30,22 @@ def reference_logprobs(
     micro_batches: Sequence[Sequence[Document]],
     pad_token_id: int,
     mean: bool,
-) -> list[float]:
+) -> array[float]:
     """The log-prob of each document's answer, summed over its tokens or averaged, in order.
 
     `open_reference` gives the reference, which `source` names: the engine itself before its first step, or another model. The
     micro-batches are dealt to the ranks; every rank gets all results.
     """
-    file = run / STATE / f"reference-{_key(source, micro_batches, mean)}.json"
+    file = run / STATE / f"reference-{_key(source, micro_batches, mean)}.f64"
     # All ranks take the same way: a file that only some of them see would leave the others waiting.
     seen = engine.all_reduce(torch.tensor(float(file.is_file()), device=engine.device))
     if int(seen) == engine.world_size:
-        return [float(value) for value in json.loads(file.read_text())]
+        return array("d", file.read_bytes())
     reference = open_reference()
-    values = dealt_logprobs(engine, reference, micro_batches, pad_token_id, mean).tolist()
+    values = array("d", dealt_logprobs(engine, reference, micro_batches, pad_token_id, mean).cpu().numpy().tobytes())
     if engine.rank == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps(values))
+        write_bytes(file, values.tobytes())
     return values
 
 

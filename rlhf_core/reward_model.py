@@ -23,7 +23,7 @@ from rlhf_core.losses import Loss, reward_loss
 from rlhf_core.masked import gather_last
 from rlhf_core.models.load import load_scorer
 from rlhf_core.models.scoring import STATISTICS
-from rlhf_core.stage import Outcome, RunDir, StageRequest, write_text
+from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest, write_text
 from rlhf_core.supervised import Task, fit
 
 STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
@@ -40,8 +40,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     source = request.inputs[config.model]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     renderer = Renderer(tokenizer, config.data.template)
-    data = preference_pairs(config.data, renderer, config.max_len, request.seed)
-    held_out = preference_pairs(config.eval_data, renderer, config.max_len, request.seed) if config.eval_data else None
+    data = preference_pairs(config.data, renderer, config.max_len, request.seed, run / STATE)
+    held_out = preference_pairs(config.eval_data, renderer, config.max_len, request.seed, run / STATE) if config.eval_data else None
     pad, micro = tokenizer.pad_token_id, config.micro_train_batch_size
     engine = make_engine(load_scorer(source, pad, config.dtype, request.trust_remote_code), config)
 

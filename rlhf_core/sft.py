@@ -7,6 +7,7 @@ Conditional SFT is this stage with `condition: reward` (`data.condition`); rejec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -24,7 +25,7 @@ from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
 from rlhf_core.losses import Loss, sft_loss
 from rlhf_core.models.load import load_policy
-from rlhf_core.stage import Outcome, RunDir, StageRequest
+from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.supervised import Task, fit
 
 Row = list[Document]
@@ -40,8 +41,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     config = cast(SFT, request.config)
     source = request.inputs[config.model]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
-    data, best_suffix = load_documents(request, config, tokenizer, config.data)
-    held_out = load_documents(request, config, tokenizer, config.eval_data).documents if config.eval_data else None
+    data, best_suffix = load_documents(request, config, tokenizer, config.data, run / STATE)
+    held_out = load_documents(request, config, tokenizer, config.eval_data, run / STATE).documents if config.eval_data else None
     engine = make_engine(load_policy(source, config.dtype, request.trust_remote_code), config)
 
     def micro_batches(documents: Sequence[Document]) -> list[list[Row]]:
@@ -63,13 +64,15 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     return outcome
 
 
-def load_documents(request: StageRequest, config: SFT, tokenizer: PreTrainedTokenizerBase, data: Data | None) -> AnswerDocuments:
+def load_documents(
+    request: StageRequest, config: SFT, tokenizer: PreTrainedTokenizerBase, data: Data | None, folder: Path
+) -> AnswerDocuments:
     """Conversations of a file mixture, or answers with the mask on them alone: a preferences stage's (no `data`), or scored ones."""
     own = data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
     renderer = Renderer(tokenizer, own.template)
     if data is None or config.condition == "reward":
-        return answer_documents(own, renderer, config.max_len, request.seed, config.condition)
-    return AnswerDocuments(sft_documents(own, renderer, config.max_len, request.seed), "")
+        return answer_documents(own, renderer, config.max_len, request.seed, config.condition, folder)
+    return AnswerDocuments(sft_documents(own, renderer, config.max_len, request.seed, folder), "")
 
 
 def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: int) -> list[list[Row]]:
