@@ -15,6 +15,7 @@ from rlhf_core.config import DPO, REFERENCE_FREE, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document, Lazy, Loaded, Pair, joined, lazily_cut, mapped
+from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
@@ -71,6 +72,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     )
     held_out_pairs = held_out.items if held_out else []
     engine = make_engine(load_policy(source, config.dtype, request.trust_remote_code), config)
+    if engine.rank == 0:
+        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
     def open_reference() -> Policy | Engine:
         return load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine

@@ -20,6 +20,7 @@ from rlhf_core.config import KTO, Data, Source
 from rlhf_core.data.answers import labelled_answers
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Labelled, Lazy, joined, lazily_cut, mapped
+from rlhf_core.data.report import write_data_report
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
 from rlhf_core.losses import Loss, kto_loss
@@ -75,6 +76,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         return mismatch(documents[pair[0]], documents[pair[1]], config.max_len)
 
     engine = make_engine(load_policy(source, config.dtype, request.trust_remote_code), config)
+    if engine.rank == 0:
+        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
     refs = reference_logprobs(
         engine,
         run,

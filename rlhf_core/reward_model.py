@@ -16,6 +16,7 @@ from rlhf_core.config import RewardModel
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Pair
+from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
@@ -44,6 +45,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     held_out = preference_pairs(config.eval_data, renderer, config.max_len, request.seed, run / STATE) if config.eval_data else None
     pad, micro = tokenizer.pad_token_id, config.micro_train_batch_size
     engine = make_engine(load_scorer(source, pad, config.dtype, request.trust_remote_code), config)
+    if engine.rank == 0:
+        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
     def loss(engine: Engine, pairs: list[Pair], denominator: float) -> Loss:
         scores = pair_scores(engine, pairs, pad)

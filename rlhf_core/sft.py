@@ -20,6 +20,7 @@ from rlhf_core.data.collate import collate
 from rlhf_core.data.condition import store_suffix
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import best_fit
+from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import sft_documents
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
@@ -44,6 +45,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     data, best_suffix = load_documents(request, config, tokenizer, config.data, run / STATE)
     held_out = load_documents(request, config, tokenizer, config.eval_data, run / STATE).documents if config.eval_data else None
     engine = make_engine(load_policy(source, config.dtype, request.trust_remote_code), config)
+    if engine.rank == 0:
+        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
     def micro_batches(documents: Sequence[Document]) -> list[list[Row]]:
         return rows_to_micro_batches(documents, config.max_len if config.packing else 0, config.micro_train_batch_size)

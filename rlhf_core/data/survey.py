@@ -149,8 +149,10 @@ class Surveyor:
         columns = ((self._prompts, np.uint64), (self._sources, np.uint16), (self._numbers, np.uint64))
         numbers = np.stack([np.frombuffer(values, dtype=kind).astype(np.uint64) for values, kind in columns], axis=1)
         for name, digests in (("duplicate rows", self._rows), ("duplicate prompts", self._prompts)):
+            if name == "duplicate rows" and self._kind == "prompt":
+                continue  # a prompt is its whole row
             self._count_repeats(name, np.frombuffer(digests, dtype=np.uint64), numbers)
-        facts = {name: self._counts[name] / rows for name in LIMITS if name in self._counts or name in ("duplicate rows", "truncated")}
+        facts = {name: self._counts[name] / rows for name in LIMITS if name in self._counts or name == "truncated"}
         findings = [
             Finding(
                 name=name,

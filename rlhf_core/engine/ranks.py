@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch import nn
 
 from rlhf_core.config import DPO, KTO, SFT, RewardModel, Trainable
+from rlhf_core.data.report import JSON
 from rlhf_core.engine.base import AdamW, Engine, TorchEngine, state_on_cpu
 from rlhf_core.models.load import save_model
 from rlhf_core.stage import Outcome, RunDir, StageRequest
@@ -47,7 +48,7 @@ def finish_training(engine: Engine, request: StageRequest, run: RunDir, source: 
     if engine.rank == 0:
         shutil.rmtree(run / "checkpoint", ignore_errors=True)
         save_model(engine.module.model, state, source, run / "checkpoint", request.trust_remote_code)
-    return Outcome(metrics, {"checkpoint": "checkpoint"})
+    return Outcome(metrics, {"checkpoint": "checkpoint", "data_report": JSON})
 
 
 def set_rank_environment(rank: int, world_size: int, address: str, port: int, local_rank: int = 0) -> None:
