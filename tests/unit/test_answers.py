@@ -214,7 +214,7 @@ def test_the_stage_writes_what_its_post_processor_makes(
     assert all(tokenizer.decode(prompt).endswith(f"{suffix}<|end|><|assistant|>") for prompt in ScriptedSampler.prompts)
     assert len(scored) == 12 and not any("rm_score" in text for text in scored), "the reward model sees the plain prompt"
     output = "pairs" if kind == "dpo" else "answers"
-    assert outcome.outputs == {output: f"{output}.jsonl"}
+    assert outcome.outputs == {output: f"{output}.jsonl", "data_report": "data_report.json"}
     rows = [json.loads(line) for line in (tmp_path / "run" / f"{output}.jsonl").read_text().splitlines()]
     assert len(rows) == outcome.metrics[output] == {"dpo": 3, "kto": 12, "rejection_sampling": 3, "conditional_sft": 12}[kind]
     assert "rm_score" not in json.dumps(rows) and outcome.metrics["reward/best"] == 1.0
