@@ -23,6 +23,7 @@ from evaluation.curves import Run, calibration_chart, rounds_chart, stage_chart,
 from evaluation.dag import HEIGHT, WIDTH, draw
 from evaluation.reward_eval import REWARD_MODELS, RewardReports
 from evaluation.summary import Evaluated, Evidence, StageView, as_json, read, read_evaluation, summary_of, trend
+from rlhf_core.data.report import stored_warnings
 from rlhf_core.stage import LOG, write_text
 from rlhf_core.types import Judging, Judgment, WinRate
 
@@ -136,6 +137,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         groups=_examples(evaluated) if evaluated else [],
         charts=_charts(stages, chains),
         data=_data(stages),
+        data_warnings={stage.view.name: found for stage in stages if (found := stored_warnings(stage.view.run_dir))},
         origins={stage.view.name: _origins(stage, stages) for stage in stages},
         environments=_environments(stages),
         configs={stage.view.name: _config(stage) for stage in stages},

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config import Data, Source
+from rlhf_core.data.columns import Located, prompt_of
 from rlhf_core.data.documents import Message
-from rlhf_core.data.sources import Located, load_rows, prompt_of
+from rlhf_core.data.rows import load_rows
 from rlhf_core.stage import digest
 
 

@@ -38,9 +38,10 @@ from evaluation.sequential import battles_in_turns
 from evaluation.style import Style, markdown, style_of
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.columns import Located, preference_of
 from rlhf_core.data.condition import stored_suffix
 from rlhf_core.data.documents import Document
-from rlhf_core.data.sources import Located, load_rows, preference_of
+from rlhf_core.data.rows import load_rows
 from rlhf_core.stage import Outcome, RunDir, StageRequest, digest, write_text
 from rlhf_core.tracking import Tracker
 from rlhf_core.types import Judging, Judgment
@@ -228,7 +229,7 @@ def evaluate_reward_models(
     request: StageRequest, config: configs.Evaluation, wanted: configs.RewardEvaluation
 ) -> reward_eval.RewardReports:
     """Every reward model on the held-out pairs. Texts are cut as for a reward judge; all models score the same pairs."""
-    rows = load_rows(wanted.data, request.seed)
+    rows = load_rows(wanted.data, request.seed, "preference")
     found = [(row, preference_of(Located(f"reward_evaluation.data, row {number}", row))) for number, row in enumerate(rows, 1)]
     found = [(row, pair) for row, pair in found if pair.chosen != pair.rejected]
     if not found:

@@ -110,6 +110,23 @@ def validate(recipe: Path, *overrides: str, here: bool = False) -> int:
 
 
 @app.command
+def data(recipe: Path, *overrides: str) -> int:
+    """Report on the data of a recipe without training: rows, lengths, duplicates, balance and faults. Needs files and tokenizers.
+
+    Parameters
+    ----------
+    recipe: YAML file.
+    overrides: as for run.
+    """
+    from rlhf_core.data.examine import examine
+    from rlhf_core.data.report import markdown
+
+    for name, surveys in examine(plan(load_recipe(recipe, overrides))):
+        console.print(f"# Data of {name}\n\n{markdown(surveys)}", markup=False, highlight=False)
+    return OK
+
+
+@app.command
 def doctor() -> int:
     """Show versions and devices, and what is missing."""
     from flows.doctor import examine

@@ -28,7 +28,8 @@ from rlhf_core.config import (
     StageConfig,
     Trainable,
 )
-from rlhf_core.data.sources import Kind, check_columns, load_rows
+from rlhf_core.data.columns import Kind
+from rlhf_core.data.rows import check_columns, load_rows
 from rlhf_core.machine import num_cpus, num_gpus
 from rlhf_core.plan import Node, Plan, is_remote
 from rlhf_core.recipe import unknown
@@ -96,8 +97,8 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     tokenizers = importlib.util.find_spec("transformers") is not None
     renderers: dict[tuple[str, str], Renderer | str] = {}
     for node in todo:
-        start = _start(plan, node)
-        for text in _texts(node.config):
+        start = tokenizer_of(plan, node)
+        for text in texts(node.config):
             where = f"stages.{node.name}.{text.field}"
             problems += _refused(where, check_columns, text.data, text.kind) if text.kind else []
             if tokenizers and start not in broken:
@@ -155,7 +156,8 @@ def needs(config: StageConfig) -> Needs:
     return Needs(cpus, gpus, max((g.num_nodes for g in groups), default=1))
 
 
-def _texts(config: StageConfig) -> Iterator[Text]:
+def texts(config: StageConfig) -> Iterator[Text]:
+    """The data sets that a stage reads from files."""
     if isinstance(config, Evaluation):
         # An evaluation reads columns of its own: _question_problems looks at those.
         yield Text("questions", _questions(config), None, "prompt_max_len", config.prompt_max_len)
@@ -181,7 +183,7 @@ def _questions(config: Evaluation) -> Data:
     return Data(sources=(config.questions,), template=config.template)
 
 
-def _start(plan: Plan, node: Node) -> str:
+def tokenizer_of(plan: Plan, node: Node) -> str:
     """The folder or Hub id that a stage's chain of models starts from: its tokenizer is the stage's."""
     while True:
         name = getattr(node.config, STARTS_FROM[node.kind])

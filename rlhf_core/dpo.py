@@ -6,6 +6,7 @@ SimPO and ORPO have no reference: none is loaded, nothing is computed for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -13,7 +14,8 @@ import torch
 from rlhf_core.config import DPO, REFERENCE_FREE, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate
-from rlhf_core.data.documents import Document, Loaded, Pair
+from rlhf_core.data.documents import Document, Lazy, Loaded, Pair, joined, lazily_cut, mapped
+from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
@@ -21,7 +23,7 @@ from rlhf_core.losses import Loss, dpo_loss, orpo_loss, sft_loss, simpo_loss, wi
 from rlhf_core.masked import document_mean, document_sum
 from rlhf_core.models.load import Policy, load_policy, trained_policy
 from rlhf_core.reference import reference_logprobs
-from rlhf_core.stage import Outcome, RunDir, StageRequest
+from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.supervised import Task, cut, fit
 
 MEAN_LOGPROBS = ("ipo", "simpo", "orpo")  # the other losses sum them over the answer's tokens
@@ -63,24 +65,27 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     pad, micro, mean = tokenizer.pad_token_id, config.micro_train_batch_size, config.loss in MEAN_LOGPROBS
     beta = config.beta or (2.0 if config.loss == "simpo" else 0.1)
-    data = load_pairs(request, config, tokenizer)
+    data = load_pairs(request, config, tokenizer, run / STATE)
     held_out = (
-        preference_pairs(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed).items
+        preference_pairs(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed, run / STATE)
         if config.eval_data
-        else []
+        else None
     )
+    held_out_pairs = held_out.items if held_out else []
     trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
     engine = make_engine(trained, config)
+    if engine.rank == 0:
+        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
     def open_reference() -> Policy | Engine:
         return load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine
 
-    micro_batches_of_pairs = [*cut(data.items, micro), *cut(held_out, micro)]
-    refs: list[float] = []
+    refs: Sequence[float] = []
     if config.loss not in REFERENCE_FREE:
-        refs = reference_logprobs(engine, run, open_reference, reference, [both(part) for part in micro_batches_of_pairs], pad, mean)
-    anchored = anchor(micro_batches_of_pairs, refs)
-    items, held_out_items = anchored[: len(data.items)], anchored[len(data.items) :]
+        documents = joined(mapped(lazily_cut(data.items, micro), both), mapped(lazily_cut(held_out_pairs, micro), both))
+        refs = reference_logprobs(engine, run, open_reference, reference, documents, pad, mean)
+    items = anchored(data.items, refs, 0, micro)
+    held_out_items = anchored(held_out_pairs, refs, 2 * len(data.items), micro)
 
     def loss(engine: Engine, items: list[Anchored], denominator: Denominator) -> Loss:
         logprobs = pair_logprobs(engine, [item.pair for item in items], pad, mean, engine.device)
@@ -118,13 +123,13 @@ def count(items: Sequence[Anchored]) -> Denominator:
     return Denominator(float(len(items)), float(max(1, sum(sum(item.pair.chosen.mask[1:]) for item in items))))
 
 
-def load_pairs(request: StageRequest, config: DPO, tokenizer) -> Loaded[Pair]:  # type: ignore[no-untyped-def]
+def load_pairs(request: StageRequest, config: DPO, tokenizer, folder: Path) -> Loaded[Pair]:  # type: ignore[no-untyped-def]
     """The pairs of a file mixture, or those a preferences stage made (always chat messages)."""
     if config.data is not None:
-        return preference_pairs(config.data, Renderer(tokenizer, config.data.template), config.max_len, request.seed)
+        return preference_pairs(config.data, Renderer(tokenizer, config.data.template), config.max_len, request.seed, folder)
     assert config.pairs is not None
     data = Data(sources=(Source(path=request.inputs[config.pairs], margin_key=None),), template=config.template)
-    return preference_pairs(data, Renderer(tokenizer, config.template), config.max_len, request.seed)
+    return preference_pairs(data, Renderer(tokenizer, config.template), config.max_len, request.seed, folder)
 
 
 def both(pairs: Sequence[Pair]) -> list[Document]:
@@ -132,14 +137,17 @@ def both(pairs: Sequence[Pair]) -> list[Document]:
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
-def anchor(micro_batches: Sequence[Sequence[Pair]], refs: Sequence[float]) -> list[Anchored]:
-    """Pairs with their reference log-probs, which stand in the order of `both` of each micro-batch; 0 when there are none."""
-    items: list[Anchored] = []
-    for pairs in micro_batches:
-        n, start = len(pairs), 2 * len(items)
-        own = refs[start : start + 2 * n] or [0.0] * (2 * n)
-        items += [Anchored(pair, chosen, rejected) for pair, chosen, rejected in zip(pairs, own[:n], own[n:], strict=True)]
-    return items
+def anchored(pairs: Sequence[Pair], refs: Sequence[float], start: int, micro: int) -> Sequence[Anchored]:
+    """Pairs with their reference log-probs, which stand from `start` on in the order of `both` of each micro-batch; 0 without any."""
+
+    def get(index: int) -> Anchored:
+        if not refs:
+            return Anchored(pairs[index], 0.0, 0.0)
+        first = index // micro * micro
+        chosen = start + first + index
+        return Anchored(pairs[index], refs[chosen], refs[chosen + min(micro, len(pairs) - first)])
+
+    return Lazy(len(pairs), get)
 
 
 def pair_logprobs(policy: Engine, pairs: Sequence[Pair], pad_token_id: int, mean: bool, device: torch.device) -> PairLogprobs:

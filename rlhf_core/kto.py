@@ -8,21 +8,25 @@ Reference log-probs, those of all mismatched pairs of all epochs too, are comput
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 
 from rlhf_core.config import KTO, Data, Source
 from rlhf_core.data.answers import labelled_answers
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.documents import Document, Labelled
+from rlhf_core.data.documents import Document, Labelled, Lazy, joined, lazily_cut, mapped
+from rlhf_core.data.report import write_data_report
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
 from rlhf_core.losses import Loss, kto_loss, with_balance
 from rlhf_core.models.load import load_policy, trained_policy
-from rlhf_core.reference import answer_logprobs, dealt_logprobs, reference_logprobs
-from rlhf_core.stage import Outcome, RunDir, StageRequest
+from rlhf_core.reference import answer_logprobs_and_balance, dealt_logprobs, reference_logprobs
+from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.supervised import Task, cut, fit, items_of_step
 
 Mismatch = tuple[int, int]  # indices of the items that give the prompt and the answer
@@ -57,40 +61,46 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     pad, micro = tokenizer.pad_token_id, config.micro_train_batch_size
     own = config.data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
-    data = labelled_answers(own, Renderer(tokenizer, own.template), config.max_len, request.seed)
+    data = labelled_answers(own, Renderer(tokenizer, own.template), config.max_len, request.seed, run / STATE)
     held_out = (
-        labelled_answers(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed).items
+        labelled_answers(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed, run / STATE)
         if config.eval_data
-        else []
+        else None
     )
-    everything = [*data.items, *held_out]
-    documents = [item.document for item in everything]
-    mismatches = all_mismatches(len(data.items), len(held_out), config.train_batch_size, config.max_epochs, request.seed)
-    mismatched = {pair: mismatch(documents[pair[0]], documents[pair[1]], config.max_len) for pair in mismatches}
+    everything = joined(data.items, held_out.items) if held_out else data.items
+    documents = mapped(everything, lambda item: item.document)
+    count = len(data.items)
+    mismatches = all_mismatches(count, len(everything) - count, config.train_batch_size, config.max_epochs, request.seed)
+
+    def mismatched(pair: Mismatch) -> Document:
+        return mismatch(documents[pair[0]], documents[pair[1]], config.max_len)
+
     trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
     engine = make_engine(trained, config)
+    if engine.rank == 0:
+        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
     refs = reference_logprobs(
         engine,
         run,
         lambda: load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine,
         reference,
-        [*cut(documents, micro), *cut(list(mismatched.values()), micro)],
+        joined(lazily_cut(documents, micro), lazily_cut(mapped(mismatches, mismatched), micro)),
         pad,
         mean=False,
     )
-    items = [Item(i, answer, ref) for i, (answer, ref) in enumerate(zip(everything, refs, strict=False))]
-    mismatched_refs = dict(zip(mismatches, refs[len(items) :], strict=True))
-    held_out_items = items[len(data.items) :]
+    items = Lazy(count, lambda index: Item(index, everything[index], refs[index]))
+    held_out_items = [Item(index, everything[index], refs[index]) for index in range(count, len(everything))]
 
     def step_of(items: Sequence[Item]) -> Step:
         pairs = mismatches_of([item.place for item in items])
-        logprobs = dealt_logprobs(engine, engine, cut([mismatched[pair] for pair in pairs], micro), pad, mean=False)
-        gap = sum(logprobs.tolist()) - sum(mismatched_refs[pair] for pair in pairs)
+        logprobs = dealt_logprobs(engine, engine, cut([mismatched(pair) for pair in pairs], micro), pad, mean=False)
+        gap = sum(logprobs.tolist()) - sum(refs[len(everything) + mismatches.index(pair)] for pair in pairs)
         desirable = sum(item.answer.desirable for item in items)
         return Step(float(len(items)), float(desirable), float(len(items) - desirable), max(0.0, gap / max(1, len(pairs))))
 
     def loss(engine: Engine, items: list[Item], step: Step) -> Loss:
-        logprobs, balance = answer_logprobs(engine, [item.answer.document for item in items], pad, False, engine.device)
+        documents = [item.answer.document for item in items]
+        logprobs, balance = answer_logprobs_and_balance(engine, documents, pad, False, engine.device)
         ref = torch.tensor([item.ref for item in items], device=engine.device)
         desirable = torch.tensor([item.answer.desirable for item in items], device=engine.device)
         result = kto_loss(logprobs, ref, desirable, step.kl, config.beta, config.w_desirable, config.w_undesirable, step.answers)
@@ -112,7 +122,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         return {f"eval/{name}": float(sum(r[name] for r in results)) for name in results[0]}
 
     task = Task(
-        items[: len(data.items)],
+        items,
         lambda items: cut(items, micro),
         step_of,
         loss,
@@ -129,12 +139,27 @@ def mismatches_of(indices: Sequence[int]) -> list[Mismatch]:
     return [(index, indices[i - 1]) for i, index in enumerate(indices)] if len(indices) > 1 else []
 
 
-def all_mismatches(count: int, held_out: int, batch: int, epochs: int, seed: int) -> list[Mismatch]:
+class Mismatches(Lazy[Mismatch]):
+    """Mismatched pairs, each once, in the order in which they first came; about 24 bytes a pair."""
+
+    def __init__(self, steps: Iterable[Sequence[int]], count: int):
+        codes = array("q", (a * count + b for step in steps for a, b in mismatches_of(step)))
+        self._sorted, first = np.unique(np.frombuffer(codes, dtype=np.int64), return_index=True)
+        self._place = np.argsort(np.argsort(first))  # of each sorted pair in the order of the pairs
+        order = self._sorted[np.argsort(first)]
+        self._items = count
+        super().__init__(len(order), lambda index: divmod(int(order[index]), count))
+
+    def index(self, pair: Mismatch, *_: int) -> int:
+        """The place of a pair that is one of them."""
+        return int(self._place[np.searchsorted(self._sorted, pair[0] * self._items + pair[1])])
+
+
+def all_mismatches(count: int, held_out: int, batch: int, epochs: int, seed: int) -> Mismatches:
     """The mismatched pairs of every optimiser step, which the seed decides, and of the held-out items; each once."""
     steps_per_epoch = -(-count // batch)
-    steps = [items_of_step(range(count), step, steps_per_epoch, batch, seed) for step in range(steps_per_epoch * epochs)]
-    steps.append(list(range(count, count + held_out)))
-    return list(dict.fromkeys(pair for step in steps for pair in mismatches_of(step)))
+    steps = (items_of_step(range(count), step, steps_per_epoch, batch, seed) for step in range(steps_per_epoch * epochs))
+    return Mismatches(chain(steps, [range(count, count + held_out)]), count + held_out)
 
 
 def mismatch(prompt_of: Document, answer_of: Document, max_len: int) -> Document:

@@ -318,7 +318,8 @@ def _deciding(config: StageConfig, digests: Digests) -> Any:
             path = {"path": contents[value["path"]]} if "path" in value and "messages_key" in value else {}
             if value.get("kind") == "function":
                 path = {"code": digests.of(FunctionReward.model_validate(value).file)}
-            return {key: strip(item) for key, item in value.items() if key not in NO_RESULT} | path
+            # A format that is told by the rows is told by their digest.
+            return {key: strip(item) for key, item in value.items() if key not in NO_RESULT and (key, item) != ("format", "auto")} | path
         return [strip(item) for item in value] if isinstance(value, list) else value
 
     return strip(config.model_dump(mode="json"))

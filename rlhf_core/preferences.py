@@ -15,6 +15,7 @@ from rlhf_core.config import Preferences
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.condition import stored_suffix
 from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.post_process import post_process
@@ -36,6 +37,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     tokenizer = load_tokenizer(policy, request.trust_remote_code)
     renderer = Renderer(tokenizer, config.prompts.template)
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
+    write_data_report(run, request.name, prompts=data.report)
     prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
     suffix = stored_suffix(policy)
     asking = Renderer(tokenizer, config.prompts.template, suffix)
@@ -70,7 +72,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         "prompt/truncated": sum(prompt.truncated for prompt in prompts) / len(prompts),
     }
     write_text(run / "metrics.jsonl", json.dumps({"step": 1, **metrics}) + "\n")
-    return Outcome(metrics | data.report.metrics("data"), {output: file})
+    return Outcome(metrics | data.report.metrics("data"), {output: file, "data_report": JSON})
 
 
 def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, seed: int) -> list[Prompt]:

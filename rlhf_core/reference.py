@@ -7,7 +7,6 @@ reference. The file's name holds a digest of the reference, of every token and m
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.engine.base import Engine
 from rlhf_core.masked import document_mean, document_sum
 from rlhf_core.models.load import Policy
-from rlhf_core.stage import STATE, RunDir, digest, write_text
+from rlhf_core.stage import STATE, RunDir, digest, write_bytes
 from rlhf_core.supervised import deal
 
 
@@ -31,22 +30,22 @@ def reference_logprobs(
     micro_batches: Sequence[Sequence[Document]],
     pad_token_id: int,
     mean: bool,
-) -> list[float]:
+) -> array[float]:
     """The log-prob of each document's answer, summed over its tokens or averaged, in order.
 
     `open_reference` gives the reference, which `source` names: the engine itself before its first step, or another model. The
     micro-batches are dealt to the ranks; every rank gets all results.
     """
-    file = run / STATE / f"reference-{_key(source, micro_batches, mean)}.json"
+    file = run / STATE / f"reference-{_key(source, micro_batches, mean)}.f64"
     # All ranks take the same way: a file that only some of them see would leave the others waiting.
     seen = engine.all_reduce(torch.tensor(float(file.is_file()), device=engine.device))
     if int(seen) == engine.world_size:
-        return [float(value) for value in json.loads(file.read_text())]
+        return array("d", file.read_bytes())
     reference = open_reference()
-    values = dealt_logprobs(engine, reference, micro_batches, pad_token_id, mean).tolist()
+    values = array("d", dealt_logprobs(engine, reference, micro_batches, pad_token_id, mean).cpu().numpy().tobytes())
     if engine.rank == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps(values))
+        write_bytes(file, values.tobytes())
     return values
 
 
@@ -62,7 +61,7 @@ def dealt_logprobs(
     module.eval()
     with torch.no_grad():
         for index, weight in deal(len(micro_batches), engine.rank, engine.world_size):
-            part, _ = answer_logprobs(policy, micro_batches[index], pad_token_id, mean, engine.device)
+            part = answer_logprobs(policy, micro_batches[index], pad_token_id, mean, engine.device)
             if weight:
                 values[starts[index] : starts[index + 1]] = part.double()
     module.train()
@@ -71,10 +70,17 @@ def dealt_logprobs(
 
 def answer_logprobs(
     policy: Policy | Engine, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device
+) -> torch.Tensor:
+    """Log-probs of the answers, (N,), in one forward pass; summed over the tokens under the mask, or averaged."""
+    return answer_logprobs_and_balance(policy, documents, pad_token_id, mean, device)[0]
+
+
+def answer_logprobs_and_balance(
+    policy: Policy | Engine, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs of the answers, (N,), in one forward pass; summed over the tokens under the mask, or averaged; the experts' balance."""
+    """`answer_logprobs`, and the balance of the experts of a policy that was asked for it."""
     batch = collate([[document] for document in documents], pad_token_id).to(device)
-    out = policy(batch.tokens, batch.positions, batch.documents)
+    out = policy(batch.tokens, batch.positions, batch.documents)  # log-probs (N, T)
     reduce = document_mean if mean else document_sum
     return reduce(out.logprobs, batch.mask, batch.documents, len(documents)), out.balance
 

@@ -16,6 +16,7 @@ from rlhf_core.config import RewardModel
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Pair
+from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
@@ -23,7 +24,7 @@ from rlhf_core.losses import Loss, reward_loss
 from rlhf_core.masked import gather_last
 from rlhf_core.models.load import trained_scorer
 from rlhf_core.models.scoring import STATISTICS
-from rlhf_core.stage import Outcome, RunDir, StageRequest, write_text
+from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest, write_text
 from rlhf_core.supervised import Task, fit
 
 STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
@@ -40,10 +41,12 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     source = request.inputs[config.model]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     renderer = Renderer(tokenizer, config.data.template)
-    data = preference_pairs(config.data, renderer, config.max_len, request.seed)
-    held_out = preference_pairs(config.eval_data, renderer, config.max_len, request.seed) if config.eval_data else None
+    data = preference_pairs(config.data, renderer, config.max_len, request.seed, run / STATE)
+    held_out = preference_pairs(config.eval_data, renderer, config.max_len, request.seed, run / STATE) if config.eval_data else None
     pad, micro = tokenizer.pad_token_id, config.micro_train_batch_size
     engine = make_engine(trained_scorer(source, pad, config.dtype, request.trust_remote_code, config.lora, request.seed), config)
+    if engine.rank == 0:
+        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
     def loss(engine: Engine, pairs: list[Pair], denominator: float) -> Loss:
         scores = pair_scores(engine, pairs, pad)

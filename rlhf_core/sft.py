@@ -7,6 +7,7 @@ Conditional SFT is this stage with `condition: reward` (`data.condition`); rejec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -19,12 +20,13 @@ from rlhf_core.data.collate import collate
 from rlhf_core.data.condition import store_suffix
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import best_fit
+from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import sft_documents
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
 from rlhf_core.losses import Loss, sft_loss, with_balance
 from rlhf_core.models.load import trained_policy
-from rlhf_core.stage import Outcome, RunDir, StageRequest
+from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.supervised import Task, fit
 
 Row = list[Document]
@@ -47,10 +49,12 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     config = cast(SFT, request.config)
     source = request.inputs[config.model]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
-    data, best_suffix = load_documents(request, config, tokenizer, config.data)
-    held_out = load_documents(request, config, tokenizer, config.eval_data).documents if config.eval_data else None
+    data, best_suffix = load_documents(request, config, tokenizer, config.data, run / STATE)
+    held_out = load_documents(request, config, tokenizer, config.eval_data, run / STATE).documents if config.eval_data else None
     policy = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
     engine = make_engine(policy, config)
+    if engine.rank == 0:
+        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
     def micro_batches(documents: Sequence[Document]) -> list[list[Row]]:
         return rows_to_micro_batches(documents, config.max_len if config.packing else 0, config.micro_train_batch_size)
@@ -72,13 +76,15 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     return outcome
 
 
-def load_documents(request: StageRequest, config: SFT, tokenizer: PreTrainedTokenizerBase, data: Data | None) -> AnswerDocuments:
+def load_documents(
+    request: StageRequest, config: SFT, tokenizer: PreTrainedTokenizerBase, data: Data | None, folder: Path
+) -> AnswerDocuments:
     """Conversations of a file mixture, or answers with the mask on them alone: a preferences stage's (no `data`), or scored ones."""
     own = data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
     renderer = Renderer(tokenizer, own.template)
     if data is None or config.condition == "reward":
-        return answer_documents(own, renderer, config.max_len, request.seed, config.condition)
-    return AnswerDocuments(sft_documents(own, renderer, config.max_len, request.seed), "")
+        return answer_documents(own, renderer, config.max_len, request.seed, config.condition, folder)
+    return AnswerDocuments(sft_documents(own, renderer, config.max_len, request.seed, folder), "")
 
 
 def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: int) -> list[list[Row]]:

@@ -137,9 +137,14 @@ def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcom
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file so that a reader sees the old content or the new, never a part."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """As `write_text`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

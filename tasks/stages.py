@@ -16,6 +16,7 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
+from rlhf_core.data.report import MARKDOWN as DATA_REPORT
 from rlhf_core.launch import StageFailed, launch
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.types import EvalReport, StageResult
@@ -88,6 +89,9 @@ def show(result: StageResult, run_dir: Path) -> None:
     create_markdown_artifact(f"## {title}\n\n| metric | value |\n|---|---|\n{rows}\n", key=f"{key}-metrics", description=title)
     for name, path in result.outputs.items():
         create_link_artifact((run_dir / path).resolve().as_uri(), link_text=path, key=f"{key}-{name}", description=f"{name} of {title}")
+    if (run_dir / DATA_REPORT).is_file():
+        text = (run_dir / DATA_REPORT).read_text()
+        create_markdown_artifact(text, key=f"{key}-data", description=f"data of {title}")
     if result.stage == "evaluation":
         report = EvalReport.model_validate_json((run_dir / result.outputs["report"] / "eval.json").read_text())
         create_markdown_artifact(evaluation_table(report), key=f"{key}-win-rates", description=title)

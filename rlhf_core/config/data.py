@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,13 +14,18 @@ class Source(Frozen):
 
     path: str = Field(description="file or Hub data set id")
     split: str = Field("train", description="split, for Hub data sets")
+    format: Literal["auto", "columns", "ultrafeedback", "arena", "hh", "sharegpt"] = Field(
+        "auto", description="shape of the rows (docs/data.md); auto: told by the first row; columns: as the *_key fields name them"
+    )
     probability: Share = Field(1.0, description="share of the mixture; the shares of all sources sum to 1")
     messages_key: str = Field("messages", description="column with chat messages (SFT)")
     prompt_key: str = Field("prompt", description="column with the prompt: a string or chat messages")
     response_key: str = Field("response", description="column with the response, when there are no messages")
     chosen_key: str = Field("chosen", description="column with the preferred response (string or messages)")
     rejected_key: str = Field("rejected", description="column with the other response (string or messages)")
-    margin_key: str | None = Field(None, description="column with the margin of a preference, if there is one")
+    margin_key: str | None = Field(
+        None, description="column with the margin of a preference, if there is one; ultrafeedback: margin is the difference of the scores"
+    )
     label_key: str = Field("label", description="column that says whether a response is desirable (KTO): true or false, 1 or 0")
     reward_key: str = Field("reward", description="column with the reward of a response (conditional SFT)")
 

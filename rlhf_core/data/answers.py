@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from array import array
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rlhf_core.config import Data
-from rlhf_core.data.condition import reward_suffixes, with_suffix
+from rlhf_core.data.columns import Located, answer_of, labelled_of, reward_of
+from rlhf_core.data.condition import reward_suffix, with_suffix
 from rlhf_core.data.documents import Document, Labelled, Loaded
-from rlhf_core.data.sources import answer_of, answers_within, labelled_of, loaded, located_rows, reward_of
+from rlhf_core.data.rows import placed_rows
+from rlhf_core.data.sources import DOCUMENTS, answers_within, collect
+from rlhf_core.data.store import Shape
+from rlhf_core.data.survey import ANSWER_CUT, Made
 
 if TYPE_CHECKING:
     from rlhf_core.data.chat import Renderer
+
+LABELLED = Shape(1, lambda documents, label: Labelled(documents[0], bool(label)))
 
 
 class AnswerDocuments(NamedTuple):
@@ -20,40 +28,43 @@ class AnswerDocuments(NamedTuple):
     best_suffix: str
 
 
-def labelled_answers(data: Data, renderer: Renderer, max_len: int, seed: int) -> Loaded[Labelled]:
+def labelled_answers(data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None) -> Loaded[Labelled]:
     """Answers that are desirable or not, of at most `max_len` tokens, cut as pairs are; a preference pair gives one of each.
 
-    The report counts answers: a pair is two rows. Errors as in `sft_documents`.
+    The report counts answers: a pair is two rows. Folder and errors as in `sft_documents`.
     """
-    renderer.check_limit(max_len)
-    items: list[Labelled] = []
-    rows = truncated = 0
-    for located in located_rows(data, seed, "labelled"):
+
+    def make(located: Located) -> Made:
         prompt, answers = labelled_of(located)
-        documents, cut = answers_within(located.where, renderer, prompt, [text for text, _ in answers], max_len)
-        kept = [Labelled(document, label) for document, (_, label) in zip(documents, answers, strict=True) if any(document.mask)]
-        items += kept
-        rows += len(answers)
-        truncated += cut * len(kept)
-    return loaded(data, items, rows, truncated, sum(len(item.document) for item in items), f"no answer within {max_len} tokens")
+        documents, lengths, cut = answers_within(located.where, renderer, prompt, [text for text, _ in answers], max_len)
+        kept = [((document,), float(label)) for document, (_, label) in zip(documents, answers, strict=True) if any(document.mask)]
+        return Made(kept, cut * len(kept), len(answers), "" if len(kept) == len(answers) else ANSWER_CUT, *lengths)
+
+    return collect(data, renderer, "labelled", max_len, seed, make, LABELLED, f"no answer within {max_len} tokens", folder)
 
 
-def answer_documents(data: Data, renderer: Renderer, max_len: int, seed: int, condition: Literal["none", "reward"]) -> AnswerDocuments:
+def answer_documents(
+    data: Data, renderer: Renderer, max_len: int, seed: int, condition: Literal["none", "reward"], folder: Path | None = None
+) -> AnswerDocuments:
     """Prompts and responses, the mask on the response alone, of at most `max_len` tokens, cut as pairs are.
 
-    condition `reward`: each prompt ends with its response's reward, standardised over all rows. Errors as in `sft_documents`.
+    condition `reward`: each prompt ends with its response's reward, standardised over all rows, which takes a pass of its own. Folder
+    and errors as in `sft_documents`.
     """
-    renderer.check_limit(max_len)
-    rows = located_rows(data, seed, "scored" if condition == "reward" else "answer")
-    rewards = [reward_of(located) for located in rows] if condition == "reward" else []
-    suffixes = reward_suffixes(rewards) if rewards else [""] * len(rows)
-    items: list[Document] = []
-    truncated = 0
-    for located, suffix in zip(rows, suffixes, strict=True):
+    kind: Literal["scored", "answer"] = "scored" if condition == "reward" else "answer"
+    suffix_of = best_suffix = None
+    if condition == "reward":
+        rewards = array("d", (reward_of(placed.located) for placed in placed_rows(data, seed, kind)))
+        suffix_of = reward_suffix(rewards)
+        best_suffix = suffix_of(max(rewards))
+
+    def make(located: Located) -> Made:
         prompt, text = answer_of(located)
-        (document,), cut = answers_within(located.where, renderer, with_suffix(prompt, suffix), [text], max_len)
-        if any(document.mask):
-            items.append(document)
-            truncated += cut
-    documents = loaded(data, items, len(rows), truncated, sum(map(len, items)), f"no answer within {max_len} tokens")
-    return AnswerDocuments(documents, suffixes[max(range(len(rewards)), key=rewards.__getitem__)] if rewards else "")
+        asked = with_suffix(prompt, suffix_of(reward_of(located)) if suffix_of else "")
+        (document,), lengths, cut = answers_within(located.where, renderer, asked, [text], max_len)
+        if not any(document.mask):
+            return Made((), 0, 1, ANSWER_CUT, *lengths)
+        return Made([((document,), 0.0)], cut, 1, "", *lengths)
+
+    documents = collect(data, renderer, kind, max_len, seed, make, DOCUMENTS, f"no answer within {max_len} tokens", folder)
+    return AnswerDocuments(documents, best_suffix or "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlhf_core.data.documents import Message
@@ -19,12 +19,15 @@ SUFFIX = " <rm_score>: {:.2f}"
 FILE = "prompt_suffix.json"
 
 
-def reward_suffixes(rewards: Sequence[float]) -> list[str]:
-    """What each prompt ends with: the rewards with mean 0 and standard deviation 1. ValueError when they are all the same."""
+def reward_suffix(rewards: Sequence[float]) -> Callable[[float], str]:
+    """What a prompt ends with, by the reward of its answer: standardised to mean 0 and standard deviation 1 over `rewards`.
+
+    ValueError when they are all the same.
+    """
     mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
     if std == 0:
         raise ValueError(f"all {len(rewards)} rewards are {mean:g}, so there is nothing to condition on: use condition none, or other data")
-    return [SUFFIX.format(round((reward - mean) / std, 2) + 0.0) for reward in rewards]  # + 0.0: no "-0.00"
+    return lambda reward: SUFFIX.format(round((reward - mean) / std, 2) + 0.0)  # + 0.0: no "-0.00"
 
 
 def with_suffix(prompt: Sequence[Message], suffix: str) -> list[Message]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+
+if TYPE_CHECKING:
+    from rlhf_core.data.survey import Surveyed
 
 Item = TypeVar("Item")
+Other = TypeVar("Other")
 Message = dict[str, str]
 
 
@@ -54,23 +59,69 @@ class Prompt:
     truncated: bool
 
 
+class Lazy(Sequence[Item]):
+    """`count` items, each made by `get(index)` when it is asked for; a slice is a list. Two are equal when their items are."""
+
+    def __init__(self, count: int, get: Callable[[int], Item]):
+        self._count, self._get = count, get
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self._get(i) for i in range(*index.indices(self._count))]
+        return self._get(range(self._count)[index])
+
+    def __iter__(self) -> Iterator[Item]:
+        return map(self._get, range(self._count))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def mapped(items: Sequence[Item], make: Callable[[Item], Other]) -> Sequence[Other]:
+    """What `make` gives for each item, made when it is asked for."""
+    return Lazy(len(items), lambda index: make(items[index]))
+
+
+def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
+    """One sequence after the other."""
+    return Lazy(len(first) + len(second), lambda index: first[index] if index < len(first) else second[index - len(first)])
+
+
+def lazily_cut(items: Sequence[Item], size: int) -> Sequence[Sequence[Item]]:
+    """Consecutive parts of at most `size` items."""
+    return Lazy(-(-len(items) // size), lambda part: items[part * size : (part + 1) * size])
+
+
 @dataclass(frozen=True)
 class DataReport:
-    """Rows read, items kept, kept items that were cut, rows dropped, tokens of the kept items (of both documents of a pair)."""
+    """Rows read, items kept, kept items that were cut, rows dropped, tokens of the kept items (of both documents of a pair).
+
+    `survey` is what else is to be known about the rows.
+    """
 
     rows: int
     kept: int
     truncated: int
     dropped: int
     tokens: int
+    survey: Surveyed | None = field(default=None, compare=False, repr=False)
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """`{prefix}/rows`, `{prefix}/kept`, ..."""
-        return {f"{prefix}/{name}": float(value) for name, value in asdict(self).items()}
+        return {f"{prefix}/{name}": float(getattr(self, name)) for name in ("rows", "kept", "truncated", "dropped", "tokens")}
 
 
 class Loaded(NamedTuple, Generic[Item]):
     """Items in the order of the data, and the report about them."""
 
-    items: list[Item]
+    items: Sequence[Item]
     report: DataReport

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from rlhf_core.config import DPO, KTO, SFT, Lora, RewardModel, Trainable
+from rlhf_core.data.report import JSON
 from rlhf_core.engine.base import AdamW, Engine, TorchEngine, on_cpu
 from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
@@ -50,7 +51,7 @@ def finish_training(
     if engine.rank == 0:
         shutil.rmtree(run / "checkpoint", ignore_errors=True)
     export(engine, run / "checkpoint", source, lora, request.trust_remote_code)
-    return Outcome(metrics, {"checkpoint": "checkpoint"})
+    return Outcome(metrics, {"checkpoint": "checkpoint", "data_report": JSON})
 
 
 def export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool) -> None:

@@ -13,6 +13,7 @@ from rlhf_core.cluster.placement import connect, reserve
 from rlhf_core.config import PPO
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.engine.base import learning_rate
 from rlhf_core.models.scoring import stored_statistics
@@ -37,6 +38,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     tokenizer = load_tokenizer(paths["actor"], request.trust_remote_code)
     renderer = Renderer(tokenizer, config.prompts.template)
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
+    write_data_report(run, request.name, prompts=data.report)
     iterations = count_iterations(config, len(data.items))
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
     connect()
@@ -67,7 +69,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     fleet.outside.close()
     shutil.rmtree(run / "checkpoint", ignore_errors=True)
     fleet.export_actor(run / "checkpoint")
-    return Outcome(final_metrics(read_metrics(run.path)) | data.report.metrics("data"), {"checkpoint": "checkpoint"})
+    return Outcome(final_metrics(read_metrics(run.path)) | data.report.metrics("data"), {"checkpoint": "checkpoint", "data_report": JSON})
 
 
 def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:

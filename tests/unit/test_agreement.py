@@ -96,8 +96,8 @@ def test_a_planted_change_is_seen(name: str, change: dict[str, Any], folder: Pat
 
 
 def test_one_token_too_many_in_a_denominator_is_seen(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = rlhf_core.sft.count_tokens
-    monkeypatch.setattr(rlhf_core.sft, "count_tokens", lambda documents: count(documents) + 1)
+    count = rlhf_core.sft.count
+    monkeypatch.setattr(rlhf_core.sft, "count", lambda documents: count(documents)._replace(tokens=count(documents).tokens + 1))
     curve = ours.train(material.CASES["sft, padded"], folder, tmp_path / "run")
     assert of_curves(curve, TRL["curves"]["sft, padded"])["loss"] > SEEN
 

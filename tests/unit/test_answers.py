@@ -13,8 +13,8 @@ import rlhf_core.preferences
 from rlhf_core.config import Data, PostProcessor, Preferences
 from rlhf_core.data.answers import answer_documents, labelled_answers
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.condition import reward_suffixes, store_suffix, stored_suffix, with_suffix
-from rlhf_core.data.sources import check_columns
+from rlhf_core.data.condition import reward_suffix, store_suffix, stored_suffix, with_suffix
+from rlhf_core.data.rows import check_columns
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.post_process import post_process
 from rlhf_core.rollout.engine import Answer
@@ -142,11 +142,14 @@ def test_a_wrong_row_is_one_sentence(row: dict[str, Any], kind: Any, told: str, 
 
 
 def test_suffixes_are_standardised_over_the_round() -> None:
-    assert reward_suffixes([1.0, 2.0, 3.0]) == [" <rm_score>: -1.22", " <rm_score>: 0.00", " <rm_score>: 1.22"]
-    assert reward_suffixes([100.0, 300.0]) == [" <rm_score>: -1.00", " <rm_score>: 1.00"]
-    assert " <rm_score>: -0.00" not in reward_suffixes([0.0, 0.999, 1.0, 1.001, 2.0])
+    def suffixes(rewards: list[float]) -> list[str]:
+        return [reward_suffix(rewards)(reward) for reward in rewards]
+
+    assert suffixes([1.0, 2.0, 3.0]) == [" <rm_score>: -1.22", " <rm_score>: 0.00", " <rm_score>: 1.22"]
+    assert suffixes([100.0, 300.0]) == [" <rm_score>: -1.00", " <rm_score>: 1.00"]
+    assert " <rm_score>: -0.00" not in suffixes([0.0, 0.999, 1.0, 1.001, 2.0])
     with pytest.raises(ValueError, match="nothing to condition on"):
-        reward_suffixes([2.0, 2.0])
+        suffixes([2.0, 2.0])
 
 
 def test_a_renderer_asks_for_the_stored_suffix(renderer: Renderer, tmp_path: Path) -> None:
@@ -211,7 +214,7 @@ def test_the_stage_writes_what_its_post_processor_makes(
     assert all(tokenizer.decode(prompt).endswith(f"{suffix}<|end|><|assistant|>") for prompt in ScriptedSampler.prompts)
     assert len(scored) == 12 and not any("rm_score" in text for text in scored), "the reward model sees the plain prompt"
     output = "pairs" if kind == "dpo" else "answers"
-    assert outcome.outputs == {output: f"{output}.jsonl"}
+    assert outcome.outputs == {output: f"{output}.jsonl", "data_report": "data_report.json"}
     rows = [json.loads(line) for line in (tmp_path / "run" / f"{output}.jsonl").read_text().splitlines()]
     assert len(rows) == outcome.metrics[output] == {"dpo": 3, "kto": 12, "rejection_sampling": 3, "conditional_sft": 12}[kind]
     assert "rm_score" not in json.dumps(rows) and outcome.metrics["reward/best"] == 1.0

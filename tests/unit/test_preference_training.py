@@ -114,7 +114,7 @@ def run_on_two(config: StageConfig, material: Path, folder: Path, monkeypatch: p
 
         return alone
 
-    for name in {"load_policy", "load_tokenizer", "Renderer", "preference_pairs", "labelled_answers"} & set(vars(module)):
+    for name in {"load_policy", "trained_policy", "load_tokenizer", "Renderer", "preference_pairs", "labelled_answers"} & set(vars(module)):
         monkeypatch.setattr(module, name, guarded(getattr(module, name)))
     monkeypatch.setattr(module, "make_engine", lambda policy, config: RankEngine(policy, config, here.rank, meeting))
     failed: list[BaseException] = []
@@ -176,7 +176,7 @@ def test_a_resume_computes_no_reference(kind: str, material: Path, tmp_path: Pat
         patched.setattr(TorchEngine, "step", dies_at_the_third_step)
         with pytest.raises(KeyboardInterrupt):
             run(config, material, tmp_path / "killed")
-    (kept,) = (tmp_path / "killed" / "state").glob("reference-*.json")
+    (kept,) = (tmp_path / "killed" / "state").glob("reference-*")
     loaded: list[str] = []
     load = module_of(config).load_policy
     monkeypatch.setattr(module_of(config), "load_policy", lambda source, *rest: loaded.append(source) or load(source, *rest))
@@ -214,7 +214,7 @@ def test_a_loss_without_a_reference_computes_none(loss: str, material: Path, tmp
 
     monkeypatch.setattr(rlhf_core.dpo, "reference_logprobs", refuse)
     run(config_of(loss, material, samples=8), material, tmp_path)
-    assert not (tmp_path / "state").exists()
+    assert not list((tmp_path / "state").glob("reference-*"))
 
 
 def first_loss(config: StageConfig, material: Path, folder: Path) -> float:
@@ -261,7 +261,9 @@ def test_mismatches_go_around_the_step() -> None:
 def test_all_mismatches_are_those_of_the_steps() -> None:
     found = all_mismatches(count=10, held_out=3, batch=4, epochs=2, seed=1)
     assert len(set(found)) == len(found) and {(10, 12), (11, 10), (12, 11)} <= set(found)
+    assert [found.index(pair) for pair in found] == list(range(len(found)))
     steps = [items_of_step(range(10), step, 3, 4, seed=1) for step in range(6)]
+    assert list(found[:-3]) == list(dict.fromkeys(pair for step in steps for pair in mismatches_of(step)))
     assert set(found[:-3]) == {pair for step in steps for pair in mismatches_of(step)}
 
 

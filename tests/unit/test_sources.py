@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rlhf_core.config import Data
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.sources import check_columns, load_rows, preference_pairs, prompts, sft_documents
+from rlhf_core.data.rows import check_columns, load_rows
+from rlhf_core.data.sources import preference_pairs, prompts, sft_documents
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -293,8 +294,8 @@ def test_errors_of_the_template_name_the_row(tmp_path: Path, renderer: Renderer)
 def test_checking_columns_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"prompt": "x"}])
     code = (
-        "import sys; from rlhf_core.config import Data; from rlhf_core.data import documents, packing, sources;"
-        f"sources.check_columns(Data(sources={path!r}), 'prompt');"
+        "import sys; from rlhf_core.config import Data; from rlhf_core.data import documents, packing, rows, sources;"
+        f"rows.check_columns(Data(sources={path!r}), 'prompt');"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
     root = Path(__file__).parents[2]

@@ -1,0 +1,167 @@
+"""What a row says: which columns each kind of stage needs, and the messages, answers, labels and rewards they hold. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from rlhf_core.config import Source
+from rlhf_core.data.documents import Message
+
+Kind = Literal["sft", "preference", "prompt", "answer", "labelled", "scored"]
+Row = dict[str, Any]
+
+
+class Located(NamedTuple):
+    """A row with standard column names, and where it came from, for messages; `no_preference` says why it prefers no answer."""
+
+    where: str
+    row: Row
+    no_preference: str = ""
+
+
+class Preference(NamedTuple):
+    prompt: list[Message]
+    chosen: str
+    rejected: str
+    margin: float
+
+
+def conversation_of(located: Located) -> list[Message]:
+    """The messages of an SFT row."""
+    where, row = located.where, located.row
+    if row.get("messages") is not None:
+        if isinstance(row["messages"], str):
+            raise ValueError(f"{where}: the messages must be a list of {{role, content}}, found a string")
+        return _messages(row["messages"], where, "messages")
+    return [*prompt_of(located), {"role": "assistant", "content": _text(row.get("response"), where, "response")}]
+
+
+def prompt_of(located: Located) -> list[Message]:
+    """The messages of a prompt; a string is one user message."""
+    messages = _messages(located.row.get("prompt"), located.where, "prompt")
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(f"{located.where}: the prompt ends with an assistant message, so there is nothing to answer")
+    return messages
+
+
+def preference_of(located: Located) -> Preference:
+    """The prompt and the two answers of a preference row.
+
+    An answer is a string, a list with one assistant message, or a whole conversation, whose beginning is then the prompt.
+    """
+    where, row = located.where, located.row
+    answers: list[str] = []
+    starts: list[list[Message]] = []
+    for column in ("chosen", "rejected"):
+        if isinstance(row.get(column), str):
+            answers.append(row[column])
+            starts.append([])
+        else:
+            messages = _messages(row.get(column), where, column)
+            if messages[-1]["role"] != "assistant":
+                raise ValueError(f"{where}: the {column} conversation must end with an assistant message, not {messages[-1]['role']!r}")
+            answers.append(messages[-1]["content"])
+            starts.append(messages[:-1])
+    if starts[0] and starts[1] and starts[0] != starts[1]:
+        raise ValueError(f"{where}: chosen and rejected may differ only in their last message, but they differ before it")
+    prompt = starts[0] or starts[1] or prompt_of(located)
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError(f"{where}: the prompt ends with an assistant message, so there is nothing to answer")
+    return Preference(prompt, answers[0], answers[1], _number(row.get("margin"), where, "margin"))
+
+
+def answer_of(located: Located) -> tuple[list[Message], str]:
+    """The prompt and the response of a row."""
+    return prompt_of(located), _text(located.row.get("response"), located.where, "response")
+
+
+def reward_of(located: Located) -> float:
+    """The reward of a row's response."""
+    reward = _number(located.row.get("reward"), located.where, "reward")
+    if located.row.get("reward") in (None, "") or not math.isfinite(reward):
+        raise ValueError(f"{located.where}: column 'reward' must be a finite number, found {located.row.get('reward')!r}")
+    return reward
+
+
+def labelled_of(located: Located) -> tuple[list[Message], list[tuple[str, bool]]]:
+    """The prompt and the labelled responses of a row: one, or the two of a preference."""
+    if "label" not in located.row:
+        preference = preference_of(located)
+        return preference.prompt, [(preference.chosen, True), (preference.rejected, False)]
+    prompt, response = answer_of(located)
+    label = str(located.row["label"]).lower()
+    if label not in LABELS:
+        raise ValueError(f"{located.where}: column 'label' must be true or false (or 1 or 0), found {located.row['label']!r}")
+    return prompt, [(response, LABELS[label])]
+
+
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+READERS = {
+    "sft": conversation_of,
+    "preference": preference_of,
+    "prompt": prompt_of,
+    "answer": answer_of,
+    "labelled": labelled_of,
+    "scored": lambda located: (answer_of(located), reward_of(located)),
+}
+
+
+def require_columns(source: Source, kind: Kind, columns: Sequence[str], row: Row) -> None:
+    if kind == "sft":
+        if source.messages_key in columns:
+            return
+        needed = {"prompt_key": source.prompt_key, "response_key": source.response_key}
+        instead = f" (and no column {source.messages_key!r} with whole conversations, messages_key)"
+    elif kind in ("answer", "scored") or (kind == "labelled" and source.label_key in columns):
+        needed = {"prompt_key": source.prompt_key, "response_key": source.response_key}
+        if kind == "scored":
+            needed["reward_key"] = source.reward_key
+        instead = ""
+    elif kind in ("preference", "labelled"):
+        needed = {"chosen_key": source.chosen_key, "rejected_key": source.rejected_key}
+        if source.margin_key is not None:
+            needed["margin_key"] = source.margin_key
+        if isinstance(row.get(source.chosen_key), str):
+            needed["prompt_key"] = source.prompt_key
+        instead = f" (and no column {source.label_key!r} that labels single answers, label_key)" if kind == "labelled" else ""
+    else:
+        needed, instead = {"prompt_key": source.prompt_key}, ""
+    missing = {key: column for key, column in needed.items() if column not in columns}
+    if missing:
+        named = " and ".join(f"{column!r}" for column in missing.values())
+        raise ValueError(
+            f"{source.path}: there is no column {named}{instead}; its columns are {', '.join(columns)}: set {' and '.join(missing)} "
+            "of this data source"
+        )
+
+
+def _messages(value: Any, where: str, column: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"{where}: column {column!r} must be a string or a list of messages, found {_type(value)}")
+    messages = []
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise ValueError(f"{where}: message {number} of column {column!r} must have a role and a content, both strings")
+        messages.append({"role": message["role"], "content": message["content"]})
+    return messages
+
+
+def _text(value: Any, where: str, column: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: column {column!r} must be a string, found {_type(value)}")
+    return value
+
+
+def _number(value: Any, where: str, column: str) -> float:
+    try:
+        return 0.0 if value is None or value == "" else float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: column {column!r} must be a number, found {_type(value)}") from None
+
+
+def _type(value: Any) -> str:
+    return "nothing" if value is None else "an empty list" if value == [] else type(value).__name__

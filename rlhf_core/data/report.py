@@ -1,0 +1,109 @@
+"""The data report of a stage, written and told before it trains: `data_report.json`, `.md` for people, `.svg` of the lengths.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhf_core.data.documents import DataReport
+from rlhf_core.data.survey import BALANCE, LIMITS, Survey, shared_prompts
+from rlhf_core.stage import RunDir, write_text
+
+JSON, MARKDOWN, CHART = "data_report.json", "data_report.md", "data_report.svg"
+NUMBERS = ("margin ", "reward ")  # facts that are no shares
+
+
+def write_data_report(run: RunDir, name: str, **parts: DataReport | None) -> None:
+    """Writes the three files for the data sets of a stage (by the field they stand in), and prints their warnings."""
+    surveys = surveys_of(parts)
+    run.path.mkdir(parents=True, exist_ok=True)
+    write_text(run / CHART, chart(surveys))
+    write_text(run / MARKDOWN, f"# Data of {name}\n\n{markdown(surveys)}\n![lengths]({CHART})\n")
+    write_text(run / JSON, json.dumps({field: survey.model_dump(mode="json") for field, survey in surveys.items()}, indent=2) + "\n")
+    for sentence in warnings(surveys):
+        print(f"warning: {sentence}", flush=True)
+
+
+def surveys_of(parts: Mapping[str, DataReport | None]) -> dict[str, Survey]:
+    """The surveys by field; that of `eval_data` also says how much of it `data` has."""
+    surveyed = {field: report.survey for field, report in parts.items() if report is not None and report.survey is not None}
+    surveys = {field: found.survey for field, found in surveyed.items()}
+    if "data" in surveyed and "eval_data" in surveyed:
+        share, finding = shared_prompts(surveyed["data"], surveyed["eval_data"])
+        own = surveys["eval_data"]
+        findings = (*own.findings, finding) if finding else own.findings
+        surveys["eval_data"] = own.model_copy(update={"facts": own.facts | {"shared with data": share}, "findings": findings})
+    return surveys
+
+
+def warnings(surveys: Mapping[str, Survey]) -> list[str]:
+    """One sentence for each finding: where, what, and a row to look at."""
+    return [
+        f"{field}: {finding.sentence}{f' (for instance {finding.example})' if finding.example else ''}"
+        for field, survey in surveys.items()
+        for finding in survey.findings
+    ]
+
+
+def stored_warnings(run_dir: Path) -> list[str]:
+    """The warnings of a run directory's report; none where there is no report."""
+    try:
+        content = json.loads((run_dir / JSON).read_text())
+        return warnings({field: Survey.model_validate(survey) for field, survey in content.items()})
+    except (OSError, ValueError):
+        return []
+
+
+def markdown(surveys: Mapping[str, Survey]) -> str:
+    """All surveys as text with tables."""
+    pages = []
+    for field, survey in surveys.items():
+        told = [f"- **warning**: {sentence}" for sentence in warnings({field: survey})] or ["- no warnings"]
+        counts = [f"{survey.rows:,} rows", f"{survey.kept:,} of {survey.items:,} {_items(survey.kind)} kept"]
+        counts += [f"{count:,} left out: {why}" for why, count in survey.dropped.items()]
+        lines = [f"## {field}", "", f"{'; '.join(counts)}. At most {survey.limit} tokens.", "", *told, ""]
+        lines += ["| tokens of the | p5 | p50 | p95 | max |", "|---|---|---|---|---|"]
+        lines += [f"| {part} | {' | '.join(f'{value:,}' for value in at.values())} |" for part, at in survey.lengths.items()]
+        lines += ["", "| source | share asked for | rows used | share of the rows |", "|---|---|---|---|"]
+        lines += [f"| {use.path} | {use.asked:.3g} | {use.rows:,} | {use.rows / survey.rows:.3f} |" for use in survey.sources]
+        lines += ["", "| fact | value | warns |", "|---|---|---|"]
+        lines += [f"| {name} | {_value(name, value)} | {_limit(name)} |" for name, value in survey.facts.items()]
+        pages.append("\n".join(lines) + "\n")
+    return "\n".join(pages)
+
+
+def chart(surveys: Mapping[str, Survey]) -> str:
+    """Histograms of the lengths before anything was cut, as SVG; the dashed line is the limit."""
+    from matplotlib.figure import Figure  # takes half a second to import
+
+    figure = Figure(figsize=(7, 1 + 1.8 * len(surveys)), layout="constrained")
+    for row, (field, survey) in enumerate(surveys.items()):
+        ax = figure.add_subplot(len(surveys), 1, row + 1)
+        for part, (*counts, edge) in survey.histogram.items():
+            width = edge / len(counts)
+            ax.bar([(at + 0.5) * width for at in range(len(counts))], counts, width, alpha=0.55, label=part)
+        ax.axvline(survey.limit, color="grey", linestyle="--", linewidth=0.8)
+        ax.set_title(f"{field}: tokens", fontsize=9)
+        ax.legend(fontsize=7)
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
+
+
+def _items(kind: str) -> str:
+    return {"preference": "pairs", "prompt": "prompts", "labelled": "answers"}.get(kind, "documents")
+
+
+def _value(name: str, value: float) -> str:
+    return f"{value:.4g}" if name.startswith(NUMBERS) else f"{100 * value:.2f} %"
+
+
+def _limit(name: str) -> str:
+    if name in BALANCE:
+        return "outside {:.0f} to {:.0f} %".format(*(100 * share for share in BALANCE[name]))
+    return f"above {100 * LIMITS[name]:g} %" if name in LIMITS else ""

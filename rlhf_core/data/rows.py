@@ -1,0 +1,231 @@
+"""Files and Hub data sets to rows with standard columns, one at a time, and the rule by which several are mixed. Torch-free.
+
+JSON and CSV files are parsed by the standard library, which takes a text as it is: the readers behind `datasets` guess types, and turn
+answers that look like dates, numbers or "None" into something else. Parquet, which has types, and Hub data sets (which are downloaded
+and read from disk) are read by `datasets`. Only a .json file that holds
+one list is read whole. Tool calls and content in parts are left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_core.config import Data, Source
+from rlhf_core.data.columns import READERS, Kind, Located, Row, require_columns
+from rlhf_core.data.formats import FORMATS, recognise
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+FIRST_ROWS = 8
+
+
+class Placed(NamedTuple):
+    """A row of a mixture: its place in the mixture's order, the number of its source, its own number there (from 1), and the row."""
+
+    place: int
+    source: int
+    number: int
+    located: Located
+
+
+class Mixture(NamedTuple):
+    """Which rows of a mixture's sources are used, in what order.
+
+    `rows` of them in all; `places[s][r]` is the place of row r of source s, -1 when it is not used. `ended_by` is the source that had no
+    row left when the mixture ended, and `left` the rows that the other ones (with a share) had then; None when `max_samples` ended it.
+    """
+
+    places: list[array[int]]
+    rows: int
+    ended_by: int | None
+    left: int
+
+
+def load_rows(data: Data, seed: int, kind: Kind | None = None) -> list[Row]:
+    """All rows of a mixture, their named columns copied to the standard names (messages, prompt, response, chosen, rejected, margin).
+
+    One source keeps its order. Several are each shuffled by the seed; then the source furthest behind its share gives the next row,
+    until the one whose turn it is has none left (no row is used twice). So every beginning of the list has the shares asked for,
+    also after `max_samples`, which is applied last. With a kind, rows it cannot use (no preference) are left out.
+    Raises ValueError for a missing or unreadable file and for one without rows.
+    """
+    rows = sorted(placed_rows(data, seed, kind), key=lambda row: row.place)
+    return [row.located.row for row in rows if not unusable(row.located, kind)]
+
+
+def check_columns(data: Data, kind: Kind) -> None:
+    """Reads the first rows of each source and raises the ValueError that a stage would raise about them: missing file, no rows,
+    missing column, wrong type. Cheap: for checks before work."""
+    for source in data.sources:
+        for located in _read(source, kind, FIRST_ROWS):
+            if not unusable(located, kind):
+                READERS[kind](located)
+
+
+def unusable(located: Located, kind: Kind | None) -> str:
+    """Why a stage of this kind leaves the row out: it prefers no answer where one is needed; "" when the row is good."""
+    needed = kind in ("preference", "labelled") and "label" not in located.row
+    no_answer = kind in ("sft", "answer", "scored") and located.row.get("messages") is None and located.row.get("response") is None
+    return located.no_preference if needed or no_answer else ""
+
+
+def placed_rows(data: Data, seed: int, kind: Kind | None, mixture: Mixture | None = None) -> Iterator[Placed]:
+    """The rows of `load_rows`, one at a time in the order of the files, each with its place in the order of the mixture.
+
+    `mixture` is that of `mixture_of`, found here when it is not given.
+    """
+    mixture = mixture or mixture_of(data, seed)
+    if mixture is None:
+        for number, located in enumerate(_read(data.sources[0], kind, None, data.max_samples), start=1):
+            yield Placed(number - 1, 0, number, located)
+        return
+    for index, source in enumerate(data.sources):
+        places = mixture.places[index]
+        for number, located in enumerate(_read(source, kind, None), start=1):
+            if places[number - 1] >= 0:
+                yield Placed(places[number - 1], index, number, located)
+
+
+def mixture_of(data: Data, seed: int) -> Mixture | None:
+    """The mixture rule of `load_rows` over the sources' numbers of rows, which takes a pass over their files. None for one source.
+
+    Holds 8 bytes a row.
+    """
+    if len(data.sources) == 1:
+        return None
+    orders, places = [], []
+    for index, source in enumerate(data.sources):
+        order = array("q", range(sum(1 for _ in _raw(source, None))))
+        if not order:
+            raise _empty(source)
+        random.Random(f"{seed}/{index}").shuffle(order)
+        orders.append(order)
+        places.append(array("q", [-1]) * len(order))
+    shares = [source.probability for source in data.sources]
+    taken = [0] * len(orders)
+    count, ended_by = 0, None
+    while data.max_samples is None or count < data.max_samples:
+        behind = [share * (count + 1) - used for share, used in zip(shares, taken, strict=True)]
+        due = max((i for i in range(len(orders)) if shares[i] > 0), key=lambda i: behind[i])
+        if taken[due] == len(orders[due]):
+            ended_by = due
+            break
+        places[due][orders[due][taken[due]]] = count
+        taken[due] += 1
+        count += 1
+    if not count:
+        raise ValueError(f"{names(data)}: the mixture has no rows: the sources with a share have too few")
+    left = sum(len(order) - used for order, used, share in zip(orders, taken, shares, strict=True) if share > 0)
+    return Mixture(places, count, ended_by, left if ended_by is not None else 0)
+
+
+def names(data: Data) -> str:
+    return ", ".join(source.path for source in data.sources)
+
+
+def _read(source: Source, kind: Kind | None, first: int | None, most: int | None = None) -> Iterator[Located]:
+    """The (first) rows of one source, at most `most` of them. Columns are checked and the format is recognised by the first few."""
+    rows = _raw(source, first)
+    head = list(islice(rows, FIRST_ROWS))
+    if not head:
+        raise _empty(source)
+    form = recognise(head[0]) if source.format == "auto" else source.format
+    if kind is not None:
+        standard = [_located(source, form, number, row).row for number, row in enumerate(head, start=1)] if form != "columns" else []
+        require_columns(source, kind, list(dict.fromkeys(column for row in head + standard for column in row)), head[0])
+    for number, row in enumerate(islice(chain(head, rows), most), start=1):
+        yield _located(source, form, number, row)
+
+
+def _empty(source: Source) -> ValueError:
+    return ValueError(f"{source.path}: has no rows: give a data set with at least one")
+
+
+def _raw(source: Source, first: int | None) -> Iterator[Row]:
+    path = Path(source.path)
+    if path.suffix in SUFFIXES and not path.is_file():
+        raise ValueError(f"{source.path}: there is no such file: correct the path of this data source")
+    if path.suffix not in SUFFIXES and path.is_file():
+        raise ValueError(f"{source.path}: data files end with {', '.join(SUFFIXES)}: convert or rename this one")
+    readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows}
+    yield from islice(readers[path.suffix](source.path), first) if path.suffix in readers else _dataset_rows(source, first)
+
+
+def _located(source: Source, form: str, number: int, row: Row) -> Located:
+    where = f"{source.path}, row {number}"
+    standard = dict(row)
+    for name in ("messages", "prompt", "response", "chosen", "rejected", "margin", "label", "reward"):
+        key = getattr(source, f"{name}_key")
+        if key in row:
+            standard[name] = row[key]
+        else:
+            standard.pop(name, None)  # the recipe names another column: one that happens to have the standard name is not meant
+    if form == "columns":
+        return Located(where, standard)
+    made = FORMATS[form](where, row)
+    own_margin = source.margin_key != "margin" or "margin" in row
+    computed = {name: value for name, value in made.columns.items() if name != "margin" or not own_margin}
+    return Located(where, standard | computed, made.no_preference)
+
+
+def _json_rows(path: str) -> Iterator[Row]:
+    """Objects of a file with one JSON object a line, or with one JSON list of objects."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            start = file.read(1)
+            while start.isspace():
+                start = file.read(1)
+            file.seek(0)
+            for number, row in enumerate(json.load(file) if start == "[" else _json_lines(path, file), start=1):
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}, row {number}: must be a JSON object with columns, found {type(row).__name__}")
+                yield row
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is not valid JSON in UTF-8: {error}") from error
+
+
+def _json_lines(path: str, lines: Iterable[str]) -> Iterator[Any]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: is not valid JSON: {error.msg} at character {error.pos + 1}") from error
+
+
+def _csv_rows(path: str) -> Iterator[Row]:
+    """Rows of a CSV file with a header; every value is text."""
+    csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
+                if None in row or None in row.values():
+                    raise ValueError(f"{path}, row {number}: has another number of cells than the header: correct or quote its cells")
+                yield row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is not valid CSV in UTF-8: {error}") from error
+
+
+def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:
+    # Imported here: it takes most of a second, and text files do without.
+    from datasets import load_dataset
+
+    parquet = Path(source.path).suffix == ".parquet"
+    try:
+        if parquet:
+            rows = load_dataset("parquet", data_files=source.path, split="train", streaming=True)
+        else:
+            rows = load_dataset(source.path, split=source.split, streaming=first is not None)
+        yield from islice(rows, first)
+    except StopIteration:  # what a file without content ends in
+        return
+    except Exception as error:  # errors of many libraries come through here: all mean that this source cannot be read
+        kind = "parquet" if parquet else f"a Hub data set with the split {source.split!r}"
+        cause = str(error.__cause__ or error).strip().split("\n")[0]
+        raise ValueError(f"{source.path}: cannot be read as {kind}: {type(error).__name__}: {cause}") from error

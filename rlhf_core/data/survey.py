@@ -1,0 +1,310 @@
+"""What is to be known about a data set before a model is trained on it, gathered while its rows are read. Torch-free.
+
+A row leaves a few dozen bytes: digests of its text and its prompt, where it stands, its lengths in tokens. A finding is a fact
+beyond its limit in LIMITS, as a sentence with an example row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rlhf_core.config import Data
+from rlhf_core.data.columns import Kind, Located, conversation_of, labelled_of, preference_of, prompt_of, reward_of
+from rlhf_core.data.columns import answer_of as prompt_and_answer
+from rlhf_core.data.documents import Document, Message
+from rlhf_core.data.rows import Mixture, Placed, unusable
+from rlhf_core.types import Frozen
+
+# Replacement and control characters, and UTF-8 that was read as Latin-1 or Windows-1252.
+DAMAGE = re.compile("[\ufffd\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\x80-\xbf]|\u00e2\u20ac")
+PERCENTILES = {"p5": 5, "p50": 50, "p95": 95, "max": 100}
+BINS = 24
+# Shares of the rows above which a fact becomes a finding.
+LIMITS = {
+    "duplicate rows": 0.01,
+    "duplicate prompts": 0.2,
+    "equal answers": 0.01,
+    "empty answers": 0.01,
+    "empty prompts": 0.01,
+    "damaged text": 0.01,
+    "truncated": 0.1,
+    "dropped": 0.05,
+    "answers cut away": 0.01,
+    "negative margins": 0.01,
+    "unused rows": 0.1,
+    "shared with data": 0.0,
+}
+BALANCE = {"desirable": (0.2, 0.8), "chosen longer": (0.3, 0.7)}  # shares outside are findings,
+FEWEST = 20  # when there are at least so many rows
+REPEATS = ("sft", "prompt", "preference")  # kinds whose prompts are expected once; sampled answers come several to a prompt
+ANSWER_CUT = "no answer within the token limit"
+
+
+class Made(NamedTuple):
+    """What a row becomes: items (documents and a number), how many were cut, how many items the row stands for, and why fewer came.
+
+    Lengths are those before anything was cut; none where nothing was tokenised.
+    """
+
+    items: Sequence[tuple[Sequence[Document], float]]
+    cut: int
+    rows: int = 1
+    dropped: str = ""
+    prompt_tokens: int | None = None
+    answer_tokens: Sequence[int] = ()
+
+
+class Finding(Frozen):
+    """A fact beyond its limit."""
+
+    name: str
+    sentence: str
+    example: str = ""
+
+
+class SourceUse(Frozen):
+    """A source of the mixture: the share asked for, and how many of its rows were used."""
+
+    path: str
+    asked: float
+    rows: int
+
+
+class Survey(Frozen):
+    """Facts of one data set. `rows` of the files, `kept` items of `items`; `facts` are shares of the rows unless named otherwise.
+
+    `histogram` has counts of lengths in equal bins from 0 to its last number, the upper edge in tokens.
+    """
+
+    kind: str
+    limit: int
+    rows: int
+    items: int
+    kept: int
+    dropped: dict[str, int]
+    sources: tuple[SourceUse, ...]
+    lengths: dict[str, dict[str, int]]
+    histogram: dict[str, list[int]]
+    facts: dict[str, float]
+    findings: tuple[Finding, ...]
+
+
+class Surveyed(NamedTuple):
+    """A survey and the digests of all prompts: (N, 3) uint64 with digest, number of the source, number of the row."""
+
+    survey: Survey
+    prompts: np.ndarray
+
+
+class Surveyor:
+    """Sees every row of a data set once; `finish` says what it saw."""
+
+    def __init__(self, data: Data, kind: Kind, limit: int):
+        self._data, self._kind, self._limit = data, kind, limit
+        self._prompts, self._rows = array("Q"), array("Q")  # digests
+        self._sources, self._numbers = array("H"), array("Q")
+        self._lengths = {"prompt": array("i"), "answer": array("i")}
+        self._margins, self._rewards = array("d"), array("d")
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+        self._dropped: Counter[str] = Counter()
+        self._items = self._kept = self._compared = self._longer = self._labels = self._desirable = 0
+
+    def see(self, placed: Placed, made: Made) -> None:
+        """Takes in a row and what became of it."""
+        located = placed.located
+        self._items += made.rows
+        self._kept += len(made.items)
+        if made.dropped:
+            self._dropped[made.dropped] += made.rows - len(made.items)
+        self._mark("truncated", bool(made.cut), located.where)
+        self._mark("dropped", bool(made.dropped), located.where)
+        self._mark("answers cut away", made.dropped == ANSWER_CUT, located.where)
+        if made.prompt_tokens is not None:
+            self._lengths["prompt"].append(made.prompt_tokens)
+            self._lengths["answer"].extend(made.answer_tokens)
+        answers: list[str] = []
+        if unusable(located, self._kind):
+            prompt = located.where  # nothing to compare: never equal to another
+        else:
+            prompt, answers = self._texts(located)
+        self._mark("empty answers", any(not text.strip() for text in answers), located.where)
+        self._mark("empty prompts", not prompt.strip(), located.where)
+        self._mark("damaged text", any(DAMAGE.search(text) for text in (prompt, *answers)), located.where)
+        self._prompts.append(_digest(prompt))
+        self._rows.append(_digest(prompt, *answers))
+        self._sources.append(placed.source)
+        self._numbers.append(placed.number)
+
+    def finish(self, mixture: Mixture | None) -> Surveyed:
+        """The survey; `mixture` is the one the rows came by."""
+        rows = len(self._rows)
+        columns = ((self._prompts, np.uint64), (self._sources, np.uint16), (self._numbers, np.uint64))
+        numbers = np.stack([np.frombuffer(values, dtype=kind).astype(np.uint64) for values, kind in columns], axis=1)
+        for name, digests in (("duplicate rows", self._rows), ("duplicate prompts", self._prompts)):
+            if name == "duplicate rows" and self._kind == "prompt":
+                continue  # a prompt is its whole row
+            self._count_repeats(name, np.frombuffer(digests, dtype=np.uint64), numbers)
+        facts = {name: self._counts[name] / rows for name in LIMITS if name in self._counts or name == "truncated"}
+        findings = [
+            Finding(
+                name=name,
+                sentence=f"{SENTENCES[name]}: {self._counts[name]} of {rows} rows{self._reasons() if name == 'dropped' else ''}",
+                example=self._examples.get(name, ""),
+            )
+            for name, limit in LIMITS.items()
+            if facts.get(name, 0) > limit and (name != "duplicate prompts" or self._kind in REPEATS)
+        ]
+        for name, part, whole in (("desirable", self._desirable, self._labels), ("chosen longer", self._longer, self._compared)):
+            if whole:
+                facts[name] = part / whole
+                low, high = BALANCE[name]
+                if whole >= FEWEST and not low <= part / whole <= high:
+                    findings.append(Finding(name=name, sentence=f"{SENTENCES[name]}: {part} of {whole}"))
+        for name, values in (("margin", self._margins), ("reward", self._rewards)):
+            if values:
+                facts |= {f"{name} {what}": value for what, value in _spread(values).items()}
+        findings += self._too_small(mixture, facts)
+        used = np.bincount(np.frombuffer(self._sources, dtype=np.uint16), minlength=len(self._data.sources))
+        survey = Survey(
+            kind=self._kind,
+            limit=self._limit,
+            rows=rows,
+            items=self._items,
+            kept=self._kept,
+            dropped=dict(self._dropped),
+            sources=tuple(
+                SourceUse(path=source.path, asked=source.probability, rows=int(count))
+                for source, count in zip(self._data.sources, used, strict=True)
+            ),
+            lengths={name: _quantiles(lengths) for name, lengths in self._lengths.items() if lengths},
+            histogram=_histogram(self._lengths),
+            facts=facts,
+            findings=tuple(findings),
+        )
+        return Surveyed(survey, numbers)
+
+    def _texts(self, located: Located) -> tuple[str, list[str]]:
+        """The prompt and the answers as texts; what is compared with each other is counted on the way."""
+        if self._kind == "sft":
+            messages = conversation_of(located)
+            first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+            return _joined(messages[:first]), [message["content"] for message in messages[first:] if message["role"] == "assistant"]
+        if self._kind == "prompt":
+            return _joined(prompt_of(located)), []
+        if self._kind == "labelled":
+            prompt, labelled = labelled_of(located)
+            self._labels += len(labelled)
+            self._desirable += sum(label for _, label in labelled)
+            answers = [text for text, _ in labelled]
+        elif self._kind == "preference":
+            preference = preference_of(located)
+            prompt, answers = preference.prompt, [preference.chosen, preference.rejected]
+            if located.row.get("margin") is not None:
+                self._margins.append(preference.margin)
+                self._mark("negative margins", preference.margin < 0, located.where)
+        else:
+            prompt, answer = prompt_and_answer(located)
+            answers = [answer]
+            if self._kind == "scored":
+                self._rewards.append(reward_of(located))
+        if len(answers) == 2:
+            self._mark("equal answers", answers[0] == answers[1], located.where)
+            if len(answers[0]) != len(answers[1]):
+                self._compared += 1
+                self._longer += len(answers[0]) > len(answers[1])
+        return _joined(prompt), answers
+
+    def _reasons(self) -> str:
+        return f" ({', '.join(f'{why}: {count}' for why, count in self._dropped.most_common())})"
+
+    def _mark(self, name: str, here: bool, where: str) -> None:
+        if here:
+            self._counts[name] += 1
+            self._examples.setdefault(name, where)
+
+    def _count_repeats(self, name: str, digests: np.ndarray, numbers: np.ndarray) -> None:
+        order = np.argsort(digests, kind="stable")
+        again = np.flatnonzero(digests[order][1:] == digests[order][:-1]) + 1
+        if len(again):
+            later = int(again[np.argmin(order[again])])
+            self._counts[name] = len(again)
+            self._examples[name] = f"{self._where(numbers[order[later]])}, which repeats {self._where(numbers[order[later - 1]])}"
+
+    def _where(self, number: np.ndarray) -> str:
+        return f"{self._data.sources[int(number[1])].path}, row {int(number[2])}"
+
+    def _too_small(self, mixture: Mixture | None, facts: dict[str, float]) -> list[Finding]:
+        if mixture is None or mixture.ended_by is None:
+            return []
+        source = self._data.sources[mixture.ended_by]
+        facts["unused rows"] = mixture.left / (mixture.left + mixture.rows)
+        if facts["unused rows"] <= LIMITS["unused rows"]:
+            return []
+        sentence = (
+            f"{source.path} {SENTENCES['unused rows']} of {source.probability:g}: the mixture ends after {mixture.rows} rows and leaves "
+            f"{mixture.left} rows of the other sources unused"
+        )
+        return [Finding(name="unused rows", sentence=sentence)]
+
+
+SENTENCES = {
+    "duplicate rows": "rows that say the same as another one",
+    "duplicate prompts": "prompts that were there before",
+    "equal answers": "chosen and rejected are the same",
+    "empty answers": "answers without any text",
+    "empty prompts": "prompts without any text",
+    "damaged text": "broken characters (lost encoding or control characters)",
+    "truncated": "longer than the token limit and cut",
+    "dropped": "left out",
+    "answers cut away": "the prompt leaves no room for an answer",
+    "negative margins": "margins below 0, as if the rejected answer were the better one",
+    "unused rows": "is too small for its share",
+    "desirable": "the labels are out of balance, desirable answers",
+    "chosen longer": "the length of an answer tells which was chosen, chosen ones that are longer",
+    "shared with data": "held-out prompts that are also trained on",
+}
+
+
+def shared_prompts(train: Surveyed, held_out: Surveyed) -> tuple[float, Finding | None]:
+    """The share of held-out prompts that the training data has too, and a finding when there is one."""
+    same = np.flatnonzero(np.isin(held_out.prompts[:, 0], train.prompts[:, 0]))
+    share, total = len(same) / len(held_out.prompts), len(held_out.prompts)
+    if share <= LIMITS["shared with data"]:
+        return share, None
+    _, source, number = held_out.prompts[same[0]]
+    sentence = f"{SENTENCES['shared with data']}: {len(same)} of {total} rows"
+    example = f"{held_out.survey.sources[int(source)].path}, row {int(number)}"
+    return share, Finding(name="shared with data", sentence=sentence, example=example)
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return messages[0]["content"] if len(messages) == 1 else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+
+
+def _digest(*texts: str) -> int:
+    content = "\x00".join(texts).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def _spread(values: array[float]) -> dict[str, float]:
+    numbers = np.frombuffer(values, dtype=np.float64)
+    return {"min": float(numbers.min()), "mean": float(numbers.mean()), "std": float(numbers.std()), "max": float(numbers.max())}
+
+
+def _quantiles(lengths: array[int]) -> dict[str, int]:
+    numbers = np.frombuffer(lengths, dtype=np.int32)
+    return {name: int(np.percentile(numbers, q, method="inverted_cdf")) for name, q in PERCENTILES.items()}
+
+
+def _histogram(lengths: dict[str, array[int]]) -> dict[str, list[int]]:
+    longest = max((max(values) for values in lengths.values() if values), default=0)
+    edge = -(-max(longest, 1) // BINS) * BINS
+    return {name: [*np.histogram(values, BINS, (0, edge))[0].tolist(), edge] for name, values in lengths.items() if values}
