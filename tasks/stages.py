@@ -83,18 +83,25 @@ class Throttle:
 
 def show(result: StageResult, run_dir: Path) -> None:
     """Artifacts of a finished stage: its metrics, its outputs, and the table of an evaluation."""
-    key = re.sub(r"[^a-z0-9]+", "-", result.name.lower()).strip("-")
+    key = _key(result.name)
     title = f"{result.name} ({result.stage}, {result.seconds:.0f} s)"
     rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(result.metrics.items()))
     create_markdown_artifact(f"## {title}\n\n| metric | value |\n|---|---|\n{rows}\n", key=f"{key}-metrics", description=title)
     for name, path in result.outputs.items():
-        create_link_artifact((run_dir / path).resolve().as_uri(), link_text=path, key=f"{key}-{name}", description=f"{name} of {title}")
+        create_link_artifact(
+            (run_dir / path).resolve().as_uri(), link_text=path, key=f"{key}-{_key(name)}", description=f"{name} of {title}"
+        )
     if (run_dir / DATA_REPORT).is_file():
         text = (run_dir / DATA_REPORT).read_text()
         create_markdown_artifact(text, key=f"{key}-data", description=f"data of {title}")
     if result.stage == "evaluation":
         report = EvalReport.model_validate_json((run_dir / result.outputs["report"] / "eval.json").read_text())
         create_markdown_artifact(evaluation_table(report), key=f"{key}-win-rates", description=title)
+
+
+def _key(name: str) -> str:
+    """As Prefect wants keys: small letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def evaluation_table(report: EvalReport) -> str:

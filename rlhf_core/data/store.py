@@ -92,7 +92,7 @@ def _built(whole: Path, build: Callable[[Writer], DataReport]) -> Path:
 
 def _opened(folder: Path, shape: Shape) -> Loaded[Any]:
     tokens, ends, values, order = (
-        np.memmap(folder / name, dtype=kind, mode="r")
+        np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray)  # a plain array of the mapped memory: quicker to cut
         for name, kind in ((TOKENS, np.int32), (ENDS, np.int64), (VALUES, np.float64), (ORDER, np.int64))
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import flows.cli
 import rlhf_core.dpo
 import rlhf_core.sft
+import tasks.stages
 from evaluation.page import write_report
 from evaluation.summary import StageView
 from rlhf_core.config import DPO, SFT, Data
@@ -186,7 +188,7 @@ def test_all_faults_of_one_data_set_are_named_before_it_is_trained_on(
     assert named == set(LIMITS) - {"empty prompts", "answers cut away", "duplicate prompts"} | {"chosen longer"}, "those have tests above"
 
 
-def test_the_report_is_an_output_and_the_page_tells_its_warnings(material: Path, tmp_path: Path) -> None:
+def test_the_report_is_an_output_an_artifact_and_on_the_page(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = clean("sft", 16)
     rows[3] = {**rows[3], "response": "cafÃ©"}
     config = SFT(model="base", data=source(tmp_path / "a.jsonl", rows), max_len=MAX_LEN, train_batch_size=8, micro_train_batch_size=8)
@@ -199,6 +201,12 @@ def test_the_report_is_an_output_and_the_page_tells_its_warnings(material: Path,
     assert {name for name in result.metrics if name.startswith("data/")} == {
         f"data/{name}" for name in ("rows", "kept", "truncated", "dropped", "tokens")
     }
+    shown: dict[str, str] = {}
+    for name in ("create_markdown_artifact", "create_link_artifact"):
+        monkeypatch.setattr(tasks.stages, name, lambda content, key, **_: shown.update({key: content}))
+    tasks.stages.show(result, run.path)
+    assert "broken characters" in shown["sft-data"] and shown["sft-data-report"] == (run / JSON).as_uri()
+    assert all(re.fullmatch("[a-z0-9-]+", key) for key in shown), "Prefect takes no other keys"
     page = write_report(tmp_path / "recipe", "recipe", [StageView("sft", "sft", (), run.path, "done")]).read_text()
     assert "broken characters" in page and f"{tmp_path / 'a.jsonl'}, row 4" in page
 
