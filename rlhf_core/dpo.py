@@ -15,6 +15,7 @@ from rlhf_core.config import DPO, REFERENCE_FREE, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document, Lazy, Loaded, Pair, joined, lazily_cut, mapped
+from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.engine.base import Engine
@@ -38,11 +39,11 @@ class Anchored(NamedTuple):
 
 
 class PairLogprobs(NamedTuple):
-    """Log-probs of responses, (2, N): chosen, rejected; what the NLL term reads, (2N, T); the experts' balance over all documents."""
+    """Log-probs of responses, (2, N): chosen, rejected; what the NLL term reads, (B, T); the experts' balance over all documents."""
 
     responses: torch.Tensor
     tokens: torch.Tensor
-    mask: torch.Tensor
+    chosen_mask: torch.Tensor
     balance: torch.Tensor | None
 
 
@@ -87,8 +88,10 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     items = anchored(data.items, refs, 0, micro)
     held_out_items = anchored(held_out_pairs, refs, 2 * len(data.items), micro)
 
+    passes = Passes(micro, config.micro_train_tokens, engine.world_size)
+
     def loss(engine: Engine, items: list[Anchored], denominator: Denominator) -> Loss:
-        logprobs = pair_logprobs(engine, [item.pair for item in items], pad, mean, engine.device)
+        logprobs = pair_logprobs(engine, [item.pair for item in items], pad, mean, passes)
         chosen, rejected = logprobs.responses
         ref_chosen = torch.tensor([item.ref_chosen for item in items], device=engine.device)
         ref_rejected = torch.tensor([item.ref_rejected for item in items], device=engine.device)
@@ -102,8 +105,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         result = with_balance(result, logprobs.balance, config.router_aux_coef, 2 * denominator.pairs)
         if config.nll_coef == 0:
             return result
-        n = len(items)
-        nll = sft_loss(logprobs.tokens[:n], logprobs.mask[:n], denominator.chosen_tokens)
+        nll = sft_loss(logprobs.tokens, logprobs.chosen_mask, denominator.chosen_tokens)
         return Loss(result.loss + config.nll_coef * nll.loss, result.metrics | {"nll": nll.metrics["loss"]})
 
     def evaluate(engine: Engine) -> dict[str, float]:
@@ -113,8 +115,10 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         engine.module.train()
         return {f"eval/{name}": float(sum(r[name] for r in results)) for name in results[0]}
 
-    show = ("loss", "accuracy", "margin")
-    task = Task(items, lambda items: cut(items, micro), count, loss, evaluate if held_out_items else None, show)
+    def micro_batches(items: Sequence[Anchored]) -> list[list[Anchored]]:
+        return passes.split(items, lambda item: len(item.pair))
+
+    task = Task(items, micro_batches, count, loss, evaluate if held_out_items else None, show=("loss", "accuracy", "margin"))
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     return finish_training(engine, request, run, source, config.lora, metrics)
 
@@ -150,12 +154,12 @@ def anchored(pairs: Sequence[Pair], refs: Sequence[float], start: int, micro: in
     return Lazy(len(pairs), get)
 
 
-def pair_logprobs(policy: Engine, pairs: Sequence[Pair], pad_token_id: int, mean: bool, device: torch.device) -> PairLogprobs:
-    """Log-probs of both responses of each pair, in one forward pass over 2N rows; summed over tokens, or averaged."""
+def pair_logprobs(policy: Engine, pairs: Sequence[Pair], pad_token_id: int, mean: bool, passes: Passes) -> PairLogprobs:
+    """Log-probs of both responses of each pair, in one forward pass; summed over tokens, or averaged."""
     documents = both(pairs)
-    batch = collate([[document] for document in documents], pad_token_id).to(device)
+    batch = collate(passes.lay(documents), pad_token_id).to(policy.device)
     out = policy(batch.tokens, batch.positions, batch.documents)
-    logprobs = out.logprobs  # (2N, T)
+    logprobs = out.logprobs  # (B, T)
     reduce = document_mean if mean else document_sum
     responses = reduce(logprobs, batch.mask, batch.documents, len(documents)).view(2, len(pairs))
-    return PairLogprobs(responses, logprobs, batch.mask, out.balance)
+    return PairLogprobs(responses, logprobs, batch.mask & (batch.documents < len(pairs)), out.balance)

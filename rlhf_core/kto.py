@@ -20,6 +20,7 @@ from rlhf_core.config import KTO, Data, Source
 from rlhf_core.data.answers import labelled_answers
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Labelled, Lazy, joined, lazily_cut, mapped
+from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
@@ -98,9 +99,11 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         desirable = sum(item.answer.desirable for item in items)
         return Step(float(len(items)), float(desirable), float(len(items) - desirable), max(0.0, gap / max(1, len(pairs))))
 
+    passes = Passes(micro, config.micro_train_tokens, engine.world_size)
+
     def loss(engine: Engine, items: list[Item], step: Step) -> Loss:
         documents = [item.answer.document for item in items]
-        logprobs, balance = answer_logprobs_and_balance(engine, documents, pad, False, engine.device)
+        logprobs, balance = answer_logprobs_and_balance(engine, documents, pad, False, engine.device, passes)
         ref = torch.tensor([item.ref for item in items], device=engine.device)
         desirable = torch.tensor([item.answer.desirable for item in items], device=engine.device)
         result = kto_loss(logprobs, ref, desirable, step.kl, config.beta, config.w_desirable, config.w_undesirable, step.answers)
@@ -123,7 +126,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     task = Task(
         items,
-        lambda items: cut(items, micro),
+        lambda items: passes.split(items, lambda item: len(item.answer.document)),
         step_of,
         loss,
         evaluate if held_out_items else None,

@@ -15,6 +15,7 @@ import torch
 
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
+from rlhf_core.data.packing import Passes
 from rlhf_core.engine.base import Engine
 from rlhf_core.masked import document_mean, document_sum
 from rlhf_core.models.load import Policy
@@ -72,15 +73,15 @@ def answer_logprobs(
     policy: Policy | Engine, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device
 ) -> torch.Tensor:
     """Log-probs of the answers, (N,), in one forward pass; summed over the tokens under the mask, or averaged."""
-    return answer_logprobs_and_balance(policy, documents, pad_token_id, mean, device)[0]
+    return answer_logprobs_and_balance(policy, documents, pad_token_id, mean, device, Passes(len(documents)))[0]
 
 
 def answer_logprobs_and_balance(
-    policy: Policy | Engine, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device
+    policy: Policy | Engine, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device, passes: Passes
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`answer_logprobs`, and the balance of the experts of a policy that was asked for it."""
-    batch = collate([[document] for document in documents], pad_token_id).to(device)
-    out = policy(batch.tokens, batch.positions, batch.documents)  # log-probs (N, T)
+    batch = collate(passes.lay(documents), pad_token_id).to(device)
+    out = policy(batch.tokens, batch.positions, batch.documents)  # log-probs (B, T)
     reduce = document_mean if mean else document_sum
     return reduce(out.logprobs, batch.mask, batch.documents, len(documents)), out.balance
 

@@ -16,6 +16,7 @@ from rlhf_core.config import RewardModel
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Pair
+from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.engine.base import Engine
@@ -48,8 +49,10 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     if engine.rank == 0:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
+    passes = Passes(micro, config.micro_train_tokens, engine.world_size)
+
     def loss(engine: Engine, pairs: list[Pair], denominator: float) -> Loss:
-        scores = pair_scores(engine, pairs, pad)
+        scores = pair_scores(engine, pairs, pad, passes)
         margins = torch.tensor([pair.margin for pair in pairs], device=engine.device)
         return reward_loss(scores[0], scores[1], margins, config.centering, denominator)
 
@@ -58,12 +61,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         scores = score_all(engine, held_out.items, pad, micro)
         return held_out_metrics(scores[0], scores[1])
 
-    def micro_batches(pairs: Sequence[Pair]) -> list[list[Pair]]:
-        return [list(pairs[i : i + micro]) for i in range(0, len(pairs), micro)]
-
     task = Task(
         data.items,
-        micro_batches,
+        lambda pairs: passes.split(pairs, len),
         lambda pairs: float(len(pairs)),
         loss,
         evaluate if held_out else None,
@@ -78,10 +78,10 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     return outcome._replace(metrics=outcome.metrics | {f"score/{name}": value for name, value in statistics.items()})
 
 
-def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int) -> torch.Tensor:
+def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> torch.Tensor:
     """Scores of a micro-batch in one forward pass: (2, N), chosen then rejected."""
     documents = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    batch = collate([[document] for document in documents], pad_token_id).to(engine.device)
+    batch = collate(passes.lay(documents), pad_token_id).to(engine.device)
     return gather_last(engine(batch.tokens, batch.positions), batch.documents, len(documents)).view(2, len(pairs))
 
 
@@ -89,7 +89,7 @@ def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, micro: i
     """Scores of many pairs without gradient: (2, N). Every rank makes all passes."""
     engine.module.eval()
     with torch.no_grad():
-        parts = [pair_scores(engine, pairs[i : i + micro], pad_token_id).cpu().numpy() for i in range(0, len(pairs), micro)]
+        parts = [pair_scores(engine, pairs[i : i + micro], pad_token_id, Passes(micro)).cpu().numpy() for i in range(0, len(pairs), micro)]
     engine.module.train()
     return np.concatenate(parts, axis=1)
 

@@ -19,7 +19,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate
 from rlhf_core.data.condition import store_suffix
 from rlhf_core.data.documents import Document
-from rlhf_core.data.packing import best_fit
+from rlhf_core.data.packing import Passes, best_fit
 from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import sft_documents
 from rlhf_core.engine.base import Engine
@@ -57,6 +57,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
     def micro_batches(documents: Sequence[Document]) -> list[list[Row]]:
+        if config.micro_train_tokens:
+            return [[row] for row in Passes(1, config.micro_train_tokens, engine.world_size).split(documents, len)]
         return rows_to_micro_batches(documents, config.max_len if config.packing else 0, config.micro_train_batch_size)
 
     def loss(engine: Engine, rows: list[Row], counted: Counted) -> Loss:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.data import Data
 from rlhf_core.config.rounds import Sampling, Vllm
-from rlhf_core.config.training import ROUTER, Lora, check_batch, check_lora
+from rlhf_core.config.training import PASS_TOKENS, ROUTER, Lora, check_batch, check_lora
 from rlhf_core.reward_sources import ModelReward, RewardSources, check_titles
 from rlhf_core.types import Positive, Ranks, Rate, Share
 
@@ -47,6 +47,8 @@ class PPO(Sampling):
     micro_rollout_batch_size: Positive = Field(8, description="documents of one scoring pass on one rank")
     train_batch_size: Positive = Field(128, description="documents of one optimiser step, all ranks together")
     micro_train_batch_size: Positive = Field(8, description="documents of one training pass on one rank")
+    micro_rollout_tokens: Positive | None = Field(None, description=PASS_TOKENS.format("micro_rollout_batch_size"))
+    micro_train_tokens: Positive | None = Field(None, description=PASS_TOKENS.format("micro_train_batch_size"))
     num_episodes: Positive = Field(1, description="passes over the prompts")
     max_steps: Positive | None = Field(None, description="stop after this many iterations")
     max_epochs: Positive = Field(1, description="passes over each rollout")

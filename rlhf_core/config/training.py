@@ -10,6 +10,8 @@ from rlhf_core.types import Frozen, Positive, Ranks, Rate, Share
 
 ROUTER = "mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
 
+PASS_TOKENS = "tokens of one forward pass on one rank, in place of {}: documents packed without padding, passes equally full"
+
 
 class Lora(Frozen):
     """Low-rank adapters in place of full fine-tuning (LoRA, Hu et al. 2021); on 4-bit weights: QLoRA (Dettmers et al. 2023)."""
@@ -33,6 +35,7 @@ class Trainable(Frozen):
     max_len: Positive = Field(512, description="longest sequence in tokens; longer ones are cut and counted")
     train_batch_size: Positive = Field(128, description="documents (pairs for preferences) of one optimiser step, all ranks together")
     micro_train_batch_size: Positive = Field(8, description="rows of one forward pass on one rank")
+    micro_train_tokens: Positive | None = Field(None, description=PASS_TOKENS.format("micro_train_batch_size"))
     max_epochs: Positive = Field(1, description="passes over the data")
     learning_rate: Rate = Field(1e-5, description="peak learning rate")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")

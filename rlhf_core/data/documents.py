@@ -40,6 +40,9 @@ class Pair:
     rejected: Document
     margin: float
 
+    def __len__(self) -> int:
+        return len(self.chosen) + len(self.rejected)
+
 
 @dataclass(frozen=True)
 class Labelled:

@@ -5,8 +5,14 @@ Documents are never split. The longest come first, so the rows do not come in a 
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from rlhf_core.data.documents import Document
+
+Item = TypeVar("Item")
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -39,3 +45,47 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
                 insort(rooms, left)
             with_room[left].append(chosen)
     return bins
+
+
+def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]]:
+    """As few parts of indices as hold at most `budget` tokens each, a multiple of `multiple`, with about equally many tokens in each.
+
+    The longest first, each to the part with the fewest tokens (LPT; Graham 1969). A length over the budget raises the budget to it. There
+    are never more parts than lengths. Deterministic.
+    """
+    budget = max(budget, *lengths)
+    count = -(-sum(lengths) // budget)
+    while True:
+        count = min(-(-count // multiple) * multiple, len(lengths))
+        parts: list[list[int]] = [[] for _ in range(count)]
+        loads = [(0, part) for part in range(count)]
+        for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            load, part = loads[0]
+            parts[part].append(index)
+            heapq.heapreplace(loads, (load + lengths[index], part))
+        if max(loads)[0] <= budget:
+            return parts
+        count += 1
+
+
+class Passes(NamedTuple):
+    """How documents share forward passes: `rows` of them, each padded to the longest; or, with `tokens`, one row of at most so many.
+
+    `ranks`: with `tokens`, passes are a multiple of it where there are enough documents, so that no rank waits for another.
+    """
+
+    rows: int
+    tokens: int | None = None
+    ranks: int = 1
+
+    def split(self, items: Sequence[Item], length: Callable[[Item], int]) -> list[list[Item]]:
+        """The items of each pass; `length` gives an item's tokens. With `rows` in order."""
+        if self.tokens is None:
+            return [list(items[i : i + self.rows]) for i in range(0, len(items), self.rows)]
+        if not items:
+            return []
+        return [[items[i] for i in part] for part in evenly([length(item) for item in items], self.tokens, self.ranks)]
+
+    def lay(self, documents: Sequence[Document]) -> list[list[Document]]:
+        """The rows of a pass."""
+        return [[document] for document in documents] if self.tokens is None else [list(documents)]

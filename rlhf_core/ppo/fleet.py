@@ -174,12 +174,26 @@ def start_fleet(
     groups = {name: Group(name, wanted, room, cpu_threads(1 if name == "sampler" else 2)) for name, wanted in groups_of(config).items()}
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
     training = Training(
-        adamw, config.zero_stage, config.micro_train_batch_size, config.gradient_checkpointing, config.timeout, config.lora, seed
+        adamw,
+        config.zero_stage,
+        config.micro_train_batch_size,
+        config.gradient_checkpointing,
+        config.timeout,
+        config.lora,
+        seed,
+        config.micro_train_tokens,
     )
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
     def model(role: str) -> Model:
-        return Model(paths[role], config.dtype, tokenizer.pad_token_id, config.micro_rollout_batch_size, trust_remote_code)
+        return Model(
+            paths[role],
+            config.dtype,
+            tokenizer.pad_token_id,
+            config.micro_rollout_batch_size,
+            trust_remote_code,
+            config.micro_rollout_tokens,
+        )
 
     loading: list[Pending] = [
         groups["sampler"].build(

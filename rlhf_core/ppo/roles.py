@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhf_core.config import Lora
 from rlhf_core.data.collate import Batch, collate
 from rlhf_core.data.documents import Document
+from rlhf_core.data.packing import Passes
 from rlhf_core.engine.base import AdamW, on_cpu
 from rlhf_core.engine.ranks import export
 from rlhf_core.engine.zero import ZeroEngine
@@ -40,6 +41,7 @@ class Model(NamedTuple):
     pad_token_id: int
     micro_batch_size: int
     trust_remote_code: bool
+    micro_tokens: int | None = None
 
 
 class Update(NamedTuple):
@@ -60,6 +62,7 @@ class Training(NamedTuple):
     timeout: float
     lora: Lora | None = None
     seed: int = 0
+    micro_tokens: int | None = None
 
 
 class Actor:
@@ -68,7 +71,8 @@ class Actor:
     def __init__(self, model: Model, training: Training, objective: Objective, temperature: float):
         policy = trained_policy(model.path, model.dtype, model.trust_remote_code, training.lora, training.seed, objective.router_aux_coef)
         self.engine = _engine(policy, model, training)
-        self.model, self.micro, self.lora = model, training.micro_batch_size, training.lora
+        self.model, self.lora = model, training.lora
+        self.passes = Passes(training.micro_batch_size, training.micro_tokens, self.engine.world_size)
         self.objective, self.temperature = objective, temperature
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
@@ -84,7 +88,7 @@ class Actor:
         entropy: Entropy = "gradient" if self.objective.entropy_coef else "value"
 
         def loss(part: list[Experience]) -> Loss:
-            batch = _collate(part, self.model.pad_token_id, self.engine.device)
+            batch = _collate(part, self.passes, self.model.pad_token_id, self.engine.device)
             new = self.engine(batch.tokens, batch.positions, batch.documents, self.temperature, entropy)
             old, ref, advantages, weights = (
                 _per_token(batch, [getattr(e, name) for e in part]) for name in ("old_logprobs", "ref_logprobs", "advantages", "is_weights")
@@ -93,7 +97,7 @@ class Actor:
             result = actor_loss(per_token, len(part), counted, self.objective, kl_coef)
             return with_balance(result, new.balance, self.objective.router_aux_coef, counted.answers)
 
-        metrics = accumulate(self.engine, _micro_batches(items, self.micro), loss)
+        metrics = accumulate(self.engine, _micro_batches(items, self.passes), loss)
         return metrics | {"policy/grad_norm": self.engine.step(rate), "policy/learning_rate": rate}
 
     def device(self) -> str | None:
@@ -127,7 +131,8 @@ class Critic:
     def __init__(self, model: Model, training: Training, value_clip: float):
         scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, training.lora, training.seed)
         self.engine = _engine(scorer, model, training)
-        self.model, self.micro, self.value_clip = model, training.micro_batch_size, value_clip
+        self.model, self.value_clip = model, value_clip
+        self.passes = Passes(training.micro_batch_size, training.micro_tokens, self.engine.world_size)
 
     def values(self, documents: Sequence[Document]) -> Scored:
         """`V(tokens[<t])` for every token."""
@@ -141,11 +146,11 @@ class Critic:
         tokens = count([item.document.mask for item in items]).tokens
 
         def loss(part: list[Experience]) -> Loss:
-            batch = _collate(part, self.model.pad_token_id, self.engine.device)
+            batch = _collate(part, self.passes, self.model.pad_token_id, self.engine.device)
             old, returns = (_per_token(batch, [getattr(e, name) for e in part]) for name in ("values", "returns"))
             return value_loss(self._values(batch), old, returns, batch.mask, self.value_clip, tokens)
 
-        metrics = accumulate(self.engine, _micro_batches(items, self.micro), loss)
+        metrics = accumulate(self.engine, _micro_batches(items, self.passes), loss)
         return metrics | {"value/grad_norm": self.engine.step(rate), "value/learning_rate": rate}
 
     def _values(self, batch: Batch) -> Tensor:
@@ -196,27 +201,29 @@ def _engine(module: torch.nn.Module, model: Model, training: Training) -> ZeroEn
 def _score(
     rank: ZeroEngine | Reference | Reward, documents: Sequence[Document], model: Model, forward: Callable[[Batch], Tensor]
 ) -> Scored:
-    """This rank's share of the documents, one per row, similar lengths together; `forward` gives (B, T)."""
+    """This rank's share of the documents, similar lengths together; `forward` gives (B, T)."""
+    passes = Passes(model.micro_batch_size, model.micro_tokens, rank.world_size)
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i].tokens))
-    parts = [order[i : i + model.micro_batch_size] for i in range(0, len(order), model.micro_batch_size)]
+    parts = passes.split(order, lambda i: len(documents[i]))
     scored: Scored = []
     for index, weight in deal(len(parts), rank.rank, rank.world_size):
-        batch = collate([[documents[i]] for i in parts[index]], model.pad_token_id).to(rank.device)
+        mine = [documents[i] for i in parts[index]]
+        batch = collate(passes.lay(mine), model.pad_token_id).to(rank.device)
         with torch.no_grad():
-            values = forward(batch).float().cpu().numpy()
+            values = forward(batch).float()[batch.documents >= 0].cpu().numpy()
         if weight:
-            scored += [(i, row[: len(documents[i].tokens)].copy()) for i, row in zip(parts[index], values, strict=True)]
+            ends = np.cumsum([len(document) for document in mine])
+            scored += zip(parts[index], np.split(values, ends[:-1]), strict=True)
     return scored
 
 
-def _micro_batches(items: list[Experience], micro: int) -> list[list[Experience]]:
+def _micro_batches(items: list[Experience], passes: Passes) -> list[list[Experience]]:
     """Similar lengths together, so that rows carry little padding."""
-    ordered = sorted(items, key=lambda e: -len(e.document.tokens))
-    return [ordered[i : i + micro] for i in range(0, len(ordered), micro)]
+    return passes.split(sorted(items, key=lambda e: -len(e.document.tokens)), lambda e: len(e.document))
 
 
-def _collate(items: Sequence[Experience], pad_token_id: int, device: torch.device) -> Batch:
-    return collate([[item.document] for item in items], pad_token_id).to(device)
+def _collate(items: Sequence[Experience], passes: Passes, pad_token_id: int, device: torch.device) -> Batch:
+    return collate(passes.lay([item.document for item in items]), pad_token_id).to(device)
 
 
 def _per_token(batch: Batch, rows: Sequence[np.ndarray]) -> Tensor:

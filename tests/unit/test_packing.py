@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.data.packing import best_fit
+from rlhf_core.data.documents import Document
+from rlhf_core.data.packing import Passes, best_fit, evenly
 
 
 def quadratic_best_fit_room(lengths: list[int], capacity: int) -> list[int]:
@@ -48,3 +49,29 @@ def test_a_hundred_thousand_documents_take_seconds_and_waste_little() -> None:
 def test_what_cannot_be_packed_is_refused(lengths: list[int]) -> None:
     with pytest.raises(ValueError, match="1 to 10"):
         best_fit(lengths, 10)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(20, 300), st.integers(1, 4))
+def test_parts_within_a_budget_hold_everything_once_and_suit_the_ranks(lengths: list[int], budget: int, ranks: int) -> None:
+    parts = evenly(lengths, budget, ranks)
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+    assert all(parts) and max(sum(lengths[i] for i in part) for part in parts) <= max(budget, *lengths)
+    assert len(parts) % ranks == 0 or len(parts) == len(lengths)
+    assert evenly(lengths, budget, ranks) == parts
+
+
+def test_parts_are_about_equally_full() -> None:
+    generator = random.Random(0)
+    lengths = [generator.randint(100, 900) for _ in range(256)]
+    loads = [sum(lengths[i] for i in part) for part in evenly(lengths, 16_384, 4)]
+    assert len(loads) % 4 == 0 and max(loads) <= 16_384
+    assert max(loads) - min(loads) < 0.01 * max(loads), "a rank would wait for another"
+
+
+def test_a_budget_lays_documents_in_one_row_and_rows_lays_one_in_each() -> None:
+    documents = [Document([1] * n, [True] * n) for n in (3, 9, 4)]
+    (one,) = Passes(2, tokens=16).split(documents, len)
+    assert Passes(2, tokens=16).lay(one) == [one] and sum(map(len, one)) == 16
+    assert Passes(2).split(documents, len) == [documents[:2], documents[2:]]
+    assert Passes(2).lay(documents) == [[d] for d in documents]
+    assert Passes(2, tokens=16).split([], len) == []

@@ -333,8 +333,9 @@ def test_micro_batches_change_nothing(models: Path, plain_engine: None, aggregat
             gradients.append(torch.cat([p.grad.flatten() for p in self.module.parameters() if p.grad is not None]))
             return super().step(learning_rate)
 
-    for micro in (8, 3, 1):
+    for micro, tokens in ((8, None), (3, None), (1, None), (8, 60)):
         role = actor(models, micro, **choices)
+        role.passes = role.passes._replace(tokens=tokens)
         role.engine = Watched(role.engine.module, role.engine._adamw)
         metrics.append(role.train(items, [Update(list(range(8)), 1e-3, 0.2)])[0])
     assert gradients[0].abs().max() > 1e-3

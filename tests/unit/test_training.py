@@ -81,12 +81,13 @@ def test_a_killed_stage_resumes_to_the_same_weights_and_curve(
 
 @pytest.mark.parametrize("kind", WORK)
 def test_loss_and_weights_do_not_depend_on_the_micro_batch(kind: str, material: Path, tmp_path: Path) -> None:
-    outcomes = {}
+    outcomes: dict[object, Outcome] = {}
     for micro in (1, 4, 8):
         outcomes[micro] = run(config_of(kind, material, micro_train_batch_size=micro), material, tmp_path / str(micro))
-    for micro in (1, 4):
+    outcomes["tokens"] = run(config_of(kind, material, micro_train_tokens=150), material, tmp_path / "tokens")
+    for other in (1, 4, "tokens"):
         for name in ("loss", "grad_norm"):
-            assert outcomes[micro].metrics[name] == pytest.approx(outcomes[8].metrics[name], rel=1e-4), (micro, name)
+            assert outcomes[other].metrics[name] == pytest.approx(outcomes[8].metrics[name], rel=1e-4), (other, name)
 
 
 def test_packing_does_not_change_the_loss_curve(material: Path, tmp_path: Path) -> None:
