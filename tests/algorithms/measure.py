@@ -64,7 +64,7 @@ def measure(case: Case) -> Measured:
 
 
 def _answers(case: Case, planned: Plan) -> tuple[np.ndarray, np.ndarray]:
-    data = planned["sft"].config.eval_data  # type: ignore[union-attr]
+    data = _config(planned["sft"]).eval_data
     before, after = planned["sft"].models["base"], _checkpoint(planned["sft"])
     documents = sft_documents(data, _renderer(after), MAX_LEN, 0).items
     return _logprobs(before, documents, True), _logprobs(after, documents, True)
@@ -72,14 +72,14 @@ def _answers(case: Case, planned: Plan) -> tuple[np.ndarray, np.ndarray]:
 
 def _ranking(case: Case, planned: Plan) -> tuple[np.ndarray, np.ndarray]:
     path = _checkpoint(planned[case.stage])
-    documents = _held_out_pairs(planned[case.stage].config.eval_data, path)  # type: ignore[union-attr]
+    documents = _held_out_pairs(_config(planned[case.stage]).eval_data, path)
     chosen, rejected = np.array(RewardScorer(path, "float32", MICRO).score(documents)).reshape(2, -1)
     right = (np.sign(chosen - rejected) + 1) / 2
     return np.full(len(right), 0.5), right
 
 
 def _margins(case: Case, planned: Plan) -> tuple[np.ndarray, np.ndarray]:
-    data = planned[case.stage].config.eval_data  # type: ignore[union-attr]
+    data = _config(planned[case.stage]).eval_data
     documents = _held_out_pairs(data, _checkpoint(planned["sft"]))
 
     def margin(path: str) -> np.ndarray:
@@ -92,7 +92,7 @@ def _margins(case: Case, planned: Plan) -> tuple[np.ndarray, np.ndarray]:
 def _rewards(case: Case, planned: Plan) -> tuple[np.ndarray, np.ndarray]:
     """By the sources of the stage that asked them; nothing is standardised, as running statistics would not be of one scale."""
     node = next(node for node in planned.stages_of(case.stage) if hasattr(node.config, "reward"))
-    sources = [source.model_copy(update={"normalize": "none"}) for source in node.config.reward]  # type: ignore[union-attr]
+    sources = [source.model_copy(update={"normalize": "none"}) for source in _config(node).reward]
     renderer = _renderer(_checkpoint(planned["sft"]))
 
     def rewards(model: str) -> np.ndarray:
@@ -126,7 +126,7 @@ def _right(case: Case, planned: Plan) -> tuple[float, float] | None:
 
 def _judged(case: Case, planned: Plan) -> str:
     """The name that the evaluation gives the model of the stage; of a loop the last round's."""
-    models = planned["evaluation"].config.models  # type: ignore[union-attr]
+    models = _config(planned["evaluation"]).models
     stage = planned[case.stage].name
     return next((model for model in models if planned[model].name == stage), case.stage)
 
@@ -134,6 +134,11 @@ def _judged(case: Case, planned: Plan) -> str:
 def _answer_file(planned: Plan, model: str) -> Path:
     node = planned["evaluation"]
     return node.run_dir / _result(node).outputs["report"] / "answers" / f"{file_name(model)}.jsonl"
+
+
+def _config(node: Node) -> Any:
+    """The stage's config: which kind it is, the case says."""
+    return node.config
 
 
 def _checkpoint(node: Node) -> str:
