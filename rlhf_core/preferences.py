@@ -20,7 +20,7 @@ from rlhf_core.data.condition import stored_suffix
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.post_process import post_process
-from rlhf_core.rewards.batch import reward_batch
+from rlhf_core.rewards.batch import reward_batch, terms_of
 from rlhf_core.rewards.contract import Sample
 from rlhf_core.rollout.engine import Answer, Sampler
 from rlhf_core.stage import Outcome, RunDir, StageRequest, write_text
@@ -36,6 +36,7 @@ WHY_NONE = {
 def run(request: StageRequest, run: RunDir) -> Outcome:
     """Writes `pairs.jsonl` for the post-processor dpo (`PreferencePair`), else `answers.jsonl` (`ScoredAnswer`, `LabelledAnswer`)."""
     config = cast(Preferences, request.config)
+    terms_of(config.reward, request.inputs)  # what is missing is told before any work
     policy = request.inputs[config.policy]
     tokenizer = load_tokenizer(policy, request.trust_remote_code)
     renderer = Renderer(tokenizer, config.prompts.template)

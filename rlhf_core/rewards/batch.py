@@ -11,7 +11,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.reward_sources import ModelReward, RewardSource
 from rlhf_core.rewards.asking import Outside, asker, collect
-from rlhf_core.rewards.combine import Combined, combine, term_of
+from rlhf_core.rewards.combine import Combined, Term, combine, term_of
 from rlhf_core.rewards.contract import Sample
 
 
@@ -31,7 +31,6 @@ def reward_batch(
     """
     allowed = int(max_failed * len(documents))
     models = [source for source in sources if isinstance(source, ModelReward)]
-    terms = [term_of(source, paths[source.model] if isinstance(source, ModelReward) else None) for source in sources]
 
     def score(source: ModelReward) -> tuple[str, list[float]]:
         return source.title, RewardScorer(paths[source.model], "float32", micro_batch_size, trust_remote_code).score(documents)
@@ -42,4 +41,9 @@ def reward_batch(
         rewards = collect(map(score, models), asked, allowed)
     finally:
         outside.close()
-    return combine(rewards.by_source, terms, {})
+    return combine(rewards.by_source, terms_of(sources, paths), {})
+
+
+def terms_of(sources: Sequence[RewardSource], paths: Mapping[str, str]) -> list[Term]:
+    """The parts of the sum. ValueError when statistics asked for are not stored with their model."""
+    return [term_of(source, paths[source.model] if isinstance(source, ModelReward) else None) for source in sources]

@@ -8,6 +8,7 @@ docs/algorithms-learn.md. Exit code 1 when a run failed or an algorithm did not 
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +49,7 @@ def main() -> int:
     cases = [with_port(case, arguments.reward_port) for case in CASES if not arguments.only or case.algorithm in arguments.only]
 
     disable_progress_bar()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the reward server is ended too
     command([str(ROOT / "deployments/demo/make_material.py"), "--out", "demo/material"], "material")
     rows: list[tuple[Case, Measured | None]] = []
     for number, case in enumerate(cases, 1):

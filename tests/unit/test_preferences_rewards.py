@@ -143,6 +143,13 @@ def test_min_reward_speaks_of_the_weighed_sum(run: Any) -> None:
     assert outcome.metrics["dropped/min_reward"] == 1
 
 
+def test_statistics_that_are_not_there_are_told_before_sampling(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rm" / STATISTICS).unlink()
+    monkeypatch.setattr(ScriptedSampler, "generate", None)
+    with pytest.raises(ValueError, match=r"has no score_statistics.json: set `normalize` of this reward to running or none"):
+        run([{"model": "rm", "normalize": "stored"}])
+
+
 def test_ranks_of_a_reward_model_are_refused(run: Any) -> None:
     with pytest.raises(ValueError, match="rm scores in the stage's own process: leave out its ranks"):
         run([{"model": "rm", "ranks": {"cpus": 2}}])
