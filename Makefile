@@ -1,6 +1,6 @@
 # Every target first makes .venv what it needs (requirements/install.sh; a second time this costs nothing).
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test lint format clean
+.PHONY: help setup setup-dev demo test algorithms lint format clean
 
 export PYTHON  # the interpreter .venv is made with, for machines where it is not found: make demo PYTHON=/path/to/python3.12
 
@@ -8,12 +8,13 @@ RECIPE := deployments/recipes/tiny-cpu.yaml
 REPORT := artifacts/tiny-cpu/report.html
 
 help:
-	@echo "make demo    the whole lifecycle on this machine, without a GPU; ends with one page: $(REPORT)"
-	@echo "make test    unit tests, flow tests and one short end-to-end run (not those marked gpu)"
-	@echo "make lint    ruff and mypy"
-	@echo "make format  let ruff format the code"
-	@echo "make setup   only make .venv"
-	@echo "make clean   remove the demo's material and the caches; .venv and artifacts/ stay"
+	@echo "make demo        the whole lifecycle on this machine, without a GPU; ends with one page: $(REPORT)"
+	@echo "make test        unit tests, flow tests and one short end-to-end run (not those marked gpu)"
+	@echo "make algorithms  every algorithm for a short time (about 25 minutes); writes the table docs/algorithms-learn.md"
+	@echo "make lint        ruff and mypy"
+	@echo "make format      let ruff format the code"
+	@echo "make setup       only make .venv"
+	@echo "make clean       remove the demo's material and the caches; .venv and artifacts/ stay"
 
 setup:
 	@requirements/install.sh
@@ -28,6 +29,9 @@ demo: setup
 
 test: setup-dev
 	.venv/bin/python -m pytest -m "not gpu"
+
+algorithms: setup
+	.venv/bin/python tests/algorithms/run_all.py
 
 lint: setup-dev
 	.venv/bin/ruff check .

@@ -133,7 +133,7 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
                 problems.append(f"{where} asks for {need.gpus:g} GPUs in all, this machine has {gpus}; lower ranks or gpus of its roles")
         if isinstance(node.config, Publication) and node.config.repo_id and not os.environ.get("HF_TOKEN"):
             problems.append(f"{where}: repo_id is {node.config.repo_id}, and the environment variable HF_TOKEN is empty; set it")
-        for source in node.config.reward if isinstance(node.config, PPO) else ():
+        for source in node.config.reward if isinstance(node.config, PPO | Preferences) else ():
             if isinstance(source, HttpReward) and source.api_key_env and not os.environ.get(source.api_key_env):
                 problems.append(f"{where}: the reward {source.title} needs a key in the environment variable {source.api_key_env}; set it")
         for judge in node.config.judges if isinstance(node.config, Evaluation) else ():
@@ -260,7 +260,7 @@ def _question_problems(node: Node) -> list[str]:
 def _function_problems(node: Node) -> list[str]:
     """Files and functions of rewards that are not there. The file is read, not run."""
     problems = []
-    for source in node.config.reward if isinstance(node.config, PPO) else ():
+    for source in node.config.reward if isinstance(node.config, PPO | Preferences) else ():
         if not isinstance(source, FunctionReward):
             continue
         where, name = f"stages.{node.name}.reward", source.function_name

@@ -4,8 +4,8 @@ An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.
 of that round and X for the model of the last; an evaluation that names X judges the model of every round. An `iterative` stage
 does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft.
 A stage's digest covers what decides its result: its configuration, the digests of its parents, of its local data and model
-folders, the seed, and STAGE_VERSIONS. Cadence of logs and saves and time limits are not in it. Hub ids count by name: a
-repository that moves on is not noticed.
+folders, the seed, and STAGE_VERSIONS. Cadence of logs and saves and the limits at which a stage stops are not in it. Hub ids count
+by name: a repository that moves on is not noticed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhf_core.stage import RunDir, StageRequest, digest
 
 # Raise a stage's number when a change of code changes the numbers it produces: its results are then made anew.
 STAGE_VERSIONS = {"sft": 1, "reward_model": 1, "dpo": 1, "kto": 1, "preferences": 1, "ppo": 1, "evaluation": 1, "publication": 1}
-NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env"} | {
+NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env", "max_failed_rewards"} | {
     "requests_per_minute",
     "input_price",
     "output_price",
@@ -322,7 +322,11 @@ def _deciding(config: StageConfig, digests: Digests) -> Any:
             return {key: strip(item) for key, item in value.items() if key not in NO_RESULT and (key, item) != ("format", "auto")} | path
         return [strip(item) for item in value] if isinstance(value, list) else value
 
-    return strip(config.model_dump(mode="json"))
+    content = strip(config.model_dump(mode="json"))
+    reward = config.reward[0] if isinstance(config, Preferences) and len(config.reward) == 1 else None
+    if isinstance(reward, ModelReward) and reward == ModelReward(model=reward.model):
+        content["reward"] = reward.model  # one reward model and nothing more said of it
+    return content
 
 
 def _output(node: Node) -> Path:

@@ -1,11 +1,13 @@
 """What a round's sampled answers become, by post-processor: pairs, labelled answers, the best, or all of them. Pure and torch-free.
 
 Arguments are per prompt: the prompt, its n answers as texts, and their rewards. A prompt that teaches nothing is dropped and counted.
+Answers whose reward failed (nan) are left out.
 Answers that the length limit cut take part in pairs; elsewhere they are left out, for training would put an end after them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
@@ -30,10 +32,21 @@ class Made(NamedTuple):
 def post_process(
     post_processor: PostProcessor, prompts: Prompts, texts: Texts, rewards: Rewards, finished: Finished, min_reward: float | None
 ) -> Made:
-    """The rows of one round. `finished` is False for a cut answer, `min_reward` rejection sampling's threshold."""
+    """The rows of one round. `finished` is False for a cut answer, `min_reward` rejection sampling's threshold.
+
+    A prompt is dropped as `no_reward` when fewer of its answers have a reward than it takes: two where answers are compared, else one.
+    """
+    given = [[not math.isnan(value) for value in group] for group in rewards]
+    needed = 2 if post_processor in ("dpo", "kto") else 1
+    enough = [i for i, group in enumerate(given) if sum(group) >= needed]
+    no_reward = {"no_reward": len(prompts) - len(enough)}
+    prompts, given = [prompts[i] for i in enough], [given[i] for i in enough]
+    texts, rewards = where([texts[i] for i in enough], given), where([rewards[i] for i in enough], given)
+    finished = where([finished[i] for i in enough], given)
     if post_processor == "dpo":
-        return best_and_worst(prompts, texts, rewards)
-    texts, rewards = whole(texts, finished), whole(rewards, finished)
+        made = best_and_worst(prompts, texts, rewards)
+        return Made(made.rows, {**made.dropped, **no_reward})
+    texts, rewards = where(texts, finished), where(rewards, finished)
     kept = [i for i, group in enumerate(texts) if group]
     prompts_of, texts_of, rewards_of = [prompts[i] for i in kept], [texts[i] for i in kept], [rewards[i] for i in kept]
     if post_processor == "kto":
@@ -42,12 +55,12 @@ def post_process(
         made = best(prompts_of, texts_of, rewards_of, min_reward)
     else:
         made = everything(prompts_of, texts_of, rewards_of)
-    return Made(made.rows, {**made.dropped, "no_whole_answer": len(prompts) - len(kept)})
+    return Made(made.rows, {**made.dropped, **no_reward, "no_whole_answer": len(prompts) - len(kept)})
 
 
-def whole(values: Sequence[Sequence[T]], finished: Finished) -> list[list[T]]:
-    """What belongs to answers that ended by themselves."""
-    return [[value for value, ended in zip(*groups, strict=True) if ended] for groups in zip(values, finished, strict=True)]
+def where(values: Sequence[Sequence[T]], keep: Sequence[Sequence[bool]]) -> list[list[T]]:
+    """What belongs to the answers to keep."""
+    return [[value for value, kept in zip(*groups, strict=True) if kept] for groups in zip(values, keep, strict=True)]
 
 
 def best_and_worst(prompts: Prompts, texts: Texts, rewards: Rewards) -> Made:

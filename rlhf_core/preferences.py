@@ -1,14 +1,17 @@
 """One round of self-made data: sample n answers a prompt, score them, and make of them what `post_processor` says.
 
-A policy that knows rewards in its prompts (conditional SFT) is asked for its best; the rows and the reward model see plain prompts.
+A policy that knows rewards in its prompts (conditional SFT) is asked for its best; the rows and the sources of rewards see plain prompts.
 Sampling and scoring follow each other in one process, so that each has the device to itself.
+An answer counts with the weighed sum of its rewards; one that a source failed on has none and is left out, whatever becomes of the others.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
+from statistics import fmean, pstdev
 from typing import cast
 
 from rlhf_core.config import Preferences
@@ -17,8 +20,9 @@ from rlhf_core.data.condition import stored_suffix
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
-from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.post_process import post_process
+from rlhf_core.rewards.batch import reward_batch, terms_of
+from rlhf_core.rewards.contract import Sample
 from rlhf_core.rollout.engine import Answer, Sampler
 from rlhf_core.stage import Outcome, RunDir, StageRequest, write_text
 
@@ -33,6 +37,7 @@ WHY_NONE = {
 def run(request: StageRequest, run: RunDir) -> Outcome:
     """Writes `pairs.jsonl` for the post-processor dpo (`PreferencePair`), else `answers.jsonl` (`ScoredAnswer`, `LabelledAnswer`)."""
     config = cast(Preferences, request.config)
+    terms_of(config.reward, request.inputs)  # what is missing is told before any work
     policy = request.inputs[config.policy]
     tokenizer = load_tokenizer(policy, request.trust_remote_code)
     renderer = Renderer(tokenizer, config.prompts.template)
@@ -47,11 +52,15 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     texts = [[tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in group] for group in answers]
 
     print("scoring the answers", flush=True)
-    scorer = RewardScorer(request.inputs[config.reward], "float32", config.micro_rollout_batch_size, request.trust_remote_code)
     documents = [_document(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
-    flat = scorer.score(documents)
-    n = config.n_samples_per_prompt
-    scores = [flat[i : i + n] for i in range(0, len(flat), n)]
+    samples = [
+        Sample(prompt.messages, text, prompt.row, answer.finished, str(tokenizer.decode(_document(prompt, answer).tokens)))
+        for prompt, group, said in zip(prompts, answers, texts, strict=True)
+        for answer, text in zip(group, said, strict=True)
+    ]
+    micro, limit = config.micro_rollout_batch_size, config.max_failed_rewards
+    combined = reward_batch(config.reward, request.inputs, documents, samples, limit, micro, request.trust_remote_code)
+    scores = combined.rewards.where(combined.scored, math.nan).view(len(prompts), -1).tolist()
 
     finished = [[answer.finished for answer in group] for group in answers]
     made = post_process(config.post_processor, [prompt.messages for prompt in prompts], texts, scores, finished, config.min_reward)
@@ -64,11 +73,10 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         "prompts": float(len(prompts)),
         output: float(len(made.rows)),
         **{f"dropped/{why}": float(count) for why, count in made.dropped.items()},
-        "reward/mean": sum(flat) / len(flat),
-        "reward/best": sum(max(group) for group in scores) / len(scores),
-        "reward/worst": sum(min(group) for group in scores) / len(scores),
-        "response/length": sum(len(a.tokens) for group in answers for a in group) / len(flat),
-        "response/truncated": sum(not a.finished for group in answers for a in group) / len(flat),
+        **combined.metrics,
+        **reward_metrics(scores),
+        "response/length": sum(len(a.tokens) for group in answers for a in group) / len(documents),
+        "response/truncated": sum(not a.finished for group in answers for a in group) / len(documents),
         "prompt/truncated": sum(prompt.truncated for prompt in prompts) / len(prompts),
     }
     write_text(run / "metrics.jsonl", json.dumps({"step": 1, **metrics}) + "\n")
@@ -104,6 +112,19 @@ def sample(
     )
     sampler.close()
     return answers
+
+
+def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
+    """What the weighed sums of each prompt's answers were, as they are compared and written; nan: no reward."""
+    given = [[value for value in group if not math.isnan(value)] for group in scores]
+    flat, groups = [value for group in given for value in group], [group for group in given if group]
+    return {
+        "reward/mean": fmean(flat),
+        "reward/std": pstdev(flat),
+        "reward/best": fmean(map(max, groups)),
+        "reward/worst": fmean(map(min, groups)),
+        "reward/failed": float(sum(map(len, scores)) - len(flat)),
+    }
 
 
 def _document(prompt: Prompt, answer: Answer) -> Document:

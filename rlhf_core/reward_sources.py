@@ -28,7 +28,9 @@ class WeighedReward(Frozen):
 class AskedReward(WeighedReward):
     """What functions and servers share: requests that may fail, are retried with growing pauses, and then given up."""
 
-    normalize: Literal["none", "running"] = Field("none", description="running: standardise with the mean and std of all rewards so far")
+    normalize: Literal["none", "running"] = Field(
+        "none", description="running: standardise with the mean and std of all rewards so far (of a round: its own)"
+    )
     batch_size: Positive = Field(64, description="answers of one request")
     concurrency: Positive = Field(1, description="requests at once (processes of a function)")
     timeout: Rate = Field(60.0, description="seconds one request may take")
@@ -42,9 +44,10 @@ class ModelReward(WeighedReward):
     model: str = Field("reward_model", description="reward model")
     normalize: Literal["none", "stored", "running"] | None = Field(
         None,
-        description="stored: with the mean and std kept with the model; running: of all so far; default: as normalize_reward says",
+        description="stored: with the mean and std kept with the model; running: of all so far (of a round: its own); default: as "
+        "normalize_reward of ppo says, else none",
     )
-    ranks: Ranks | None = Field(None, description="its processes; default: reward_ranks of the stage")
+    ranks: Ranks | None = Field(None, description="its processes in ppo; default: reward_ranks of the stage")
 
     @property
     def title(self) -> str:

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from rlhf_core.config.data import Data
 from rlhf_core.config.preference import PreferenceLoss, UnpairedLoss
 from rlhf_core.config.training import ROUTER, Trainable
-from rlhf_core.types import Frozen, Positive, Rate
+from rlhf_core.reward_sources import ModelReward, RewardSources, check_titles
+from rlhf_core.types import Frozen, Positive, Rate, Share
 
 PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]
 
@@ -36,11 +37,16 @@ class Rounds(Frozen):
     """What sampling answers and learning from them have in common, in a stage of its own and in a loop."""
 
     policy: str = Field("sft", description="model that answers; in a loop, the one that the first round starts from")
-    reward: str = Field("reward_model", description="reward model that scores")
+    reward: RewardSources = Field(
+        (ModelReward(),), description="a reward model, path.py:function, http://..., or a list of these with weights; they are summed"
+    )
+    max_failed_rewards: Share = Field(0.02, description="share of a round's answers a source may leave without a reward")
     prompts: Data = Field(description="rows with a prompt")
     n_samples_per_prompt: Positive = Field(4, description="answers per prompt")
     min_reward: float | None = Field(
-        None, description="rejection_sampling: a prompt whose best answer scores lower is dropped (in the reward model's own units)"
+        None,
+        description="rejection_sampling: a prompt whose best answer scores lower is dropped (of the weighed sum; with one reward model "
+        "alone, in its own units)",
     )
     micro_rollout_batch_size: Positive = Field(8, description="documents of one scoring pass")
     vllm: Vllm = Vllm()
@@ -49,6 +55,14 @@ class Rounds(Frozen):
         description="what a prompt's answers become. dpo: the best against the worst; kto: each answer, desirable when it scores above "
         "their mean; rejection_sampling: the best; conditional_sft: every answer with its reward",
     )
+
+    @model_validator(mode="after")
+    def _check_reward(self) -> Rounds:
+        check_titles(self.reward)
+        for source in self.reward:
+            if isinstance(source, ModelReward) and source.ranks is not None:
+                raise ValueError(f"the reward model {source.title} scores in the stage's own process: leave out its ranks")
+        return self
 
     @model_validator(mode="after")
     def _check_post_processor(self) -> Rounds:

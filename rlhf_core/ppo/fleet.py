@@ -22,7 +22,7 @@ from rlhf_core.ppo.objective import Objective
 from rlhf_core.ppo.roles import Actor, Critic, Model, Reference, Reward, Training, Update
 from rlhf_core.ppo.types import Experience, Rollout, Scores
 from rlhf_core.reward_sources import ModelReward
-from rlhf_core.rewards.asking import Outside, Rewards, asker, check_failures
+from rlhf_core.rewards.asking import Outside, Rewards, asker, collect
 from rlhf_core.rewards.contract import Sample
 from rlhf_core.rollout.engine import Answer
 from rlhf_core.rollout.role import SamplerRole
@@ -81,18 +81,10 @@ class Fleet:
         return self._reward(rollouts, share([rollout.document for rollout in rollouts]), allowed_failures)
 
     def _reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int) -> Rewards:
-        models = {title: group.call("score", "scores", documents) for title, group in self.rewards.items()}
+        models = {title: group.call("score", "scores", documents) for title, group in self.rewards.items()}  # all start, then one wait
         asked = self.outside.start([self._sample(rollout) for rollout in rollouts], allowed) if self.outside else {}
-        by_source: dict[str, np.ndarray] = {}
-        errors: dict[str, str] = {}
-        for title, pending in models.items():
-            scores = np.concatenate(_in_order(pending.wait(self.timeout))).astype(np.float64)
-            by_source[title] = np.where(np.isfinite(scores), scores, np.nan)
-            check_failures(title, int(np.isnan(by_source[title]).sum()), allowed, len(rollouts), "")
-        for title, future in asked.items():
-            by_source[title], error = future.result()
-            errors |= {title: error} if error else {}
-        return Rewards(by_source, errors)
+        scored = ((title, np.concatenate(_in_order(pending.wait(self.timeout)))) for title, pending in models.items())
+        return collect(scored, asked, allowed)
 
     def _sample(self, rollout: Rollout) -> Sample:
         tokens, mask = rollout.document.tokens, rollout.document.mask

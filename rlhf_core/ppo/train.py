@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from rlhf_core import checkpoint
 from rlhf_core.advantages import AdaptiveKL, FixedKL, KLController, kl_controller
@@ -16,13 +16,11 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.engine.base import learning_rate
-from rlhf_core.models.scoring import stored_statistics
 from rlhf_core.ppo.credit import Overlong, Shaping
 from rlhf_core.ppo.fleet import groups_of, start_fleet
 from rlhf_core.ppo.iteration import Carried, Optimisation, Setup, ppo_iteration
 from rlhf_core.ppo.sampling import Filtering, Line, Sampling
-from rlhf_core.reward_sources import ModelReward, RewardSource
-from rlhf_core.rewards.combine import Running, Term
+from rlhf_core.rewards.combine import Running, term_of
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 from rlhf_core.tracking import Tracker, read_metrics
 
@@ -84,7 +82,8 @@ def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
 def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], stop_token_ids: Sequence[int], seed: int) -> Setup:
     """What stays the same over the iterations."""
     n = config.n_samples_per_prompt
-    terms = [term_of(source, config.normalize_reward, paths) for source in config.reward]
+    normalize: Literal["none", "stored"] = "stored" if config.normalize_reward else "none"
+    terms = [term_of(source, paths.get(f"reward:{source.title}"), normalize) for source in config.reward]
     low, high = config.sampler_is_clamp if config.sampler_is == "clamp" else (0.0, config.sampler_is_cap)
     buffer = config.overlong_buffer
     shaping = Shaping(
@@ -111,15 +110,6 @@ def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], s
         probe,
         int(config.max_failed_rewards * config.rollout_batch_size * n),
     )
-
-
-def term_of(source: RewardSource, normalize_reward: bool, paths: Mapping[str, str]) -> Term:
-    """A source's part of the sum. ValueError when the statistics asked for are not stored with the model."""
-    if not isinstance(source, ModelReward):
-        return Term(source.title, source.weight, source.normalize, None)
-    normalize = source.normalize or ("stored" if normalize_reward else "none")
-    stored = stored_statistics(paths[f"reward:{source.title}"]) if normalize == "stored" else None
-    return Term(source.title, source.weight, normalize, stored)
 
 
 def count_iterations(config: PPO, num_prompts: int) -> int:

@@ -7,13 +7,14 @@ and the run stops with the source's name and its last error.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Event
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 from tenacity import Retrying, retry_if_result, sleep_using_event, stop_after_attempt, stop_when_event_set, wait_random_exponential
 
 from rlhf_core.reward_sources import FunctionReward, HttpReward, RewardSource
@@ -55,6 +56,23 @@ def join(parts: Sequence[Rewards]) -> Rewards:
     names = parts[0].by_source
     errors = {name: error for part in parts for name, error in part.errors.items()}
     return Rewards({name: np.concatenate([part.by_source[name] for part in parts]) for name in names}, errors)
+
+
+def collect(scored: Iterable[tuple[str, ArrayLike]], asked: Mapping[str, Future[tuple[np.ndarray, str]]], allowed: int) -> Rewards:
+    """What reward models scored, (title, (N,)) each, and what is being asked outside; a score that is not finite has failed.
+
+    RewardsFailed when a source left more than `allowed` answers without a reward.
+    """
+    by_source: dict[str, np.ndarray] = {}
+    errors: dict[str, str] = {}
+    for title, scores in scored:
+        values = np.asarray(scores, dtype=np.float64)
+        by_source[title] = np.where(np.isfinite(values), values, np.nan)
+        check_failures(title, int(np.isnan(by_source[title]).sum()), allowed, len(values), "")
+    for title, future in asked.items():
+        by_source[title], error = future.result()
+        errors |= {title: error} if error else {}
+    return Rewards(by_source, errors)
 
 
 class Asker:

@@ -1,4 +1,4 @@
-"""Rewards of several sources become one: each standardised on its own, then weighed and summed. Pure; nothing is asked here.
+"""Rewards of several sources become one: each standardised on its own, then weighed and summed. Nothing is asked here.
 
 An answer counts only when every source rewarded it: a sum with a part missing would be another quantity.
 """
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from rlhf_core.advantages import normalize_rewards
+from rlhf_core.models.scoring import stored_statistics
+from rlhf_core.reward_sources import ModelReward, RewardSource
 
 
 class Running(NamedTuple):
@@ -46,6 +48,18 @@ class Term(NamedTuple):
     weight: float
     normalize: Literal["none", "stored", "running"]
     stored: tuple[float, float] | None
+
+
+def term_of(source: RewardSource, path: str | None, unless_told: Literal["none", "stored"] = "none") -> Term:
+    """A source's part of the sum; `path` of a reward model. `unless_told` is the normalisation of models whose recipe names none.
+
+    ValueError when the statistics asked for are not stored with the model.
+    """
+    if not isinstance(source, ModelReward):
+        return Term(source.title, source.weight, source.normalize, None)
+    normalize = source.normalize or unless_told
+    assert path is not None
+    return Term(source.title, source.weight, normalize, stored_statistics(path) if normalize == "stored" else None)
 
 
 class Combined(NamedTuple):

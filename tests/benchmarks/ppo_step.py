@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--generate-len", type=int, default=512)
     parser.add_argument("--micro", type=int, default=16)
+    parser.add_argument("--micro-tokens", type=int, help="tokens of a pass, in place of --micro")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--zero-stage", type=int, default=2)
     parser.add_argument("--keep-activations", action="store_true", help="no gradient checkpointing")
@@ -50,6 +51,8 @@ def main() -> None:
         train_batch_size=arguments.prompts,
         micro_train_batch_size=arguments.micro,
         micro_rollout_batch_size=arguments.micro,
+        micro_train_tokens=arguments.micro_tokens,
+        micro_rollout_tokens=arguments.micro_tokens,
         max_steps=arguments.steps,
         prompt_max_len=arguments.prompt_len,
         generate_max_len=arguments.generate_len,

@@ -1,6 +1,7 @@
 """PPO with all its engines: four models and vLLM on Ray workers, DeepSpeed ZeRO-3 on two actor ranks.
 
-One undisturbed run and one killed with SIGKILL and started again; what must hold is read from their metrics and weights.
+One undisturbed run and one killed with SIGKILL and started again; what must hold is read from their metrics and weights. The same once more
+with dynamic filtering, whose place on the line of prompts is no function of the iteration: GRPO, a function as the only reward.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -25,6 +26,9 @@ from rlhf_core.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ITERATIONS, SAVED, FROZEN = 4, 2, 1
+SHARE = 0.25  # of a CPU, for each role
+# One in two groups of two answers has one reward for both.
+ODD = "def odd(responses): return [len(response) % 2 for response in responses]\n"
 
 
 class Runs(NamedTuple):
@@ -35,35 +39,49 @@ class Runs(NamedTuple):
     one_rank: Path
 
 
+def common(material: Path) -> dict[str, Any]:
+    return {
+        "actor": "base",
+        "prompts": Data(sources=str(material / "prompts.jsonl")),
+        "rollout_batch_size": 8,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 2,
+        "micro_rollout_batch_size": 4,
+        "max_steps": ITERATIONS,
+        "max_epochs": 2,
+        "prompt_max_len": 64,
+        "generate_max_len": 16,
+        "actor_learning_rate": 1e-3,
+        "save_steps": SAVED,
+        "timeout": 200,
+        "reference_ranks": Ranks(cpus=SHARE),
+        "vllm": Vllm(cpus=SHARE, kv_cache_gib=0.5),
+    }
+
+
 def prepare(folder: Path, material: Path, reward_model: Path, actor_ranks: int) -> None:
-    share = 0.25
     config = PPO(
-        actor="base",
-        prompts=Data(sources=str(material / "prompts.jsonl")),
-        rollout_batch_size=8,
-        n_samples_per_prompt=2,
-        train_batch_size=8,
-        micro_train_batch_size=2,
-        micro_rollout_batch_size=4,
-        max_steps=ITERATIONS,
-        max_epochs=2,
-        prompt_max_len=64,
-        generate_max_len=16,
-        actor_learning_rate=1e-3,
+        **common(material),
         critic_learning_rate=1e-3,
         freezing_actor_steps=FROZEN,
         kl_target=0.01,
         kl_horizon=100,
-        save_steps=SAVED,
         normalize_reward=True,
-        timeout=200,
-        actor_ranks=Ranks(num_ranks_per_node=actor_ranks, cpus=share),
-        critic_ranks=Ranks(cpus=share),
-        reference_ranks=Ranks(cpus=share),
-        reward_ranks=Ranks(cpus=share),
-        vllm=Vllm(cpus=share, kv_cache_gib=0.5),
+        actor_ranks=Ranks(num_ranks_per_node=actor_ranks, cpus=SHARE),
+        critic_ranks=Ranks(cpus=SHARE),
+        reward_ranks=Ranks(cpus=SHARE),
     )
-    inputs = {"base": str(material / "base"), "reward_model": str(reward_model / "checkpoint")}
+    write_request(folder, config, {"base": str(material / "base"), "reward_model": str(reward_model / "checkpoint")})
+
+
+def prepare_filtered(folder: Path, material: Path, function: Path) -> None:
+    reward = {"function": f"{function}:odd", "normalize": "running"}
+    config = PPO(**common(material), advantage_estimator="grpo", reward=reward, dynamic_filtering=True, actor_ranks=Ranks(cpus=SHARE))
+    write_request(folder, config, {"base": str(material / "base")})
+
+
+def write_request(folder: Path, config: PPO, inputs: dict[str, str]) -> None:
     RunDir(folder).prepare(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7))
 
 
@@ -76,6 +94,33 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
 def finish(folder: Path) -> None:
     code = start(folder).wait(timeout=300)
     assert code == 0, (folder / "log.txt").read_text()[-3000:]
+
+
+def kill_and_finish(folder: Path) -> None:
+    """Kills a run with SIGKILL once it is past its checkpoint, and starts it again."""
+    process = start(folder)
+    deadline = time.monotonic() + 200
+    while len(read_metrics(folder)) <= SAVED and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    for survivor in psutil.wait_procs(workers, timeout=5)[1]:  # Ray's agents would stay for a minute
+        survivor.kill()
+    assert RunDir(folder).result() is None, "the run ended before it could be killed"
+    finish(folder)
+
+
+def assert_same_end(whole: Path, killed: Path) -> None:
+    """The same curve and weights, bit for bit; and the second half of the killed run was a resumed one."""
+
+    def curve(folder: Path) -> list[dict[str, float]]:
+        return [{k: v for k, v in line.items() if k != "time" and not k.startswith("phase/")} for line in read_metrics(folder)]
+
+    assert curve(killed) == curve(whole)
+    weights, again = (load_file(folder / "checkpoint" / "model.safetensors") for folder in (whole, killed))
+    assert all(torch.equal(again[name], weight) for name, weight in weights.items())
+    assert f"resumed after iteration {SAVED}" in (killed / "log.txt").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -92,17 +137,7 @@ def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     finish(runs.one_rank)
     finish(runs.whole)
-    process = start(runs.killed)
-    deadline = time.monotonic() + 200
-    while len(read_metrics(runs.killed)) <= SAVED and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    workers = psutil.Process(process.pid).children(recursive=True)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    for survivor in psutil.wait_procs(workers, timeout=60)[1]:
-        survivor.kill()
-    assert RunDir(runs.killed).result() is None, "the run ended before it could be killed"
-    finish(runs.killed)
+    kill_and_finish(runs.killed)
     return runs
 
 
@@ -132,13 +167,20 @@ def test_the_kl_coefficient_adapts(runs: Runs) -> None:
 
 
 def test_a_killed_run_ends_with_the_same_curve_and_weights(runs: Runs) -> None:
-    def curve(folder: Path) -> list[dict[str, float]]:
-        return [{k: v for k, v in line.items() if k != "time" and not k.startswith("phase/")} for line in read_metrics(folder)]
+    assert_same_end(runs.whole, runs.killed)
 
-    assert curve(runs.killed) == curve(runs.whole)
-    whole, killed = (load_file(folder / "checkpoint" / "model.safetensors") for folder in (runs.whole, runs.killed))
-    assert all(torch.equal(killed[name], weight) for name, weight in whole.items())
-    assert f"resumed after iteration {SAVED}" in (runs.killed / "log.txt").read_text()
+
+def test_so_does_one_with_dynamic_filtering(material: Path, tmp_path: Path) -> None:
+    (tmp_path / "checks.py").write_text(ODD)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        prepare_filtered(folder, material, tmp_path / "checks.py")
+    finish(whole)
+    lines = read_metrics(whole)
+    assert len(lines) == ITERATIONS and all(line["filter/groups"] == 8 for line in lines)
+    assert any(line["filter/accepted"] < 1 for line in lines[:SAVED]), "groups are to be dropped before the checkpoint"
+    kill_and_finish(killed)
+    assert_same_end(whole, killed)
 
 
 def test_one_actor_rank_trains_as_two_do(runs: Runs) -> None:

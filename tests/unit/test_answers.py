@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import chain
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ def test_dpo_pairs_the_best_with_the_worst() -> None:
         {"prompt": "one", "chosen": "b", "rejected": "a", "chosen_score": 5.0, "rejected_score": 1.0},
         {"prompt": "three", "chosen": "h", "rejected": "g", "chosen_score": 5.0, "rejected_score": 3.0},
     ]
-    assert dropped == {"equal_score": 1, "equal_text": 0}
-    assert made("dpo", [[1.0] * 3, [2.0] * 3, [4.0, 4.0, 7.0]]) == ([], {"equal_score": 2, "equal_text": 1})
+    assert dropped == {"equal_score": 1, "equal_text": 0, "no_reward": 0}
+    assert made("dpo", [[1.0] * 3, [2.0] * 3, [4.0, 4.0, 7.0]]) == ([], {"equal_score": 2, "equal_text": 1, "no_reward": 0})
 
 
 def test_kto_labels_by_the_mean_of_the_prompts_own_answers() -> None:
@@ -61,34 +62,45 @@ def test_kto_labels_by_the_mean_of_the_prompts_own_answers() -> None:
     # "c" and the first "g" score the mean of their prompts, 3 and 4, and prompt two's answers all the same: they say nothing.
     found = [(row["prompt"], row["response"], row["reward"], row["label"]) for row in rows]
     assert found == [("one", "a", 1.0, False), ("one", "b", 5.0, True), ("three", "h", 1.0, False), ("three", "g", 7.0, True)]
-    assert dropped == {"equal_score": 1, "no_whole_answer": 0}
+    assert dropped == {"equal_score": 1, "no_reward": 0, "no_whole_answer": 0}
 
 
 def test_kto_is_not_misled_by_rounding() -> None:
     # The mean of three times 0.1 is not 0.1 in floating point.
-    assert made("kto", [[0.1] * 3] * 3) == ([], {"equal_score": 3, "no_whole_answer": 0})
+    assert made("kto", [[0.1] * 3] * 3) == ([], {"equal_score": 3, "no_reward": 0, "no_whole_answer": 0})
 
 
 def test_rejection_sampling_keeps_the_best_above_the_threshold() -> None:
     rows, dropped = made("rejection_sampling")
     assert [(row["response"], row["reward"]) for row in rows] == [("b", 5.0), ("d", 2.0), ("g", 7.0)] and dropped["min_reward"] == 0
     rows, dropped = made("rejection_sampling", min_reward=5.0)
-    assert [row["response"] for row in rows] == ["b", "g"] and dropped == {"min_reward": 1, "no_whole_answer": 0}
+    assert [row["response"] for row in rows] == ["b", "g"] and dropped == {"min_reward": 1, "no_reward": 0, "no_whole_answer": 0}
 
 
 def test_conditional_sft_keeps_every_answer() -> None:
     rows, dropped = made("conditional_sft")
     assert [(row["response"], row["reward"]) for row in rows] == list(zip("abcdefghg", chain(*REWARDS), strict=True))
-    assert dropped == {"no_whole_answer": 0}
+    assert dropped == {"no_reward": 0, "no_whole_answer": 0}
 
 
 def test_cut_answers_are_left_out_except_in_pairs() -> None:
     finished = [[True, False, True], [False] * 3, [True] * 3]
     assert [row["response"] for row in made("conditional_sft", finished=finished)[0]] == ["a", "c", "g", "h", "g"]
     rows, dropped = made("rejection_sampling", finished=finished)
-    assert [row["response"] for row in rows] == ["c", "g"] and dropped == {"min_reward": 0, "no_whole_answer": 1}
+    assert [row["response"] for row in rows] == ["c", "g"] and dropped == {"min_reward": 0, "no_reward": 0, "no_whole_answer": 1}
     assert [row["response"] for row in made("kto", finished=finished)[0][:2]] == ["a", "c"], "the mean is that of the whole answers"
     assert [row["chosen"] for row in made("dpo", finished=finished)[0]] == ["b", "g"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept", "no_reward"),
+    [("dpo", ["g"], 2), ("kto", ["h", "g"], 2), ("rejection_sampling", ["b", "g"], 1), ("conditional_sft", ["b", "h", "g"], 1)],
+)
+def test_answers_without_a_reward_are_left_out(kind: PostProcessor, kept: list[str], no_reward: int) -> None:
+    # Of prompt one the best answer alone has a reward, of prompt two none has, of prompt three all but the first.
+    rows, dropped = made(kind, [[nan, 5.0, nan], [nan] * 3, [nan, 1.0, 7.0]])
+    assert [row["chosen" if kind == "dpo" else "response"] for row in rows] == kept and dropped["no_reward"] == no_reward
+    assert not any(isnan(value) for row in rows for value in row.values() if isinstance(value, float))
 
 
 # Reading

@@ -117,6 +117,11 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
         ),
         (["ppo.reward=[reward_model, checks.py:shrt]"], ["checks.py: unknown function 'shrt'; did you mean short"]),
         (["ppo.reward=[reward_model, broken.py:f]"], ["broken.py is no Python file"]),
+        (["loop.rounds=1", "loop.reward=checks.py:shrt"], ["checks.py: unknown function 'shrt'; did you mean short"]),
+        (
+            ["loop.rounds=1", "loop.reward=[{url: 'http://host', api_key_env: NO_SUCH_KEY}]"],
+            ["stages.loop.round1.preferences: the reward host needs a key in the environment variable NO_SUCH_KEY"],
+        ),
     ],
 )
 def test_a_fault_is_told_once_and_where(planned: Planned, overrides: list[str], told: list[str]) -> None:

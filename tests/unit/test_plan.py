@@ -221,6 +221,26 @@ def test_reward_models_of_a_list_are_parents_and_models(planned: Planned) -> Non
     assert not any("a.py" in name or "host" in name for name in p.inputs(p["ppo"]))
 
 
+def test_a_loop_takes_rewards_of_every_kind(planned: Planned, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def f(responses): return [0]\n")
+    p = planned("loop.reward=[reward_model, {model: org/rm}, a.py:f, 'http://host']", "loop.max_failed_rewards=0.5")
+    for k in (1, 2):
+        node = p[f"loop.round{k}.preferences"]
+        assert isinstance(node.config, Preferences) and node.config.max_failed_rewards == 0.5
+        assert "reward_model" in node.parents and node.models["org/rm"] == "org/rm"
+        assert [source.title for source in node.config.reward] == ["reward_model", "rm", "f", "host"]
+    (tmp_path / "a.py").write_text("def f(responses): return [1]\n")
+    again = planned("loop.reward=[reward_model, {model: org/rm}, a.py:f, 'http://host']", "loop.max_failed_rewards=0.1")
+    assert changed(p, again) >= {"loop.round1.preferences", "loop.round2.dpo"} and "ppo" not in changed(p, again)
+
+
+def test_one_plain_reward_model_counts_by_its_name(planned: Planned) -> None:
+    p = planned("loop.reward=reward_model")
+    assert changed(p, planned("loop.reward=[{model: reward_model}]", "loop.max_failed_rewards=0.3")) == set()
+    for told in ("weight: 0.5", "normalize: running", "name: judge"):
+        assert "loop.round1.preferences" in changed(p, planned(f"loop.reward=[{{model: reward_model, {told}}}]")), told
+
+
 def test_a_plan_needs_no_files(planned: Planned, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").unlink()
     p = planned("base_model=no/such/folder", "loop.prompts={sources: there/is/none.jsonl}")

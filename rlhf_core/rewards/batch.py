@@ -1,0 +1,49 @@
+"""The rewards of one batch of answers, in this process: reward models score one after another, functions and servers are asked meanwhile.
+
+For stages that score once; PPO has its reward models on the cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rlhf_core.data.documents import Document
+from rlhf_core.models.scoring import RewardScorer
+from rlhf_core.reward_sources import ModelReward, RewardSource
+from rlhf_core.rewards.asking import Outside, asker, collect
+from rlhf_core.rewards.combine import Combined, Term, combine, term_of
+from rlhf_core.rewards.contract import Sample
+
+
+def reward_batch(
+    sources: Sequence[RewardSource],
+    paths: Mapping[str, str],
+    documents: Sequence[Document],
+    samples: Sequence[Sample],
+    max_failed: float,
+    micro_batch_size: int,
+    trust_remote_code: bool = False,
+) -> Combined:
+    """The weighed sum over all sources, (N,) for N answers given as documents (to models) and as samples (to functions and servers).
+
+    `running` normalisation is by the mean and standard deviation of this batch. RewardsFailed when a source left more than the share
+    `max_failed` of the answers without a reward; ValueError when no answer has a reward of every source.
+    """
+    allowed = int(max_failed * len(documents))
+    models = [source for source in sources if isinstance(source, ModelReward)]
+
+    def score(source: ModelReward) -> tuple[str, list[float]]:
+        return source.title, RewardScorer(paths[source.model], "float32", micro_batch_size, trust_remote_code).score(documents)
+
+    outside = Outside([asker(source) for source in sources if not isinstance(source, ModelReward)])
+    try:
+        asked = outside.start(samples, allowed)
+        rewards = collect(map(score, models), asked, allowed)
+    finally:
+        outside.close()
+    return combine(rewards.by_source, terms_of(sources, paths), {})
+
+
+def terms_of(sources: Sequence[RewardSource], paths: Mapping[str, str]) -> list[Term]:
+    """The parts of the sum. ValueError when statistics asked for are not stored with their model."""
+    return [term_of(source, paths[source.model] if isinstance(source, ModelReward) else None) for source in sources]
