@@ -131,6 +131,7 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
                 problems.append(f"{where} asks for {need.cpus:g} CPUs in all, this machine has {cpus}; lower ranks or cpus of its roles")
             if need.gpus > gpus + 1e-6:
                 problems.append(f"{where} asks for {need.gpus:g} GPUs in all, this machine has {gpus}; lower ranks or gpus of its roles")
+        problems += _quantisation_problem(node, gpus) if not cluster else []
         if isinstance(node.config, Publication) and node.config.repo_id and not os.environ.get("HF_TOKEN"):
             problems.append(f"{where}: repo_id is {node.config.repo_id}, and the environment variable HF_TOKEN is empty; set it")
         for source in node.config.reward if isinstance(node.config, PPO | Preferences) else ():
@@ -140,6 +141,19 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             if isinstance(judge, OpenAIJudge) and "api.openai.com" in judge.base_url and not os.environ.get(judge.api_key_env):
                 problems.append(f"{where}: the judge {judge.model} needs a key in the environment variable {judge.api_key_env}; set it")
     return list(dict.fromkeys(problems))
+
+
+def _quantisation_problem(node: Node, gpus: float) -> list[str]:
+    """QLoRA's 4-bit weights live on a GPU, and bitsandbytes makes them."""
+    lora = getattr(node.config, "lora", None)
+    if lora is None or lora.quantize == "none":
+        return []
+    where = f"stages.{node.name}.lora.quantize={lora.quantize}"
+    if not gpus:
+        return [f"{where} needs an NVIDIA GPU, and this machine has none; set it to none"]
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return [f"{where} needs the package bitsandbytes, which is not installed; install it or set quantize to none"]
+    return []
 
 
 def needs(config: StageConfig) -> Needs:
