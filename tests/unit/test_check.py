@@ -101,7 +101,7 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
         (["evaluation.questions.prompt_key=question"], ["stages.evaluation.questions: q.jsonl has no column 'question'"]),
         (["ppo.actor_ranks.cpus=2"], ["stages.ppo asks for 3.6 CPUs in all, this machine has 2"]),
         (["ppo.vllm.gpus=1"], ["stages.ppo asks for 1 GPUs in all, this machine has 0"]),
-        (["sft.lora.quantize=nf4"], ["stages.sft.lora.quantize=nf4 needs an NVIDIA GPU, and this machine has none; set it to none"]),
+        (["sft.lora={quantize: nf4}"], ["stages.sft.lora.quantize=nf4 needs an NVIDIA GPU, and this machine has none; set it to none"]),
         (["sft.ranks={num_nodes: 2, cpus: 0.5}", "sft.zero_stage=2"], ["stages.sft asks for 2 nodes, this is one machine"]),
         (["sft.ranks={gpus: 1, cpus: 4}"], ["stages.sft asks for 4 CPUs", "stages.sft asks for 1 GPUs"]),
         (
