@@ -31,6 +31,15 @@ class Vllm(Frozen):
     gpus: float = Field(0.0, ge=0, description="GPUs of one engine")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory")
     kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on a CPU machine, GiB")
+    sleep: bool = Field(
+        False, description="in ppo: give the GPU's memory back while the models score and train (weights wait in host memory)"
+    )
+
+    @model_validator(mode="after")
+    def _check_sleep(self) -> Vllm:
+        if self.sleep and not self.gpus:
+            raise ValueError("vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out")
+        return self
 
 
 class Rounds(Frozen):

@@ -47,6 +47,7 @@ class Fleet:
     decode: Callable[[Sequence[int], bool], str]
     timeout: float
     dtype: str
+    sleeps: bool = False
 
     def sample(
         self,
@@ -102,6 +103,17 @@ class Fleet:
     def trained(self) -> list[Group]:
         """The groups that have an optimiser."""
         return [self.actor] if self.critic is None else [self.critic, self.actor]
+
+    def sleep(self) -> None:
+        """The engines leave their GPUs to the models."""
+        self.sampler.call("sleep", "sleep").wait(self.timeout)
+
+    def wake(self) -> None:
+        """The models leave what they do not use to the engines, which come back."""
+        models = [self.actor, self.reference, *self.rewards.values(), *([self.critic] if self.critic is not None else [])]
+        for pending in [group.call("release memory", "release") for group in models]:
+            pending.wait(self.timeout)
+        self.sampler.call("wake", "wake").wait(self.timeout)
 
     def publish_weights(self) -> None:
         """Sends the actor's weights to every engine: by handles when all sit on the actor's one card, else through host memory."""
@@ -198,6 +210,7 @@ def start_fleet(
             kv_cache_gib=config.vllm.kv_cache_gib,
             gpu_memory_utilization=config.vllm.gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
+            can_sleep=config.vllm.sleep,
         ),
         groups["actor"].build(
             Actor,
@@ -231,6 +244,7 @@ def start_fleet(
         decode=decode,
         timeout=config.timeout,
         dtype=config.dtype,
+        sleeps=config.vllm.sleep,
     )
 
 

@@ -61,6 +61,9 @@ def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, 
     with _phase(phases, "generate"):
         sampled = sample(fleet, setup.line, carried.position, setup.sampling, setup.filtering, setup.allowed_failures)
         rollouts = sampled.rollouts
+    if fleet.sleeps:
+        with _phase(phases, "sleep"):
+            fleet.sleep()
     with _phase(phases, "score"):
         scores = fleet.score(rollouts, sampled.rewards, setup.allowed_failures)
     with _phase(phases, "credit"):
@@ -72,6 +75,9 @@ def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, 
             for role, rates in optimisation.rates.items()
         }
         steps = fleet.train(credited.experience, updates)
+    if fleet.sleeps:
+        with _phase(phases, "wake"):
+            fleet.wake()
     metrics = credited.metrics | sampled.metrics | {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
     if "actor" in updates:
         metrics["policy/first_ratio"] = steps[0]["policy/ratio"]

@@ -65,7 +65,14 @@ class Training(NamedTuple):
     micro_tokens: int | None = None
 
 
-class Actor:
+class Resident:
+    """A role whose model stays on its GPU. Memory that only its allocator holds can go to a neighbour."""
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()
+
+
+class Actor(Resident):
     """The policy that is trained."""
 
     def __init__(self, model: Model, training: Training, objective: Objective, temperature: float):
@@ -125,7 +132,7 @@ class Actor:
         self.engine.load_state(Path(folder))
 
 
-class Critic:
+class Critic(Resident):
     """The value model that is trained; it starts from the reward model, head included."""
 
     def __init__(self, model: Model, training: Training, value_clip: float):
@@ -163,7 +170,7 @@ class Critic:
         self.engine.load_state(Path(folder))
 
 
-class Reference:
+class Reference(Resident):
     """The frozen policy the KL is measured against."""
 
     def __init__(self, model: Model, temperature: float):
@@ -176,7 +183,7 @@ class Reference:
         return _score(self, documents, self.model, lambda b: self.policy(b.tokens, b.positions, b.documents, self.temperature).logprobs)
 
 
-class Reward:
+class Reward(Resident):
     """A frozen reward model."""
 
     def __init__(self, model: Model):

@@ -48,6 +48,7 @@ class Sampler:
         kv_cache_gib: float = 1.0,
         gpu_memory_utilization: float = 0.9,
         trust_remote_code: bool = False,
+        can_sleep: bool = False,
     ):
         on_gpu = torch.cuda.is_available()
         self._merged: TemporaryDirectory[str] | None = None
@@ -72,6 +73,7 @@ class Sampler:
             logprobs_mode="processed_logprobs",
             worker_extension_cls="rlhf_core.rollout.weights.WeightReceiver",
             disable_log_stats=True,
+            enable_sleep_mode=can_sleep,
             skip_tokenizer_init=False,
         )
         self.tied = (
@@ -133,6 +135,13 @@ class Sampler:
         if not any(Path(model).glob("*.safetensors")):
             raise ValueError(f"{model} holds no safetensors file to load into the running engine: name a local checkpoint folder")
         self.update((name, tensor) for file in sorted(Path(model).glob("*.safetensors")) for name, tensor in load_file(file).items())
+
+    def sleep(self) -> None:
+        """Moves the weights to host memory and forgets the KV cache: the GPU is free for others until `wake`."""
+        self.llm.sleep(level=1)
+
+    def wake(self) -> None:
+        self.llm.wake_up()
 
     def _whole(self, model: str) -> str:
         """A folder with the whole model: `model`, or what its adapter makes of its base, kept until `close`."""

@@ -21,6 +21,7 @@ class SamplerRole:
         kv_cache_gib: float,
         gpu_memory_utilization: float,
         trust_remote_code: bool,
+        can_sleep: bool = False,
     ):
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # The engine is alone in this process: torch.distributed variables of the group would make it wait for others.
@@ -34,6 +35,7 @@ class SamplerRole:
             kv_cache_gib=kv_cache_gib,
             gpu_memory_utilization=gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
+            can_sleep=can_sleep,
         )
 
     def generate(
@@ -59,6 +61,12 @@ class SamplerRole:
 
     def device(self) -> str | None:
         return device_id()
+
+    def sleep(self) -> None:
+        self.sampler.sleep()
+
+    def wake(self) -> None:
+        self.sampler.wake()
 
     def update(self, weights: Sequence[tuple[str, Weight]]) -> None:
         self.sampler.update(weights)

@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--zero-stage", type=int, default=2)
     parser.add_argument("--keep-activations", action="store_true", help="no gradient checkpointing")
+    parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while the models work")
     parser.add_argument("--vllm-memory", type=float, default=0.3)
     arguments = parser.parse_args()
 
@@ -61,7 +62,7 @@ def main() -> None:
         critic_ranks=share,
         reference_ranks=share,
         reward_ranks=share,
-        vllm=Vllm(gpus=0.3, gpu_memory_utilization=arguments.vllm_memory),
+        vllm=Vllm(gpus=0.3, gpu_memory_utilization=arguments.vllm_memory, sleep=arguments.sleep),
     )
     run = RunDir(arguments.out / "run")
     run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))

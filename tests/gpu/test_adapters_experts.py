@@ -112,6 +112,19 @@ def test_vllm_follows_an_actor_of_4_bit_weights_with_adapters(material: Path, tm
     assert all(line["sampler/gap"] < 0.05 for line in lines[1:]), "the first rollout is of the model before it was quantised"
 
 
+def test_an_engine_that_slept_samples_from_the_actor(material: Path, tmp_path: Path) -> None:
+    inputs = {"base": str(material / "base"), "reward": str(material / "base")}
+    awake = Vllm(gpus=0.3, gpu_memory_utilization=0.3)
+    curves = [
+        run("ppo", ppo(material).model_copy(update={"vllm": vllm}), inputs, tmp_path / name)
+        for name, vllm in (("awake", awake), ("sleeping", awake.model_copy(update={"sleep": True})))
+    ]
+    for a, b in zip(*curves, strict=True):
+        assert b["phase/sleep"] > 0 and b["phase/wake"] > 0 and "phase/sleep" not in a
+        assert b["sampler/gap"] < 0.05 and abs(b["policy/first_ratio"] - 1) < 0.01
+    assert curves[0][0]["policy/loss"] == pytest.approx(curves[1][0]["policy/loss"], abs=1e-3)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "qwen3-moe"])
 def test_vllm_follows_the_actor_of_each_family(family: str, material: Path, tmp_path: Path) -> None:
     base = make_family(family, material / "base", tmp_path / "base")
