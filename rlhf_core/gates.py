@@ -106,7 +106,7 @@ class Verdict(Frozen):
     @property
     def told(self) -> str:
         """The metric, its value and the bound in one sentence without its full stop."""
-        found = f"{self.gate.metric} is {self.value:.6g}" if self.value is not None else f"there is no {self.gate.metric}"
+        found = f"{self.gate.metric} is {self.value:.6g}" if self.value is not None else f"its result has no metric {self.gate.metric}"
         return f"stage {self.stage}: {found}, and the gate asks for {self.gate.bound}"
 
     def record(self) -> dict[str, Any]:

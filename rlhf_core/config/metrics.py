@@ -97,7 +97,7 @@ def _rewarded(sources: RewardSources) -> Iterator[str]:
 
 def _judged(config: Evaluation) -> Iterator[str]:
     """Of a planned evaluation, in which loops stand for their rounds and the models' parents are known."""
-    everyone = dict.fromkeys([*config.models, config.baseline])
+    everyone = dict.fromkeys([*config.models, config.baseline, *(config.parents or {}).values()])
     yield "questions"
     yield from (f"{name}/{model}" for model in config.models for name in RATES)
     yield from (f"{name}_vs_parent/{model}" for model in config.parents or () for name in RATES)

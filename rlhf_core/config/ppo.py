@@ -19,7 +19,7 @@ AGGREGATIONS: dict[str, Aggregation] = {"grpo": "sequence", "dr_grpo": "constant
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")  # they compare the answers to one prompt
 
 
-class PPO(Sampling, Gated):
+class PPO(Gated, Sampling):
     """Proximal policy optimisation (Schulman et al. 2017) and its critic-free relatives; each model on its own Ray group, vLLM rollouts."""
 
     stage: Literal["ppo"] = "ppo"

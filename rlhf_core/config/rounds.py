@@ -76,7 +76,7 @@ class Rounds(Frozen):
         return self
 
 
-class Preferences(Sampling, Rounds, Gated):
+class Preferences(Gated, Sampling, Rounds):
     """Sample n answers a prompt, score them, and make data of them: pairs, labelled answers, the best, or all with their rewards."""
 
     stage: Literal["preferences"] = "preferences"

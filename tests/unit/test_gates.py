@@ -112,7 +112,7 @@ def test_bounds() -> None:
 def test_a_missing_or_strange_value_does_not_pass(metrics: dict[str, float]) -> None:
     (verdict,) = verdicts(metrics, metric="loss", max=2.0)
     assert not verdict.passed and holding([verdict]) == [verdict]
-    assert ("there is no loss" in verdict.told) == (not metrics)
+    assert ("its result has no metric loss" in verdict.told) == (not metrics)
 
 
 def test_what_a_failed_gate_says() -> None:
