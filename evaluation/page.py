@@ -24,6 +24,7 @@ from evaluation.dag import HEIGHT, WIDTH, draw
 from evaluation.reward_eval import REWARD_MODELS, RewardReports
 from evaluation.summary import Evaluated, Evidence, StageView, as_json, read, read_evaluation, summary_of, trend
 from rlhf_core.data.report import stored_warnings
+from rlhf_core.gates import holding
 from rlhf_core.stage import LOG, write_text
 from rlhf_core.types import Judging, Judgment, WinRate
 
@@ -126,6 +127,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         by_name={stage.view.name: stage for stage in stages},
         total_seconds=sum(stage.result.seconds for stage in stages if stage.result),
         troubles=[(stage, _log_tail(stage)) for stage in stages if stage.view.status == "failed"],
+        gates=[verdict for stage in stages for verdict in stage.view.gates],
         win_rates=_win_rates(evaluated) if evaluated else None,
         agreement="; ".join(agreement),
         rounds=_rounds_svg(chains, evaluated, stages),
@@ -149,7 +151,12 @@ def verdict(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
     """One sentence: is the final model better, and how sure is that."""
     if evaluated is None:
         stopped = [stage.view.name for stage in stages if stage.view.status == "failed"]
-        return f"The run stopped at {', '.join(stopped)}: there is no evaluation." if stopped else "This run has no evaluation (yet)."
+        if stopped:
+            return f"The run stopped at {', '.join(stopped)}: there is no evaluation."
+        held = [stage.view.name for stage in stages if holding(stage.view.gates)]
+        if held:
+            return f"The run stopped after {', '.join(held)}, which did not pass a gate: there is no evaluation."
+        return "This run has no evaluation (yet)."
     rate = evaluated.decided[evaluated.final]
     edge = any(round(100 * bound) == 50 for bound in (rate.ci_low, rate.ci_high))
     digits = 1 if edge else 0  # an interval that ends near one half is told exactly

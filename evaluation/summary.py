@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlhf_core.gates import Verdict
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
 from rlhf_core.types import EvalReport, StageResult, WinRate
@@ -26,13 +27,16 @@ Curve = list[tuple[float, float]]  # (step, value), steps rising
 
 @dataclass(frozen=True)
 class StageView:
-    """One node of the plan as the report sees it. `parents` are names of other nodes; `status` is what happened to it in this run."""
+    """One node of the plan as the report sees it. `parents` are names of other nodes; `status` is what happened to it in this run,
+    `gates` what its result was worth.
+    """
 
     name: str
     kind: str
     parents: tuple[str, ...]
     run_dir: Path
     status: Status
+    gates: tuple[Verdict, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
 
 
 def summarise(recipe_name: str, stages: Sequence[StageView]) -> dict[str, Any]:
-    """The content of `summary.json`: per stage its name, kind, status, seconds, checkpoint, digest and final metrics, and the
+    """The content of `summary.json`: per stage its name, kind, status, seconds, checkpoint, digest, final metrics and gates, and the
     win rate of its model against the baseline with a 95 % interval (all in [0, 1]). `evaluation` holds the final model's, and
     every model's under `models`; None when no evaluation finished.
     """
@@ -141,6 +145,7 @@ def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
                 "digest": stage.digest,
                 "metrics": dict(sorted(stage.result.metrics.items())) if stage.result else {},
                 "evaluation": None,
+                "gates": [verdict.record() for verdict in stage.view.gates],
             }
             for stage in stages
         ],

@@ -11,8 +11,10 @@ from prefect import flow, runtime
 
 from rlhf_core.check import require_here
 from rlhf_core.config import Recipe
+from rlhf_core.gates import GateFailed, Verdict, holding
 from rlhf_core.plan import Node, Plan, plan
 from rlhf_core.recipe import load_recipe
+from tasks.gates import check_gates
 from tasks.report import reported
 from tasks.stages import run_stage
 
@@ -44,18 +46,45 @@ def recipe_of(recipe: Recipe | str, overrides: tuple[str, ...]) -> Recipe:
 
 
 def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
-    """Runs stages in order. Raises ValueError or MachineLacks before any work, StageFailed when a stage fails."""
+    """Runs stages in order, each when the gates of its parents are passed.
+
+    Raises ValueError or MachineLacks before any work, StageFailed when a stage fails, GateFailed when a gate held stages back.
+    """
     require_here(planned, nodes)
+    failed: list[Verdict] = []  # gates that keep other stages from starting
+    held: set[str] = set()  # stages that do not let others start
+
+    def pass_gates(node: Node) -> None:
+        found = holding(check_gates(node))
+        failed.extend(found)
+        if any(verdict.gate.on_fail == "stop" for verdict in found):
+            raise GateFailed(failed)
+        if found:
+            held.add(node.name)
+
     with reported(planned) as statuses:
+        for parent in parents_of(planned, nodes):
+            pass_gates(parent)
         for node in nodes:
+            if held.intersection(node.parents):
+                held.add(node.name)
+                continue
             statuses[node.name] = "failed"  # until it is done
             statuses[node.name] = run_stage(planned.request(node), node.run_dir)
+            pass_gates(node)
+        if failed:
+            raise GateFailed(failed)
+
+
+def parents_of(planned: Plan, nodes: tuple[Node, ...]) -> list[Node]:
+    """Parents of stages that are not among them: done in an earlier run, with gates that count now as well."""
+    here = {node.name for node in nodes}
+    return [planned[name] for name in dict.fromkeys(parent for node in nodes for parent in node.parents) if name not in here]
 
 
 def require_parents(planned: Plan, nodes: tuple[Node, ...]) -> None:
     """Raises ValueError when a stage's parents are neither done nor about to be run with it."""
-    here = {node.name for node in nodes}
-    missing = [name for name in dict.fromkeys(p for node in nodes for p in node.parents) if name not in here and not planned[name].done]
+    missing = [parent.name for parent in parents_of(planned, nodes) if not parent.done]
     if missing:
         raise ValueError(
             f"stage {nodes[0].name} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not done: "

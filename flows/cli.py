@@ -1,7 +1,7 @@
 """The command `alignflow`.
 
-Exit codes: 0 ok; 1 a stage failed; 2 wrong input (recipe, overrides, files, data); 3 the machine or environment is not enough (CPUs,
-GPUs, keys, packages, a folder that cannot be written to); 130 interrupted; 143 terminated.
+Exit codes: 0 ok; 1 a stage or a gate failed; 2 wrong input (recipe, overrides, files, data); 3 the machine or environment is not
+enough (CPUs, GPUs, keys, packages, a folder that cannot be written to); 130 interrupted; 143 terminated.
 Flows are imported where they are run: `validate` and `--dry-run` need no Prefect.
 """
 
@@ -21,6 +21,7 @@ from rich.console import Console
 from rlhf_core import watch
 from rlhf_core.changes import outlook
 from rlhf_core.check import MachineLacks, check_inputs, check_machine, require_here
+from rlhf_core.gates import GateFailed
 from rlhf_core.launch import ENVIRONMENT, WRONG_INPUT, StageFailed, raised_by_us
 from rlhf_core.plan import Plan, plan
 from rlhf_core.recipe import load_recipe
@@ -42,7 +43,7 @@ def installed_version() -> str:
 app = App(
     name="alignflow",
     help="Aligns a language model by a recipe: SFT, reward model, PPO, iterative DPO, evaluation, publication.\n\n"
-    "Exit codes: 0 ok, 1 a stage failed, 2 wrong input, 3 machine or environment is not enough, 130 interrupted.",
+    "Exit codes: 0 ok, 1 a stage or a gate failed, 2 wrong input, 3 machine or environment is not enough, 130 interrupted.",
     version=installed_version,
 )
 
@@ -259,6 +260,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StageFailed as error:
         errors.print(str(error), markup=False)
         return error.code if error.code in (WRONG_INPUT, ENVIRONMENT) else FAILED
+    except GateFailed as error:
+        errors.print(str(error), markup=False)
+        return FAILED
     except KeyboardInterrupt:
         errors.print("interrupted; run the same command again to go on", markup=False)
         return INTERRUPTED
@@ -289,8 +293,8 @@ def _terminate(number: int, frame: object) -> None:
 
 
 def _without_trace(record: logging.LogRecord) -> bool:
-    """A failed stage has its own log: the traceback of the flow around it would only hide that."""
-    if record.exc_info and isinstance(record.exc_info[1], StageFailed):
+    """A failed stage has its own log, and a gate its sentence: the traceback of the flow around it would only hide that."""
+    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed):
         record.exc_info = None
     return True
 

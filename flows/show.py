@@ -10,10 +10,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rlhf_core.changes import Outlook
 from rlhf_core.config import STAGE_KINDS, Recipe
+from rlhf_core.gates import gates_of
 from rlhf_core.plan import Plan
 from rlhf_core.recipe import config_class, models_in
 from rlhf_core.stage import RunDir
@@ -39,7 +41,7 @@ def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
 
 
 def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
-    """One line for each stage, and where the page lies. `statuses` says what this run did."""
+    """One line for each stage and each gate, and where the page lies. `statuses` says what this run did."""
     table = Table(box=None, pad_edge=False)
     for column in ("stage", "status", "seconds", "metrics"):
         table.add_column(column, overflow="fold", no_wrap=column in ("stage", "status"))
@@ -49,6 +51,9 @@ def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
         seconds = f"{result.seconds:.0f}" if result else ""
         table.add_row(node.name, f"[{COLOURS.get(status, 'green')}]{status}[/]", seconds, ", ".join(shown))
     console.print(table)
+    for verdict in (verdict for node in plan.nodes for verdict in gates_of(node)):
+        mark = "[green]gate passed[/]" if verdict.passed else f"[red]gate failed ({verdict.gate.on_fail})[/]"
+        console.print(f"{mark} {escape(verdict.told)}", highlight=False)
     console.print(f"report: {plan.folder / 'report.html'}")
 
 

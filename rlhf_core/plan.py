@@ -4,7 +4,7 @@ An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.
 of that round and X for the model of the last; an evaluation that names X judges the model of every round. An `iterative` stage
 does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft.
 A stage's digest covers what decides its result: its configuration, the digests of its parents, of its local data and model
-folders, the seed, and STAGE_VERSIONS. Cadence of logs and saves and the limits at which a stage stops are not in it. Hub ids count
+folders, the seed, and STAGE_VERSIONS. Cadence of logs and saves, gates, and the limits at which a stage stops are not in it. Hub ids count
 by name: a repository that moves on is not noticed.
 """
 
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from rlhf_core.config import DPO, KTO, SFT, Evaluation, Loop, Preferences, Recipe, RewardJudge, Source, StageConfig
+from rlhf_core.config.metrics import has_metric, metrics_of
 from rlhf_core.digests import Digests
 from rlhf_core.lineage import DATA_SUFFIXES, is_hub_id
 from rlhf_core.recipe import unknown
@@ -27,6 +29,7 @@ from rlhf_core.stage import RunDir, StageRequest, digest
 # Raise a stage's number when a change of code changes the numbers it produces: its results are then made anew.
 STAGE_VERSIONS = {"sft": 1, "reward_model": 1, "dpo": 1, "kto": 1, "preferences": 1, "ppo": 1, "evaluation": 1, "publication": 1}
 NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env", "max_failed_rewards"} | {
+    "gates",
     "requests_per_minute",
     "input_price",
     "output_price",
@@ -145,6 +148,7 @@ def plan(recipe: Recipe) -> Plan:
                 raise ValueError(f"stages.{name}.parents: {unknown(strange[0], last_mention, 'judged model')}")
             stages[name] = config.model_copy(update={"models": last_mention, "parents": against})
     problems = [problem for name, config in stages.items() for problem in _misnamed(name, config, stages, aliases)]
+    problems += [problem for name, config in recipe.stages.items() for problem in _misgated(name, config, stages)]
     if problems:
         raise ValueError("\n".join(problems))
     parents = {
@@ -216,10 +220,13 @@ def _expand(recipe: Recipe) -> tuple[dict[str, StageConfig], dict[str, str], dic
         policy = config.policy
         for k, title in enumerate(rounds[name]):
             slice_of_prompts = {"first_prompt": k * config.prompts_per_round, "num_prompts": config.prompts_per_round}
-            stages[f"{title}.preferences"] = Preferences(**_shared(config, Preferences), policy=policy, **slice_of_prompts)
+            sampling = Preferences(**_shared(config, Preferences), policy=policy, **slice_of_prompts)
             training = _training(config, policy, f"{title}.preferences")
+            ours = tuple(gate for gate in config.gates if has_metric(training, gate.metric))
+            theirs = tuple(gate for gate in config.gates if gate not in ours and has_metric(sampling, gate.metric))
+            stages[f"{title}.preferences"] = sampling.model_copy(update={"gates": theirs})
             aliases[title] = policy = f"{title}.{training.stage}"
-            stages[policy] = training
+            stages[policy] = training.model_copy(update={"gates": ours})
         aliases[name] = policy
     return stages, aliases, rounds
 
@@ -251,7 +258,7 @@ def _parents(models: tuple[str, ...], baseline: str, stages: Mapping[str, StageC
 
 def _shared(config: BaseModel, kind: type[BaseModel]) -> dict[str, Any]:
     """The fields that a loop and one of its stages have in common; what the loop leaves open is left to the stage."""
-    fields = (field for field in kind.model_fields if field not in ("stage", "policy"))
+    fields = (field for field in kind.model_fields if field not in ("stage", "policy", "gates"))
     return {field: getattr(config, field) for field in fields if getattr(config, field, None) is not None}
 
 
@@ -273,6 +280,19 @@ def _misnamed(stage: str, config: StageConfig, stages: Mapping[str, StageConfig]
         elif name != "base" and "/" not in name and not Path(name).exists():
             valid = ["base", *(other for other, found in stages.items() if found.stage in kinds), *aliases]
             yield f"{where}: {unknown(name, valid, 'name')}; name base, a stage, a folder or a Hub id (owner/model)"
+
+
+def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+    """Gates on metrics that a stage will not have; a loop's gates speak of the metrics of both stages of a round."""
+    if not config.gates:
+        return
+    gated = [c for stage, c in stages.items() if stage == name or (isinstance(config, Loop) and stage.startswith(f"{name}.round1."))]
+    known = [metric for planned in gated if not isinstance(planned, Loop) for metric in metrics_of(planned)]
+    for i, gate in enumerate(config.gates):
+        if not any(fnmatchcase(gate.metric, metric) for metric in known):
+            held_out = getattr(config, "eval_data", True) is None or isinstance(config, Loop)
+            why = "; there is no eval_data, and eval/... is measured on it" if held_out and gate.metric.startswith("eval/") else ""
+            yield f"stages.{name}.gates.{i}.metric: {unknown(gate.metric, known, 'metric')}{why}"
 
 
 def _ordered(parents: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -1,7 +1,7 @@
 """The folder of a recipe, `<artifacts>/<recipe name>/`: its report, written at the end of every run, also of one that failed.
 
 Beside the page and `summary.json` it holds `recipe.yaml`, as it was run, and `run.json`: which directories belong to it and what
-happened to them, so that the page can be drawn again later, also after the recipe or its data changed.
+happened to them (also at their gates), so that the page can be drawn again later, also after the recipe or its data changed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from prefect.artifacts import create_link_artifact
 
 from evaluation.summary import StageView, Status
+from rlhf_core.gates import Verdict, gates_of
 from rlhf_core.plan import Plan
 from rlhf_core.recipe import dump_recipe
 from rlhf_core.stage import REQUEST, RunDir, write_text
@@ -40,7 +41,7 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
 
 def write(plan: Plan, statuses: dict[str, Status]) -> Path:
     """Writes the recipe's folder. Returns the page's path."""
-    views = [StageView(node.name, node.kind, node.parents, node.run_dir, statuses[node.name]) for node in plan.nodes]
+    views = [StageView(node.name, node.kind, node.parents, node.run_dir, statuses[node.name], gates_of(node)) for node in plan.nodes]
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_text(plan.folder / RECIPE, dump_recipe(plan.recipe))
     stages = [
@@ -50,6 +51,7 @@ def write(plan: Plan, statuses: dict[str, Status]) -> Path:
             "parents": v.parents,
             "run_dir": v.run_dir.relative_to(plan.artifacts).as_posix(),
             "status": v.status,
+            "gates": [verdict.model_dump(mode="json") for verdict in v.gates],
         }
         for v in views
     ]
@@ -68,7 +70,15 @@ def rewrite(folder: Path) -> Path:
     from evaluation.page import write_report
 
     views = [
-        StageView(s["name"], s["kind"], tuple(s["parents"]), folder.absolute().parent / s["run_dir"], s["status"]) for s in run["stages"]
+        StageView(
+            s["name"],
+            s["kind"],
+            tuple(s["parents"]),
+            folder.absolute().parent / s["run_dir"],
+            s["status"],
+            tuple(Verdict.model_validate(verdict) for verdict in s.get("gates", ())),
+        )
+        for s in run["stages"]
     ]
     return write_report(folder, run["recipe"], views)
 

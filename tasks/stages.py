@@ -83,13 +83,13 @@ class Throttle:
 
 def show(result: StageResult, run_dir: Path) -> None:
     """Artifacts of a finished stage: its metrics, its outputs, and the table of an evaluation."""
-    key = _key(result.name)
+    key = artifact_key(result.name)
     title = f"{result.name} ({result.stage}, {result.seconds:.0f} s)"
     rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(result.metrics.items()))
     create_markdown_artifact(f"## {title}\n\n| metric | value |\n|---|---|\n{rows}\n", key=f"{key}-metrics", description=title)
     for name, path in result.outputs.items():
         create_link_artifact(
-            (run_dir / path).resolve().as_uri(), link_text=path, key=f"{key}-{_key(name)}", description=f"{name} of {title}"
+            (run_dir / path).resolve().as_uri(), link_text=path, key=f"{key}-{artifact_key(name)}", description=f"{name} of {title}"
         )
     if (run_dir / DATA_REPORT).is_file():
         text = (run_dir / DATA_REPORT).read_text()
@@ -99,7 +99,7 @@ def show(result: StageResult, run_dir: Path) -> None:
         create_markdown_artifact(evaluation_table(report), key=f"{key}-win-rates", description=title)
 
 
-def _key(name: str) -> str:
+def artifact_key(name: str) -> str:
     """As Prefect wants keys: small letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 

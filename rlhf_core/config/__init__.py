@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Data, Source
 from rlhf_core.config.evaluation import Evaluation, Judge, OpenAIJudge, Publication, RewardEvaluation, RewardJudge, RuleJudge
+from rlhf_core.config.gates import Gate
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
 from rlhf_core.config.preference import DPO, KTO, REFERENCE_FREE, PreferenceLoss, UnpairedLoss
 from rlhf_core.config.rounds import POST_PROCESSOR_FIELDS, Iterative, IterativeDPO, Loop, PostProcessor, Preferences, Rounds, Sampling, Vllm
@@ -35,6 +36,7 @@ __all__ = [
     "Aggregation",
     "Data",
     "Evaluation",
+    "Gate",
     "Iterative",
     "IterativeDPO",
     "Judge",

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlhf_core.config.data import Data, Source
+from rlhf_core.config.gates import Gated
 from rlhf_core.config.rounds import Vllm
 from rlhf_core.types import Frozen, Positive, Rate, Share
 
@@ -62,7 +63,7 @@ class RewardEvaluation(Frozen):
     bins: Positive = Field(10, description="bins of the calibration curve")
 
 
-class Evaluation(Frozen):
+class Evaluation(Gated):
     """Pairwise battles of each model against the baseline, two games a question with the answers swapped."""
 
     stage: Literal["evaluation"] = "evaluation"
@@ -88,7 +89,7 @@ class Evaluation(Frozen):
     vllm: Vllm = Vllm()
 
 
-class Publication(Frozen):
+class Publication(Gated):
     """Weights, tokenizer, card and scores, to a folder and, when `repo_id` is set, to the Hub."""
 
     stage: Literal["publication"] = "publication"

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.data import Data
+from rlhf_core.config.gates import Gated
 from rlhf_core.config.rounds import Sampling, Vllm
 from rlhf_core.config.training import PASS_TOKENS, ROUTER, Lora, check_batch, check_lora
 from rlhf_core.reward_sources import ModelReward, RewardSources, check_titles
@@ -18,7 +19,7 @@ AGGREGATIONS: dict[str, Aggregation] = {"grpo": "sequence", "dr_grpo": "constant
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")  # they compare the answers to one prompt
 
 
-class PPO(Sampling):
+class PPO(Gated, Sampling):
     """Proximal policy optimisation (Schulman et al. 2017) and its critic-free relatives; each model on its own Ray group, vLLM rollouts."""
 
     stage: Literal["ppo"] = "ppo"

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.data import Data
+from rlhf_core.config.gates import Gated
 from rlhf_core.config.preference import PreferenceLoss, UnpairedLoss
 from rlhf_core.config.training import ROUTER, Trainable
 from rlhf_core.reward_sources import ModelReward, RewardSources, check_titles
@@ -84,7 +85,7 @@ class Rounds(Frozen):
         return self
 
 
-class Preferences(Sampling, Rounds):
+class Preferences(Gated, Sampling, Rounds):
     """Sample n answers a prompt, score them, and make data of them: pairs, labelled answers, the best, or all with their rewards."""
 
     stage: Literal["preferences"] = "preferences"

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from rlhf_core.config.gates import Gated
 from rlhf_core.types import Frozen, Positive, Ranks, Rate, Share
 
 ROUTER = "mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
@@ -29,7 +30,7 @@ class Lora(Frozen):
     )
 
 
-class Trainable(Frozen):
+class Trainable(Gated):
     """What every training stage shares: optimiser, schedule, cadence, precision, ranks."""
 
     max_len: Positive = Field(512, description="longest sequence in tokens; longer ones are cut and counted")

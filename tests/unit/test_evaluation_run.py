@@ -24,6 +24,7 @@ from evaluation.reward_eval import RewardReports
 from evaluation.run import judge_names, run
 from evaluation.style import markdown
 from rlhf_core.config import Evaluation, OpenAIJudge, RewardJudge, RuleJudge, Source
+from rlhf_core.config.metrics import has_metric
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.rollout.engine import Answer
@@ -146,6 +147,8 @@ def evaluate(setting: Setting, name: str = "run", **changes: Any) -> tuple[RunDi
     directory.prepare(request(setting, **changes))
     outcome = run(directory.request(), directory)
     assert outcome.outputs == {"report": "report"}
+    config = request(setting, **changes).config
+    assert [name for name in outcome.metrics if not has_metric(config, name)] == []  # type: ignore[arg-type]
     return directory, EvalReport.model_validate_json((directory / "report/eval.json").read_text()), outcome.metrics
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from rlhf_core.advantages import AdaptiveKL, FixedKL, kl_controller
 from rlhf_core.config import PPO, Data
+from rlhf_core.config.metrics import has_metric
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.ppo.roles import Update
@@ -160,7 +161,9 @@ def config(**changes: object) -> PPO:
 
 def iterate(fleet: Fleet, config: PPO, step: int = 0) -> Any:
     setup = setup_of(config, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
-    return ppo_iteration(fleet, setup, Carried(0, {}), 0.3, optimisation(config, step, 4, 0))  # type: ignore[arg-type]
+    done = ppo_iteration(fleet, setup, Carried(0, {}), 0.3, optimisation(config, step, 4, 0))  # type: ignore[arg-type]
+    assert [name for name in done.metrics if not has_metric(config, name)] == []
+    return done
 
 
 def test_an_iteration_is_the_papers() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import rlhf_core.preferences
 from rlhf_core.config import Preferences
+from rlhf_core.config.metrics import has_metric
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.models.scoring import STATISTICS, RewardScorer
@@ -83,7 +84,8 @@ def run(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         inputs = {"base": str(material / "base"), "rm": str(tmp_path / "rm")}
         request = StageRequest(name="x", digest="0", config=config, inputs=inputs, seed=0)
         outcome = rlhf_core.preferences.run(request, RunDir(tmp_path / "run"))
-        (written,) = outcome.outputs.values()
+        assert [name for name in outcome.metrics if not has_metric(config, name)] == []
+        written = next(path for name, path in outcome.outputs.items() if name != "data_report")
         return outcome, [json.loads(line) for line in (tmp_path / "run" / written).read_text().splitlines()]
 
     return run

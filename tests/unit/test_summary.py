@@ -60,6 +60,7 @@ def test_an_unfinished_stage_has_a_digest_and_nothing_else(tmp_path: Path) -> No
         "digest": DIGESTS["reward_model"],
         "metrics": {},
         "evaluation": None,
+        "gates": [],
     }
     assert summary["evaluation"] is None
 

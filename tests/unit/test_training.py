@@ -16,6 +16,7 @@ import rlhf_core.kto
 import rlhf_core.reward_model
 import rlhf_core.sft
 from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, StageConfig
+from rlhf_core.config.metrics import BALANCE, metrics_of
 from rlhf_core.data.documents import Document
 from rlhf_core.engine.base import TorchEngine, learning_rate
 from rlhf_core.models.scoring import STATISTICS, RewardScorer
@@ -45,7 +46,9 @@ def config_of(kind: str, material: Path, samples: int = 40, **more: object) -> S
 def run(config: StageConfig, material: Path, folder: Path) -> Outcome:
     folder.mkdir(exist_ok=True)
     request = StageRequest(name=config.stage, digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
-    return WORK[config.stage](request, RunDir(folder))
+    outcome = WORK[config.stage](request, RunDir(folder))
+    assert set(outcome.metrics) == set(metrics_of(config)) - {BALANCE, f"eval/{BALANCE}"}, "what gates may name is what the stage writes"
+    return outcome
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,51 @@
+"""What a stage must reach before those that depend on it start."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.types import Frozen
+
+OnFail = Literal["stop", "warn", "branch"]
+
+
+class Gate(Frozen):
+    """A bound on one metric of a stage's result. A metric that is missing or not finite fails it."""
+
+    metric: str = Field(description="metric of the stage's result, such as eval/loss")
+    min: float | None = Field(None, description="the metric must be at least this")
+    max: float | None = Field(None, description="the metric must be at most this")
+    on_fail: OnFail = Field(
+        "stop",
+        description="stop: nothing more is started; warn: only say so; branch: stages that depend on this one are left out, others go on",
+    )
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Gate:
+        if self.min is None and self.max is None:
+            raise ValueError(f"a gate on {self.metric} needs a bound: set min, max or both")
+        if any(bound is not None and not math.isfinite(bound) for bound in (self.min, self.max)):
+            raise ValueError(f"a bound of the gate on {self.metric} is not a finite number: correct min or max")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min={self.min:g} is above max={self.max:g}: nothing could pass the gate on {self.metric}")
+        return self
+
+    @property
+    def bound(self) -> str:
+        """The bounds in words."""
+        told = [f"at least {self.min:g}" if self.min is not None else "", f"at most {self.max:g}" if self.max is not None else ""]
+        return " and ".join(filter(None, told))
+
+    def passes(self, value: float | None) -> bool:
+        if value is None or not math.isfinite(value):
+            return False
+        return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
+
+
+class Gated(Frozen):
+    """A stage with gates. They decide no result, so they are not in its digest: a changed gate makes nothing anew."""
+
+    gates: tuple[Gate, ...] = Field((), description="bounds on this stage's metrics, checked before a stage that depends on it starts")
