@@ -31,7 +31,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_at
 from rlhf_core.card import card, eval_results
 from rlhf_core.config import Publication
 from rlhf_core.lineage import HUB_ID, lineage, stage_of
-from rlhf_core.published import MODEL_FILES, Published, assemble, read_marker
+from rlhf_core.published import ADAPTER_CONFIG, MODEL_FILES, AdapterBase, Published, adapter_base, assemble, read_marker
 from rlhf_core.stage import Outcome, RunDir, StageRequest, file_digest, write_text
 from rlhf_core.types import EvalReport
 
@@ -67,10 +67,11 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     config = request.config
     assert isinstance(config, Publication)
     token = read_token(config.repo_id)
+    checkpoint = Path(request.inputs[config.model])
+    base = adapter_base(checkpoint, config.base_repo)
+    texts = card_files(request, config, base)
     folder = Path(config.folder).expanduser().resolve() if config.folder else run / "published"
-    published = assemble(
-        Path(request.inputs[config.model]), folder, card_files(request, config), request.name, request.digest, request.trust_remote_code
-    )
+    published = assemble(checkpoint, folder, texts, request.name, request.digest, request.trust_remote_code, base)
     print(f"published {len(published.files)} files to {folder}", flush=True)
     outputs = {"published": os.path.relpath(folder, run.path)}
     if config.repo_id and token:
@@ -98,7 +99,7 @@ def read_token(repo_id: str | None) -> str | None:
     return token
 
 
-def card_files(request: StageRequest, config: Publication) -> dict[str, str]:
+def card_files(request: StageRequest, config: Publication, base: AdapterBase | None) -> dict[str, str]:
     """The card and the evaluation's results, as relative path -> content."""
     checkpoint = Path(request.inputs[config.model])
     report, questions = None, ""
@@ -112,7 +113,9 @@ def card_files(request: StageRequest, config: Publication) -> dict[str, str]:
     ancestor = lineage(checkpoint)
     title = config.repo_id or f"{ancestor.name}-{ancestor.digest}".rstrip("-")
     is_reward_model = str(architectures[0]).endswith("ForSequenceClassification")
-    files = {CARD: card(ancestor, config.model, title, config.license, report, is_reward_model, chat)}
+    is_reward_model |= _json(checkpoint / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
+    adapts = base.repo_id if base else None
+    files = {CARD: card(ancestor, config.model, title, config.license, report, is_reward_model, chat, adapts)}
     if report:
         files[REPORT] = report.model_dump_json(indent=2) + "\n"
         results = eval_results(report, config.model, questions)
