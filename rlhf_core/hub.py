@@ -135,7 +135,7 @@ def upload(api: HfApi, folder: Path, repo_id: str, private: bool, tag: str, pati
         raise ValueError(f"{folder} was not published by alignflow: there is nothing to upload")
 
     def ask(what: str, call: Callable[[], T]) -> T:
-        return _ask(what, repo_id, call, patience)
+        return patiently(what, repo_id, call, patience, _refusal)
 
     ask("create the repository", lambda: api.create_repo(repo_id, private=private, exist_ok=True))
     if private and not ask("read the repository", lambda: api.model_info(repo_id)).private:
@@ -191,8 +191,8 @@ def _differences(api: HfApi, folder: Path, published: Published, repo_id: str, c
     return different
 
 
-def _ask(what: str, repo_id: str, call: Callable[[], T], patience: Patience) -> T:
-    """Repeats a call of the Hub while it fails in a way that passes, and turns what remains into one sentence.
+def patiently(what: str, repo_id: str, call: Callable[[], T], patience: Patience, refusal: Callable[[HfHubHTTPError, str, str], str]) -> T:
+    """Repeats a call of the Hub while it fails in a way that passes, and turns what remains into one sentence (`refusal`).
 
     The original error is dropped on purpose: it quotes addresses, and those of uploads carry signatures.
     """
@@ -215,12 +215,12 @@ def _ask(what: str, repo_id: str, call: Callable[[], T], patience: Patience) -> 
         if _passes(error):
             raise ConnectionError(
                 f"the Hub could not {what} of {repo_id} in {patience.attempts} attempts ({_status(error)}): "
-                f"run the stage again later, nothing is lost or doubled"
+                f"run this again later, nothing is lost or doubled"
             ) from None
         cause = _http_error(error)
         if not isinstance(cause, HfHubHTTPError):
             raise
-        raise ValueError(_refusal(cause, what, repo_id)) from None
+        raise ValueError(refusal(cause, what, repo_id)) from None
 
 
 def _refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
