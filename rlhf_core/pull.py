@@ -96,7 +96,7 @@ def _refusal(revision: str) -> Callable[[HfHubHTTPError, str, str], str]:
             case _, RevisionNotFoundError():
                 return f"{repo_id} has no revision {revision}: name a branch, a tag or a commit of it"
             case 401 | 403 | 404, _:
-                return f"the Hub has no model {repo_id}, or does not show it to you: correct it, or set {TOKEN_ENV} to a token that may read it"
+                return f"the Hub has no model {repo_id} for you: correct it, or set {TOKEN_ENV} to a token that may read it"
             case status, _:
                 return f"the Hub refused to {what} of {repo_id}: HTTP {status}"
 

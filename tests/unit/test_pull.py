@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, constants, file_download
 from huggingface_hub.utils import _http as client_http
 
 from flows.cli import main
@@ -38,7 +38,8 @@ def server(published: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub with the model under a tag; main has moved on since."""
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(client_http, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+    for module in (client_http, file_download):
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
     with serve() as running:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("HF_ENDPOINT", running.url)
@@ -117,7 +118,7 @@ def test_a_failure_at_each_request_is_survived_and_a_cut_pull_goes_on(server: Hu
         ("tiny", "'tiny' is no model of the Hub: write owner/name or owner/name@REVISION"),
         (f"{REPO}@", "is no model of the Hub"),
         (f"{REPO}@round-9", f"{REPO} has no revision round-9: name a branch, a tag or a commit"),
-        ("someone/other", "the Hub has no model someone/other, or does not show it to you"),
+        ("someone/other", "the Hub has no model someone/other for you"),
         ("someone/pickles", "someone/pickles has no safetensors weights at"),
     ],
 )
