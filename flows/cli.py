@@ -185,6 +185,25 @@ def serve_reward(checkpoint: str, *, port: int = 8000, host: str = "127.0.0.1", 
 
 
 @app.command
+def pull(model: str, folder: Path) -> int:
+    """Download a model of the Hub at one commit, to start a stage from. A private one needs a token in HF_TOKEN.
+
+    Parameters
+    ----------
+    model: owner/name, or owner/name@REVISION with a branch, a tag or a commit.
+    folder: where to; give it as base_model, or as a stage's model.
+    """
+    from rlhf_core.pull import pull as fetch
+
+    try:
+        commit = fetch(model, folder)
+    except ConnectionError as error:
+        raise MachineLacks(str(error)) from None
+    console.print(f"{folder}: {model.partition('@')[0]} at {commit}", markup=False, highlight=False)
+    return OK
+
+
+@app.command
 def leaderboard(
     folder: Path,
     *,

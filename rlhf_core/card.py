@@ -33,18 +33,26 @@ HIDDEN_KEYS = ("base_url", "folder")  # names of this machine and its network, o
 
 
 def card(
-    model: Ancestor, name: str, title: str, license: str, report: EvalReport | None, is_reward_model: bool, has_chat_template: bool
+    model: Ancestor,
+    name: str,
+    title: str,
+    license: str,
+    report: EvalReport | None,
+    is_reward_model: bool,
+    has_chat_template: bool,
+    adapts: str | None = None,
 ) -> str:
     """README.md of a model.
 
-    `model` is the lineage of the checkpoint, `name` what the evaluation calls it, `title` the heading (a Hub id, or a name).
+    `model` is the lineage of the checkpoint, `name` what the evaluation calls it, `title` the heading (a Hub id, or a name), `adapts` the
+    Hub repository of the model that an adapter belongs to (None: a whole model).
     """
     parts = [
-        f"---\n{yaml.safe_dump(front_matter(model, license, is_reward_model), sort_keys=False, allow_unicode=True)}---\n",
+        f"---\n{yaml.safe_dump(front_matter(model, license, is_reward_model, adapts), sort_keys=False, allow_unicode=True)}---\n",
         f"# {title}\n",
         _summary(model, is_reward_model),
         "## Use\n",
-        _use(title, is_reward_model, has_chat_template),
+        _use(title, is_reward_model, has_chat_template, adapts),
         *([CONDITIONED] if model.config.get("condition") == "reward" else []),
         "## Scores\n",
         _scores(report, name),
@@ -61,18 +69,20 @@ def card(
     return "\n".join(parts)
 
 
-def front_matter(model: Ancestor, license: str, is_reward_model: bool) -> dict[str, Any]:
+def front_matter(model: Ancestor, license: str, is_reward_model: bool, adapts: str | None = None) -> dict[str, Any]:
     """The card's YAML header: what the Hub indexes. Only Hub ids are named as base model and data sets."""
     kinds = list(dict.fromkeys(stage.kind for stage in stages(model)))
     base = trained(model)[0]
     header: dict[str, Any] = {
         "license": license,
-        "library_name": "transformers",
+        "library_name": "peft" if adapts else "transformers",
         "pipeline_tag": "text-classification" if is_reward_model else "text-generation",
         "tags": ["alignflow", *(["reward-model"] if is_reward_model else []), *(kind.replace("_", "-") for kind in kinds)],
     }
     header["tags"] = list(dict.fromkeys(header["tags"]))
-    if base.kind == "hub" and not base.is_stage:
+    if adapts:
+        header |= {"base_model": adapts, "base_model_relation": "adapter"}
+    elif base.kind == "hub" and not base.is_stage:
         header |= {"base_model": base.name, "base_model_relation": "finetune"}
     datasets = list(dict.fromkeys(source["path"] for _, _, source in sources(model) if is_hub_id(source["path"])))
     if datasets:
@@ -109,7 +119,7 @@ def _summary(model: Ancestor, is_reward_model: bool) -> str:
     return f"{what} made with alignflow from {known}: {words}.\n"
 
 
-def _use(title: str, is_reward_model: bool, has_chat_template: bool) -> str:
+def _use(title: str, is_reward_model: bool, has_chat_template: bool, adapts: str | None) -> str:
     place = title if is_hub_id(title) else "path/to/this/folder"
     auto = "AutoModelForSequenceClassification" if is_reward_model else "AutoModelForCausalLM"
     if not has_chat_template:
@@ -121,10 +131,13 @@ def _use(title: str, is_reward_model: bool, has_chat_template: bool) -> str:
         turns = '[{"role": "user", "content": "..."}]'
         tokens = f'tokenizer.apply_chat_template({turns}, add_generation_prompt=True, return_dict=False, return_tensors="pt")'
     last = "print(model(tokens).logits[0, 0])" if is_reward_model else "print(tokenizer.decode(model.generate(tokens)[0]))"
+    load = f'model = {auto}.from_pretrained("{adapts or place}"{", num_labels=1" if adapts and is_reward_model else ""})'
+    if adapts:
+        load += f'\nmodel = PeftModel.from_pretrained(model, "{place}")'
     return f"""```python
-from transformers import {auto}, AutoTokenizer
+{"from peft import PeftModel" + chr(10) if adapts else ""}from transformers import {auto}, AutoTokenizer
 
-model = {auto}.from_pretrained("{place}")
+{load}
 tokenizer = AutoTokenizer.from_pretrained("{place}")
 tokens = {tokens}
 {last}

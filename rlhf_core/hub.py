@@ -31,7 +31,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_at
 from rlhf_core.card import card, eval_results
 from rlhf_core.config import Publication
 from rlhf_core.lineage import HUB_ID, lineage, stage_of
-from rlhf_core.published import MODEL_FILES, Published, assemble, read_marker
+from rlhf_core.published import ADAPTER_CONFIG, MODEL_FILES, AdapterBase, Published, adapter_base, assemble, read_marker
 from rlhf_core.stage import Outcome, RunDir, StageRequest, file_digest, write_text
 from rlhf_core.types import EvalReport
 
@@ -67,10 +67,11 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     config = request.config
     assert isinstance(config, Publication)
     token = read_token(config.repo_id)
+    checkpoint = Path(request.inputs[config.model])
+    base = adapter_base(checkpoint, config.base_repo)
+    texts = card_files(request, config, base)
     folder = Path(config.folder).expanduser().resolve() if config.folder else run / "published"
-    published = assemble(
-        Path(request.inputs[config.model]), folder, card_files(request, config), request.name, request.digest, request.trust_remote_code
-    )
+    published = assemble(checkpoint, folder, texts, request.name, request.digest, request.trust_remote_code, base)
     print(f"published {len(published.files)} files to {folder}", flush=True)
     outputs = {"published": os.path.relpath(folder, run.path)}
     if config.repo_id and token:
@@ -98,7 +99,7 @@ def read_token(repo_id: str | None) -> str | None:
     return token
 
 
-def card_files(request: StageRequest, config: Publication) -> dict[str, str]:
+def card_files(request: StageRequest, config: Publication, base: AdapterBase | None) -> dict[str, str]:
     """The card and the evaluation's results, as relative path -> content."""
     checkpoint = Path(request.inputs[config.model])
     report, questions = None, ""
@@ -112,7 +113,9 @@ def card_files(request: StageRequest, config: Publication) -> dict[str, str]:
     ancestor = lineage(checkpoint)
     title = config.repo_id or f"{ancestor.name}-{ancestor.digest}".rstrip("-")
     is_reward_model = str(architectures[0]).endswith("ForSequenceClassification")
-    files = {CARD: card(ancestor, config.model, title, config.license, report, is_reward_model, chat)}
+    is_reward_model |= _json(checkpoint / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
+    adapts = base.repo_id if base else None
+    files = {CARD: card(ancestor, config.model, title, config.license, report, is_reward_model, chat, adapts)}
     if report:
         files[REPORT] = report.model_dump_json(indent=2) + "\n"
         results = eval_results(report, config.model, questions)
@@ -132,7 +135,7 @@ def upload(api: HfApi, folder: Path, repo_id: str, private: bool, tag: str, pati
         raise ValueError(f"{folder} was not published by alignflow: there is nothing to upload")
 
     def ask(what: str, call: Callable[[], T]) -> T:
-        return _ask(what, repo_id, call, patience)
+        return patiently(what, repo_id, call, patience, _refusal)
 
     ask("create the repository", lambda: api.create_repo(repo_id, private=private, exist_ok=True))
     if private and not ask("read the repository", lambda: api.model_info(repo_id)).private:
@@ -188,8 +191,8 @@ def _differences(api: HfApi, folder: Path, published: Published, repo_id: str, c
     return different
 
 
-def _ask(what: str, repo_id: str, call: Callable[[], T], patience: Patience) -> T:
-    """Repeats a call of the Hub while it fails in a way that passes, and turns what remains into one sentence.
+def patiently(what: str, repo_id: str, call: Callable[[], T], patience: Patience, refusal: Callable[[HfHubHTTPError, str, str], str]) -> T:
+    """Repeats a call of the Hub while it fails in a way that passes, and turns what remains into one sentence (`refusal`).
 
     The original error is dropped on purpose: it quotes addresses, and those of uploads carry signatures.
     """
@@ -212,12 +215,12 @@ def _ask(what: str, repo_id: str, call: Callable[[], T], patience: Patience) -> 
         if _passes(error):
             raise ConnectionError(
                 f"the Hub could not {what} of {repo_id} in {patience.attempts} attempts ({_status(error)}): "
-                f"run the stage again later, nothing is lost or doubled"
+                f"run this again later, nothing is lost or doubled"
             ) from None
         cause = _http_error(error)
         if not isinstance(cause, HfHubHTTPError):
             raise
-        raise ValueError(_refusal(cause, what, repo_id)) from None
+        raise ValueError(refusal(cause, what, repo_id)) from None
 
 
 def _refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from rlhf_core.stage import REQUEST, RESULT, digest, file_digest
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+PULLED = "pulled.json"  # what `alignflow pull` writes into the folder of a model: its repository, commit and files
 HUB_CACHE = re.compile(r"(models|datasets)--(.+?)--(.+)")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
 TRAINS = {
@@ -170,12 +171,24 @@ def _leaf(place: str, path: Path) -> Ancestor:
         cached = HUB_CACHE.fullmatch(folder.name)
         if cached and "snapshots" in path.parts:
             return Ancestor(f"{cached[2]}/{cached[3]}", "hub", path.parts[path.parts.index("snapshots") + 1])
+    if found := pulled(path):
+        return Ancestor(found[0], "hub", found[1])
     if path.is_file():
         return Ancestor(path.name, "file", file_digest(path)[:16])
     if path.is_dir():
         weights = [file for file in sorted(path.iterdir()) if file.name == "config.json" or file.suffix == ".safetensors"]
         return Ancestor(path.resolve().name, "folder", digest({file.name: file_digest(file) for file in weights}) if weights else "")
     return Ancestor(shown(place), "hub" if is_hub_id(place) or re.fullmatch(r"[\w.-]+", place) else "unknown", "")
+
+
+def pulled(folder: Path) -> tuple[str, str] | None:
+    """Hub repository and commit of a folder that `alignflow pull` made; None for another, or when a file has another size since."""
+    record = _json(folder / PULLED)
+    files = record.get("files")
+    if not isinstance(files, dict) or not {"repo_id", "commit"} <= record.keys():
+        return None
+    whole = all((folder / path).is_file() and (folder / path).stat().st_size == info["size"] for path, info in files.items())
+    return (record["repo_id"], record["commit"]) if whole else None
 
 
 def _upwards(path: Path) -> Iterator[Path]:

@@ -3,6 +3,7 @@
 It is written beside its destination, checked, marked, and renamed, so that a reader never sees half a model. The marker
 (`alignflow.json`: who wrote it, from which stage, every file with size and SHA-256) is what allows the next publication to replace it;
 a folder without one belongs to somebody else. Only files a model needs are taken; pickles are never among them.
+An adapter (peft's format) is published as it is, and names the Hub repository of the model it belongs to.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from rlhf_core.lineage import is_hub_id
+from rlhf_core.lineage import HUB_ID, is_hub_id, lineage
 from rlhf_core.stage import file_digest
 from rlhf_core.types import FileInfo, Frozen
 
@@ -32,8 +33,16 @@ OTHERS = (
     "LICENSE*",
     "NOTICE*",
 )
-MODEL_FILES = WEIGHTS + TOKENIZER + OTHERS
+ADAPTER_CONFIG = "adapter_config.json"
+MODEL_FILES = (*WEIGHTS, *TOKENIZER, *OTHERS, ADAPTER_CONFIG)
 PLACES = ("_name_or_path", "name_or_path")  # keys of a config that remember where it was loaded from
+
+
+class AdapterBase(NamedTuple):
+    """The model on the Hub that an adapter belongs to, and its commit when that is known."""
+
+    repo_id: str
+    revision: str | None
 
 
 class Published(Frozen):
@@ -45,9 +54,15 @@ class Published(Frozen):
 
 
 def assemble(
-    checkpoint: Path, folder: Path, texts: Mapping[str, str], name: str, digest: str, trust_remote_code: bool = False
+    checkpoint: Path,
+    folder: Path,
+    texts: Mapping[str, str],
+    name: str,
+    digest: str,
+    trust_remote_code: bool = False,
+    base: AdapterBase | None = None,
 ) -> Published:
-    """Publishes a checkpoint to a folder, together with `texts` (relative path -> content).
+    """Publishes a checkpoint to a folder, together with `texts` (relative path -> content). `base`: of `adapter_base`.
 
     Raises ValueError when the checkpoint is not a whole model, or when `folder` holds something that was not published by alignflow.
     """
@@ -64,6 +79,8 @@ def assemble(
         shutil.copyfile(file, target)
     for file in (partial / "config.json", partial / "tokenizer_config.json"):
         _forget_places(file)
+    if base is not None:
+        _name_base(partial / ADAPTER_CONFIG, base)
     for path, text in texts.items():
         (partial / path).parent.mkdir(exist_ok=True)
         (partial / path).write_text(text)
@@ -81,12 +98,40 @@ def model_files(checkpoint: Path, trust_remote_code: bool = False) -> list[Path]
     """The files of a checkpoint that make up the model; ValueError when an essential kind is missing."""
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint} is not a folder with a model: publication needs the checkpoint of a finished stage")
-    needed = {"config.json": ("config.json",), "safetensors weights": WEIGHTS[:1], "tokenizer": ("tokenizer.json", "*.model", "vocab.*")}
+    config = ADAPTER_CONFIG if is_adapter(checkpoint) else "config.json"
+    needed = {config: (config,), "safetensors weights": WEIGHTS[:1], "tokenizer": ("tokenizer.json", "*.model", "vocab.*")}
     for what, patterns in needed.items():
         if not any(True for pattern in patterns for _ in checkpoint.glob(pattern)):
             raise ValueError(f"{checkpoint} has no {what}: publish a folder written by save_pretrained, with its tokenizer")
     patterns = MODEL_FILES + (("*.py",) if trust_remote_code else ())
     return sorted({file for pattern in patterns for file in checkpoint.glob(pattern) if file.is_file()})
+
+
+def is_adapter(checkpoint: Path) -> bool:
+    return (checkpoint / ADAPTER_CONFIG).is_file()
+
+
+def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:
+    """What a published adapter names as its base: `base_repo`, else the Hub repository it was trained on; None for a whole model.
+
+    Raises ValueError when the base is a folder of this machine and no repository is named for it: a stranger could load neither.
+    """
+    if not is_adapter(checkpoint):
+        if base_repo:
+            raise ValueError(f"base_repo is {base_repo}, and the model to publish is whole, not an adapter: leave base_repo out")
+        return None
+    if base_repo:
+        if not HUB_ID.fullmatch(base_repo):
+            raise ValueError(f"base_repo {base_repo!r} is not a Hub repository: write it as owner/name")
+        return AdapterBase(base_repo, None)
+    config = json.loads((checkpoint / ADAPTER_CONFIG).read_text())
+    base = lineage(str(config.get("base_model_name_or_path") or ""))
+    if base.kind != "hub":
+        raise ValueError(
+            f"the adapter to publish belongs to {base.name}, which is not on the Hub: set lora.export to merged to publish a whole model, "
+            f"or base_repo to the repository that holds {base.name}"
+        )
+    return AdapterBase(base.name, base.digest or config.get("revision"))
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -109,12 +154,21 @@ def check_loads(folder: Path, trust_remote_code: bool = False) -> None:
     Raises ValueError when transformers cannot read the configuration, a weight file is cut, or the index names a tensor that is not there.
     """
     from safetensors import SafetensorError, safe_open
-    from transformers import AutoConfig
 
-    try:
-        AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"transformers cannot read the config.json of the model to publish: {error}") from error
+    if is_adapter(folder):
+        from peft import PeftConfig
+
+        try:
+            PeftConfig.from_pretrained(folder)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"peft cannot read the {ADAPTER_CONFIG} of the adapter to publish: {error}") from error
+    else:
+        from transformers import AutoConfig
+
+        try:
+            AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"transformers cannot read the config.json of the model to publish: {error}") from error
     tensors: dict[str, set[str]] = {}
     for file in folder.glob(WEIGHTS[0]):
         try:
@@ -143,6 +197,11 @@ def _forget_places(file: Path) -> None:
     cleaned = _without_places(config)
     if cleaned != config:
         file.write_text(json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n")
+
+
+def _name_base(file: Path, base: AdapterBase) -> None:
+    config = json.loads(file.read_text()) | {"base_model_name_or_path": base.repo_id, "revision": base.revision}
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def _without_places(value: Any) -> Any:

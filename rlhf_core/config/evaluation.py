@@ -97,5 +97,6 @@ class Publication(Gated):
     evaluation: str | None = Field(None, description="evaluation stage whose scores the card shows")
     folder: str | None = Field(None, description="folder to publish to; default: published/ in the run directory")
     repo_id: str | None = Field(None, description="Hub repository; the token comes from HF_TOKEN")
+    base_repo: str | None = Field(None, description="of an adapter whose base is a folder: Hub repository with that base")
     private: bool = Field(True, description="a new repository is private, and an existing public one is refused")
     license: str = Field("apache-2.0", description="licence named on the card")

@@ -263,7 +263,7 @@ def test_a_run_cut_off_at_each_request_is_completed_by_the_next_run(folder: Path
     for request in range(count):
         with serve() as server:
             server.break_at(request, how, times=1000)
-            with pytest.raises(ConnectionError, match="run the stage again later, nothing is lost or doubled"):
+            with pytest.raises(ConnectionError, match="run this again later, nothing is lost or doubled"):
                 upload(api(server), folder, REPO, True, TAG, ONCE)
             server.heal()
             upload(api(server), folder, REPO, True, TAG, ONCE)
