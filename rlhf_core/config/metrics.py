@@ -87,7 +87,8 @@ def _reinforced(config: PPO) -> Iterator[str]:
     if config.dynamic_filtering:
         yield from ("filter/rounds", "filter/accepted", "filter/groups")
     yield from ("sampler/gap", "sampler/ratio_gap", "sampler/capped", "sampler/gap_p99", BALANCE, *ANSWERS, *DATA)
-    yield from (f"phase/{name}" for name in ("generate", "score", "credit", "train", "sync", "probe"))
+    sleep = ("sleep", "wake") if config.vllm.sleep else ()
+    yield from (f"phase/{name}" for name in ("generate", "score", "credit", "train", "sync", "probe", *sleep))
 
 
 def _rewarded(sources: RewardSources) -> Iterator[str]:
