@@ -139,12 +139,17 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         groups=_examples(evaluated) if evaluated else [],
         charts=_charts(stages, chains),
         data=_data(stages),
-        data_warnings={stage.view.name: found for stage in stages if (found := stored_warnings(stage.view.run_dir))},
+        data_warnings={stage.view.name: found for stage in stages if (found := _data_warnings(Path(stage.view.run_dir)))},
         origins={stage.view.name: _origins(stage, stages) for stage in stages},
         environments=_environments(stages),
         configs={stage.view.name: _config(stage) for stage in stages},
     )
     return page.encode("utf-8", "replace").decode()  # a model may emit half of a surrogate pair
+
+
+def _data_warnings(run_dir: Path) -> list[str]:
+    """What the data report warns of, with files of other stages named from the folder of all stages on."""
+    return [sentence.replace(f"{run_dir.parent.resolve()}/", "") for sentence in stored_warnings(run_dir)]
 
 
 def verdict(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
