@@ -181,8 +181,7 @@ def _found(folder: Path, record: Mapping[str, Any]) -> Found:
 
 def _recipe_differences(before: Path, after: Path) -> Iterator[Difference]:
     old, new = ({stage["name"]: stage for stage in _read_run(folder)["stages"]} for folder in (before, after))
-    top = [_top(folder) for folder in (before, after)]
-    yield from (Difference("", "recipe", *change) for change in _changed(*top))
+    yield from (Difference("", "recipe", *change) for change in _changed(_top(before), _top(after)))
     for name in {**old, **new}:
         if name not in old or name not in new:
             yield Difference(name, "stages", "", *("there" if name in side else "not there" for side in (old, new)))
