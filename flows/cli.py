@@ -159,6 +159,69 @@ def report(run: Path) -> int:
 
 
 @app.command
+def runs(artifacts: Path = Path("artifacts")) -> int:
+    """List the stages in an artifacts folder, the oldest first.
+
+    Parameters
+    ----------
+    artifacts: the `artifacts` folder of recipes.
+    """
+    from flows.history import runs as found
+    from flows.show import show_runs
+
+    show_runs(console, found(artifacts))
+    return OK
+
+
+@app.command
+def diff(before: Path, after: Path) -> int:
+    """Show what changed between two runs: configuration, inputs, versions, metrics.
+
+    Parameters
+    ----------
+    before: a stage's directory <artifacts>/stages/<stage>-<digest>, or a recipe's folder <artifacts>/<recipe name>.
+    after: another one of that sort.
+    """
+    from flows.history import differences
+    from flows.show import show_differences
+
+    show_differences(console, differences(before, after))
+    return OK
+
+
+@app.command
+def lineage(checkpoint: str) -> int:
+    """Show what a checkpoint came from: its parents, their data and the versions they were made with.
+
+    Parameters
+    ----------
+    checkpoint: a checkpoint, a stage's directory, or a Hub id.
+    """
+    from flows.history import lineage_of
+    from flows.show import show_lineage
+
+    show_lineage(console, lineage_of(checkpoint))
+    return OK
+
+
+@app.command
+def gc(artifacts: Path = Path("artifacts"), *, delete: bool = False) -> int:
+    """Show what no recipe needs: stages that no folder <artifacts>/<recipe name> refers to, resume states of stages that are done.
+
+    Parameters
+    ----------
+    artifacts: the `artifacts` folder of recipes.
+    delete: remove it; what a process works on stays.
+    """
+    from flows.history import garbage, remove
+    from flows.show import show_garbage
+
+    found = garbage(artifacts)
+    show_garbage(console, found, {item.path for item in found if remove(item)} if delete else None)
+    return OK
+
+
+@app.command
 def serve_reward(checkpoint: str, *, port: int = 8000, host: str = "127.0.0.1", template: str = "chat", micro_batch_size: int = 8) -> int:
     """Serve a reward model over HTTP, for `reward: http://HOST:PORT` of other runs. Ends with Ctrl-C.
 

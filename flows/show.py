@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -13,9 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flows.history import Difference, Found, Garbage, data_of
 from rlhf_core.changes import Outlook
 from rlhf_core.config import STAGE_KINDS, Recipe
 from rlhf_core.gates import gates_of
+from rlhf_core.lineage import Ancestor, stages, tree
 from rlhf_core.plan import Plan
 from rlhf_core.recipe import config_class, models_in
 from rlhf_core.stage import RunDir
@@ -79,6 +82,61 @@ def _estimate(estimate: Estimate | None) -> tuple[str, str]:
     if estimate is None:
         return "", ""
     return f"{100 * estimate.value:.1f}", f"{100 * estimate.low:.1f} - {100 * estimate.high:.1f}"
+
+
+def show_runs(console: Console, found: Sequence[Found]) -> None:
+    """The stages of an artifacts folder as a table."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("stage", "kind", "digest", "when", "seconds", "state", "metric"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("stage", "digest", "when", "state"))
+    for run in found:
+        seconds = "" if run.seconds is None else f"{run.seconds:.0f}"
+        state = f"[{COLOURS.get(run.state, 'yellow')}]{run.state}[/]"
+        table.add_row(escape(run.name), run.kind, run.digest, f"{run.when:%Y-%m-%d %H:%M}", seconds, state, escape(run.metric))
+    console.print(table)
+    console.print(f"{len(found)} stages, {sum(run.state == 'done' for run in found)} done")
+
+
+def show_differences(console: Console, found: Sequence[Difference]) -> None:
+    """What two runs differ in as a table; one line when it is nothing."""
+    if not found:
+        console.print("no difference")
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("stage", "part", "what", "before", "after"):
+        table.add_column(column, overflow="fold")
+    for change in found:
+        table.add_row(*map(escape, change))
+    console.print(table)
+
+
+def show_lineage(console: Console, ancestor: Ancestor) -> None:
+    """The tree of ancestors, the data of its stages, and the versions they ran with."""
+    console.print(tree(ancestor), markup=False, highlight=False)
+    if data := data_of(ancestor):
+        console.print("\ndata, with the digest of its content today:")
+    for stage, field, name, digest in data:
+        console.print(f"  {stage}.{field}: {name} {digest or '(not here)'}", markup=False, highlight=False)
+    versions: dict[str, list[str]] = {}
+    for node in stages(ancestor):
+        if node.environment:
+            text = ", ".join(f"{package} {version}" for package, version in node.environment.items())
+            versions.setdefault(text, []).append(node.name)
+    if versions:
+        console.print("\nversions:")
+    for text, names in versions.items():
+        console.print(f"  {', '.join(names)}: {text}", markup=False, highlight=False)
+
+
+def show_garbage(console: Console, found: Sequence[Garbage], removed: set[Path] | None) -> None:
+    """What may go and its size; `removed` is None when nothing was to be removed."""
+    for item in found:
+        what = "" if removed is None else "removed  " if item.path in removed else "in use, stays  "
+        console.print(f"{what}{item.size / 2**20:10.1f} MiB  {item.path}  ({item.why})", markup=False, highlight=False)
+    whole = sum(item.size for item in found if removed is None or item.path in removed)
+    end = "" if not found else "; --delete removes them" if removed is None else " were removed"
+    count = len(found) if removed is None else len(removed)
+    console.print(f"{count} folders, {whole / 2**20:.1f} MiB{end}", highlight=False)
 
 
 def config_docs() -> str:

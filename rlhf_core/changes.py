@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from rlhf_core.gates import gates_of
 from rlhf_core.plan import Node, Plan
 from rlhf_core.stage import REQUEST, RESULT, RunDir, StageRequest
 
@@ -30,7 +31,8 @@ def _action(plan: Plan, node: Node) -> tuple[Literal["skip", "resume", "run"], s
     run = RunDir(node.run_dir)
     result = run.result()
     if result is not None:
-        return "skip", f"done in {result.seconds:.0f} s"
+        failed = [f"{verdict.gate.metric} fails its gate ({verdict.gate.on_fail})" for verdict in gates_of(node) if not verdict.passed]
+        return "skip", ", ".join([f"done in {result.seconds:.0f} s", *failed])
     if (run / RESULT).exists():
         return "run", "its result names files that are missing or cut"
     if (run / REQUEST).exists():

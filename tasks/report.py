@@ -27,6 +27,7 @@ RECIPE, RUN = "recipe.yaml", "run.json"
 def reported(plan: Plan) -> Iterator[dict[str, Status]]:
     """Yields the status of every stage, to be kept up to date, and writes the report however the block ends."""
     statuses: dict[str, Status] = {node.name: found(node.run_dir) for node in plan.nodes}
+    record(plan, views_of(plan, statuses))  # now already: nothing else says which stages a run in progress needs
     try:
         yield statuses
     except BaseException:
@@ -41,7 +42,20 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
 
 def write(plan: Plan, statuses: dict[str, Status]) -> Path:
     """Writes the recipe's folder. Returns the page's path."""
-    views = [StageView(node.name, node.kind, node.parents, node.run_dir, statuses[node.name], gates_of(node)) for node in plan.nodes]
+    views = views_of(plan, statuses)
+    record(plan, views)
+    from evaluation.page import write_report  # draws with matplotlib: a second and more to import, not needed before the end
+
+    return write_report(plan.folder, plan.recipe.name, views)
+
+
+def views_of(plan: Plan, statuses: dict[str, Status]) -> list[StageView]:
+    """The stages as a report sees them."""
+    return [StageView(node.name, node.kind, node.parents, node.run_dir, statuses[node.name], gates_of(node)) for node in plan.nodes]
+
+
+def record(plan: Plan, views: list[StageView]) -> None:
+    """Writes the recipe, and which directories belong to it."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_text(plan.folder / RECIPE, dump_recipe(plan.recipe))
     stages = [
@@ -56,9 +70,6 @@ def write(plan: Plan, statuses: dict[str, Status]) -> Path:
         for v in views
     ]
     write_text(plan.folder / RUN, json.dumps({"recipe": plan.recipe.name, "stages": stages}, indent=2) + "\n")
-    from evaluation.page import write_report  # draws with matplotlib: a second and more to import, not needed before the end
-
-    return write_report(plan.folder, plan.recipe.name, views)
 
 
 def rewrite(folder: Path) -> Path:

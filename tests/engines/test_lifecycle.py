@@ -19,6 +19,8 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhf_core.config.metrics import BALANCE, has_metric, metrics_of
+from rlhf_core.stage import RunDir
 from rlhf_core.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -131,3 +133,12 @@ def test_a_third_run_skips_every_stage(folder: Path) -> None:
     assert {stage["status"] for stage in again["stages"]} == {"skipped"}
     assert [stage["digest"] for stage in again["stages"]] == [stage["digest"] for stage in first["stages"]]
     assert again["evaluation"] == first["evaluation"]
+
+
+def test_gates_may_name_just_what_the_stages_write(folder: Path) -> None:
+    for run in map(RunDir, (folder / "artifacts/stages").iterdir()):
+        result, config = run.result(), run.request().config
+        assert result is not None
+        known = [name for name in metrics_of(config) if "*" not in name and BALANCE not in name]  # type: ignore[arg-type]
+        assert [name for name in known if name not in result.metrics] == [], result.name
+        assert [name for name in result.metrics if not has_metric(config, name)] == [], result.name  # type: ignore[arg-type]

@@ -198,6 +198,20 @@ def test_one_stage_and_nothing_else(recipe: Callable[..., Recipe]) -> None:
     assert statuses()["loop.round1.dpo"] == "done" and statuses()["evaluation"] == "not run"
 
 
+def test_a_run_names_its_stages_from_its_start(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `alignflow gc` finds while a run is in progress."""
+    named = []
+
+    def listed(request: Any, run_dir: Path) -> str:
+        named.append([entry["name"] for entry in json.loads(Path("artifacts/tiny/run.json").read_text())["stages"]])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(flows.alignment, "run_stage", listed)
+    with pytest.raises(KeyboardInterrupt):
+        flows.alignment.run_all(plan(recipe()), plan(recipe()).nodes)
+    assert named == [ORDER]
+
+
 def test_a_gate_stops_the_chain_and_a_relaxed_one_lets_it_go_on(recipe: Callable[..., Recipe]) -> None:
     gate = "reward_model.gates=[{metric: loss, max: 1.0}]"
     told = "^stage reward_model: loss is 1.5, and the gate asks for at most 1: what depends on it was not started. The reward model did not"

@@ -11,6 +11,7 @@ import pytest
 
 from evaluation.page import write_report
 from evaluation.summary import StageView
+from rlhf_core.changes import outlook
 from rlhf_core.config import Recipe, StageConfig
 from rlhf_core.config.metrics import has_metric, metrics_of
 from rlhf_core.gates import MEANINGS, GateFailed, Verdict, check, gates_of, holding, meaning_of
@@ -167,6 +168,7 @@ def test_a_finished_stage_is_checked_again_and_its_verdicts_are_kept(planned: Pl
     run.prepare(strict.request(node))
     run.finish(strict.request(node), Outcome({"loss": 1.5, "steps": 4.0}, {}), 1.0)
     assert [verdict.passed for verdict in gates_of(node)] == [False, True]
+    assert outlook(strict)[0].why == "done in 1 s, loss fails its gate (stop)"
     assert [verdict.passed for verdict in gates_of(planned("sft.gates=[{metric: loss, max: 2.0}]")["sft"])] == [True]
 
     stages = [
