@@ -60,9 +60,9 @@ def card(
         "Each stage with the digest of everything that decided its result: configuration, parents, data, code.\n",
         f"```\n{tree(model)}\n```\n",
         "## Data\n",
-        _data(model),
+        data_sets(model),
         "## Configuration\n",
-        _configuration(model),
+        configuration(model),
         "## Intended use and limits\n",
         _intended(is_reward_model),
     ]
@@ -165,7 +165,7 @@ def _scores(report: EvalReport | None, name: str) -> str:
     parts = [
         f"The published model is **{name}**. Every question is played twice with the answers swapped; the interval is a bootstrap over "
         f"questions; `{report.judge}` decides, other judges are second opinions.\n",
-        _table(header, rows),
+        table(header, rows),
     ]
     if report.right or report.mean_tokens:
         models = dict.fromkeys((*report.right, *report.mean_tokens))
@@ -178,24 +178,26 @@ def _scores(report: EvalReport | None, name: str) -> str:
             )
             for model in models
         ]
-        parts.append(_table(("model", "right answers %", "tokens of an answer, mean", "cut by length %"), shares))
+        parts.append(table(("model", "right answers %", "tokens of an answer, mean", "cut by length %"), shares))
     own = next((rate for rate in report.win_rates if rate.model == name and rate.judge == report.judge), None)
     if own and len(own.by_category) > 1:
-        parts.append(_table(("category", "win rate %"), [(key, f"{100 * value:.1f}") for key, value in own.by_category.items()]))
+        parts.append(table(("category", "win rate %"), [(key, f"{100 * value:.1f}") for key, value in own.by_category.items()]))
     return "\n".join(parts)
 
 
-def _data(model: Ancestor) -> str:
+def data_sets(model: Ancestor) -> str:
+    """The table of the data of every stage of a lineage."""
     rows = [
         (stage.name, field, shown(source["path"]), source.get("split", ""), f"{100 * source.get('probability', 1.0):g}")
         for stage, field, source in sources(model)
     ]
     if not rows:
         return "No data set is recorded for this model.\n"
-    return _table(("stage", "use", "data set", "split", "share %"), rows)
+    return table(("stage", "use", "data set", "split", "share %"), rows)
 
 
-def _configuration(model: Ancestor) -> str:
+def configuration(model: Ancestor) -> str:
+    """Every stage's configuration, seed, versions and metrics, folded."""
     parts = []
     for stage in stages(model):
         record = {"seed": stage.seed, **_public(stage.config)}
@@ -249,7 +251,8 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f}"
 
 
-def _table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """A markdown table."""
     cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
     cells.insert(1, ["---"] * len(cells[0]))
     return "".join("| " + " | ".join(row) + " |\n" for row in cells)

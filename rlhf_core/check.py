@@ -132,7 +132,7 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             if need.gpus > gpus + 1e-6:
                 problems.append(f"{where} asks for {need.gpus:g} GPUs in all, this machine has {gpus}; lower ranks or gpus of its roles")
         problems += _quantisation_problem(node, gpus) if not cluster else []
-        if isinstance(node.config, Publication) and node.config.repo_id and not os.environ.get("HF_TOKEN"):
+        if isinstance(node.config, Publication) and node.config.repo_id and not node.config.dry_run and not os.environ.get("HF_TOKEN"):
             problems.append(f"{where}: repo_id is {node.config.repo_id}, and the environment variable HF_TOKEN is empty; set it")
         for source in node.config.reward if isinstance(node.config, PPO | Preferences) else ():
             if isinstance(source, HttpReward) and source.api_key_env and not os.environ.get(source.api_key_env):
@@ -200,7 +200,8 @@ def _questions(config: Evaluation) -> Data:
 def tokenizer_of(plan: Plan, node: Node) -> str:
     """The folder or Hub id that a stage's chain of models starts from: its tokenizer is the stage's."""
     while True:
-        name = getattr(node.config, STARTS_FROM[node.kind])
+        data_set = node.config.dataset if isinstance(node.config, Publication) else None
+        name = data_set or getattr(node.config, STARTS_FROM[node.kind])
         if name not in node.stages:
             return node.models[name]
         node = plan[node.stages[name]]

@@ -1,12 +1,12 @@
-"""Publication: a checkpoint, its card and its scores, to a folder and, when a repository id and a token are given, to the Hub.
+"""Publication: a checkpoint, its card and its scores, or a data set that a stage made, to a folder and, when a repository id and a token
+are given, to the Hub.
 
 Everything goes up as one commit on the head that was read before, and the tag, named like the stage's run directory, is set last: a
 tag means a whole model. Cut off anywhere and run again, it ends with the same commit and one tag: a repository that exists is
 used, files that are there are not sent again, a commit whose answer was lost is recognised because nothing is left to change, and
 a tag that stands is checked and left alone. `upload_folder` is not used: with xet it splits a folder into several commits, and
 a reader could then see new weights under an old card. `create_commit` sends large files in the same streamed way.
-The token is read from HF_TOKEN and handed to the client; it is in no argument, file or message. Not here: branches, data set
-repositories and licence inheritance.
+The token is read from HF_TOKEN and handed to the client; it is in no argument, file or message. Not here: branches and licence inheritance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_at
 from rlhf_core.card import card, eval_results
 from rlhf_core.config import Publication
 from rlhf_core.lineage import HUB_ID, lineage, stage_of
-from rlhf_core.published import ADAPTER_CONFIG, MODEL_FILES, AdapterBase, Published, adapter_base, assemble, read_marker
+from rlhf_core.published import ADAPTER_CONFIG, MODEL_FILES, AdapterBase, Published, adapter_base, assemble, put, read_marker
+from rlhf_core.published_data import DATA_FILES, data_card, data_files
 from rlhf_core.stage import Outcome, RunDir, StageRequest, file_digest, write_text
 from rlhf_core.types import EvalReport
 
@@ -63,21 +64,24 @@ PATIENCE = Patience()
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """The publication stage. Outputs: `published` (the folder) and, after an upload, `hub` (`hub.json`: repository, commit, tag)."""
+    """The publication stage. Outputs: `published` (the folder) and, after an upload, `hub` (`hub.json`: repository, commit, tag).
+
+    A dry run makes the same folder, always in the run directory, prints what would be sent and asks the Hub nothing.
+    """
     config = request.config
     assert isinstance(config, Publication)
-    token = read_token(config.repo_id)
-    checkpoint = Path(request.inputs[config.model])
-    base = adapter_base(checkpoint, config.base_repo)
-    texts = card_files(request, config, base)
-    folder = Path(config.folder).expanduser().resolve() if config.folder else run / "published"
-    published = assemble(checkpoint, folder, texts, request.name, request.digest, request.trust_remote_code, base)
+    token = read_token(config.repo_id, config.dry_run)
+    folder = Path(config.folder).expanduser().resolve() if config.folder and not config.dry_run else run / "published"
+    published = _published_data(request, config, folder) if config.dataset else _published_model(request, config, folder)
     print(f"published {len(published.files)} files to {folder}", flush=True)
     outputs = {"published": os.path.relpath(folder, run.path)}
-    if config.repo_id and token:
+    tag, repo_type = f"{request.name}-{request.digest}", "dataset" if config.dataset else "model"
+    if config.dry_run:
+        print(would_send(folder, config.repo_id, config.private, tag, repo_type), flush=True)
+    elif config.repo_id and token:
         hub_logging.set_verbosity_error()  # its warnings quote upload addresses, and those carry signatures
         api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="alignflow")
-        commit = upload(api, folder, config.repo_id, config.private, f"{request.name}-{request.digest}", PATIENCE)
+        commit = upload(api, folder, config.repo_id, config.private, tag, PATIENCE, repo_type)
         write_text(run / RECEIPT, json.dumps(commit._asdict(), indent=2) + "\n")
         outputs["hub"] = RECEIPT
         print(f"published to {commit.url} (commit {commit.commit})", flush=True)
@@ -85,12 +89,52 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     return Outcome({"files": float(len(published.files)), "bytes": float(size)}, outputs)
 
 
-def read_token(repo_id: str | None) -> str | None:
+def would_send(folder: Path, repo_id: str | None, private: bool, tag: str, repo_type: str) -> str:
+    """What an upload of a published folder would send and where: every file with its size in bytes, and the card's text."""
+    files = _files(folder)
+    sizes = {path: file.stat().st_size for path, file in files.items()}
+    where = (
+        f"{repo_id} ({repo_type}, {'private' if private else 'public if it is made now'})"
+        if repo_id
+        else "no repository: repo_id is not set"
+    )
+    lines = [
+        "dry run: nothing was sent",
+        f"repository: {where}",
+        f"one commit on the branch {BRANCH}: Publish {tag}",
+        f"tag: {tag}",
+        f"{len(files)} files, {sum(sizes.values()):,} bytes:",
+        *(f"{size:>15,}  {path}" for path, size in sizes.items()),
+        f"{CARD}:",
+        files[CARD].read_text(),
+    ]
+    return "\n".join(lines)
+
+
+def _published_model(request: StageRequest, config: Publication, folder: Path) -> Published:
+    assert config.model
+    checkpoint = Path(request.inputs[config.model])
+    base = adapter_base(checkpoint, config.base_repo)
+    texts = card_files(request, config, base)
+    return assemble(checkpoint, folder, texts, request.name, request.digest, request.trust_remote_code, base)
+
+
+def _published_data(request: StageRequest, config: Publication, folder: Path) -> Published:
+    assert config.dataset
+    output = Path(request.inputs[config.dataset])
+    files = data_files(output)
+    texts = {CARD: data_card(output, files, config.repo_id or config.dataset, config.license)}
+    return put(files, folder, texts, request.name, request.digest, lambda partial: None)
+
+
+def read_token(repo_id: str | None, dry_run: bool = False) -> str | None:
     """The token when something goes to the Hub; ValueError, before any work, when it is missing or the id is no id."""
     if repo_id is None:
         return None
     if not HUB_ID.fullmatch(repo_id):
         raise ValueError(f"repo_id {repo_id!r} is not a Hub repository: write it as owner/name")
+    if dry_run:
+        return None
     token = os.environ.get(TOKEN_ENV, "").strip()
     if not token:
         raise ValueError(f"repo_id is {repo_id} and the environment variable {TOKEN_ENV} is empty: set it, or leave repo_id out")
@@ -101,6 +145,7 @@ def read_token(repo_id: str | None) -> str | None:
 
 def card_files(request: StageRequest, config: Publication, base: AdapterBase | None) -> dict[str, str]:
     """The card and the evaluation's results, as relative path -> content."""
+    assert config.model
     checkpoint = Path(request.inputs[config.model])
     report, questions = None, ""
     if config.evaluation:
@@ -124,7 +169,9 @@ def card_files(request: StageRequest, config: Publication, base: AdapterBase | N
     return files
 
 
-def upload(api: HfApi, folder: Path, repo_id: str, private: bool, tag: str, patience: Patience = PATIENCE) -> Commit:
+def upload(
+    api: HfApi, folder: Path, repo_id: str, private: bool, tag: str, patience: Patience = PATIENCE, repo_type: str = "model"
+) -> Commit:
     """Puts a published folder on the Hub: repository, one commit, tag. Safe to repeat after any failure.
 
     Raises ValueError when the Hub refuses (token, rights, space, a public repository where a private one is asked for, a commit by
@@ -137,45 +184,47 @@ def upload(api: HfApi, folder: Path, repo_id: str, private: bool, tag: str, pati
     def ask(what: str, call: Callable[[], T]) -> T:
         return patiently(what, repo_id, call, patience, _refusal)
 
-    ask("create the repository", lambda: api.create_repo(repo_id, private=private, exist_ok=True))
-    if private and not ask("read the repository", lambda: api.model_info(repo_id)).private:
+    ask("create the repository", lambda: api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type))
+    if private and not ask("read the repository", lambda: api.repo_info(repo_id, repo_type=repo_type)).private:
         raise ValueError(f"the repository {repo_id} is public: make it private, or set private: false to publish for everyone")
-    refs = ask("read branches and tags", lambda: api.list_repo_refs(repo_id))
+    refs = ask("read branches and tags", lambda: api.list_repo_refs(repo_id, repo_type=repo_type))
     tags = {ref.name: ref.target_commit for ref in refs.tags}
     if tag in tags:
         commit = tags[tag]
     else:
         head = next((ref.target_commit for ref in refs.branches if ref.name == BRANCH), None)
-        commit = ask("send the files", lambda: _commit(api, folder, repo_id, head, f"Publish {tag}"))
-    different = ask("read the files back", lambda: _differences(api, folder, published, repo_id, commit))
+        commit = ask("send the files", lambda: _commit(api, folder, repo_id, head, f"Publish {tag}", repo_type))
+    different = ask("read the files back", lambda: _differences(api, folder, published, repo_id, commit, repo_type))
     if different and tag in tags:
         raise ValueError(f"the tag {tag} of {repo_id} holds another model ({different[0]} differs): delete the tag and run again")
     if different:
         raise ValueError(f"the commit {commit} of {repo_id} does not hold what was sent ({different[0]} differs): run again")
     if tag not in tags:
-        ask("set the tag", lambda: api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True))
-    return Commit(repo_id, commit, tag, f"{api.endpoint}/{repo_id}/tree/{tag}")
+        ask("set the tag", lambda: api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True, repo_type=repo_type))
+    return Commit(repo_id, commit, tag, f"{api.endpoint}/{'datasets/' if repo_type == 'dataset' else ''}{repo_id}/tree/{tag}")
 
 
-def _commit(api: HfApi, folder: Path, repo_id: str, head: str | None, message: str) -> str:
-    """One commit that makes the branch hold the folder: files are added or changed, model files of an earlier publication go.
+def _commit(api: HfApi, folder: Path, repo_id: str, head: str | None, message: str, repo_type: str) -> str:
+    """One commit that makes the branch hold the folder: files are added or changed, files of the kind of an earlier publication go.
 
     Asked a second time with the same `head`, it finds nothing to change if the first commit went through, else commits on `head`.
     """
     local = _files(folder)
-    patterns = (*MODEL_FILES, REPORT, RESULTS)
-    there = [file.path for file in api.list_repo_tree(repo_id, recursive=True, revision=BRANCH) if isinstance(file, RepoFile)]
+    patterns = (*MODEL_FILES, REPORT, RESULTS) if repo_type == "model" else DATA_FILES
+    tree = api.list_repo_tree(repo_id, recursive=True, revision=BRANCH, repo_type=repo_type)
+    there = [file.path for file in tree if isinstance(file, RepoFile)]
     stale = [path for path in there if path not in local and any(Path("/", path).match(f"/{pattern}") for pattern in patterns)]
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationDelete(path) for path in stale),
         *(CommitOperationAdd(path, file) for path, file in local.items()),
     ]
-    return api.create_commit(repo_id, operations, commit_message=message, revision=BRANCH, parent_commit=head).oid
+    commit = api.create_commit(repo_id, operations, commit_message=message, revision=BRANCH, parent_commit=head, repo_type=repo_type)
+    return commit.oid
 
 
-def _differences(api: HfApi, folder: Path, published: Published, repo_id: str, commit: str) -> list[str]:
+def _differences(api: HfApi, folder: Path, published: Published, repo_id: str, commit: str, repo_type: str) -> list[str]:
     """Files of the folder that a commit does not hold exactly: large ones by SHA-256, small ones by their git hash."""
-    tree = api.list_repo_tree(repo_id, recursive=True, revision=commit)
+    tree = api.list_repo_tree(repo_id, recursive=True, revision=commit, repo_type=repo_type)
     there = {file.path: file for file in tree if isinstance(file, RepoFile)}
     different = []
     for path, file in _files(folder).items():

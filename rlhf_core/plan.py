@@ -45,7 +45,7 @@ REFERENCES: dict[str, dict[str, tuple[str, ...]]] = {
     "preferences": {"policy": POLICY, "reward": REWARD},
     "ppo": {"actor": POLICY, "critic": POLICY + REWARD, "reference": POLICY, "reward": REWARD},
     "evaluation": {"models": POLICY, "baseline": POLICY},
-    "publication": {"model": POLICY + REWARD, "evaluation": ("evaluation",)},
+    "publication": {"model": POLICY + REWARD, "evaluation": ("evaluation",), "dataset": ("preferences", "evaluation")},
 }
 TRAINED_FROM = {"sft": "model", "dpo": "policy", "kto": "policy", "ppo": "actor"}  # the field that names a policy's parent
 OUTPUTS = {"preferences": "pairs", "evaluation": "report", "publication": "published"}  # every other stage: checkpoint

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,25 +66,38 @@ def assemble(
 
     Raises ValueError when the checkpoint is not a whole model, or when `folder` holds something that was not published by alignflow.
     """
-    files = model_files(checkpoint, trust_remote_code)
+    files = {file.relative_to(checkpoint).as_posix(): file for file in model_files(checkpoint, trust_remote_code)}
+
+    def finish(partial: Path) -> None:
+        for name in ("config.json", "tokenizer_config.json"):
+            _forget_places(partial / name)
+        if base is not None:
+            _name_base(partial / ADAPTER_CONFIG, base)
+        check_loads(partial, trust_remote_code)
+
+    return put(files, folder, texts, name, digest, finish)
+
+
+def put(
+    files: Mapping[str, Path], folder: Path, texts: Mapping[str, str], name: str, digest: str, finish: Callable[[Path], None]
+) -> Published:
+    """Copies files (relative path -> file) and writes `texts` to `folder`, whole or not at all; `finish` checks it before it is in place.
+
+    Raises ValueError when `folder` holds something that was not published by alignflow.
+    """
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (folder.with_name(f".{folder.name}.{digest}.{state}") for state in ("partial", "old"))
     for rest in (partial, old):  # of a publication that was cut off
         shutil.rmtree(rest, ignore_errors=True)
     partial.mkdir()
-    for file in files:
-        target = partial / file.relative_to(checkpoint)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, target)
-    for file in (partial / "config.json", partial / "tokenizer_config.json"):
-        _forget_places(file)
-    if base is not None:
-        _name_base(partial / ADAPTER_CONFIG, base)
+    for path, file in files.items():
+        (partial / path).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, partial / path)
     for path, text in texts.items():
         (partial / path).parent.mkdir(exist_ok=True)
         (partial / path).write_text(text)
-    check_loads(partial, trust_remote_code)
+    finish(partial)
     published = Published(name=name, digest=digest, files=_manifest(partial))
     (partial / MARKER).write_text(published.model_dump_json(indent=2) + "\n")
     if folder.exists():

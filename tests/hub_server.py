@@ -1,7 +1,7 @@
 """A stand-in for the Hub's write API, standard library only, for tests with the real huggingface_hub client over real HTTP.
 
-It keeps repositories in memory as commits (path -> blob) with branches and tags, speaks LFS in its basic and multipart forms, and can
-fail on purpose: `break_at(n, how)` makes the n-th request from now (from 0) go wrong.
+It keeps repositories of models and data sets (`datasets/owner/name`) in memory as commits (path -> blob) with branches and tags, speaks
+LFS in its basic and multipart forms, and can fail on purpose: `break_at(n, how)` makes the n-th request from now (from 0) go wrong.
 
     refuse   503 with a proxy's HTML page, nothing done        cut   the connection closes, nothing done
     lost     the request is carried out, its answer is lost    busy  429 with Retry-After: 0
@@ -178,19 +178,22 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/api/validate-yaml":
             good = json.loads(body)["content"].startswith("---\n")
             return Answer(200 if good else 400, {"errors": [] if good else [{"message": "no metadata"}], "warnings": []})
-        if match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
+        if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
             return self._batch(json.loads(body)) if match[1] in self.server.repositories else Answer(404)
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree|refs|preupload|commit|tag|branch)(?:/([^/]+))?)?", path):
+        if match := re.fullmatch(
+            r"/api/(?:models/|(?=datasets/))((?:datasets/)?[^/]+/[^/]+)(?:/(revision|tree|refs|preupload|commit|tag|branch)(?:/([^/]+))?)?",
+            path,
+        ):
             repository = self.server.repositories.get(match[1])
             if repository is None:
                 return Answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
             return self._repository(repository, match[1], match[2] or "revision", match[3] or "main", body)
-        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._resolve(self.server.repositories[match[1]], match[2], match[3])
         return Answer(404, {"error": f"the stand-in has no {self.command} {path}"})
 
     def _create(self, wanted: dict[str, Any]) -> Answer:
-        name = f"{wanted['organization']}/{wanted['name']}"
+        name = f"{'datasets/' if wanted.get('type') == 'dataset' else ''}{wanted['organization']}/{wanted['name']}"
         if not self.server.may_write:
             return Answer(403, {"error": "You don't have the rights to create a model under this namespace"})
         if name in self.server.repositories:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.data import Data, Source
 from rlhf_core.config.gates import Gated
@@ -90,13 +90,26 @@ class Evaluation(Gated):
 
 
 class Publication(Gated):
-    """Weights, tokenizer, card and scores, to a folder and, when `repo_id` is set, to the Hub."""
+    """Weights, tokenizer, card and scores of a model, or the rows of a data set, to a folder and, when `repo_id` is set, to the Hub."""
 
     stage: Literal["publication"] = "publication"
-    model: str = Field(description="model to publish")
+    model: str | None = Field(None, description="model to publish")
+    dataset: str | None = Field(
+        None,
+        description="in place of model: preferences stage whose pairs or answers, or evaluation whose judgments and answers to publish",
+    )
     evaluation: str | None = Field(None, description="evaluation stage whose scores the card shows")
     folder: str | None = Field(None, description="folder to publish to; default: published/ in the run directory")
     repo_id: str | None = Field(None, description="Hub repository; the token comes from HF_TOKEN")
     base_repo: str | None = Field(None, description="of an adapter whose base is a folder: Hub repository with that base")
     private: bool = Field(True, description="a new repository is private, and an existing public one is refused")
+    dry_run: bool = Field(False, description="only show what would be sent and where, and send nothing; needs no token")
     license: str = Field("apache-2.0", description="licence named on the card")
+
+    @model_validator(mode="after")
+    def _one_thing(self) -> Publication:
+        if (self.model is None) == (self.dataset is None):
+            raise ValueError("a publication has either a model or a dataset: name one, and the other in a publication of its own")
+        if self.dataset and (self.evaluation or self.base_repo):
+            raise ValueError("evaluation and base_repo are for models: leave them out of the publication of a dataset")
+        return self
