@@ -25,7 +25,8 @@ from rlhf_core.data.chat import Renderer
 from rlhf_core.stage import digest, write_text
 
 if TYPE_CHECKING:
-    from rlhf_core.rollout.engine import Sampler
+    from rlhf_core.models.lora import base_of
+from rlhf_core.rollout.engine import Sampler
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ class Engine:
 
 
 def model_config(path: str, max_len: int, trust_remote_code: bool) -> PretrainedConfig:
-    """The model's config. Raises ValueError when the model cannot hold `max_len` positions."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    """The model's config, an adapter's is that of its base. Raises ValueError when the model cannot hold `max_len` positions."""
+    config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and positions < max_len:
         raise ValueError(

@@ -213,7 +213,7 @@ def _model_problem(where: str, place: str) -> dict[str, str]:
         return {}  # the tokenizer is fetched from it, and tells
     if not folder.is_dir():
         return {place: f"{where}: there is no model folder {place}; correct the path, or make the model first"}
-    if not (folder / "config.json").is_file():
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return {place: f"{where}: {place} has no config.json, so it is no model folder; give one that transformers can load"}
     if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
         return {place: f"{where}: {place} has no weights ({' or '.join(WEIGHTS)}); give a whole model folder"}

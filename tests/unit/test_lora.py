@@ -17,6 +17,7 @@ import rlhf_core.dpo
 import rlhf_core.kto
 import rlhf_core.reward_model
 import rlhf_core.sft
+from evaluation.answers import model_config
 from rlhf_core import checkpoint
 from rlhf_core.config import DPO, KTO, PPO, SFT, Data, Lora, RewardModel, StageConfig
 from rlhf_core.data.collate import collate
@@ -121,6 +122,12 @@ def test_the_head_of_a_reward_model_is_trained_whole_and_travels_with_the_adapte
     with_peft = PeftModel.from_pretrained(plain, tmp_path / "adapter" / "checkpoint")
     tokens = torch.tensor([DOCUMENTS[0]])
     torch.testing.assert_close(with_peft(tokens).logits[0, 0], whole[0, len(DOCUMENTS[0]) - 1], rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_is_evaluated_with_the_config_of_its_base(material: Path, tmp_path: Path) -> None:
+    run(config_of("sft", material, LORA.model_copy(update={"export": "adapter"})), material / "base", tmp_path / "adapter")
+    config = model_config(str(tmp_path / "adapter" / "checkpoint"), 32, False)
+    assert config.to_dict() == model_config(str(material / "base"), 32, False).to_dict()
 
 
 @pytest.mark.parametrize("kind", WORK)
