@@ -6,7 +6,7 @@ tag means a whole model. Cut off anywhere and run again, it ends with the same c
 used, files that are there are not sent again, a commit whose answer was lost is recognised because nothing is left to change, and
 a tag that stands is checked and left alone. `upload_folder` is not used: with xet it splits a folder into several commits, and
 a reader could then see new weights under an old card. `create_commit` sends large files in the same streamed way.
-The token is read from HF_TOKEN and handed to the client; it is in no argument, file or message. Not here: branches and licence inheritance.
+The token is read from HF_TOKEN and handed to the client; it is in no argument, file or message. Not here: branches.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_at
 
 from rlhf_core.card import card, eval_results
 from rlhf_core.config import Publication
+from rlhf_core.licenses import inherited, upstream_licenses
 from rlhf_core.lineage import HUB_ID, lineage, stage_of
 from rlhf_core.published import ADAPTER_CONFIG, MODEL_FILES, AdapterBase, Published, adapter_base, assemble, put, read_marker
 from rlhf_core.published_data import DATA_FILES, data_card, data_files
@@ -71,16 +72,19 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     config = request.config
     assert isinstance(config, Publication)
     token = read_token(config.repo_id, config.dry_run)
+    output = Path(request.inputs[config.dataset or config.model or ""])
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="alignflow") if token else None
+    license = inherited(config.license, upstream_licenses(output, config.licenses, api))
     folder = Path(config.folder).expanduser().resolve() if config.folder and not config.dry_run else run / "published"
-    published = _published_data(request, config, folder) if config.dataset else _published_model(request, config, folder)
+    publish = _published_data if config.dataset else _published_model
+    published = publish(request, config, folder, license)
     print(f"published {len(published.files)} files to {folder}", flush=True)
     outputs = {"published": os.path.relpath(folder, run.path)}
     tag, repo_type = f"{request.name}-{request.digest}", "dataset" if config.dataset else "model"
     if config.dry_run:
         print(would_send(folder, config.repo_id, config.private, tag, repo_type), flush=True)
-    elif config.repo_id and token:
+    elif config.repo_id and api:
         hub_logging.set_verbosity_error()  # its warnings quote upload addresses, and those carry signatures
-        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="alignflow")
         commit = upload(api, folder, config.repo_id, config.private, tag, PATIENCE, repo_type)
         write_text(run / RECEIPT, json.dumps(commit._asdict(), indent=2) + "\n")
         outputs["hub"] = RECEIPT
@@ -111,19 +115,19 @@ def would_send(folder: Path, repo_id: str | None, private: bool, tag: str, repo_
     return "\n".join(lines)
 
 
-def _published_model(request: StageRequest, config: Publication, folder: Path) -> Published:
+def _published_model(request: StageRequest, config: Publication, folder: Path, license: str) -> Published:
     assert config.model
     checkpoint = Path(request.inputs[config.model])
     base = adapter_base(checkpoint, config.base_repo)
-    texts = card_files(request, config, base)
+    texts = card_files(request, config, base, license)
     return assemble(checkpoint, folder, texts, request.name, request.digest, request.trust_remote_code, base)
 
 
-def _published_data(request: StageRequest, config: Publication, folder: Path) -> Published:
+def _published_data(request: StageRequest, config: Publication, folder: Path, license: str) -> Published:
     assert config.dataset
     output = Path(request.inputs[config.dataset])
     files = data_files(output)
-    texts = {CARD: data_card(output, files, config.repo_id or config.dataset, config.license)}
+    texts = {CARD: data_card(output, files, config.repo_id or config.dataset, license)}
     return put(files, folder, texts, request.name, request.digest, lambda partial: None)
 
 
@@ -143,7 +147,7 @@ def read_token(repo_id: str | None, dry_run: bool = False) -> str | None:
     return token
 
 
-def card_files(request: StageRequest, config: Publication, base: AdapterBase | None) -> dict[str, str]:
+def card_files(request: StageRequest, config: Publication, base: AdapterBase | None, license: str) -> dict[str, str]:
     """The card and the evaluation's results, as relative path -> content."""
     assert config.model
     checkpoint = Path(request.inputs[config.model])
@@ -160,7 +164,7 @@ def card_files(request: StageRequest, config: Publication, base: AdapterBase | N
     is_reward_model = str(architectures[0]).endswith("ForSequenceClassification")
     is_reward_model |= _json(checkpoint / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
     adapts = base.repo_id if base else None
-    files = {CARD: card(ancestor, config.model, title, config.license, report, is_reward_model, chat, adapts)}
+    files = {CARD: card(ancestor, config.model, title, license, report, is_reward_model, chat, adapts)}
     if report:
         files[REPORT] = report.model_dump_json(indent=2) + "\n"
         results = eval_results(report, config.model, questions)

@@ -189,6 +189,8 @@ class Handler(BaseHTTPRequestHandler):
                 return Answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
             return self._repository(repository, match[1], match[2] or "revision", match[3] or "main", body)
         if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            if match[1] not in self.server.repositories:
+                return Answer(404, b"", {"X-Error-Code": "RepoNotFound"})
             return self._resolve(self.server.repositories[match[1]], match[2], match[3])
         return Answer(404, {"error": f"the stand-in has no {self.command} {path}"})
 

@@ -25,7 +25,8 @@ from tests.hub_server import TOKEN, Blob, Hub, Repository, serve
 
 REPO = "someone/tiny"
 TAG = "publication-00000000000000aa"
-WEIGHTS_REQUEST = 7  # the number, from 0, of the request that sends the weights
+CARDS_READ = 2  # requests for the cards of the base model and of a data set, whose licences are inherited
+WEIGHTS_REQUEST = CARDS_READ + 7  # the number, from 0, of the request that sends the weights
 ONCE, THREE = Patience(attempts=1, wait=0.0), Patience(attempts=3, wait=0.0)
 
 

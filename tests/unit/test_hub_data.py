@@ -101,7 +101,7 @@ def test_pairs_become_a_private_data_set_that_datasets_reads(chain: Chain, serve
     assert rows(folder, tmp_path) == [row.model_dump(mode="json") for row in PAIRS]
     card = (folder / "README.md").read_text()
     header = yaml.safe_load(card.split("---\n")[1])
-    assert header["tags"] == ["alignflow", "pairs"] and header["license"] == "apache-2.0"
+    assert header["tags"] == ["alignflow", "pairs"] and header["license"] == "unknown"
     assert header["source_datasets"] == ["stand-in/chats"]
     for said in ("| data/pairs.jsonl | 5 |", "| data | chosen_score | number | its reward |", "pairs-1 (preferences)", "<summary>ppo ("):
         assert said in card
@@ -131,8 +131,9 @@ def test_judgments_and_answers_interchange_after_publication(chain: Chain, serve
 
 @pytest.mark.parametrize("how", ["refuse", "cut", "lost"])
 def test_a_data_set_cut_off_at_each_request_is_completed_by_the_next_run(chain: Chain, server: Hub, tmp_path: Path, how: str) -> None:
-    folder = publish(chain.stages["pairs-1"] / "pairs.jsonl", tmp_path / "run", repo_id="someone/other").path / "published"
+    folder = publish(chain.stages["pairs-1"] / "pairs.jsonl", tmp_path / "run", repo_id=None).path / "published"
     api, once = HfApi(endpoint=server.url, token=TOKEN), Patience(attempts=1, wait=0.0)
+    upload(api, folder, "someone/other", True, TAG, once, "dataset")
     count = len(server.requests)
     assert count >= 8
     for request in range(count):
