@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -40,6 +41,7 @@ from rlhf_core.types import EvalReport
 TOKEN_ENV = "HF_TOKEN"
 BRANCH = "main"
 CARD, REPORT, RESULTS, RECEIPT = "README.md", "eval_results.json", ".eval_results/alignflow.yaml", "hub.json"
+QUOTA = re.compile(r"quota|storage|space left|too large", re.I)  # the Hub says a full account with 403, and words
 LONGEST_WAIT = 300.0  # seconds; the Hub's rate limits count in windows of five minutes
 
 T = TypeVar("T")
@@ -278,11 +280,16 @@ def patiently(what: str, repo_id: str, call: Callable[[], T], patience: Patience
 
 def _refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
     said = f" ({error.server_message})" if error.server_message else ""
+    full = f"the Hub has no space left to {what} of {repo_id}{said}"
     match error.response.status_code:
         case 401:
             return f"the Hub does not accept the token in {TOKEN_ENV}: set it to a valid token with write access to {repo_id}"
-        case 402 | 403 | 413 | 507:
-            return f"the Hub does not let this token {what} of {repo_id}{said}: check the token's write access and the space left"
+        case 402 | 413 | 507:
+            return f"{full}: make space or get more, then run this again, nothing is lost or doubled"
+        case 403 if QUOTA.search(said):
+            return f"{full}: make space or get more, then run this again, nothing is lost or doubled"
+        case 403:
+            return f"the Hub does not let this token {what} of {repo_id}{said}: give it write access there"
         case 404:
             return f"the token in {TOKEN_ENV} does not see {repo_id}: check repo_id and the token's access"
         case 412:
