@@ -16,14 +16,18 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is its client library's, whichever that is
+    EntryNotFoundError,
     HfHubHTTPError,
     HTTPError,
+    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
+    RepositoryNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import logging as hub_logging
@@ -76,7 +80,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     token = read_token(config.repo_id, config.dry_run)
     output = Path(request.inputs[config.dataset or config.model or ""])
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="alignflow") if token else None
-    license = inherited(config.license, upstream_licenses(output, config.licenses, api))
+    license = inherited(config.license, upstream_licenses(output, config.licenses, partial(_card, api) if api else None))
     folder = Path(config.folder).expanduser().resolve() if config.folder and not config.dry_run else run / "published"
     publish = _published_data if config.dataset else _published_model
     published = publish(request, config, folder, license)
@@ -93,6 +97,21 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         print(f"published to {commit.url} (commit {commit.commit})", flush=True)
     size = sum(info.size for info in published.files.values())
     return Outcome({"files": float(len(published.files)), "bytes": float(size)}, outputs)
+
+
+def _card(api: HfApi, repo_id: str, repo_type: str) -> str | None:
+    """README.md of a repository, for its licence; None when there is none that this token may read. Out of reach is ConnectionError: the
+    card, and with it the commit, must not depend on the Hub's mood."""
+
+    def fetch() -> str | None:
+        try:
+            return str(api.hf_hub_download(repo_id, "README.md", repo_type=repo_type))
+        except LocalEntryNotFoundError:
+            raise
+        except (RepositoryNotFoundError, EntryNotFoundError):
+            return None
+
+    return patiently("send the card", repo_id, fetch, PATIENCE, _refusal)
 
 
 def would_send(folder: Path, repo_id: str | None, private: bool, tag: str, repo_type: str) -> str:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import yaml
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # its client library's
+from huggingface_hub import try_to_load_from_cache
 
 from rlhf_core.lineage import is_hub_id, lineage, pulled, shown, sources, stage_of
 
@@ -20,6 +19,7 @@ UNKNOWN = "unknown"
 FREE = re.compile(r"(apache-2\.0|mit|isc|bsd(-.+)?|cc0-1\.0|cc-by-\d\.\d|odc-by|unlicense|wtfpl|zlib|cdla-permissive-.+|pddl)")
 NON_COMMERCIAL, NO_DERIVATIVES = re.compile(r"(^|-)(nc|noncommercial|non-commercial)(-|$)"), re.compile(r"(^|-)nd(-|$)")
 
+ReadCard = Callable[[str, str], str | None]  # (repository, "model" or "dataset") -> its README.md here; None: it has none for us
 Upstream = Mapping[str, str]  # name of a model or data set -> its licence
 
 
@@ -48,18 +48,18 @@ def inherited(declared: str | None, upstream: Upstream) -> str:
     return declared or chosen
 
 
-def upstream_licenses(output: Path, named: Mapping[str, str], api: HfApi | None) -> dict[str, str]:
+def upstream_licenses(output: Path, named: Mapping[str, str], read_card: ReadCard | None) -> dict[str, str]:
     """Licences of the base models and the data that an output of a stage goes back to, by Hub id or file name, as far as they are known.
 
-    `named` (of the recipe) goes first; then cards on this machine; then, with `api`, the Hub's. ValueError when `named` names nothing that
-    was used.
+    `named` (of the recipe) goes first; then cards on this machine; then, with `read_card`, the Hub's.
+    ValueError when `named` names nothing that was used.
     """
     lookups: dict[str, Callable[[], str | None]] = {}
     for place in _leaves(str(output), set()):
         found = lineage(place)
-        lookups[found.name] = lambda place=place, name=found.name: _local(Path(place)) or _hub(name, "model", api)  # type: ignore[misc]
+        lookups[found.name] = lambda place=place, name=found.name: _local(Path(place)) or _hub(name, "model", read_card)  # type: ignore[misc]
     for _, _, source in sources(lineage(output)):
-        lookups[shown(source["path"])] = lambda path=source["path"]: _hub(path, "dataset", api)  # type: ignore[misc]
+        lookups[shown(source["path"])] = lambda path=source["path"]: _hub(path, "dataset", read_card)  # type: ignore[misc]
     given = {shown(name): license for name, license in named.items()}
     if strange := [name for name in given if name not in lookups]:
         raise ValueError(f"licenses names {strange[0]}, which was not used: name one of {', '.join(lookups)}")
@@ -99,13 +99,10 @@ def _local(folder: Path) -> str | None:
     return license_of(readme.read_text()) if readme.is_file() and (pulled(folder) or (folder / "config.json").is_file()) else None
 
 
-def _hub(repo_id: str, repo_type: str, api: HfApi | None) -> str | None:
+def _hub(repo_id: str, repo_type: str, read_card: ReadCard | None) -> str | None:
     if not is_hub_id(repo_id):
         return None
     cached = try_to_load_from_cache(repo_id, "README.md", repo_type=repo_type)
-    if not isinstance(cached, str) and api is not None:
-        try:
-            cached = api.hf_hub_download(repo_id, "README.md", repo_type=repo_type)
-        except (HfHubHTTPError, HTTPError, OSError):
-            return None
+    if not isinstance(cached, str) and read_card is not None:
+        cached = read_card(repo_id, repo_type)
     return license_of(Path(cached).read_text()) if isinstance(cached, str) else None

@@ -24,7 +24,7 @@ from rlhf_core.published import read_marker
 from rlhf_core.stage import RunDir, StageRequest, run_stage
 from rlhf_core.types import Game, Judgment, LabelledAnswer, PreferencePair
 from tests.chain import Chain, build, save_model
-from tests.hub_server import TOKEN, Blob, Hub, serve
+from tests.hub_server import TOKEN, Blob, Hub, Repository, serve
 
 REPO = "someone/rows"
 TAG = "publication-00aa"
@@ -60,10 +60,11 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 
 @pytest.fixture(autouse=True)
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(client_http, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setattr(hub, "PATIENCE", Patience(attempts=3, wait=0.0))
     with serve() as running:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -156,6 +157,18 @@ def test_a_report_without_judgments_and_a_publication_of_two_things_are_refused(
             Publication(**wrong)
     with pytest.raises(ValidationError, match="evaluation and base_repo are for models"):
         Publication(dataset="pairs-1", evaluation="evaluation")
+
+
+def test_a_licence_on_the_hub_that_forbids_it_stops_before_anything_is_sent(chain: Chain, server: Hub, tmp_path: Path) -> None:
+    upstream = server.repositories["datasets/stand-in/chats"] = Repository(private=True)
+    upstream.commit("main", "card", {"README.md": Blob(b"---\nlicense: cc-by-nc-4.0\n---\n", False)})
+    server.break_at(0, "refuse", times=2)  # the Hub is busy at first
+    with pytest.raises(ValueError, match=r"license is mit, and stand-in/chats is under cc-by-nc-4\.0"):
+        publish(chain.stages["pairs-1"] / "pairs.jsonl", tmp_path / "run", license="mit")
+    assert not [request for request in server.requests if request.startswith("POST")]
+    server.break_at(0, "refuse", times=1000)
+    with pytest.raises(ConnectionError, match="could not send the card of stand-in/base-1m"):
+        publish(chain.stages["pairs-1"] / "pairs.jsonl", tmp_path / "again")
 
 
 # A dry run
