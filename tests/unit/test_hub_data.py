@@ -18,8 +18,10 @@ from pydantic import ValidationError
 
 from evaluation.arena_files import judgment_lines, read_judgments
 from rlhf_core import hub
-from rlhf_core.config import Publication
+from rlhf_core.check import tokenizer_of
+from rlhf_core.config import Publication, Recipe
 from rlhf_core.hub import Patience, upload
+from rlhf_core.plan import plan
 from rlhf_core.published import read_marker
 from rlhf_core.stage import RunDir, StageRequest, run_stage
 from rlhf_core.types import Game, Judgment, LabelledAnswer, PreferencePair
@@ -195,3 +197,22 @@ def test_a_dry_run_shows_exactly_what_the_run_sends_and_asks_the_hub_nothing(
     assert {path: int(size.replace(",", "")) for size, path in listed} == {path: len(content) for path, content in sent.items()}
     assert f"{len(sent)} files, {sum(map(len, sent.values())):,} bytes" in said
     assert sent["README.md"].decode() in said
+
+
+def test_a_recipe_publishes_the_data_of_its_own_stages_only(tmp_path: Path) -> None:
+    def nodes(dataset: str) -> Any:
+        prompts, data = {"sources": "prompts.jsonl"}, {"sources": "pairs.jsonl"}
+        stages = {
+            "reward_model": {"stage": "reward_model", "model": "base", "data": data},
+            "pairs": {"stage": "preferences", "policy": "base", "prompts": prompts},
+            "rows": {"stage": "publication", "dataset": dataset, "repo_id": REPO},
+        }
+        return plan(Recipe(name="rows", base_model="stand-in/base-1m", artifacts=str(tmp_path), stages=stages))
+
+    planned = nodes("pairs")
+    assert planned["rows"].parents == ("pairs",) and planned.inputs(planned["rows"])["pairs"].endswith("/pairs.jsonl")
+    assert tokenizer_of(planned, planned["rows"]) == "stand-in/base-1m"
+    with pytest.raises(
+        ValueError, match=r"stages\.rows\.dataset: reward_model is of kind reward_model, but a stage of kind preferences or"
+    ):
+        nodes("reward_model")
