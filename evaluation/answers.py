@@ -22,11 +22,11 @@ from transformers import AutoConfig, PretrainedConfig
 from evaluation.questions import Question
 from evaluation.style import markdown
 from rlhf_core.data.chat import Renderer
+from rlhf_core.models.lora import base_of
 from rlhf_core.stage import digest, write_text
 
 if TYPE_CHECKING:
-    from rlhf_core.models.lora import base_of
-from rlhf_core.rollout.engine import Sampler
+    from rlhf_core.rollout.engine import Sampler
 
 
 @dataclass(frozen=True)

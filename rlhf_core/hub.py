@@ -6,7 +6,7 @@ tag means a whole model. Cut off anywhere and run again, it ends with the same c
 used, files that are there are not sent again, a commit whose answer was lost is recognised because nothing is left to change, and
 a tag that stands is checked and left alone. `upload_folder` is not used: with xet it splits a folder into several commits, and
 a reader could then see new weights under an old card. `create_commit` sends large files in the same streamed way.
-The token is read from HF_TOKEN and handed to the client; it is in no argument, file or message. Not here: branches and licence inheritance.
+The token is read from HF_TOKEN and handed to the client; it is in no argument, file or message. Not here: branches.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is its client library's, whichever that is
+    EntryNotFoundError,
     HfHubHTTPError,
     HTTPError,
+    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
+    RepositoryNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import logging as hub_logging
@@ -30,6 +35,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_at
 
 from rlhf_core.card import card, eval_results
 from rlhf_core.config import Publication
+from rlhf_core.licenses import inherited, upstream_licenses
 from rlhf_core.lineage import HUB_ID, lineage, stage_of
 from rlhf_core.published import ADAPTER_CONFIG, MODEL_FILES, AdapterBase, Published, adapter_base, assemble, put, read_marker
 from rlhf_core.published_data import DATA_FILES, data_card, data_files
@@ -39,6 +45,7 @@ from rlhf_core.types import EvalReport
 TOKEN_ENV = "HF_TOKEN"
 BRANCH = "main"
 CARD, REPORT, RESULTS, RECEIPT = "README.md", "eval_results.json", ".eval_results/alignflow.yaml", "hub.json"
+QUOTA = re.compile(r"quota|storage|space left|too large", re.I)  # the Hub says a full account with 403, and words
 LONGEST_WAIT = 300.0  # seconds; the Hub's rate limits count in windows of five minutes
 
 T = TypeVar("T")
@@ -71,22 +78,40 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     config = request.config
     assert isinstance(config, Publication)
     token = read_token(config.repo_id, config.dry_run)
+    output = Path(request.inputs[config.dataset or config.model or ""])
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="alignflow") if token else None
+    license = inherited(config.license, upstream_licenses(output, config.licenses, partial(_card, api) if api else None))
     folder = Path(config.folder).expanduser().resolve() if config.folder and not config.dry_run else run / "published"
-    published = _published_data(request, config, folder) if config.dataset else _published_model(request, config, folder)
+    publish = _published_data if config.dataset else _published_model
+    published = publish(request, config, folder, license)
     print(f"published {len(published.files)} files to {folder}", flush=True)
     outputs = {"published": os.path.relpath(folder, run.path)}
     tag, repo_type = f"{request.name}-{request.digest}", "dataset" if config.dataset else "model"
     if config.dry_run:
         print(would_send(folder, config.repo_id, config.private, tag, repo_type), flush=True)
-    elif config.repo_id and token:
+    elif config.repo_id and api:
         hub_logging.set_verbosity_error()  # its warnings quote upload addresses, and those carry signatures
-        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="alignflow")
         commit = upload(api, folder, config.repo_id, config.private, tag, PATIENCE, repo_type)
         write_text(run / RECEIPT, json.dumps(commit._asdict(), indent=2) + "\n")
         outputs["hub"] = RECEIPT
         print(f"published to {commit.url} (commit {commit.commit})", flush=True)
     size = sum(info.size for info in published.files.values())
     return Outcome({"files": float(len(published.files)), "bytes": float(size)}, outputs)
+
+
+def _card(api: HfApi, repo_id: str, repo_type: str) -> str | None:
+    """README.md of a repository, for its licence; None when there is none that this token may read. Out of reach is ConnectionError: the
+    card, and with it the commit, must not depend on the Hub's mood."""
+
+    def fetch() -> str | None:
+        try:
+            return str(api.hf_hub_download(repo_id, "README.md", repo_type=repo_type))
+        except LocalEntryNotFoundError:
+            raise
+        except (RepositoryNotFoundError, EntryNotFoundError):
+            return None
+
+    return patiently("send the card", repo_id, fetch, PATIENCE, _refusal)
 
 
 def would_send(folder: Path, repo_id: str | None, private: bool, tag: str, repo_type: str) -> str:
@@ -111,19 +136,19 @@ def would_send(folder: Path, repo_id: str | None, private: bool, tag: str, repo_
     return "\n".join(lines)
 
 
-def _published_model(request: StageRequest, config: Publication, folder: Path) -> Published:
+def _published_model(request: StageRequest, config: Publication, folder: Path, license: str) -> Published:
     assert config.model
     checkpoint = Path(request.inputs[config.model])
     base = adapter_base(checkpoint, config.base_repo)
-    texts = card_files(request, config, base)
+    texts = card_files(request, config, base, license)
     return assemble(checkpoint, folder, texts, request.name, request.digest, request.trust_remote_code, base)
 
 
-def _published_data(request: StageRequest, config: Publication, folder: Path) -> Published:
+def _published_data(request: StageRequest, config: Publication, folder: Path, license: str) -> Published:
     assert config.dataset
     output = Path(request.inputs[config.dataset])
     files = data_files(output)
-    texts = {CARD: data_card(output, files, config.repo_id or config.dataset, config.license)}
+    texts = {CARD: data_card(output, files, config.repo_id or config.dataset, license)}
     return put(files, folder, texts, request.name, request.digest, lambda partial: None)
 
 
@@ -143,7 +168,7 @@ def read_token(repo_id: str | None, dry_run: bool = False) -> str | None:
     return token
 
 
-def card_files(request: StageRequest, config: Publication, base: AdapterBase | None) -> dict[str, str]:
+def card_files(request: StageRequest, config: Publication, base: AdapterBase | None, license: str) -> dict[str, str]:
     """The card and the evaluation's results, as relative path -> content."""
     assert config.model
     checkpoint = Path(request.inputs[config.model])
@@ -160,7 +185,7 @@ def card_files(request: StageRequest, config: Publication, base: AdapterBase | N
     is_reward_model = str(architectures[0]).endswith("ForSequenceClassification")
     is_reward_model |= _json(checkpoint / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
     adapts = base.repo_id if base else None
-    files = {CARD: card(ancestor, config.model, title, config.license, report, is_reward_model, chat, adapts)}
+    files = {CARD: card(ancestor, config.model, title, license, report, is_reward_model, chat, adapts)}
     if report:
         files[REPORT] = report.model_dump_json(indent=2) + "\n"
         results = eval_results(report, config.model, questions)
@@ -274,11 +299,16 @@ def patiently(what: str, repo_id: str, call: Callable[[], T], patience: Patience
 
 def _refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
     said = f" ({error.server_message})" if error.server_message else ""
+    full = f"the Hub has no space left to {what} of {repo_id}{said}"
     match error.response.status_code:
         case 401:
             return f"the Hub does not accept the token in {TOKEN_ENV}: set it to a valid token with write access to {repo_id}"
-        case 402 | 403 | 413 | 507:
-            return f"the Hub does not let this token {what} of {repo_id}{said}: check the token's write access and the space left"
+        case 402 | 413 | 507:
+            return f"{full}: make space or get more, then run this again, nothing is lost or doubled"
+        case 403 if QUOTA.search(said):
+            return f"{full}: make space or get more, then run this again, nothing is lost or doubled"
+        case 403:
+            return f"the Hub does not let this token {what} of {repo_id}{said}: give it write access there"
         case 404:
             return f"the token in {TOKEN_ENV} does not see {repo_id}: check repo_id and the token's access"
         case 412:

@@ -114,6 +114,6 @@ def _limits(made_by: Ancestor, kind: str) -> str:
     if kind == "judgments":
         return "Verdicts are a judge's, not people's; they compare these models on these questions and say nothing of others.\n"
     return (
-        "Answers are a model's, right or wrong, harmless or not; rewards are a program's or model's opinion, not people's. Respect the "
-        "licences of the prompts, of the policy and of the reward model named above.\n"
+        "Answers are a model's, right or wrong; rewards are a program's or model's opinion, not people's. Respect the licences "
+        "of the prompts, of the policy and of the reward model named above.\n"
     )

@@ -5,6 +5,8 @@ LFS in its basic and multipart forms, and can fail on purpose: `break_at(n, how)
 
     refuse   503 with a proxy's HTML page, nothing done        cut   the connection closes, nothing done
     lost     the request is carried out, its answer is lost    busy  429 with Retry-After: 0
+    full     403 that speaks of a quota, nothing done          disk  507, nothing done
+    expired  401, nothing done
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_StandInTokenForTestsOnly0123456789"
+REFUSALS = {
+    "full": (403, "Private repository storage limit reached, please upgrade your plan to increase your private storage limit."),
+    "disk": (507, "Insufficient Storage"),
+    "expired": (401, "Invalid username or password."),
+}
 LFS_SUFFIXES = (".safetensors", ".bin")
 
 
@@ -145,6 +152,8 @@ class Handler(BaseHTTPRequestHandler):
                 return self._send(Answer(503, b"<html>unavailable</html>", {"Content-Type": "text/html"}))
             if how == "busy":
                 return self._send(Answer(429, {"error": "slow down"}, {"Retry-After": "0"}))
+            if how in REFUSALS:
+                return self._send(Answer(REFUSALS[how][0], {"error": REFUSALS[how][1]}))
             answer = self._route(path, body) if how != "cut" else Answer(200)
         if how in ("cut", "lost"):
             self.close_connection = True
@@ -189,6 +198,8 @@ class Handler(BaseHTTPRequestHandler):
                 return Answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
             return self._repository(repository, match[1], match[2] or "revision", match[3] or "main", body)
         if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            if match[1] not in self.server.repositories:
+                return Answer(404, b"", {"X-Error-Code": "RepoNotFound"})
             return self._resolve(self.server.repositories[match[1]], match[2], match[3])
         return Answer(404, {"error": f"the stand-in has no {self.command} {path}"})
 

@@ -104,7 +104,8 @@ class Publication(Gated):
     base_repo: str | None = Field(None, description="of an adapter whose base is a folder: Hub repository with that base")
     private: bool = Field(True, description="a new repository is private, and an existing public one is refused")
     dry_run: bool = Field(False, description="only show what would be sent and where, and send nothing; needs no token")
-    license: str = Field("apache-2.0", description="licence named on the card")
+    license: str | None = Field(None, description="licence named on the card; default: what the base model and the data ask for")
+    licenses: dict[str, str] = Field({}, description="licence of a base model or data set, by Hub id or file, where its card says none")
 
     @model_validator(mode="after")
     def _one_thing(self) -> Publication:

@@ -18,6 +18,7 @@ from huggingface_hub.utils import _http as client_http
 from rlhf_core import hub
 from rlhf_core.config import Publication
 from rlhf_core.hub import Patience, upload
+from rlhf_core.launch import raised_by_us
 from rlhf_core.published import MARKER, assemble, check_loads, model_files, read_marker
 from rlhf_core.stage import RunDir, StageRequest, run_stage
 from tests.chain import Chain, build, remember_place, save_model
@@ -25,7 +26,8 @@ from tests.hub_server import TOKEN, Blob, Hub, Repository, serve
 
 REPO = "someone/tiny"
 TAG = "publication-00000000000000aa"
-WEIGHTS_REQUEST = 7  # the number, from 0, of the request that sends the weights
+CARDS_READ = 2  # requests for the cards of the base model and of a data set, whose licences are inherited
+WEIGHTS_REQUEST = CARDS_READ + 7  # the number, from 0, of the request that sends the weights
 ONCE, THREE = Patience(attempts=1, wait=0.0), Patience(attempts=3, wait=0.0)
 
 
@@ -267,6 +269,37 @@ def test_a_run_cut_off_at_each_request_is_completed_by_the_next_run(folder: Path
                 upload(api(server), folder, REPO, True, TAG, ONCE)
             server.heal()
             upload(api(server), folder, REPO, True, TAG, ONCE)
+            check_published(server, folder)
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        (
+            "full",
+            r"the Hub has no space left to .* of someone/tiny \(.*storage limit reached.*\): make space or get more, then run this again",
+        ),
+        ("disk", r"the Hub has no space left to .* of someone/tiny.*: make space or get more, then run this again"),
+        ("expired", r"the Hub does not accept the token in HF_TOKEN: set it to a valid token with write access to someone/tiny"),
+    ],
+)
+def test_a_full_quota_or_a_dead_token_at_each_request_is_one_sentence_and_the_next_run_ends_in_the_same_commit(
+    folder: Path, how: str, sentence: str
+) -> None:
+    with serve() as undisturbed:
+        expected = upload(api(undisturbed), folder, REPO, True, TAG, ONCE).commit
+    for request in range(number_of_requests(folder, None)):
+        with serve() as server:
+            server.break_at(request, how, times=1000)
+            with pytest.raises(ValueError, match=f"^{sentence}") as caught:
+                upload(api(server), folder, REPO, True, TAG, THREE)
+            assert raised_by_us(caught.value) and caught.value.__suppress_context__, "exit code 2 and no traceback"
+            assert "\n" not in str(caught.value) and TOKEN not in str(caught.value) and "SignedAddress" not in str(caught.value)
+            assert len(server.requests) <= request + 2, (
+                "what cannot succeed is not tried again; the client asks whether the repository is there"
+            )
+            server.heal()
+            assert upload(api(server), folder, REPO, True, TAG, ONCE).commit == expected
             check_published(server, folder)
 
 

@@ -18,13 +18,15 @@ from pydantic import ValidationError
 
 from evaluation.arena_files import judgment_lines, read_judgments
 from rlhf_core import hub
-from rlhf_core.config import Publication
+from rlhf_core.check import tokenizer_of
+from rlhf_core.config import Publication, Recipe
 from rlhf_core.hub import Patience, upload
+from rlhf_core.plan import plan
 from rlhf_core.published import read_marker
 from rlhf_core.stage import RunDir, StageRequest, run_stage
 from rlhf_core.types import Game, Judgment, LabelledAnswer, PreferencePair
 from tests.chain import Chain, build, save_model
-from tests.hub_server import TOKEN, Blob, Hub, serve
+from tests.hub_server import TOKEN, Blob, Hub, Repository, serve
 
 REPO = "someone/rows"
 TAG = "publication-00aa"
@@ -60,10 +62,11 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 
 @pytest.fixture(autouse=True)
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(client_http, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setattr(hub, "PATIENCE", Patience(attempts=3, wait=0.0))
     with serve() as running:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -101,7 +104,7 @@ def test_pairs_become_a_private_data_set_that_datasets_reads(chain: Chain, serve
     assert rows(folder, tmp_path) == [row.model_dump(mode="json") for row in PAIRS]
     card = (folder / "README.md").read_text()
     header = yaml.safe_load(card.split("---\n")[1])
-    assert header["tags"] == ["alignflow", "pairs"] and header["license"] == "apache-2.0"
+    assert header["tags"] == ["alignflow", "pairs"] and header["license"] == "unknown"
     assert header["source_datasets"] == ["stand-in/chats"]
     for said in ("| data/pairs.jsonl | 5 |", "| data | chosen_score | number | its reward |", "pairs-1 (preferences)", "<summary>ppo ("):
         assert said in card
@@ -131,8 +134,9 @@ def test_judgments_and_answers_interchange_after_publication(chain: Chain, serve
 
 @pytest.mark.parametrize("how", ["refuse", "cut", "lost"])
 def test_a_data_set_cut_off_at_each_request_is_completed_by_the_next_run(chain: Chain, server: Hub, tmp_path: Path, how: str) -> None:
-    folder = publish(chain.stages["pairs-1"] / "pairs.jsonl", tmp_path / "run", repo_id="someone/other").path / "published"
+    folder = publish(chain.stages["pairs-1"] / "pairs.jsonl", tmp_path / "run", repo_id=None).path / "published"
     api, once = HfApi(endpoint=server.url, token=TOKEN), Patience(attempts=1, wait=0.0)
+    upload(api, folder, "someone/other", True, TAG, once, "dataset")
     count = len(server.requests)
     assert count >= 8
     for request in range(count):
@@ -155,6 +159,18 @@ def test_a_report_without_judgments_and_a_publication_of_two_things_are_refused(
             Publication(**wrong)
     with pytest.raises(ValidationError, match="evaluation and base_repo are for models"):
         Publication(dataset="pairs-1", evaluation="evaluation")
+
+
+def test_a_licence_on_the_hub_that_forbids_it_stops_before_anything_is_sent(chain: Chain, server: Hub, tmp_path: Path) -> None:
+    upstream = server.repositories["datasets/stand-in/chats"] = Repository(private=True)
+    upstream.commit("main", "card", {"README.md": Blob(b"---\nlicense: cc-by-nc-4.0\n---\n", False)})
+    server.break_at(0, "refuse", times=2)  # the Hub is busy at first
+    with pytest.raises(ValueError, match=r"license is mit, and stand-in/chats is under cc-by-nc-4\.0"):
+        publish(chain.stages["pairs-1"] / "pairs.jsonl", tmp_path / "run", license="mit")
+    assert not [request for request in server.requests if request.startswith("POST")]
+    server.break_at(0, "refuse", times=1000)
+    with pytest.raises(ConnectionError, match="could not send the card of stand-in/base-1m"):
+        publish(chain.stages["pairs-1"] / "pairs.jsonl", tmp_path / "again")
 
 
 # A dry run
@@ -181,3 +197,22 @@ def test_a_dry_run_shows_exactly_what_the_run_sends_and_asks_the_hub_nothing(
     assert {path: int(size.replace(",", "")) for size, path in listed} == {path: len(content) for path, content in sent.items()}
     assert f"{len(sent)} files, {sum(map(len, sent.values())):,} bytes" in said
     assert sent["README.md"].decode() in said
+
+
+def test_a_recipe_publishes_the_data_of_its_own_stages_only(tmp_path: Path) -> None:
+    def nodes(dataset: str) -> Any:
+        prompts, data = {"sources": "prompts.jsonl"}, {"sources": "pairs.jsonl"}
+        stages = {
+            "reward_model": {"stage": "reward_model", "model": "base", "data": data},
+            "pairs": {"stage": "preferences", "policy": "base", "prompts": prompts},
+            "rows": {"stage": "publication", "dataset": dataset, "repo_id": REPO},
+        }
+        return plan(Recipe(name="rows", base_model="stand-in/base-1m", artifacts=str(tmp_path), stages=stages))
+
+    planned = nodes("pairs")
+    assert planned["rows"].parents == ("pairs",) and planned.inputs(planned["rows"])["pairs"].endswith("/pairs.jsonl")
+    assert tokenizer_of(planned, planned["rows"]) == "stand-in/base-1m"
+    with pytest.raises(
+        ValueError, match=r"stages\.rows\.dataset: reward_model is of kind reward_model, but a stage of kind preferences or"
+    ):
+        nodes("reward_model")
