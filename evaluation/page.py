@@ -7,52 +7,28 @@ marked safe. A part that is missing (no evaluation, a failed stage, no metrics) 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jinja2
 from markupsafe import Markup
 from pydantic import ValidationError
 
+from evaluation.battles import examples
 from evaluation.curves import Run, calibration_chart, rounds_chart, stage_chart, win_rate_chart
 from evaluation.dag import HEIGHT, WIDTH, draw
 from evaluation.reward_eval import REWARD_MODELS, RewardReports
 from evaluation.summary import Evaluated, Evidence, StageView, as_json, read, read_evaluation, summary_of, trend
+from evaluation.words import controlled, duration, interval, number, percent
 from rlhf_core.data.report import stored_warnings
 from rlhf_core.gates import holding
 from rlhf_core.stage import LOG, write_text
-from rlhf_core.types import Judging, Judgment, WinRate
+from rlhf_core.types import Judging, WinRate
 
-MAX_TEXT = 1500  # characters of a prompt or an answer
-EXAMPLES = {"won": 5, "lost": 3, "tied": 3}
 LOG_LINES = 25
-
-
-class Example(NamedTuple):
-    """One battle. `verdict` is the judge's text of the first game, where A is the baseline, `swapped` that of the second."""
-
-    uid: str
-    category: str
-    prompt: str
-    before: str
-    after: str
-    outcome: str
-    verdict: str
-    swapped: str
-
-
-class Group(NamedTuple):
-    """Battles of one outcome: how many of all, and some of them."""
-
-    outcome: str
-    played: int
-    total: int
-    examples: list[Example]
 
 
 class Tile(NamedTuple):
@@ -136,7 +112,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         judges=_judges(evaluated) if evaluated else [],
         reward_models=reward_models,
         calibration=Markup(calibration_chart(calibrations)) if calibrations else None,
-        groups=_examples(evaluated) if evaluated else [],
+        groups=examples(evaluated) if evaluated else [],
         charts=_charts(stages, chains),
         data=_data(stages),
         data_warnings={stage.view.name: found for stage in stages if (found := _data_warnings(Path(stage.view.run_dir)))},
@@ -173,39 +149,6 @@ def verdict(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
     if rate.ci_high < 0.5:
         return f"{final} is worse than {baseline}: it wins only {won} of battles {evidence}."
     return f"{final} is not clearly better or worse than {baseline}: it wins {won} of battles {evidence}."
-
-
-def percent(value: float | None, digits: int = 0) -> str:
-    """A share in [0, 1] as a percentage."""
-    return "–" if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f} %"
-
-
-def controlled(rate: WinRate, digits: int = 0) -> str:
-    """The length-controlled win rate with its 95 % interval."""
-    if rate.length_controlled is None or rate.lc_low is None or rate.lc_high is None:
-        return "–"
-    return f"{percent(rate.length_controlled, digits)} ({100 * rate.lc_low:.{digits}f}–{100 * rate.lc_high:.{digits}f})"
-
-
-def interval(rate: WinRate, digits: int = 0) -> str:
-    """The win rate's 95 % interval."""
-    return f"{100 * rate.ci_low:.{digits}f}–{100 * rate.ci_high:.{digits}f} %"
-
-
-def number(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.3g}"
-
-
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
 def _tiles(stages: Sequence[Evidence], evaluated: Evaluated | None) -> list[Tile]:
@@ -313,74 +256,6 @@ def _reward_models(evaluated: Evaluated | None) -> RewardReports:
         return RewardReports.model_validate_json((evaluated.folder / REWARD_MODELS).read_text()) if evaluated else RewardReports.empty()
     except (OSError, ValidationError):
         return RewardReports.empty()
-
-
-def _examples(evaluated: Evaluated) -> list[Group]:
-    answers: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
-    for row in _jsonl(evaluated.folder / "answers"):
-        answers[str(row.get("model"))][str(row.get("uid"))] = _conversation(row.get("messages"))
-    before, after = answers[evaluated.report.baseline], answers[evaluated.final]
-    battles: dict[str, list[Judgment]] = {outcome: [] for outcome in EXAMPLES}
-    for row in _jsonl(evaluated.folder / "judgments"):
-        try:
-            battle = Judgment.model_validate(row)
-        except ValidationError:
-            continue
-        ours = (battle.judge, battle.model, battle.baseline) == (evaluated.report.judge, evaluated.final, evaluated.report.baseline)
-        if ours and battle.score is not None and battle.uid in before and battle.uid in after:
-            battles["won" if battle.score > 0.5 else "lost" if battle.score < 0.5 else "tied"].append(battle)
-    total = sum(map(len, battles.values()))
-    groups = []
-    for outcome, played in battles.items():
-        chosen = [
-            Example(
-                uid=battle.uid,
-                category=battle.category,
-                prompt=_cut(before[battle.uid][0]),
-                before=_cut(before[battle.uid][1]),
-                after=_cut(after[battle.uid][1]),
-                outcome=outcome,
-                verdict=_cut(battle.games[0].judgment.get("answer", "")),
-                swapped=_cut(battle.games[1].judgment.get("answer", "")),
-            )
-            for battle in _by_turns(played, EXAMPLES[outcome])
-        ]
-        groups.append(Group(outcome, len(played), total, chosen))
-    return groups if total else []
-
-
-def _by_turns(battles: Sequence[Judgment], limit: int) -> list[Judgment]:
-    """The first battle of every category, then the second of every category, and so on."""
-    seen: dict[str, int] = defaultdict(int)
-    turns = []
-    for battle in battles:
-        turns.append((seen[battle.category], battle.category, battle))
-        seen[battle.category] += 1
-    return [battle for *_, battle in sorted(turns, key=lambda turn: turn[:2])[:limit]]
-
-
-def _conversation(messages: Any) -> tuple[str, str]:
-    """(prompt, answer) of Arena-Hard's messages; an assistant's content may be a string or `{"answer": ...}`."""
-    texts = []
-    for message in messages if isinstance(messages, list) else []:
-        content = message.get("content") if isinstance(message, dict) else None
-        texts.append(str(content.get("answer", "")) if isinstance(content, dict) else str(content or ""))
-    return ("\n\n".join(texts[:-1]), texts[-1]) if texts else ("", "")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT} more characters)"
-
-
-def _jsonl(folder: Path) -> Iterator[dict[str, Any]]:
-    for file in sorted(folder.glob("*.jsonl")):
-        for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(row, dict):
-                yield row
 
 
 def _charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> list[Chart]:

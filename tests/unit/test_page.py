@@ -11,8 +11,9 @@ import pytest
 
 from evaluation.curves import Run, stage_chart, win_rate_chart
 from evaluation.dag import HEIGHT, WIDTH, draw
-from evaluation.page import duration, number, percent, verdict, write_report
+from evaluation.page import verdict, write_report
 from evaluation.summary import StageView, read, read_evaluation
+from evaluation.words import duration, number, percent
 from rlhf_core.stage import LOG, METRICS
 from tests.finished_run import CONFIGS, DIGESTS, PARENTS, ROUND1, ROUND2, finish, finished, report, reward_reports, run_dir, view
 
