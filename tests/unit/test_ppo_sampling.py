@@ -39,6 +39,13 @@ class Fleet:
     seeds: list[int] = field(default_factory=list)
     trained: list[Mapping[str, Sequence[Update]]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
+    sleeps: bool = False
+
+    def sleep(self) -> None:
+        self.said.append("sleep")
+
+    def wake(self) -> None:
+        self.said.append("wake")
 
     def sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], n: int, *how: Any) -> list[list[Answer]]:
         self.asked.append([prompt[0] for prompt in prompts])
@@ -164,6 +171,13 @@ def iterate(fleet: Fleet, config: PPO, step: int = 0) -> Any:
     done = ppo_iteration(fleet, setup, Carried(0, {}), 0.3, optimisation(config, step, 4, 0))  # type: ignore[arg-type]
     assert [name for name in done.metrics if not has_metric(config, name)] == []
     return done
+
+
+def test_an_engine_that_sleeps_does_so_while_the_models_work() -> None:
+    fleet = Fleet(lambda prompt, j: float(j), sleeps=True)
+    done = iterate(fleet, config(vllm={"gpus": 1, "sleep": True}))
+    assert fleet.said == ["sample", "sleep", "score", "train", "wake", "publish", "probe"]
+    assert {"phase/sleep", "phase/wake"} <= set(done.metrics)
 
 
 def test_an_iteration_is_the_papers() -> None:
