@@ -10,7 +10,7 @@ REPORT := artifacts/tiny-cpu/report.html
 help:
 	@echo "make demo        the whole lifecycle on this machine, without a GPU; ends with one page: $(REPORT)"
 	@echo "make test        unit tests, flow tests and one short end-to-end run (not those marked gpu)"
-	@echo "make algorithms  every algorithm for a short time (about half an hour); writes the table docs/algorithms-learn.md"
+	@echo "make algorithms  every algorithm for a short time (half an hour to three quarters); writes the table docs/algorithms-learn.md"
 	@echo "make lint        ruff and mypy"
 	@echo "make format      let ruff format the code"
 	@echo "make setup       only make .venv"
