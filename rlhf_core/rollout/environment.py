@@ -8,7 +8,24 @@ import os
 def set_vllm_environment(kv_cache_gib: float) -> None:
     """In-process engine (no second process to lose), no usage report, and a KV cache on CPU that does not take half the memory."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib)))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.update(quiet(kv_cache_gib))
+
+
+def server_environment(kv_cache_gib: float) -> dict[str, str]:
+    """The environment of a vLLM server, which has processes of its own: this one's without what would bind it to us.
+
+    GPUs are those of this process (CUDA_VISIBLE_DEVICES is passed on); torch.distributed's variables would make it wait for others.
+    """
+    ours = ("VLLM_ENABLE_V1_MULTIPROCESSING", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    passed_on = {name: value for name, value in os.environ.items() if name not in ours}
+    return passed_on | quiet(kv_cache_gib) | {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1"}
+
+
+def quiet(kv_cache_gib: float) -> dict[str, str]:
+    return {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_cache_gib))),
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+    }

@@ -19,6 +19,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from evaluation.chat_client import ChatClient, remote
 from evaluation.judge import Match
 from evaluation.openai_judge import OpenAIJudge
 from evaluation.questions import Question
@@ -69,10 +70,9 @@ def main() -> int:
         url = f"http://127.0.0.1:{ours.recv()}/v1"
         questions = [Question(f"q{n}", "hard_prompt", ({"role": "user", "content": f"Question {n}"},), {}) for n in range(options.games)]
         with tempfile.TemporaryDirectory() as folder:
-            judge = OpenAIJudge(
-                "mock", "mock", url, "NO_KEY", Path(folder) / "cache.jsonl",
-                max_tokens=64, concurrency=options.concurrency, max_failed=0.0, timeout=30.0, max_attempts=3,
-            )  # fmt: skip
+            limits = {"concurrency": options.concurrency, "timeout": 30.0, "max_attempts": 3}
+            client = ChatClient("judge mock", "mock", lambda: remote(url, "NO_KEY"), {"max_tokens": 64, "temperature": 0}, **limits)
+            judge = OpenAIJudge("mock", client, Path(folder) / "cache.jsonl", identity="mock", max_failed=0.0)
             start, busy = time.perf_counter(), time.process_time()
             games = judge.judge([Match(question, ANSWER, ANSWER + question.uid) for question in questions])
             seconds, busy = time.perf_counter() - start, time.process_time() - busy

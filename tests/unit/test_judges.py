@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evaluation.chat_client import ChatClient, remote
 from evaluation.judge import Match, RewardJudge, RuleJudge, battles
 from evaluation.judge_prompt import judge_prompt, parse_verdict
 from evaluation.openai_judge import OpenAIJudge, read_cache
@@ -258,7 +259,11 @@ def openai_judge(url: str, folder: Path, **changes: Any) -> OpenAIJudge:
     settings: dict[str, Any] = {
         "max_tokens": 64, "concurrency": 4, "max_failed": 0.0, "timeout": 5.0, "max_attempts": 4, "pause": 0.01, "api_key_env": "JUDGE_KEY",
     }  # fmt: skip
-    return OpenAIJudge("judge", "judge", url, cache=folder / "cache.jsonl", **(settings | changes))
+    settings |= changes
+    limits = {"max_tokens": settings.pop("max_tokens"), "temperature": 0}
+    max_failed, key = settings.pop("max_failed"), settings.pop("api_key_env")
+    client = ChatClient("judge judge", "judge", lambda: remote(url, key), limits, **settings)
+    return OpenAIJudge("judge", client, folder / "cache.jsonl", identity="judge", max_failed=max_failed)
 
 
 def matches(count: int) -> list[Match]:
@@ -462,7 +467,7 @@ def test_a_reasoning_endpoint_is_asked_in_its_own_words(tmp_path: Path) -> None:
     with serving(script) as endpoint:
         judge = openai_judge(endpoint.url, tmp_path, concurrency=4)
         assert scores(judge.judge(matches(12))) == ["A>B"] * 12
-    assert judge.limits == {"max_completion_tokens": 64} and judge.failed == 0
+    assert judge.client.settings == {"max_completion_tokens": 64} and judge.failed == 0
     assert len(endpoint.requests) <= 12 + 2 * 4 and endpoint.requests[-1]["max_completion_tokens"] == 64
 
 
@@ -471,7 +476,7 @@ def test_another_wrong_request_is_not_repeated(tmp_path: Path) -> None:
     with serving(lambda *_: (400, {"content-type": "application/json"}, body)) as endpoint:
         judge = openai_judge(endpoint.url, tmp_path, max_failed=1.0)
         assert scores(judge.judge(matches(3))) == [None] * 3
-    assert len(endpoint.requests) == 3 and judge.limits == {"max_tokens": 64, "temperature": 0}
+    assert len(endpoint.requests) == 3 and judge.client.settings == {"max_tokens": 64, "temperature": 0}
 
 
 def test_failures_are_counted_over_all_calls(tmp_path: Path) -> None:

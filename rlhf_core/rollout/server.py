@@ -1,0 +1,187 @@
+"""A vLLM OpenAI-compatible server of our own: started, awaited and stopped with a `with` block.
+
+It runs below `rlhf_core.reaper`, so it and its workers end with the block, with this process (also by kill -9), and on their own
+death. It listens on 127.0.0.1 only, on a free port, and asks for a key made for this one server: no other user of the machine can
+use it, and nobody else's server can be taken for it. It sees the GPUs that this process sees. Sampling is what a request says: of the
+model's own generation config only the end tokens count. Its output goes to `log`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+
+from rlhf_core.machine import num_gpus
+from rlhf_core.rollout.environment import server_environment
+
+START_TIMEOUT, GRACE_SECONDS, POLL_SECONDS = 900.0, 15.0, 0.2
+PORTS = 3  # free ports that are tried: another process may take one before the server does
+TAIL_LINES = 15
+CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU, as in `engine`
+VLLM = ("-P", "-m", "vllm.entrypoints.cli.main", "serve")
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class ServerFailed(RuntimeError):
+    """The server did not start, or died. The message ends with the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server. `url` ends in /v1, `model` is the name to ask for, `max_model_len` its longest prompt and answer in tokens."""
+
+    url: str
+    model: str
+    key: str
+    max_model_len: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def check(self) -> None:
+        """Raises ServerFailed when the server is no longer there."""
+        code = self.process.poll()
+        if code is not None:
+            raise ServerFailed(f"the local server of {self.model} died (exit code {code}){_tail(self.log)}")
+
+
+@contextlib.contextmanager
+def serving(
+    model: str,
+    name: str,
+    log: Path,
+    *,
+    seed: int,
+    dtype: str,
+    max_model_len: int,
+    kv_cache_gib: float = 1.0,
+    gpus: float = 0.0,
+    gpu_memory_utilization: float = 0.9,
+    trust_remote_code: bool = False,
+    start_timeout: float = START_TIMEOUT,
+    command: Sequence[str] = VLLM,
+) -> Iterator[Server]:
+    """Serves the checkpoint folder or Hub id `model` under `name`; an adapter is merged into its base first.
+
+    `max_model_len`: longest prompt and answer together, in tokens. With more than one of `gpus` the model is split over them (tensor
+    parallel).
+    Raises ServerFailed when the server ends before it is ready, or is not ready after `start_timeout` seconds.
+    """
+    with contextlib.ExitStack() as stack:
+        options = _options(name, seed, dtype, max_model_len, gpus, gpu_memory_utilization, trust_remote_code)
+        arguments = [*command, _whole(model, dtype, trust_remote_code, stack), *options]
+        server = _start(arguments, name, log, server_environment(kv_cache_gib), start_timeout, stack)
+        print(f"local server of {name} is ready at {server.url}, its log is {log.name}", flush=True)
+        yield server
+
+
+def _start(
+    arguments: Sequence[str], name: str, log: Path, environment: dict[str, str], timeout: float, stack: contextlib.ExitStack
+) -> Server:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    deadline, key = time.monotonic() + timeout, secrets.token_hex(16)
+    for attempt in range(1, PORTS + 1):
+        port, begun = _free_port(), log.stat().st_size if log.exists() else 0
+        file = stack.enter_context(log.open("ab"))
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rlhf_core.reaper", str(os.getpid()), str(GRACE_SECONDS), sys.executable]
+            + [*arguments, "--host", "127.0.0.1", "--port", str(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**environment, "VLLM_API_KEY": key, "PYTHONPATH": os.pathsep.join(filter(None, [_root(), environment.get("PYTHONPATH")]))},
+            start_new_session=True,
+        )
+        stack.callback(_stop, process)
+        limit = _await(process, f"http://127.0.0.1:{port}", name, key, log, deadline, timeout)
+        if limit is not None:
+            return Server(f"http://127.0.0.1:{port}/v1", name, key, limit, process, log)
+        if attempt == PORTS or b"Address already in use" not in log.read_bytes()[begun:]:
+            break
+    raise ServerFailed(f"the local server of {name} ended before it was ready (exit code {process.poll()}){_tail(log)}")
+
+
+def _await(process: subprocess.Popen[bytes], url: str, name: str, key: str, log: Path, deadline: float, timeout: float) -> int | None:
+    """Its longest text in tokens, once it is ready; None when it ended instead. ServerFailed when the time is over."""
+    with httpx.Client(trust_env=False, timeout=5.0, headers={"Authorization": f"Bearer {key}"}) as client:
+        told = time.monotonic()
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                raise ServerFailed(
+                    f"the local server of {name} did not answer {url}/health within {timeout:g} s: "
+                    f"raise vllm.start_timeout if it was still loading{_tail(log)}"
+                )
+            if time.monotonic() - told > 60:
+                told = time.monotonic()
+                print(f"waiting for the local server of {name}", flush=True)
+            try:
+                if client.get(f"{url}/health").status_code == 200:
+                    served = client.get(f"{url}/v1/models").json()["data"][0]
+                    if served["id"] == name:
+                        return int(served["max_model_len"])
+            except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError):
+                pass  # not there yet, or another server that took the port, in which case ours ends
+            time.sleep(POLL_SECONDS)
+    return None
+
+
+def _options(
+    name: str, seed: int, dtype: str, max_model_len: int, gpus: float, gpu_memory_utilization: float, trust_remote_code: bool
+) -> list[str]:
+    options = ["--served-model-name", name, "--dtype", dtype, "--seed", str(seed), "--max-model-len", str(max_model_len)]
+    options += ["--override-generation-config", json.dumps(NEUTRAL), "--disable-uvicorn-access-log"]
+    if num_gpus():
+        options += ["--gpu-memory-utilization", str(gpu_memory_utilization), "--tensor-parallel-size", str(max(1, int(gpus)))]
+    else:  # whole prompts: one prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do
+        options += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        options += ["--max-num-batched-tokens", str(max(max_model_len, CPU_BATCHED_TOKENS))]
+    return options + (["--trust-remote-code"] if trust_remote_code else [])
+
+
+def _whole(model: str, dtype: str, trust_remote_code: bool, stack: contextlib.ExitStack) -> str:
+    """`model`, or a folder with what its adapter makes of its base, kept as long as the server."""
+    if not (Path(model) / "adapter_config.json").is_file():
+        return model
+    from rlhf_core.models.save import save_merged
+
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="alignflow-merged-"))) / "model"
+    save_merged(model, folder, dtype, trust_remote_code)
+    return str(folder)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Asks the reaper to end everything below it (TERM, then KILL after the grace), and waits."""
+    process.terminate()
+    try:
+        process.wait(timeout=GRACE_SECONDS + 10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _root() -> str:
+    """A checkout that is not installed must be on the reaper's path."""
+    root = Path(__file__).parents[2]
+    return "" if root.name in ("site-packages", "dist-packages") else str(root)
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_bytes()[-20_000:].decode(errors="replace").splitlines()[-TAIL_LINES:]
+    return "\n  ".join([f"; the last lines of {log.name}:", *lines]) if lines else f"; {log.name} is empty"
