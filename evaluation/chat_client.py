@@ -110,12 +110,17 @@ class ChatClient:
     def each(self, items: Mapping[str, Item], work: Callable[[Asking, Item], Awaitable[Found]], done: Callable[[str, Found], None]) -> None:
         """Does `work` for every item, `done` with what it found as it comes. An exception of either ends all."""
         if items:
-            asyncio.run(self._each(items, work, done))
+            connection = self.connect()
+            asyncio.run(self._each(connection, items, work, done))
 
     async def _each(
-        self, items: Mapping[str, Item], work: Callable[[Asking, Item], Awaitable[Found]], done: Callable[[str, Found], None]
+        self,
+        connection: Connection,
+        items: Mapping[str, Item],
+        work: Callable[[Asking, Item], Awaitable[Found]],
+        done: Callable[[str, Found], None],
     ) -> None:
-        asking = Asking(self, self.connect())
+        asking = Asking(self, connection)
         waiting, finished = iter(items.items()), 0  # one queue for all workers
 
         async def worker() -> None:
@@ -134,14 +139,6 @@ class ChatClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asking.api.close()
-
-    def reason(self, error: Exception) -> str:
-        """Why there is no reply, in brackets."""
-        if isinstance(error, APIStatusError):
-            return f"(no reply: HTTP {error.status_code})"
-        if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
-            return f"(no reply within {self.timeout:g} s)"
-        return f"(no reply: {type(error).__name__})"
 
 
 class Asking:
@@ -167,6 +164,14 @@ class Asking:
                     f"check the model's name{self.connection.hint}"
                 ) from None
             raise
+
+    def reason(self, error: Exception) -> str:
+        """Why there is no reply, in brackets."""
+        if isinstance(error, APIStatusError):  # in its own words only where they cannot hold somebody's key
+            return f"(no reply: HTTP {error.status_code}{f', {error.message[:300]}' if self.connection.local else ''})"
+        if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
+            return f"(no reply within {self.client.timeout:g} s)"
+        return f"(no reply: {type(error).__name__})"
 
     async def _once(self, messages: Any) -> Reply:
         client = self.client

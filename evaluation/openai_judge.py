@@ -98,7 +98,7 @@ class OpenAIJudge:
             words = "\n".join(reply.text for reply in replies)
             score = parse_verdict(replies[-1].text)
         except NO_REPLY as error:
-            words, score = "\n".join([*(reply.text for reply in replies), self.client.reason(error)]), None
+            words, score = "\n".join([*(reply.text for reply in replies), asking.reason(error)]), None
         return Entry(
             key="",
             game=Game(score=score, judgment={"answer": words}, prompt=prompt),

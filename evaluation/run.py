@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -30,9 +30,10 @@ from evaluation.answers import (
     write_answers,
 )
 from evaluation.arena_files import judgment_lines, token_counter
-from evaluation.judge import Judge, RewardJudge, RuleJudge, battles
-from evaluation.openai_judge import OpenAIJudge
+from evaluation.judge import RuleJudge, battles
+from evaluation.judges import judge_names, judging, load_reward_model, make_judge
 from evaluation.questions import Question, load_questions
+from evaluation.remote_answers import answer_remotely, answering_metrics
 from evaluation.reports import judging_metrics, make_reports, report_metrics
 from evaluation.sequential import battles_in_turns
 from evaluation.style import Style, markdown, style_of
@@ -44,13 +45,12 @@ from rlhf_core.data.documents import Document
 from rlhf_core.data.rows import load_rows
 from rlhf_core.stage import Outcome, RunDir, StageRequest, digest, write_text
 from rlhf_core.tracking import Tracker
-from rlhf_core.types import Judging, Judgment
+from rlhf_core.types import Answering, Judging, Judgment
 
 if TYPE_CHECKING:
-    from rlhf_core.models.scoring import RewardScorer
     from rlhf_core.rollout.engine import Sampler
 
-REPORT, CACHE = "report", "judge_cache"
+REPORT, REMOTE = "report", "remote_answers"
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
@@ -63,22 +63,24 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         for question in questions:
             rule.known(question)  # a missing answer is told before any model is asked
 
-    answers = answer_all(request, config, run, questions)
+    answers, answering = answer_all(request, config, run, questions)
     judgments: dict[str, list[Judgment]] = {}
     use: dict[str, Judging] = {}
     metrics: dict[str, float] = {"questions": float(len(questions))}
     texts = {model: [answer.text for answer in given] for model, given in answers.items()}
     for name, judge_config in judge_names(config.judges).items():
-        judge = make_judge(name, judge_config, request, config, run)
-        if isinstance(judge_config, configs.OpenAIJudge) and judge_config.interval_width is not None:
-            width, step = judge_config.interval_width, judge_config.sequential_questions
-            judgments[name] = battles_in_turns(judge, questions, texts, sides(config), width, step, request.seed)
-        else:
-            judgments[name] = battles(judge, questions, texts, sides(config))
+        with ExitStack() as stack:
+            judge = make_judge(name, judge_config, request, config, run, stack)
+            if isinstance(judge_config, configs.ChatJudge) and judge_config.interval_width is not None:
+                width, step = judge_config.interval_width, judge_config.sequential_questions
+                judgments[name] = battles_in_turns(judge, questions, texts, sides(config), width, step, request.seed)
+            else:
+                judgments[name] = battles(judge, questions, texts, sides(config))
         path = run / REPORT / "judgments" / f"{file_name(name)}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, judgment_lines(judgments[name]))
         use[name] = judging(judgments[name], judge, judge_config)
+        del judge  # a reward model leaves the device before the next judge comes
 
     styles = {(model, a.uid): _style(a) for model, given in answers.items() for a in given}
     about = {
@@ -86,7 +88,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         "mean_tokens": {model: fmean(answer.tokens for answer in given) for model, given in answers.items()},
         "truncated": {model: fmean(answer.answer_truncated for answer in given) for model, given in answers.items()},
     }
-    reports = make_reports(judgments, config.baseline, styles, about, use, config.bootstrap_rounds, request.seed)
+    made = make_reports(judgments, config.baseline, styles, about, use, config.bootstrap_rounds, request.seed)
+    reports = [report.model_copy(update={"answering": answering}) for report in made]
     if config.reward_evaluation:
         reward_models = evaluate_reward_models(request, config, config.reward_evaluation)
         write_text(run / REPORT / reward_eval.REWARD_MODELS, reward_models.model_dump_json(indent=2))
@@ -96,6 +99,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     metrics |= report_metrics(reports[0])
     for report in reports:
         metrics |= judging_metrics(report)
+    metrics |= answering_metrics(answering)
     metrics |= {f"prompt_truncated/{model}": fmean(a.prompt_truncated for a in given) for model, given in answers.items()}
     tracker = Tracker(run, total_steps=1)
     tracker.log(1, metrics)
@@ -113,27 +117,13 @@ def sides(config: configs.Evaluation) -> list[tuple[str, str]]:
     return [(model, config.baseline) for model in models] + [(model, parents[model]) for model in models if model in parents]
 
 
-def judging(judged: Sequence[Judgment], judge: Judge, config: configs.Judge) -> Judging:
-    """What a judge was asked, and what it cost."""
-    games = [game for judgment in judged for game in judgment.games]
-    found = Judging(
-        questions=len({judgment.uid for judgment in judged}),
-        games=sum(game.score is not None for game in games),
-        failed=sum(game.score is None for game in games),
-    )
-    if not isinstance(judge, OpenAIJudge) or not isinstance(config, configs.OpenAIJudge):
-        return found
-    cost = None
-    if config.input_price is not None and config.output_price is not None:
-        cost = (judge.input_tokens * config.input_price + judge.output_tokens * config.output_price) / 1e6
-    tokens = {"requests": judge.requests, "input_tokens": judge.input_tokens, "output_tokens": judge.output_tokens}
-    return found.model_copy(update={**tokens, "cost": cost})
-
-
 def answer_all(
     request: StageRequest, config: configs.Evaluation, run: RunDir, questions: Sequence[Question]
-) -> dict[str, list[ModelAnswer]]:
-    """The answers of the baseline and of each model, by name; files of an earlier attempt that are whole are read."""
+) -> tuple[dict[str, list[ModelAnswer]], dict[str, Answering]]:
+    """The answers of the baseline and of each model, by name, and what the remote ones took.
+
+    Files of an earlier attempt that are whole are read. A remote model's settings decide the run directory, so its file fits as well.
+    """
     max_len = config.prompt_max_len + config.generate_max_len
     trust = request.trust_remote_code
 
@@ -154,9 +144,22 @@ def answer_all(
     count = token_counter(config.style_tokenizer) if config.style_tokenizer else None
     engine = Engine(open_sampler)
     answers: dict[str, list[ModelAnswer]] = {}
+    answering: dict[str, Answering] = {}
     try:
         for model in dict.fromkeys((config.baseline, *config.models, *(config.parents or {}).values())):
             file = run / REPORT / "answers" / f"{file_name(model)}.jsonl"
+            if model in config.endpoints:
+                answers[model], answering[model] = answer_remotely(
+                    model,
+                    config.endpoints[model],
+                    questions,
+                    run / REMOTE / f"{file_name(model)}.jsonl",
+                    temperature=config.temperature,
+                    max_tokens=config.generate_max_len,
+                    count=count,
+                )
+                write_answers(file, model, questions, answers[model])
+                continue
             found = read_answers(file, questions)
             if found is None:
                 path, start = request.inputs[model], time.monotonic()
@@ -177,52 +180,7 @@ def answer_all(
             answers[model] = found
     finally:
         engine.close()
-    return answers
-
-
-def judge_names(judges: Sequence[configs.Judge]) -> dict[str, configs.Judge]:
-    """Judges by name: `rule`, the reward model's name, the chat model's name; a second one of the same name gets a number."""
-    named: dict[str, configs.Judge] = {}
-    for judge in judges:
-        base = judge.reward if judge.kind == "reward" else judge.model if judge.kind == "openai" else "rule"
-        names = (base, *(f"{base}-{number}" for number in range(2, len(judges) + 1)))
-        named[next(name for name in names if name not in named)] = judge
-    return named
-
-
-def make_judge(name: str, judge: configs.Judge, request: StageRequest, config: configs.Evaluation, run: RunDir) -> Judge:
-    """The judge of one judge config."""
-    if isinstance(judge, configs.RuleJudge):
-        return RuleJudge(name, judge.answer_key)
-    if isinstance(judge, configs.RewardJudge):
-        scorer, renderer = load_reward_model(judge.reward, request, config, config.template)
-        return RewardJudge(name, scorer.score, renderer, judge.tie, config.prompt_max_len, config.generate_max_len)
-    cache = run / CACHE / f"{file_name(name)}.jsonl"
-    if judge.verdict_cache is not None:  # of this model at this endpoint, whatever a recipe calls it
-        cache = Path(judge.verdict_cache).expanduser() / f"{file_name(judge.model)}-{digest(judge.base_url)[:8]}.jsonl"
-    return OpenAIJudge(
-        name,
-        judge.model,
-        judge.base_url,
-        judge.api_key_env,
-        cache,
-        max_tokens=judge.max_tokens,
-        concurrency=judge.concurrency,
-        max_failed=judge.max_failed,
-        timeout=judge.timeout,
-        max_attempts=judge.max_attempts,
-        requests_per_minute=judge.requests_per_minute,
-    )
-
-
-def load_reward_model(name: str, request: StageRequest, config: configs.Evaluation, template: str) -> tuple[RewardScorer, Renderer]:
-    """A reward model on the device, and the renderer of its texts."""
-    from rlhf_core.models.scoring import RewardScorer  # only when there is something to score
-
-    path = request.inputs[name]
-    reward_config = model_config(path, config.prompt_max_len + config.generate_max_len, request.trust_remote_code)
-    scorer = RewardScorer(path, stored_dtype(reward_config), config.micro_rollout_batch_size, request.trust_remote_code)
-    return scorer, Renderer(load_tokenizer(path, request.trust_remote_code), template)
+    return answers, answering
 
 
 def evaluate_reward_models(

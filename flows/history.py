@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from rlhf_core.digests import Digests
 from rlhf_core.lineage import Ancestor, lineage, shown, sources, stage_of
 from rlhf_core.stage import LOCK, REQUEST, RESULT, STATE, RunDir
+from rlhf_core.tax_tasks import task_name
 
 STAGES, RUN, RECIPE = "stages", "run.json", "recipe.yaml"
 MAIN = {
@@ -171,12 +172,21 @@ def _stages(artifacts: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _found(folder: Path, record: Mapping[str, Any]) -> Found:
     result = RunDir(folder).result()
     config = record["config"]
-    names = (f"win_rate/{config['models'][-1]}",) if config["stage"] == "evaluation" else MAIN.get(config["stage"], ())
+    names = _main(config)
     metrics = result.metrics if result else {}
     metric = next((f"{name} {metrics[name]:.4g}" for name in names if name in metrics), "")
     state = "done" if result else "running" if is_locked(folder) else "unfinished"
     when = datetime.fromtimestamp((folder / (RESULT if result else REQUEST)).stat().st_mtime)
     return Found(folder, record["name"], config["stage"], record["digest"], state, when, result.seconds if result else None, metric)
+
+
+def _main(config: Mapping[str, Any]) -> Sequence[str]:
+    """The metric that says most about a stage; the first one that it has counts."""
+    if config["stage"] == "evaluation":
+        return (f"win_rate/{config['models'][-1]}",)
+    if config["stage"] == "alignment_tax":
+        return [f"tax/{task_name(task)}" for task in config["tasks"]]
+    return MAIN.get(config["stage"], ())
 
 
 def _recipe_differences(before: Path, after: Path) -> Iterator[Difference]:

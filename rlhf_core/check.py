@@ -18,15 +18,18 @@ from rlhf_core.config import (
     KTO,
     PPO,
     SFT,
+    AlignmentTax,
     Data,
     Evaluation,
-    OpenAIJudge,
     Preferences,
     Publication,
     Ranks,
+    Remote,
     RuleJudge,
     StageConfig,
     Trainable,
+    Vllm,
+    VllmJudge,
 )
 from rlhf_core.data.columns import Kind
 from rlhf_core.data.rows import check_columns, load_rows
@@ -34,6 +37,7 @@ from rlhf_core.machine import num_cpus, num_gpus
 from rlhf_core.plan import Node, Plan, is_remote
 from rlhf_core.recipe import unknown
 from rlhf_core.reward_sources import FunctionReward, HttpReward
+from rlhf_core.tax_tasks import is_path, read_task
 
 if TYPE_CHECKING:
     from rlhf_core.data.chat import Renderer
@@ -47,6 +51,7 @@ STARTS_FROM = {
     "preferences": "policy",
     "ppo": "actor",
     "evaluation": "baseline",
+    "alignment_tax": "baseline",
     "publication": "model",
 }
 
@@ -101,7 +106,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         for text in texts(node.config):
             where = f"stages.{node.name}.{text.field}"
             problems += _refused(where, check_columns, text.data, text.kind) if text.kind else []
-            if tokenizers and start not in broken:
+            if tokenizers and start is not None and start not in broken:
                 key = (start, text.data.template)
                 if key not in renderers:
                     renderers[key] = _renderer(start, text.data.template, plan.recipe.trust_remote_code)
@@ -113,6 +118,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         problems += _slice_problem(node, plan.recipe.seed) if not problems else []
         problems += _question_problems(node)
         problems += _function_problems(node)
+        problems += _task_problems(node)
     return list(dict.fromkeys(problems))
 
 
@@ -137,9 +143,11 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         for source in node.config.reward if isinstance(node.config, PPO | Preferences) else ():
             if isinstance(source, HttpReward) and source.api_key_env and not os.environ.get(source.api_key_env):
                 problems.append(f"{where}: the reward {source.title} needs a key in the environment variable {source.api_key_env}; set it")
-        for judge in node.config.judges if isinstance(node.config, Evaluation) else ():
-            if isinstance(judge, OpenAIJudge) and "api.openai.com" in judge.base_url and not os.environ.get(judge.api_key_env):
-                problems.append(f"{where}: the judge {judge.model} needs a key in the environment variable {judge.api_key_env}; set it")
+        for role, asked in _remotes(node.config):
+            if "api.openai.com" in asked.base_url and not os.environ.get(asked.api_key_env):
+                problems.append(f"{where}: {role} needs a key in the environment variable {asked.api_key_env}; set it")
+        if isinstance(node.config, AlignmentTax) and importlib.util.find_spec("lm_eval") is None:
+            problems.append(f"{where} needs the package lm_eval, which is not installed; install alignflow's extra `tax`")
     return list(dict.fromkeys(problems))
 
 
@@ -164,9 +172,11 @@ def needs(config: StageConfig) -> Needs:
     elif isinstance(config, Trainable):
         groups = [config.ranks]
     cpus, gpus = sum(g.world_size * g.cpus for g in groups), sum(g.world_size * g.gpus for g in groups)
-    if isinstance(config, PPO | Preferences | Evaluation):
-        cpus += config.vllm.num_engines * config.vllm.cpus
-        gpus += config.vllm.num_engines * config.vllm.gpus
+    engines: list[Vllm] = [config.vllm] if isinstance(config, PPO | Preferences | Evaluation | AlignmentTax) else []
+    if isinstance(config, Evaluation):  # one after the other: the models' engine, then the judges' servers
+        engines += [judge.vllm for judge in config.judges if isinstance(judge, VllmJudge)]
+    cpus += max((vllm.num_engines * vllm.cpus for vllm in engines), default=0)
+    gpus += max((vllm.num_engines * vllm.gpus for vllm in engines), default=0)
     return Needs(cpus, gpus, max((g.num_nodes for g in groups), default=1))
 
 
@@ -197,11 +207,16 @@ def _questions(config: Evaluation) -> Data:
     return Data(sources=(config.questions,), template=config.template)
 
 
-def tokenizer_of(plan: Plan, node: Node) -> str:
-    """The folder or Hub id that a stage's chain of models starts from: its tokenizer is the stage's."""
+def tokenizer_of(plan: Plan, node: Node) -> str | None:
+    """The folder or Hub id that a stage's chain of models starts from: its tokenizer is the stage's. None: all its models are remote."""
     while True:
         data_set = node.config.dataset if isinstance(node.config, Publication) else None
         name = data_set or getattr(node.config, STARTS_FROM[node.kind])
+        if isinstance(node.config, Evaluation):
+            ours = (model for model in (node.config.baseline, *node.config.models) if model not in node.config.endpoints)
+            name = next(ours, None)
+            if name is None:
+                return None
         if name not in node.stages:
             return node.models[name]
         node = plan[node.stages[name]]
@@ -293,6 +308,24 @@ def _function_problems(node: Node) -> list[str]:
             if name not in (valid := defined + assigned + imported):
                 problems.append(f"{where}: {source.file}: {unknown(name, valid, 'function')}")
     return problems
+
+
+def _task_problems(node: Node) -> list[str]:
+    """Task files that are not there, name data that is not there, or run code that nobody allowed."""
+    config = node.config
+    if not isinstance(config, AlignmentTax):
+        return []
+    problems = []
+    for task in filter(is_path, config.tasks):
+        problems += _refused(f"stages.{node.name}.tasks", read_task, task, config.trust_task_code)
+    return problems
+
+
+def _remotes(config: StageConfig) -> Iterator[tuple[str, Remote]]:
+    """The endpoints that an evaluation asks, with what they are in it."""
+    if isinstance(config, Evaluation):
+        yield from ((f"the judge {judge.model}", judge) for judge in config.judges if isinstance(judge, Remote))
+        yield from ((f"the endpoint {name}", endpoint) for name, endpoint in config.endpoints.items())
 
 
 def _folder_problem(folder: Path) -> list[str]:

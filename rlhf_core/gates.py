@@ -84,6 +84,12 @@ MEANINGS: dict[str, dict[str, str]] = {
         "reward_calibration_error": "The reward model is badly calibrated: its confidence is not its accuracy.",
         "reward_longer_preferred": "The reward model has a length bias: it prefers the longer answer more often than the labels do.",
     },
+    "alignment_tax": {
+        "tax": "Alignment cost the model what it could do before: look at its KL to the reference, and at the data it was trained on.",
+        "tax_low": "It is sure that alignment cost the model what it could do before: look at its KL to the reference first.",
+        "tax_high": "It is not sure that the model kept what it could do before: more documents narrow the interval.",
+        "score": "A model scores otherwise than expected on this task: compare it with the baseline's score.",
+    },
     "publication": {},
 }
 ANY = {

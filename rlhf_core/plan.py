@@ -18,22 +18,47 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rlhf_core.config import DPO, KTO, SFT, Evaluation, Loop, Preferences, Recipe, RewardJudge, Source, StageConfig
+from rlhf_core.config import (
+    DPO,
+    KTO,
+    SFT,
+    AlignmentTax,
+    Evaluation,
+    Loop,
+    Preferences,
+    Recipe,
+    RewardJudge,
+    Source,
+    StageConfig,
+    VllmJudge,
+)
 from rlhf_core.config.metrics import has_metric, metrics_of
-from rlhf_core.digests import Digests
+from rlhf_core.digests import ABSENT, Digests
 from rlhf_core.lineage import DATA_SUFFIXES, is_hub_id
 from rlhf_core.recipe import unknown
 from rlhf_core.reward_sources import FunctionReward, ModelReward
 from rlhf_core.stage import RunDir, StageRequest, digest
+from rlhf_core.tax_tasks import is_path, read_task, task_name
 
 # Raise a stage's number when a change of code changes the numbers it produces: its results are then made anew.
-STAGE_VERSIONS = {"sft": 1, "reward_model": 1, "dpo": 1, "kto": 1, "preferences": 1, "ppo": 1, "evaluation": 1, "publication": 1}
+STAGE_VERSIONS = {
+    "sft": 1,
+    "reward_model": 1,
+    "dpo": 1,
+    "kto": 1,
+    "preferences": 1,
+    "ppo": 1,
+    "evaluation": 1,
+    "alignment_tax": 1,
+    "publication": 1,
+}
 NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env", "max_failed_rewards"} | {
     "gates",
     "requests_per_minute",
     "input_price",
     "output_price",
     "verdict_cache",
+    "start_timeout",
 }
 
 POLICY, REWARD = ("sft", "dpo", "ppo", "kto"), ("reward_model",)
@@ -45,10 +70,11 @@ REFERENCES: dict[str, dict[str, tuple[str, ...]]] = {
     "preferences": {"policy": POLICY, "reward": REWARD},
     "ppo": {"actor": POLICY, "critic": POLICY + REWARD, "reference": POLICY, "reward": REWARD},
     "evaluation": {"models": POLICY, "baseline": POLICY},
+    "alignment_tax": {"models": POLICY, "baseline": POLICY},
     "publication": {"model": POLICY + REWARD, "evaluation": ("evaluation",), "dataset": ("preferences", "evaluation")},
 }
 TRAINED_FROM = {"sft": "model", "dpo": "policy", "kto": "policy", "ppo": "actor"}  # the field that names a policy's parent
-OUTPUTS = {"preferences": "pairs", "evaluation": "report", "publication": "published"}  # every other stage: checkpoint
+OUTPUTS = {"preferences": "pairs", "evaluation": "report", "alignment_tax": "report", "publication": "published"}  # others: checkpoint
 OUTPUT_PATHS = {
     "pairs": "pairs.jsonl",
     "answers": "answers.jsonl",
@@ -182,18 +208,21 @@ def references(config: StageConfig) -> Iterator[Reference]:
         value = getattr(config, field)
         values = value if isinstance(value, tuple) else () if value is None else (value,)
         for i, item in enumerate(values):
-            if isinstance(item, str):
+            if isinstance(item, str) and not (isinstance(config, Evaluation) and item in config.endpoints):
                 yield Reference(field, item, kinds)
             elif isinstance(item, ModelReward):
                 yield Reference(field if len(values) == 1 else f"{field}.{i}", item.model, kinds)
     if isinstance(config, Evaluation):
         for model, parent in (config.parents or {}).items():
-            yield Reference(f"parents.{model}", parent, POLICY)
+            if parent not in config.endpoints:
+                yield Reference(f"parents.{model}", parent, POLICY)
         for i, name in enumerate(config.reward_evaluation.models if config.reward_evaluation else ()):
             yield Reference(f"reward_evaluation.models.{i}", name, REWARD)
         for i, judge in enumerate(config.judges):
             if isinstance(judge, RewardJudge):
                 yield Reference(f"judges.{i}.reward", judge.reward, REWARD)
+            elif isinstance(judge, VllmJudge):
+                yield Reference(f"judges.{i}.model", judge.model, POLICY)
 
 
 def sources(config: BaseModel, place: str = "") -> Iterator[tuple[str, Source]]:
@@ -263,6 +292,10 @@ def _shared(config: BaseModel, kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _misnamed(stage: str, config: StageConfig, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]) -> Iterator[str]:
+    endpoints = tuple(config.endpoints) if isinstance(config, Evaluation) else ()
+    for name in endpoints:
+        if name in ("base", *stages, *aliases):
+            yield f"stages.{stage}.endpoints.{name}: {name} is also the base model's or a stage's name; give the endpoint another one"
     for place, name, kinds in references(config):
         where, target = f"stages.{stage}.{place}", aliases.get(name, name)
         needed = "a reward model" if kinds == REWARD else "a stage of kind " + " or ".join(kinds)
@@ -279,7 +312,9 @@ def _misnamed(stage: str, config: StageConfig, stages: Mapping[str, StageConfig]
             yield f"{where}: {unknown(name, valid, 'stage')}; {needed} is needed here"
         elif name != "base" and "/" not in name and not Path(name).exists():
             valid = ["base", *(other for other, found in stages.items() if found.stage in kinds), *aliases]
-            yield f"{where}: {unknown(name, valid, 'name')}; name base, a stage, a folder or a Hub id (owner/model)"
+            remote = ", an endpoint" if isinstance(config, Evaluation) and not place.startswith("judges") else ""
+            valid += endpoints if remote else ()
+            yield f"{where}: {unknown(name, valid, 'name')}; name base, a stage{remote}, a folder or a Hub id (owner/model)"
 
 
 def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig]) -> Iterator[str]:
@@ -343,10 +378,21 @@ def _deciding(config: StageConfig, digests: Digests) -> Any:
         return [strip(item) for item in value] if isinstance(value, list) else value
 
     content = strip(config.model_dump(mode="json"))
+    if isinstance(config, Evaluation) and not config.endpoints:
+        del content["endpoints"]
+    if isinstance(config, AlignmentTax):
+        content["tasks"] = [_task_content(task, digests) if is_path(task) else task for task in config.tasks]
     reward = config.reward[0] if isinstance(config, Preferences) and len(config.reward) == 1 else None
     if isinstance(reward, ModelReward) and reward == ModelReward(model=reward.model):
         content["reward"] = reward.model  # one reward model and nothing more said of it
     return content
+
+
+def _task_content(task: str, digests: Digests) -> list[str]:
+    try:
+        return [task_name(task), *(digests.of(file) for file in read_task(task).files)]
+    except ValueError:
+        return [task_name(task), ABSENT]  # `check` and the stage say what is wrong with it
 
 
 def _output(node: Node) -> Path:

@@ -20,7 +20,7 @@ from rlhf_core.config import STAGE_KINDS, Recipe, StageConfig
 from rlhf_core.reward_sources import REWARD_KINDS
 
 STAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
-JUDGE_KINDS = ("rule", "reward", "openai")
+JUDGE_KINDS = ("rule", "reward", "openai", "vllm")
 TAGS = {"judges": JUDGE_KINDS, "reward": tuple(REWARD_KINDS)}  # fields that hold a union, and the kinds it knows
 
 
@@ -163,6 +163,7 @@ def _place(loc: tuple[int | str, ...]) -> list[int | str]:
 def _fields(names: list[int | str], raw: Any) -> dict[Any, Any]:
     """The fields of the record at a place of the recipe; {} when it cannot be told."""
     models: list[type[BaseModel]] = [Recipe]
+    keyed = False
     for depth, name in enumerate(names):
         raw = raw.get(name) if isinstance(raw, dict) else raw[name] if isinstance(raw, list | tuple) and isinstance(name, int) else None
         if names[0] == "stages" and depth == 0:
@@ -170,8 +171,11 @@ def _fields(names: list[int | str], raw: Any) -> dict[Any, Any]:
         elif names[0] == "stages" and depth == 1:
             kind = raw.get("stage", name) if isinstance(raw, dict) else name
             models = [config_class(str(kind))] if kind in STAGE_KINDS else []
+        elif keyed:
+            keyed = False  # a name of the user's in a mapping of records: the record is what the mapping holds
         elif isinstance(name, str):
-            models = models_in(models[0].model_fields[name].annotation) if models and name in models[0].model_fields else []
+            annotation = models[0].model_fields[name].annotation if models and name in models[0].model_fields else None
+            models, keyed = models_in(annotation), typing.get_origin(annotation) is dict
         if len(models) > 1:  # judges, rewards: the record says which kind it is
             models = [m for m in models if isinstance(raw, dict) and m.model_fields["kind"].default == raw.get("kind")] or models
     return {key: info for model in reversed(models) for key, info in model.model_fields.items()}

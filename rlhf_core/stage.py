@@ -1,6 +1,6 @@
 """The seam between the DAG and the work: a directory.
 
-A stage is a process, `python -m rlhf_core RUN_DIR` (`python -m evaluation RUN_DIR` for evaluations). It reads
+A stage is a process, `python -m rlhf_core RUN_DIR` (`python -m evaluation RUN_DIR` for evaluations and the alignment tax). It reads
 `config.json`, appends to `metrics.jsonl`, keeps resume states under `state/`, and writes `result.json` last. A stage is done
 when `result.json` exists and every file of its manifest has the size it names; nothing else counts, no exit code either.
 The directory's name holds a digest of everything that decides the result, so the same work is found again and never redone.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -162,12 +162,31 @@ class Judging(Frozen):
     cost: float | None = None
 
 
+class Answering(Frozen):
+    """What a remote model was asked for its answers, and how. `url` is the endpoint, `settings` the sampling fields of each request.
+
+    Tokens are those of all answers used, `requests` only those sent by the run that wrote this; `failed` counts questions without an
+    answer; `cost` is in US dollars, None when the prices are not known.
+    """
+
+    model: str
+    url: str
+    settings: dict[str, Any]
+    questions: int
+    failed: int
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    cost: float | None = None
+
+
 class EvalReport(Frozen):
     """The evaluation of all models of one recipe by one judge.
 
     `right` is the share of rule-correct answers per model, when a rule exists; `mean_tokens` and `truncated` speak of the
     answers (`truncated`: share cut at the limit); `agreement` is the share of battles in which another judge names the same winner.
     `win_rates` are against the baseline, `against_parent` against the model each was trained from, where that is another one.
+    `answering` is about the remote models.
     """
 
     baseline: str
@@ -180,6 +199,7 @@ class EvalReport(Frozen):
     against_parent: tuple[WinRate, ...] = ()
     style: tuple[StyleEffect, ...] = ()
     judging: Judging | None = None
+    answering: dict[str, Answering] = {}
 
 
-StageKind = Literal["sft", "reward_model", "ppo", "dpo", "kto", "preferences", "evaluation", "publication"]
+StageKind = Literal["sft", "reward_model", "ppo", "dpo", "kto", "preferences", "evaluation", "alignment_tax", "publication"]

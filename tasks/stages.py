@@ -27,7 +27,7 @@ LINES_PER_SECOND = 20
 
 def module_of(kind: str) -> str:
     """The module whose process does stages of this kind."""
-    return "evaluation" if kind == "evaluation" else "rlhf_core"
+    return "evaluation" if kind in ("evaluation", "alignment_tax") else "rlhf_core"
 
 
 def can_retry(task: Any, task_run: Any, state: Any) -> bool:

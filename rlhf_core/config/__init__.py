@@ -13,12 +13,25 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Data, Source
-from rlhf_core.config.evaluation import Evaluation, Judge, OpenAIJudge, Publication, RewardEvaluation, RewardJudge, RuleJudge
+from rlhf_core.config.evaluation import (
+    ChatJudge,
+    Endpoint,
+    Evaluation,
+    Judge,
+    OpenAIJudge,
+    Publication,
+    Remote,
+    RewardEvaluation,
+    RewardJudge,
+    RuleJudge,
+    VllmJudge,
+)
 from rlhf_core.config.gates import Gate
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
 from rlhf_core.config.preference import DPO, KTO, REFERENCE_FREE, PreferenceLoss, UnpairedLoss
 from rlhf_core.config.rounds import POST_PROCESSOR_FIELDS, Iterative, IterativeDPO, Loop, PostProcessor, Preferences, Rounds, Sampling, Vllm
 from rlhf_core.config.supervised import SFT, RewardModel
+from rlhf_core.config.tax import AlignmentTax
 from rlhf_core.config.training import Lora, Trainable
 from rlhf_core.types import Frozen, Ranks
 
@@ -34,7 +47,10 @@ __all__ = [
     "STAGE_KINDS",
     "AdvantageEstimator",
     "Aggregation",
+    "AlignmentTax",
+    "ChatJudge",
     "Data",
+    "Endpoint",
     "Evaluation",
     "Gate",
     "Iterative",
@@ -49,6 +65,7 @@ __all__ = [
     "Publication",
     "Ranks",
     "Recipe",
+    "Remote",
     "RewardEvaluation",
     "RewardJudge",
     "RewardModel",
@@ -60,12 +77,26 @@ __all__ = [
     "Trainable",
     "UnpairedLoss",
     "Vllm",
+    "VllmJudge",
 ]
 
 StageConfig = Annotated[
-    SFT | RewardModel | DPO | KTO | Preferences | IterativeDPO | Iterative | PPO | Evaluation | Publication, Field(discriminator="stage")
+    SFT | RewardModel | DPO | KTO | Preferences | IterativeDPO | Iterative | PPO | Evaluation | AlignmentTax | Publication,
+    Field(discriminator="stage"),
 ]
-STAGE_KINDS = ("sft", "reward_model", "dpo", "kto", "preferences", "iterative_dpo", "iterative", "ppo", "evaluation", "publication")
+STAGE_KINDS = (
+    "sft",
+    "reward_model",
+    "dpo",
+    "kto",
+    "preferences",
+    "iterative_dpo",
+    "iterative",
+    "ppo",
+    "evaluation",
+    "alignment_tax",
+    "publication",
+)
 
 
 class Recipe(Frozen):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_core.config.data import Data, Source
 from rlhf_core.config.gates import Gated
-from rlhf_core.config.rounds import Vllm
+from rlhf_core.config.rounds import Vllm, check_server
 from rlhf_core.types import Frozen, Positive, Rate, Share
 
 
@@ -27,21 +27,30 @@ class RewardJudge(Frozen):
     tie: float = Field(0.0, ge=0, description="score difference that still counts as a tie")
 
 
-class OpenAIJudge(Frozen):
-    """A chat model behind an OpenAI-compatible endpoint, asked as Arena-Hard asks."""
+class Asked(Frozen):
+    """How a chat endpoint is asked."""
 
-    kind: Literal["openai"] = "openai"
-    model: str = Field(description="model name at the endpoint")
-    base_url: str = Field("https://api.openai.com/v1", description="endpoint")
-    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
-    max_tokens: Positive = Field(4096, description="longest verdict")
     concurrency: Positive = Field(16, description="requests in flight")
     timeout: Rate = Field(300.0, description="seconds one request may take")
     max_attempts: Positive = Field(6, description="attempts per request when the endpoint is busy, down or slow")
-    max_failed: Share = Field(0.02, description="share of failed or unparsed games above which the report fails")
+
+
+class Remote(Asked):
+    """A model behind an OpenAI-compatible endpoint."""
+
+    model: str = Field(description="model name at the endpoint")
+    base_url: str = Field("https://api.openai.com/v1", description="endpoint")
+    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
     requests_per_minute: Positive | None = Field(None, description="requests are spaced so that no more are sent; default: no limit")
     input_price: float | None = Field(None, ge=0, description="US dollars per million input tokens, for the cost in the report")
     output_price: float | None = Field(None, ge=0, description="US dollars per million output tokens")
+
+
+class ChatJudge(Asked):
+    """A chat model as judge, asked as Arena-Hard asks."""
+
+    max_tokens: Positive = Field(4096, description="longest verdict")
+    max_failed: Share = Field(0.02, description="share of failed or unparsed games above which the report fails")
     interval_width: float | None = Field(
         None, gt=0, lt=1, description="stop asking about a model when its 95 % interval is this narrow (0.1: +- 5 points); default: ask all"
     )
@@ -51,7 +60,38 @@ class OpenAIJudge(Frozen):
     )
 
 
-Judge = Annotated[RuleJudge | RewardJudge | OpenAIJudge, Field(discriminator="kind")]
+class OpenAIJudge(Remote, ChatJudge):
+    """A chat model behind an OpenAI-compatible endpoint, asked as Arena-Hard asks."""
+
+    kind: Literal["openai"] = "openai"
+
+
+class VllmJudge(ChatJudge):
+    """A chat model that this stage serves itself: a vLLM server is started for it, asked like any endpoint, and stopped."""
+
+    kind: Literal["vllm"] = "vllm"
+    model: str = Field(description="the judge")
+    max_model_len: Positive | None = Field(None, description="longest prompt and verdict together, in tokens; default: the model's own")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as the checkpoint says")
+    vllm: Vllm = Vllm()
+
+    @model_validator(mode="after")
+    def _check_server(self) -> VllmJudge:
+        check_server(self.vllm)
+        return self
+
+
+Judge = Annotated[RuleJudge | RewardJudge | OpenAIJudge | VllmJudge, Field(discriminator="kind")]
+
+
+class Endpoint(Remote):
+    """A model that answers questions behind an OpenAI-compatible endpoint."""
+
+    temperature: float | None = Field(None, ge=0, description="sampling temperature; default: the evaluation's")
+    max_tokens: Positive | None = Field(None, description="longest answer in its own tokens; default: the evaluation's generate_max_len")
+    system: str | None = Field(None, description="system message before each question that has none")
+    more: dict[str, Any] = Field({}, description="further fields of each request (top_p, seed, reasoning_effort, ...)")
+    max_failed: Share = Field(0.0, description="share of questions that may stay without an answer; these count as empty answers")
 
 
 class RewardEvaluation(Frozen):
@@ -69,6 +109,7 @@ class Evaluation(Gated):
     stage: Literal["evaluation"] = "evaluation"
     models: tuple[str, ...] = Field(description="models to judge, in order; the last is the final model", min_length=1)
     baseline: str = Field("sft", description="model they are judged against")
+    endpoints: dict[str, Endpoint] = Field({}, description="remote models by the name that models, baseline and parents call them")
     questions: Source = Field(description="rows with a prompt, and what the rule needs")
     max_questions: Positive | None = Field(None, description="at most this many questions")
     template: str = Field("chat", description="'chat' or a plain template with one {}")
@@ -87,6 +128,14 @@ class Evaluation(Gated):
     )
     reward_evaluation: RewardEvaluation | None = Field(None, description="reward models to evaluate on held-out pairs")
     vllm: Vllm = Vllm()
+
+    @model_validator(mode="after")
+    def _check_endpoints(self) -> Evaluation:
+        named = {self.baseline, *self.models, *(self.parents or {}).values()}
+        for name in self.endpoints:
+            if name not in named:
+                raise ValueError(f"the endpoint {name!r} is asked by nobody: name it in models, as baseline or in parents, or remove it")
+        return self
 
 
 class Publication(Gated):

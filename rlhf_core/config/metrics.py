@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import permutations
 
-from rlhf_core.config.evaluation import Evaluation, OpenAIJudge, Publication, RuleJudge
+from rlhf_core.config.evaluation import ChatJudge, Evaluation, Publication, RuleJudge
 from rlhf_core.config.ppo import PPO
 from rlhf_core.config.preference import DPO, KTO
 from rlhf_core.config.rounds import Preferences
 from rlhf_core.config.supervised import SFT, RewardModel
+from rlhf_core.config.tax import AlignmentTax
 from rlhf_core.config.training import Trainable
 from rlhf_core.reward_sources import RewardSources
+from rlhf_core.tax_tasks import task_name
 
-Measured = SFT | RewardModel | DPO | KTO | Preferences | PPO | Evaluation | Publication
+Measured = SFT | RewardModel | DPO | KTO | Preferences | PPO | Evaluation | AlignmentTax | Publication
 DATA = tuple(f"data/{name}" for name in ("rows", "kept", "truncated", "dropped", "tokens"))
 PAIRS = ("loss", "accuracy", "margin", "rewards/chosen", "rewards/rejected")
 LOSSES = {
@@ -33,6 +35,7 @@ ANSWERS = ("response/length", "response/truncated", "prompt/truncated")
 POLICY_STEPS = ("loss", "clip_share", "ratio", "kl_old", "entropy", "grad_norm", "learning_rate", "first_ratio")
 RATES = ("win_rate", "ci_low", "ci_high", "length_controlled", "swap_consistency", "failed_games")
 JUDGING = ("judge_input_tokens/*", "judge_output_tokens/*", "judge_failed_games/*", "judge_cost/*")
+ANSWERING = ("requests", "failed", "input_tokens", "output_tokens")
 REWARD_MODEL = ("accuracy", "ci_low", "ci_high", "calibration_error", "longer_preferred", "longer_chosen")
 
 
@@ -51,6 +54,8 @@ def metrics_of(config: Measured) -> tuple[str, ...]:
         return tuple(_reinforced(config))
     if isinstance(config, Evaluation):
         return tuple(_judged(config))
+    if isinstance(config, AlignmentTax):
+        return tuple(_taxed(config))
     return ("files", "bytes")
 
 
@@ -106,9 +111,23 @@ def _judged(config: Evaluation) -> Iterator[str]:
     yield from (f"{name}/{model}" for name in (*about, "length", "truncated", "prompt_truncated") for model in everyone)
     if len(config.judges) > 1:
         yield from ("judge_agreement", "judge_agreement/*")
-    if any(isinstance(judge, OpenAIJudge) for judge in config.judges):
+    if any(isinstance(judge, ChatJudge) for judge in config.judges):
         yield from JUDGING
+    for name, endpoint in config.endpoints.items():
+        priced = ("cost",) if endpoint.input_price is not None and endpoint.output_price is not None else ()
+        yield from (f"answer_{what}/{name}" for what in (*ANSWERING, *priced))
     if config.reward_evaluation is not None:
         models = config.reward_evaluation.models
         yield from (f"reward_{name}/{model}" for model in models for name in REWARD_MODEL)
         yield from (f"reward_agreement/{first}/{second}" for first, second in permutations(models, 2))
+
+
+def _taxed(config: AlignmentTax) -> Iterator[str]:
+    """Of each task's main metric. `tax/TASK` is the largest loss of any model, `tax_low/TASK` the largest lower bound of one."""
+    tasks = [task_name(task) for task in config.tasks]
+    models = list(dict.fromkeys(model for model in config.models if model != config.baseline))
+    for task in tasks:
+        yield from (f"tax/{task}", f"tax_low/{task}")
+        yield from (f"{name}/{task}/{model}" for model in models for name in ("tax", "tax_low", "tax_high"))
+        yield from (f"score/{task}/{model}" for model in (config.baseline, *models))
+        yield f"documents/{task}"

@@ -35,12 +35,21 @@ class Vllm(Frozen):
     sleep: bool = Field(
         False, description="in ppo: give the GPU's memory back while the models score and train (weights wait in host memory)"
     )
+    start_timeout: Rate = Field(900.0, description="of a server (a vllm judge, alignment_tax): seconds until it must be ready")
 
     @model_validator(mode="after")
     def _check_sleep(self) -> Vllm:
         if self.sleep and not self.gpus:
             raise ValueError("vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out")
         return self
+
+
+def check_server(vllm: Vllm) -> None:
+    """A server is one engine that stays awake, split over as many whole GPUs as it is given. Raises ValueError for other wishes."""
+    if vllm.num_engines > 1 or vllm.sleep:
+        raise ValueError("a server is one engine that never sleeps: leave num_engines and sleep out of vllm; gpus splits the model")
+    if vllm.gpus > 1 and vllm.gpus != int(vllm.gpus):
+        raise ValueError(f"vllm.gpus is {vllm.gpus:g}, and a model is split over whole GPUs only: set a whole number, or one of at most 1")
 
 
 class Rounds(Frozen):

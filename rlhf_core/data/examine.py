@@ -23,9 +23,9 @@ def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey]]]:
     seen: set[str] = set()
     for node in plan.nodes:
         parts = () if isinstance(node.config, Evaluation) else tuple(texts(node.config))
-        place = tokenizer_of(plan, node) if parts else ""
+        place = tokenizer_of(plan, node) if parts else None
         key = repr((place, parts))
-        if parts and key not in seen:
+        if place is not None and key not in seen:
             seen.add(key)
             yield node.name, surveys_of({text.field: _report(plan, node, text, place) for text in parts})
 

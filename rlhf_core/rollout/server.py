@@ -94,9 +94,9 @@ def _start(
     for attempt in range(1, PORTS + 1):
         port, begun = _free_port(), log.stat().st_size if log.exists() else 0
         file = stack.enter_context(log.open("ab"))
+        reaper = [sys.executable, "-P", "-m", "rlhf_core.reaper", str(os.getpid()), str(GRACE_SECONDS)]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rlhf_core.reaper", str(os.getpid()), str(GRACE_SECONDS), sys.executable]
-            + [*arguments, "--host", "127.0.0.1", "--port", str(port)],
+            [*reaper, sys.executable, *arguments, "--host", "127.0.0.1", "--port", str(port)],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -18,10 +18,12 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceC
 
 from evaluation.__main__ import WORK, main
 from evaluation.answers import file_name, read_answers
+from evaluation.chat_client import ChatClient
 from evaluation.judge import Match
+from evaluation.judges import judge_names
 from evaluation.questions import load_questions
 from evaluation.reward_eval import RewardReports
-from evaluation.run import judge_names, run
+from evaluation.run import run
 from evaluation.style import markdown
 from rlhf_core.config import Evaluation, OpenAIJudge, RewardJudge, RuleJudge, Source
 from rlhf_core.config.metrics import has_metric
@@ -378,13 +380,13 @@ def asked(prompt: str) -> list[dict[str, str]]:
 
 
 class Scripted:
-    """Stands for `evaluation.run.OpenAIJudge`: the longer answer wins; says what it was made with and asked."""
+    """Stands for `evaluation.judges.OpenAIJudge`: the longer answer wins; says what it was made with and asked."""
 
     made: ClassVar[list[dict[str, Any]]] = []
 
-    def __init__(self, name: str, model: str, base_url: str, api_key_env: str, cache: Path, **settings: Any):
+    def __init__(self, name: str, client: ChatClient, cache: Path, **settings: Any):
         self.name, self.requests, self.input_tokens, self.output_tokens, self.asked = name, 0, 0, 0, 0
-        self.made.append({"cache": cache, **settings})
+        self.made.append({"client": client, "cache": cache, **settings})
 
     def judge(self, matches: Sequence[Match]) -> list[Game]:
         self.requests += len(matches)
@@ -395,7 +397,7 @@ class Scripted:
 
 
 def test_a_paid_judge_is_asked_until_the_interval_is_narrow_and_its_cost_is_told(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evaluation.run.OpenAIJudge", Scripted)
+    monkeypatch.setattr("evaluation.judges.OpenAIJudge", Scripted)
     Scripted.made.clear()
     prices = {"input_price": 2.0, "output_price": 8.0, "requests_per_minute": 600, "verdict_cache": str(setting.folder / "verdicts")}
     judge = OpenAIJudge(model="gpt", interval_width=0.5, sequential_questions=10, **prices)
@@ -404,9 +406,8 @@ def test_a_paid_judge_is_asked_until_the_interval_is_narrow_and_its_cost_is_told
     assert report.judging.cost == pytest.approx(20 * (1000 * 2 + 100 * 8) / 1e6) == metrics["judge_cost/gpt"]
     assert metrics["judge_input_tokens/gpt"] == 20_000 and report.judging.requests == 20
     (made,) = Scripted.made
-    assert (
-        made["requests_per_minute"] == 600 and made["cache"].parent == setting.folder / "verdicts" and made["cache"].name.startswith("gpt-")
-    )
+    assert made["client"].pace.gap == 60 / 600 and made["identity"] == "gpt"
+    assert made["cache"].parent == setting.folder / "verdicts" and made["cache"].name.startswith("gpt-")
     assert 0 <= report.agreement["rule"] <= 1  # on the questions both judged
 
 

@@ -146,6 +146,7 @@ def test_every_meaning_belongs_to_a_metric_that_exists(planned: Planned) -> None
             "judges": judges,
             "reward_evaluation": {"data": {"sources": "p.jsonl"}},
         },
+        "alignment_tax": {"models": ["ppo"], "tasks": ["gsm8k"]},
         "kto": {"data": {"sources": "p.jsonl"}, "eval_data": {"sources": "p.jsonl"}},
         "publication": {"model": "sft"},
     }
