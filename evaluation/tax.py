@@ -1,0 +1,85 @@
+"""The alignment_tax stage: lm-eval's tasks on every model, each behind a vLLM server of our own, and what each lost to the baseline.
+
+`report/tax.json` holds the comparison; `report/scores/<model>.json` a model's scores, written when it is finished, so that a killed
+stage asks no finished model again; `report/documents/<model>.jsonl` every question with the model's answer; `servers/` the servers' logs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from evaluation.answers import file_name
+from evaluation.harness import Measured, Tasks, measure
+from evaluation.harness_records import ModelScores
+from evaluation.local import local_model, served
+from evaluation.tax_report import TAX, TaxReport, compare, tax_metrics, told
+from rlhf_core.config import AlignmentTax
+from rlhf_core.stage import Outcome, RunDir, StageRequest, write_text
+from rlhf_core.tax_tasks import task_name
+from rlhf_core.tracking import Tracker
+
+REPORT, LOGS = "report", "servers"
+
+
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Measures the baseline and all models. Scores of an earlier, killed attempt are used again."""
+    config = request.config
+    assert isinstance(config, AlignmentTax), f"alignment_tax got the config of a {config.stage} stage"
+    names = list(dict.fromkeys((config.baseline, *config.models)))
+    files = {name: run / REPORT / "scores" / f"{file_name(name)}.json" for name in names}
+    scores = {name: found for name in names if (found := read_scores(files[name])) is not None}
+    if missing := [name for name in names if name not in scores]:
+        tasks = Tasks(config.tasks, config.trust_task_code)
+        for name in missing:
+            start = time.monotonic()
+            measured = measure_one(name, request, config, tasks, run)
+            documents = "".join(json.dumps(row, default=str) + "\n" for row in measured.rows)
+            for file, text in (
+                (run / REPORT / "documents" / f"{file_name(name)}.jsonl", documents),
+                (files[name], measured.scores.model_dump_json(indent=1)),  # last: it says that the model is finished
+            ):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_text(file, text)
+            scores[name] = measured.scores
+            print(f"{name}: {len(measured.rows)} documents in {time.monotonic() - start:.1f} s", flush=True)
+    models = [name for name in names if name != config.baseline]
+    rows = [row for name in models for row in compare(scores[config.baseline], scores[name], config.bootstrap_rounds, request.seed)]
+    report = TaxReport(
+        baseline=config.baseline,
+        models=tuple(models),
+        tasks=tuple(map(task_name, config.tasks)),
+        lm_eval=scores[config.baseline].lm_eval,
+        chat_template=config.chat_template,
+        num_fewshot=config.num_fewshot,
+        rows=tuple(rows),
+    )
+    write_text(run / REPORT / TAX, report.model_dump_json(indent=2))
+    metrics = tax_metrics(report)
+    tracker = Tracker(run, total_steps=1)
+    tracker.log(1, metrics)
+    tracker.close()
+    print("\n".join(told(report)), flush=True)
+    return Outcome(metrics, {"report": REPORT})
+
+
+def measure_one(name: str, request: StageRequest, config: AlignmentTax, tasks: Tasks, run: RunDir) -> Measured:
+    """Serves one model and asks it everything."""
+    trust, path = request.trust_remote_code, request.inputs[name]
+    model = local_model(f"alignment_tax of {name}", path, config.dtype, config.max_model_len, trust)
+    with served(model, file_name(name), run / LOGS / f"{file_name(name)}.log", config.vllm, request.seed, trust) as server:
+        for variable in ("NO_PROXY", "no_proxy"):  # lm-eval's HTTP clients must not look for this machine behind a proxy
+            os.environ[variable] = ",".join(filter(None, (os.environ.get(variable), "127.0.0.1")))
+        return measure(name, path, server, tasks, config, request.seed, trust)
+
+
+def read_scores(file: Path) -> ModelScores | None:
+    """The scores of a finished model; None when there are none."""
+    try:
+        return ModelScores.model_validate_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
