@@ -192,6 +192,41 @@ def calibration_chart(models: Mapping[str, Sequence[tuple[float, float, int]]]) 
         return _svg(figure, "calibration of reward models")
 
 
+class Lost(NamedTuple):
+    """What a model lost on a task, with its 95 % interval where there is one."""
+
+    task: str
+    model: str
+    value: float
+    low: float | None
+    high: float | None
+
+
+def tax_chart(losses: Sequence[Lost], baseline: str, unit: str) -> str:
+    """Losses against the baseline by task, a colour for each model; right of the dashed line something was lost."""
+    tasks, models = list(dict.fromkeys(loss.task for loss in losses)), list(dict.fromkeys(loss.model for loss in losses))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.5, max(2.0, 0.95 + (0.2 + 0.16 * len(models)) * len(tasks))), layout="constrained")
+        ax = figure.add_subplot()
+        ax.axvline(0, color="#8a949e", linewidth=0.9, linestyle=(0, (4, 3)))
+        for nth, model in enumerate(models):
+            colour = COLOURS[nth % len(COLOURS)]
+            rows = [(len(tasks) - 1 - tasks.index(loss.task), loss) for loss in losses if loss.model == model]
+            at = [row + 0.6 * ((len(models) - 1) / 2 - nth) / len(models) for row, _ in rows]
+            for height, (_, loss) in zip(at, rows, strict=True):
+                if loss.low is not None and loss.high is not None:
+                    ax.hlines(height, loss.low, loss.high, color=colour, linewidth=3.5, alpha=0.3)
+            ax.plot([loss.value for _, loss in rows], at, "o", color=colour, markersize=5, label=_short(model))
+        ax.set_yticks(range(len(tasks)), [_short(task) for task in reversed(tasks)])
+        ax.set_ylim(-0.6, len(tasks) - 0.4)
+        ax.margins(x=0.08)
+        ax.grid(axis="y", visible=False)
+        ax.set_title(f"Lost against {_short(baseline)} ({unit})")
+        if len(models) > 1:
+            figure.legend(loc="outside lower center", ncols=3, handlelength=1, columnspacing=1.4)
+        return _svg(figure, "alignment tax")
+
+
 def rounds_chart(chains: Sequence[Sequence[tuple[str, float, float, float]]], training: str) -> str:
     """Win rate round by round of iterative `training`. Each chain is a list of (label, win rate, ci_low, ci_high)."""
     with matplotlib.rc_context(STYLE):

@@ -18,15 +18,16 @@ from markupsafe import Markup
 from pydantic import ValidationError
 
 from evaluation.battles import examples
-from evaluation.curves import Run, calibration_chart, rounds_chart, stage_chart, win_rate_chart
+from evaluation.curves import Lost, Run, calibration_chart, rounds_chart, stage_chart, tax_chart, win_rate_chart
 from evaluation.dag import HEIGHT, WIDTH, draw
 from evaluation.reward_eval import REWARD_MODELS, RewardReports
 from evaluation.summary import Evaluated, Evidence, StageView, as_json, read, read_evaluation, summary_of, trend
+from evaluation.tax_report import TAX, TaxReport
 from evaluation.words import controlled, duration, interval, number, percent
 from rlhf_core.data.report import stored_warnings
 from rlhf_core.gates import holding
 from rlhf_core.stage import LOG, write_text
-from rlhf_core.types import Judging, WinRate
+from rlhf_core.types import Answering, Judging, WinRate
 
 LOG_LINES = 25
 
@@ -56,6 +57,14 @@ class JudgeRow(NamedTuple):
     use: Judging | None
     swap_consistency: float
     agreement: float | None
+
+
+class Tax(NamedTuple):
+    """An alignment_tax stage: its report, and the chart of the tasks' main metrics."""
+
+    name: str
+    report: TaxReport
+    svg: Markup | None
 
 
 class Chart(NamedTuple):
@@ -111,6 +120,8 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         categories=sorted({category for rate in evaluated.decided.values() for category in rate.by_category}) if evaluated else [],
         judges=_judges(evaluated) if evaluated else [],
         reward_models=reward_models,
+        answering=_answering(evaluated),
+        taxes=_taxes(stages),
         calibration=Markup(calibration_chart(calibrations)) if calibrations else None,
         groups=examples(evaluated) if evaluated else [],
         charts=_charts(stages, chains),
@@ -258,13 +269,40 @@ def _reward_models(evaluated: Evaluated | None) -> RewardReports:
         return RewardReports.empty()
 
 
+def _answering(evaluated: Evaluated | None) -> dict[str, tuple[Answering, str]]:
+    """The remote models with their settings in words; a password inside a URL is left out."""
+    found = evaluated.report.answering if evaluated else {}
+    return {
+        name: (use.model_copy(update={"url": _public(use.url)}), ", ".join(f"{key}={value}" for key, value in use.settings.items()))
+        for name, use in found.items()
+    }
+
+
+def _taxes(stages: Sequence[Evidence]) -> list[Tax]:
+    """Every finished alignment_tax stage."""
+    found = []
+    for stage in stages:
+        if stage.view.kind != "alignment_tax" or stage.result is None:
+            continue
+        try:
+            report = TaxReport.model_validate_json((stage.view.run_dir / stage.result.outputs.get("report", "report") / TAX).read_text())
+        except (OSError, ValidationError):
+            continue
+        shares = all(0 <= value <= 1 for row in report.main for value in (row.value, row.baseline_value))
+        scale, unit = (100, "percentage points") if shares else (1, "in the metric's own unit")
+        bounds = [tuple(None if v is None else scale * v for v in (row.ci_low, row.ci_high)) for row in report.main]
+        losses = [Lost(row.task, row.model, scale * row.tax, *bound) for row, bound in zip(report.main, bounds, strict=True)]
+        found.append(Tax(stage.view.name, report, Markup(tax_chart(losses, report.baseline, unit)) if losses else None))
+    return found
+
+
 def _charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> list[Chart]:
     """One chart per training stage; the rounds of a loop share one."""
     later = {stage.view.name for chain in chains for stage in chain[1:]}
     charts = []
     for stage in stages:
         view = stage.view
-        if view.kind in ("evaluation", "publication") or view.name in later:
+        if view.kind in ("evaluation", "alignment_tax", "publication") or view.name in later:
             continue
         chain = next((chain for chain in chains if chain[0] is stage), [stage])
         loop = len(chain) > 1
@@ -311,7 +349,12 @@ def _config(stage: Evidence) -> str | None:
     if stage.request is None:
         return None
     config = {"seed": stage.request.seed, **stage.request.config.model_dump(mode="json")}
-    return re.sub(r"://[^/@\s\"]+@", "://***@", json.dumps(config, indent=2, ensure_ascii=False))
+    return _public(json.dumps(config, indent=2, ensure_ascii=False))
+
+
+def _public(text: str) -> str:
+    """Text without the passwords inside its URLs."""
+    return re.sub(r"://[^/@\s\"]+@", "://***@", text)
 
 
 def _log_tail(stage: Evidence) -> str:

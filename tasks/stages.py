@@ -16,6 +16,7 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
+from evaluation.tax_report import TAX, TaxReport
 from rlhf_core.data.report import MARKDOWN as DATA_REPORT
 from rlhf_core.launch import StageFailed, launch
 from rlhf_core.stage import RunDir, StageRequest
@@ -97,6 +98,21 @@ def show(result: StageResult, run_dir: Path) -> None:
     if result.stage == "evaluation":
         report = EvalReport.model_validate_json((run_dir / result.outputs["report"] / "eval.json").read_text())
         create_markdown_artifact(evaluation_table(report), key=f"{key}-win-rates", description=title)
+    if result.stage == "alignment_tax":
+        tax = TaxReport.model_validate_json((run_dir / result.outputs["report"] / TAX).read_text())
+        create_markdown_artifact(tax_table(tax), key=f"{key}-tax", description=title)
+
+
+def tax_table(report: TaxReport) -> str:
+    """What each model lost on each task's main metric as a markdown table."""
+    columns = ("task", "metric", "model", "before", "after", "lost", "95 % interval")
+    head = f"Lost against {report.baseline}.\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
+    rows = [
+        f"| {row.task} | {row.metric} | {row.model} | {row.baseline_value:.3f} | {row.value:.3f} | {row.tax:+.3f} "
+        f"| {'' if row.ci_low is None else f'{row.ci_low:+.3f} to {row.ci_high:+.3f}'} |"
+        for row in report.main
+    ]
+    return head + "\n".join(rows) + "\n"
 
 
 def artifact_key(name: str) -> str:
