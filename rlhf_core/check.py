@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import (
     KTO,
     PPO,
@@ -28,6 +29,7 @@ from rlhf_core.config import (
     StageConfig,
     Trainable,
 )
+from rlhf_core.config.groups import Wanted
 from rlhf_core.data.columns import Kind
 from rlhf_core.data.rows import check_columns, load_rows
 from rlhf_core.machine import num_cpus, num_gpus
@@ -158,16 +160,16 @@ def _quantisation_problem(node: Node, gpus: float) -> list[str]:
 
 def needs(config: StageConfig) -> Needs:
     """What a stage occupies at once: PPO all its roles and engines, the others their ranks or engines."""
-    groups: list[Ranks] = []
-    if isinstance(config, PPO):
-        groups = list(config.groups.values())
-    elif isinstance(config, Trainable):
-        groups = [config.ranks]
-    cpus, gpus = sum(g.world_size * g.cpus for g in groups), sum(g.world_size * g.gpus for g in groups)
-    if isinstance(config, PPO | Preferences | Evaluation):
-        cpus += config.vllm.num_engines * config.vllm.cpus
-        gpus += config.vllm.num_engines * config.vllm.gpus
-    return Needs(cpus, gpus, max((g.num_nodes for g in groups), default=1))
+    groups: dict[str, Wanted] = {}
+    if isinstance(config, Trainable):
+        groups = {"ranks": config.ranks}
+    elif isinstance(config, PPO):
+        groups = config.placed
+    elif isinstance(config, Preferences | Evaluation):
+        groups = {"sampler": config.vllm}
+    layout = arrange(groups, config.together if isinstance(config, PPO) else ())
+    cpus, gpus = (sum(bundle.get(resource, 0.0) for bundle in layout.bundles) for resource in ("CPU", "GPU"))
+    return Needs(cpus, gpus, max((group.num_nodes for group in groups.values() if isinstance(group, Ranks)), default=1))
 
 
 def texts(config: StageConfig) -> Iterator[Text]:

@@ -29,7 +29,8 @@ class Vllm(Frozen):
 
     num_engines: Positive = Field(1, description="engines")
     cpus: float = Field(1.0, gt=0, description="CPUs of one engine")
-    gpus: float = Field(0.0, ge=0, description="GPUs of one engine")
+    tensor_parallel_size: Positive = Field(1, description="GPUs that share one engine's model, all of one node")
+    gpus: float = Field(0.0, ge=0, description="GPUs of one engine; with tensor_parallel_size, of each of its processes")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory")
     kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on a CPU machine, GiB")
     sleep: bool = Field(

@@ -60,7 +60,7 @@ def common(material: Path) -> dict[str, Any]:
     }
 
 
-def prepare(folder: Path, material: Path, reward_model: Path, actor_ranks: int) -> None:
+def prepare(folder: Path, material: Path, reward_model: Path, actor_ranks: int, **placement: Any) -> None:
     config = PPO(
         **common(material),
         critic_learning_rate=1e-3,
@@ -71,6 +71,7 @@ def prepare(folder: Path, material: Path, reward_model: Path, actor_ranks: int) 
         actor_ranks=Ranks(num_ranks_per_node=actor_ranks, cpus=SHARE),
         critic_ranks=Ranks(cpus=SHARE),
         reward_ranks=Ranks(cpus=SHARE),
+        **placement,
     )
     write_request(folder, config, {"base": str(material / "base"), "reward_model": str(reward_model / "checkpoint")})
 
@@ -132,8 +133,9 @@ def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
     rlhf_core.reward_model.run(request, RunDir(root / "reward_model"))
     runs = Runs(root / "whole", root / "killed", root / "one_rank")
-    for folder, ranks in zip(runs, (2, 2, 1), strict=True):
-        prepare(folder, material, root / "reward_model", ranks)
+    for folder in (runs.whole, runs.killed):
+        prepare(folder, material, root / "reward_model", actor_ranks=2, colocate_critic_reward=True)
+    prepare(runs.one_rank, material, root / "reward_model", actor_ranks=1, colocate_all=True)
 
     finish(runs.one_rank)
     finish(runs.whole)
