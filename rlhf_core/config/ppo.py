@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.data import Data
 from rlhf_core.config.gates import Gated
@@ -116,7 +116,9 @@ class PPO(Gated, Sampling):
     colocate_critic_reward: bool = Field(False, description="critic and reward models share their cards, rank by rank")
     colocate_all: bool = Field(False, description="all models and the engines share the same cards, rank by rank; usually with vllm.sleep")
     ref_reward_offload: bool = Field(False, description="reference and reward models wait in host memory while they do not score")
-    adam_offload: bool = Field(False, description="optimiser states of actor and critic lie in host memory, where their steps run")
+    adam_offload: tuple[Literal["actor", "critic"], ...] = Field(
+        (), description="these roles' optimiser states lie in host memory, where their steps run; true: actor and critic"
+    )
 
     @property
     def has_critic(self) -> bool:
@@ -152,6 +154,11 @@ class PPO(Gated, Sampling):
         chosen = ((self.colocate_actor_ref, ["actor", "reference"]), (self.colocate_critic_reward, critic_reward))
         return [names for wanted, names in chosen if wanted]
 
+    @field_validator("adam_offload", mode="before")
+    @classmethod
+    def _both(cls, value: object) -> object:
+        return (("actor", "critic") if value else ()) if isinstance(value, bool) else value
+
     @model_validator(mode="after")
     def _check_family(self) -> PPO:
         estimator = self.advantage_estimator
@@ -177,9 +184,10 @@ class PPO(Gated, Sampling):
     def _check_placement(self) -> PPO:
         if self.colocate_critic_reward and not (self.has_critic and self.reward_models):
             raise ValueError("colocate_critic_reward needs a critic and a reward model: leave it out")
-        for wish, ranks in (("ref_reward_offload", self.reference_ranks), ("adam_offload", self.actor_ranks)):
-            if getattr(self, wish) and not ranks.gpus:
-                raise ValueError(f"{wish} frees a GPU's memory, and these models have none: set gpus of their ranks, or leave it out")
+        offloaded = [*self.adam_offload, *(["reference"] if self.ref_reward_offload else [])]
+        without = [role for role in offloaded if role in self.groups and not self.groups[role].gpus]
+        if without:
+            raise ValueError(f"offloading frees a GPU's memory, and {', '.join(without)} has none: set gpus of its ranks, or leave it out")
         for names in self.together:
             check_together({name: self.placed[name] for name in names})
         return self

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rlhf_core.cluster.placement import Room
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.engine.base import AdamW
+from rlhf_core.ppo.floors import Machine, floors
 from rlhf_core.ppo.objective import Objective
 from rlhf_core.ppo.roles import Actor, Critic, Model, Reference, Reward, Training, Update
 from rlhf_core.ppo.types import Experience, Rollout, Scores
@@ -50,6 +51,7 @@ class Fleet:
     timeout: float
     dtype: str
     sleeps: bool = False
+    machine: Machine | None = None  # once it has looked around
 
     def sample(
         self,
@@ -112,9 +114,7 @@ class Fleet:
 
     def wake(self) -> None:
         """The models leave what they do not use to the engines, which come back."""
-        models = [self.actor, self.reference, *self.rewards.values(), *([self.critic] if self.critic is not None else [])]
-        for pending in [group.call("release memory", "release") for group in models]:
-            pending.wait(self.timeout)
+        wait_all([group.call("release memory", "release") for group in self.groups if group is not self.sampler], self.timeout)
         self.sampler.call("wake", "wake").wait(self.timeout)
 
     def open_channel(self) -> None:
@@ -144,6 +144,30 @@ class Fleet:
         gap = max(float(np.abs(np.asarray(got) - want).max()) for engine in engines for got, want in zip(engine, expected, strict=True))
         check_gap(gap, PROBE_TOLERANCE[self.dtype])
         return gap
+
+    @property
+    def groups(self) -> list[Group]:
+        return [self.actor, self.reference, *self.rewards.values(), *([self.critic] if self.critic is not None else []), self.sampler]
+
+    def look_around(self) -> Machine:
+        """Sizes and cards of all roles, and what the actor's card can do; when nothing else runs."""
+        models = [group for group in self.groups if group is not self.sampler]
+        shapes = {group.name: group.call("start", "shape").wait(self.timeout)[0] for group in models}
+        cards = {group.name: group.call("start", "card").wait(self.timeout) for group in models}
+        engines: list[list[str | None]] = self.sampler.call("start", "cards").wait(self.timeout)
+        cards["sampler"] = [card for engine in engines for card in engine]
+        ceilings = self.actor.call("start", "ceilings").wait(self.timeout)[0]
+        named = {role: [card or "host" for card in held] for role, held in cards.items()}
+        return Machine(shapes | {"sampler": shapes["actor"]}, named, len(engines[0]), ceilings)
+
+    def accounts(self, rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, seconds: float) -> dict[str, float]:
+        """Of an iteration of `seconds`: floors of its phases, each role's seconds of work by phase, and the share in which it waited."""
+        metrics = floors(rollouts, trained, passes, self.machine) if self.machine is not None else {}
+        for group in self.groups:
+            spent = group.spent()
+            metrics |= {f"work/{group.name}/{phase.replace(' ', '_')}": taken for phase, taken in spent.items()}
+            metrics[f"wait/{group.name}"] = max(0.0, 1 - sum(spent.values()) / seconds)
+        return metrics
 
     def save_state(self, folder: Path) -> None:
         for group in self.trained:
@@ -257,7 +281,7 @@ def start_fleet(
         sleeps=config.vllm.sleep,
     )
     fleet.open_channel()
-    return fleet
+    return replace(fleet, machine=fleet.look_around())
 
 
 def check_gap(gap: float, tolerance: float) -> None:

@@ -26,6 +26,7 @@ from rlhf_core.losses import Loss, value_loss, with_balance
 from rlhf_core.masked import shift_right
 from rlhf_core.models.load import Entropy, load_policy, load_scorer, trained_policy, trained_scorer
 from rlhf_core.models.weights import checkpoint_weights
+from rlhf_core.ppo.floors import Ceilings, Shape, measure_ceilings, shape_of
 from rlhf_core.ppo.objective import Objective, PerToken, actor_loss, count
 from rlhf_core.ppo.types import Experience
 from rlhf_core.rollout.transfer import Broadcast, Channel, Door, Meeting, Route
@@ -65,14 +66,22 @@ class Training(NamedTuple):
     lora: Lora | None = None
     seed: int = 0
     micro_tokens: int | None = None
-    adam_offload: bool = False
+    adam_offload: Sequence[str] = ()
 
 
 class Resident:
     """A role whose model stays on its GPU. Memory that only its allocator holds can go to a neighbour."""
 
+    module: torch.nn.Module
+
     def release(self) -> None:
         torch.cuda.empty_cache()
+
+    def card(self) -> str | None:
+        return card_id()
+
+    def shape(self) -> Shape:
+        return shape_of(self.module.model)
 
 
 class Frozen(Resident):
@@ -82,17 +91,23 @@ class Frozen(Resident):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module, self.model = module.eval().requires_grad_(False), model
         self.rank, self.world_size = _rank_from_environment()
-        self._waiting = [(p, p.data.pin_memory()) for p in _tensors(module)] if offload else []
+        self._waiting = [(p, p.data.cpu().pin_memory()) for p in _tensors(module)] if offload else []
         if not offload:
             self.module.to(self.device)
+        self._leave()
 
     def read(self, documents: Sequence[Document], forward: Callable[[Batch], Tensor]) -> Scored:
         for parameter, host in self._waiting:
             parameter.data = host.to(self.device, non_blocking=True)
         scored = _score(self, documents, self.model, forward)
-        for parameter, host in self._waiting:
-            parameter.data = host
+        self._leave()
         return scored
+
+    def _leave(self) -> None:
+        if self._waiting:
+            for parameter, host in self._waiting:
+                parameter.data = host
+            torch.cuda.empty_cache()
 
 
 class Actor(Resident):
@@ -100,7 +115,7 @@ class Actor(Resident):
 
     def __init__(self, model: Model, training: Training, objective: Objective, temperature: float):
         policy = trained_policy(model.path, model.dtype, model.trust_remote_code, training.lora, training.seed, objective.router_aux_coef)
-        self.engine = _engine(policy, model, training)
+        self.engine, self.module = _engine(policy, model, training, "actor" in training.adam_offload), policy
         self.model, self.lora = model, training.lora
         self.passes = Passes(training.micro_batch_size, training.micro_tokens, self.engine.world_size)
         self.objective, self.temperature = objective, temperature
@@ -130,8 +145,9 @@ class Actor(Resident):
         metrics = accumulate(self.engine, _micro_batches(items, self.passes), loss)
         return metrics | {"policy/grad_norm": self.engine.step(rate), "policy/learning_rate": rate}
 
-    def card(self) -> str | None:
-        return card_id()
+    def ceilings(self) -> Ceilings | None:
+        """Measured on the first rank alone."""
+        return measure_ceilings(self.engine.device, getattr(torch, self.model.dtype)) if self.engine.rank == 0 else None
 
     def make_door(self, key: bytes) -> str:
         """A socket for engines on this rank's card; returns its address."""
@@ -170,7 +186,7 @@ class Critic(Resident):
 
     def __init__(self, model: Model, training: Training, value_clip: float):
         scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, training.lora, training.seed)
-        self.engine = _engine(scorer, model, training)
+        self.engine, self.module = _engine(scorer, model, training, "critic" in training.adam_offload), scorer
         self.model, self.value_clip = model, value_clip
         self.passes = Passes(training.micro_batch_size, training.micro_tokens, self.engine.world_size)
 
@@ -226,13 +242,11 @@ class Reward(Frozen):
         return [(index, values[-1:]) for index, values in everywhere]
 
 
-def _engine(module: torch.nn.Module, model: Model, training: Training) -> ZeroEngine:
+def _engine(module: torch.nn.Module, model: Model, training: Training, offload: bool) -> ZeroEngine:
     if training.gradient_checkpointing:
         module.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[union-attr,operator]
         module.train()
-    return ZeroEngine(
-        module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, training.timeout, training.adam_offload
-    )
+    return ZeroEngine(module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, training.timeout, offload)
 
 
 def _tensors(module: torch.nn.Module) -> list[Tensor]:

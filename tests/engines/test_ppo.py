@@ -26,6 +26,7 @@ from rlhf_core.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ITERATIONS, SAVED, FROZEN = 4, 2, 1
+TIMES = ("phase/", "work/", "wait/", "floor/")  # seconds and shares of them, never the same twice
 SHARE = 0.25  # of a CPU, for each role
 # One in two groups of two answers has one reward for both.
 ODD = "def odd(responses): return [len(response) % 2 for response in responses]\n"
@@ -116,7 +117,7 @@ def assert_same_end(whole: Path, killed: Path) -> None:
     """The same curve and weights, bit for bit; and the second half of the killed run was a resumed one."""
 
     def curve(folder: Path) -> list[dict[str, float]]:
-        return [{k: v for k, v in line.items() if k != "time" and not k.startswith("phase/")} for line in read_metrics(folder)]
+        return [{k: v for k, v in line.items() if k != "time" and not k.startswith(TIMES)} for line in read_metrics(folder)]
 
     assert curve(killed) == curve(whole)
     weights, again = (load_file(folder / "checkpoint" / "model.safetensors") for folder in (whole, killed))
@@ -189,7 +190,7 @@ def test_one_actor_rank_trains_as_two_do(runs: Runs) -> None:
     # Up to the first actor update both sample the same answers; the update's own metrics are those of the same gradient.
     one, two = (read_metrics(folder)[: FROZEN + 1] for folder in (runs.one_rank, runs.whole))
     for a, b in zip(one, two, strict=True):
-        names = [name for name in a if not name.startswith(("phase/", "sampler/", "sync/")) and name != "time"]
+        names = [name for name in a if not name.startswith((*TIMES, "sampler/", "sync/")) and name != "time"]
         assert {name: b[name] for name in names} == pytest.approx({name: a[name] for name in names}, rel=2e-3, abs=1e-5)
     assert "policy/grad_norm" in one[-1]
 
