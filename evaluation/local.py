@@ -54,7 +54,7 @@ def served(model: LocalModel, name: str, log: Path, vllm: Vllm, seed: int, trust
         dtype=model.dtype,
         max_model_len=model.max_model_len,
         kv_cache_gib=vllm.kv_cache_gib,
-        gpus=vllm.gpus,
+        tensor_parallel_size=vllm.tensor_parallel_size,
         gpu_memory_utilization=vllm.gpu_memory_utilization,
         trust_remote_code=trust_remote_code,
         start_timeout=vllm.start_timeout,

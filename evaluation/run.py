@@ -139,6 +139,7 @@ def answer_all(
             kv_cache_gib=config.vllm.kv_cache_gib,
             gpu_memory_utilization=config.vllm.gpu_memory_utilization,
             trust_remote_code=trust,
+            tensor_parallel_size=config.vllm.tensor_parallel_size,
         )
 
     count = token_counter(config.style_tokenizer) if config.style_tokenizer else None

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import (
     KTO,
     PPO,
@@ -28,9 +29,9 @@ from rlhf_core.config import (
     RuleJudge,
     StageConfig,
     Trainable,
-    Vllm,
     VllmJudge,
 )
+from rlhf_core.config.groups import Wanted
 from rlhf_core.data.columns import Kind
 from rlhf_core.data.rows import check_columns, load_rows
 from rlhf_core.machine import num_cpus, num_gpus
@@ -166,18 +167,23 @@ def _quantisation_problem(node: Node, gpus: float) -> list[str]:
 
 def needs(config: StageConfig) -> Needs:
     """What a stage occupies at once: PPO all its roles and engines, the others their ranks or engines."""
-    groups: list[Ranks] = []
-    if isinstance(config, PPO):
-        groups = list(config.groups.values())
-    elif isinstance(config, Trainable):
-        groups = [config.ranks]
-    cpus, gpus = sum(g.world_size * g.cpus for g in groups), sum(g.world_size * g.gpus for g in groups)
-    engines: list[Vllm] = [config.vllm] if isinstance(config, PPO | Preferences | Evaluation | AlignmentTax) else []
-    if isinstance(config, Evaluation):  # one after the other: the models' engine, then the judges' servers
-        engines += [judge.vllm for judge in config.judges if isinstance(judge, VllmJudge)]
-    cpus += max((vllm.num_engines * vllm.cpus for vllm in engines), default=0)
-    gpus += max((vllm.num_engines * vllm.gpus for vllm in engines), default=0)
-    return Needs(cpus, gpus, max((g.num_nodes for g in groups), default=1))
+    turns: list[dict[str, Wanted]] = [{}]  # what is there at once, one after the other
+    if isinstance(config, Trainable):
+        turns = [{"ranks": config.ranks}]
+    elif isinstance(config, PPO):
+        turns = [config.placed]
+    elif isinstance(config, Preferences | AlignmentTax):
+        turns = [{"sampler": config.vllm}]
+    elif isinstance(config, Evaluation):
+        turns = [{"sampler": config.vllm}, *_servers(config)]
+    layouts = [arrange(groups, config.together if isinstance(config, PPO) else ()) for groups in turns]
+    sums = [{resource: sum(b.get(resource, 0.0) for b in layout.bundles) for resource in ("CPU", "GPU")} for layout in layouts]
+    nodes = (group.num_nodes for groups in turns for group in groups.values() if isinstance(group, Ranks))
+    return Needs(max(found["CPU"] for found in sums), max(found["GPU"] for found in sums), max(nodes, default=1))
+
+
+def _servers(config: Evaluation) -> list[dict[str, Wanted]]:
+    return [{"judge": judge.vllm} for judge in config.judges if isinstance(judge, VllmJudge)]
 
 
 def texts(config: StageConfig) -> Iterator[Text]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.placement import Room, connect, passed_environment, reserve
-from rlhf_core.config import Ranks, Vllm
+from rlhf_core.config import Ranks
 from rlhf_core.engine.ranks import free_port, set_rank_environment
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 
@@ -36,42 +37,47 @@ class Worker:
     def address(self) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), free_port()
 
-    def build(
-        self, rank: int, world_size: int, address: str, port: int, local_rank: int, factory: Callable[..., Any], kwargs: dict[str, Any]
-    ) -> None:
-        set_rank_environment(rank, world_size, address, port, local_rank)
-        self.role = factory(**kwargs)
+    def cards(self) -> list[str]:
+        """The GPUs of this process, as its node counts them."""
+        return [str(card) for card in ray.get_gpu_ids()]
 
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.role, method)(*args)
+    def build(
+        self, rank: int, world_size: int, local_rank: int, meeting: tuple[str, int], cards: list[str], factory: Any, options: Any
+    ) -> None:
+        """`meeting`: where the ranks meet. `cards`: what this process sees in place of its own card (an engine over several)."""
+        if cards:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+        set_rank_environment(rank, world_size, *meeting, local_rank)
+        self.role = factory(**options)
+
+    def call(self, method: str, *args: Any) -> tuple[Any, float]:
+        """The method's result and the seconds it took; results lie in host memory, so the device has finished too."""
+        start = time.monotonic()
+        result = getattr(self.role, method)(*args)
+        return result, time.monotonic() - start
 
 
 class Pending(NamedTuple):
-    """Work under way on all ranks of a group."""
+    """Work under way on all ranks of a group. `spent`, if there is one, takes the seconds of the slowest rank under the phase's name."""
 
     role: str
     phase: str
     refs: list[Any]
+    spent: dict[str, float] | None = None
 
     def wait(self, timeout: float) -> list[Any]:
         """The results by rank. Raises RoleFailed as soon as one rank failed, or when `timeout` seconds pass."""
-        self.wait_ready(timeout)
-        return [self._get(ref) for ref in self.refs]
+        return wait_all([self], timeout)[0]
 
-    def wait_ready(self, timeout: float) -> None:
-        """Waits without fetching the results of the ranks that succeeded; fails as `wait` does."""
-        waiting, deadline = list(self.refs), time.monotonic() + timeout
-        while waiting:
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
-            if not ready:
-                silent = [self.refs.index(ref) for ref in waiting]
-                raise RoleFailed(
-                    f"{self.role}: ranks {silent} did not finish '{self.phase}' within {timeout:.0f} s; raise `timeout` if this is normal"
-                )
-            if waiting:  # the others may be waiting for a rank that failed
-                self._get(ready[0])
+    def results(self) -> list[Any]:
+        """The results of finished work, by rank."""
+        results = [self.get(ref) for ref in self.refs]
+        if self.spent is None:
+            return results
+        self.spent[self.phase] = self.spent.get(self.phase, 0.0) + max(seconds for _, seconds in results)
+        return [value for value, _ in results]
 
-    def _get(self, ref: Any) -> Any:
+    def get(self, ref: Any) -> Any:
         try:
             return ray.get(ref)
         except ray.exceptions.RayActorError as error:
@@ -81,50 +87,79 @@ class Pending(NamedTuple):
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise ValueError(f"{self.role}: {error.cause}") from None
+            if type(error.cause).__name__ == "OutOfMemoryError":
+                raise RoleFailed(
+                    f"{self.role} ran out of GPU memory in '{self.phase}': lower micro_train_tokens or micro_rollout_tokens (or the micro "
+                    f"batch sizes), set gradient_checkpointing, adam_offload or ref_reward_offload, or lower vllm.gpu_memory_utilization. "
+                    f"{error.cause}"
+                ) from None
             raise RoleFailed(f"{self.role} failed in '{self.phase}': {error.cause!r}\n{error}") from None
 
 
-class Group:
-    """All ranks of one role on their bundles."""
+def wait_all(pending: Sequence[Pending], timeout: float) -> list[list[Any]]:
+    """The results of several groups that work at once, by group and rank. Raises RoleFailed as soon as one rank of any failed."""
+    owner = {ref: work for work in pending for ref in work.refs}
+    waiting, deadline = list(owner), time.monotonic() + timeout
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
+        if not ready:
+            silent = " and ".join(
+                f"{work.role}: ranks {[rank for rank, ref in enumerate(work.refs) if ref in waiting]} did not finish '{work.phase}'"
+                for work in pending
+                if any(ref in waiting for ref in work.refs)
+            )
+            raise RoleFailed(f"{silent} within {timeout:.0f} s; raise `timeout` if this is normal")
+        if waiting:  # the others may be waiting for a rank that failed
+            owner[ready[0]].get(ready[0])
+    return [work.results() for work in pending]
 
-    def __init__(self, name: str, wanted: Ranks | Vllm, room: Room, threads: int):
-        count = wanted.world_size if isinstance(wanted, Ranks) else wanted.num_engines
-        self.name, self.world_size = name, count
-        self._per_node = wanted.num_ranks_per_node if isinstance(wanted, Ranks) else count
+
+class Group:
+    """All ranks of one role on their seats. An engine over several cards is one rank; those who sit on its other cards only hold them."""
+
+    def __init__(self, name: str, room: Room, threads: int, span: int = 1):
+        self.name, seats = name, room.seats[name]
+        self.world_size = len(seats) // span
         environment = passed_environment() | {"OMP_NUM_THREADS": str(threads)}
-        self._workers = [
+        self._seated = [
             ray.remote(Worker)
             .options(
-                num_cpus=wanted.cpus,
-                num_gpus=wanted.gpus,
+                num_cpus=seat.cpus,
+                num_gpus=seat.gpus,
                 runtime_env={"env_vars": environment},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(room.group, placement_group_bundle_index=room.first[name] + rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(room.group, placement_group_bundle_index=seat.bundle),
             )
-            .remote(f"{name}{rank}" if count > 1 else name)
-            for rank in range(count)
+            .remote(f"{name}{i // span}" if self.world_size > 1 else name)
+            for i, seat in enumerate(seats)
         ]
+        self._span, self._workers = span, self._seated[::span]
+        self._spent: dict[str, float] = {}
 
-    def build(self, factory: Callable[..., Any], timeout: float, **kwargs: Any) -> Pending:
+    def build(self, factory: Callable[..., Any], timeout: float, **options: Any) -> Pending:
         """Makes the role's object on every rank; ranks meet at the first one's address."""
-        address, port = Pending(self.name, "start", [self._workers[0].address.remote()]).wait(timeout)[0]
-        refs = [
-            worker.build.remote(rank, self.world_size, address, port, self._local_rank(rank), factory, kwargs)
-            for rank, worker in enumerate(self._workers)
-        ]
+        meeting = Pending(self.name, "start", [self._workers[0].address.remote()]).wait(timeout)[0]
+        cards = Pending(self.name, "start", [worker.cards.remote() for worker in self._seated]).wait(timeout) if self._span > 1 else []
+        refs = []
+        for rank, worker in enumerate(self._workers):
+            seen = [card for place in cards[rank * self._span : (rank + 1) * self._span] for card in place]
+            # Ray shows each worker only its own GPUs, so the device index is always 0 there.
+            local_rank = 0 if ray.cluster_resources().get("GPU") else rank
+            refs.append(worker.build.remote(rank, self.world_size, local_rank, meeting, seen, factory, options))
         return Pending(self.name, "load", refs)
+
+    def address(self, rank: int, timeout: float) -> tuple[str, int]:
+        """The node of a rank and a free port there."""
+        return Pending(self.name, "address", [self._workers[rank].address.remote()]).wait(timeout)[0]
 
     def call(self, phase: str, method: str, *args: Any) -> Pending:
         """Runs `method(*args)` on every rank."""
-        return Pending(self.name, phase, [worker.call.remote(method, *args) for worker in self._workers])
+        return Pending(self.name, phase, [worker.call.remote(method, *args) for worker in self._workers], self._spent)
 
-    def call_each(self, phase: str, method: str, args_by_rank: list[tuple[Any, ...]]) -> Pending:
-        """Runs `method` on every rank with arguments of its own."""
-        calls = zip(self._workers, args_by_rank, strict=True)
-        return Pending(self.name, phase, [worker.call.remote(method, *args) for worker, args in calls])
-
-    def _local_rank(self, rank: int) -> int:
-        # Ray shows each worker only its own GPUs, so the device index is always 0 there.
-        return 0 if ray.cluster_resources().get("GPU") else rank % self._per_node
+    def spent(self) -> dict[str, float]:
+        """Seconds of work by phase since this was asked last: the slowest rank's, without waiting for other groups."""
+        spent = dict(self._spent)
+        self._spent.clear()
+        return spent
 
 
 def share(value: Any) -> Any:
@@ -150,7 +185,7 @@ class StageRank:
 def run_on_group(work: Callable[[StageRequest, RunDir], Outcome], request: StageRequest, run: RunDir, ranks: Ranks) -> Outcome:
     """Runs `work` on every rank of a worker group and returns rank 0's outcome."""
     connect()
-    room = reserve({request.name: ranks}, timeout=600)
-    group = Group(request.name, ranks, room, cpu_threads(ranks.world_size))
+    room = reserve(arrange({request.name: ranks}), timeout=600)
+    group = Group(request.name, room, cpu_threads(ranks.world_size))
     group.build(StageRank, 600, work=work, request=request, path=str(run.path)).wait(600)
     return group.call("train", "run").wait(timeout=7 * 24 * 3600)[0]

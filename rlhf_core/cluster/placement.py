@@ -7,22 +7,25 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import ray
+from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from rlhf_core.config import Ranks, Vllm
+from rlhf_core.cluster.layout import Layout, Seat, by_node, shortage
 from rlhf_core.machine import num_gpus
 
 # Settings of the libraries, by how their names begin.
-KEPT = tuple("NCCL_ TORCH_ NVSHMEM_ CUDA_ VLLM_ HF_ DS_ GLOO_ GOMP_ PYTHON RAY_ TRANSFORMERS_ TOKENIZERS_ TQDM_".split())
-# Set explicitly: some hosts show less memory than they have. On GPU hosts a whole model passes through it.
-OBJECT_STORE_BYTES, GPU_OBJECT_STORE_BYTES = 512 << 20, 32 << 30
+KEPT = tuple(
+    "NCCL_ TORCH_ NVSHMEM_ CUDA_ VLLM_ HF_ DS_ GLOO_ GOMP_ PYTHON RAY_ TRANSFORMERS_ TOKENIZERS_ TQDM_ TRITON_ TORCHINDUCTOR_".split()
+)
+# Set explicitly: some hosts show less memory than they have.
+OBJECT_STORE_BYTES, GPU_OBJECT_STORE_BYTES = 512 << 20, 8 << 30
 
 
 class Room(NamedTuple):
-    """Placement of all groups: `first[name]` is the bundle of the group's first rank."""
+    """Reserved places: `seats[name]` are those of a group's processes, node by node."""
 
     group: PlacementGroup
-    first: Mapping[str, int]
+    seats: Mapping[str, Sequence[Seat]]
 
 
 def connect() -> None:
@@ -47,42 +50,19 @@ def passed_environment() -> dict[str, str]:
     return kept
 
 
-def reserve(groups: Mapping[str, Ranks | Vllm], timeout: float) -> Room:
-    """Reserves a bundle for each rank, nodes filled one after the other.
+def reserve(layout: Layout, timeout: float) -> Room:
+    """Reserves the bundles of a layout, nodes filled one after the other.
 
     Raises ValueError when the cluster will never have the room, TimeoutError when it has not within `timeout` seconds.
     """
-    bundles: list[dict[str, float]] = []
-    first: dict[str, int] = {}
-    for name, wanted in groups.items():
-        first[name] = len(bundles)
-        count = wanted.world_size if isinstance(wanted, Ranks) else wanted.num_engines
-        bundles += [{"CPU": wanted.cpus} | ({"GPU": wanted.gpus} if wanted.gpus else {})] * count
-    missing = shortage(bundles, ray.cluster_resources())
+    missing = shortage(layout.bundles, ray.cluster_resources())
     if missing:
-        raise ValueError(f"the cluster lacks {missing} for {describe(groups)}: lower cpus/gpus of these groups or add nodes")
-    group = placement_group(bundles, strategy="PACK")
+        raise ValueError(f"the cluster lacks {missing} for {layout}: lower cpus/gpus of these groups, let some share cards, or add nodes")
+    group = placement_group(list(layout.bundles), strategy="PACK")
     if not group.wait(timeout):
         free = ray.available_resources()
         raise TimeoutError(
-            f"waited {timeout:.0f} s for room for {describe(groups)}: free now are {free.get('CPU', 0):g} CPUs and "
+            f"waited {timeout:.0f} s for room for {layout}: free now are {free.get('CPU', 0):g} CPUs and "
             f"{free.get('GPU', 0):g} GPUs, others hold the rest"
         )
-    return Room(group, first)
-
-
-def shortage(bundles: Sequence[Mapping[str, float]], there: Mapping[str, float]) -> str:
-    """What the cluster does not have at all, in words; empty when everything fits."""
-    parts = []
-    for resource in ("CPU", "GPU"):
-        asked = sum(bundle.get(resource, 0.0) for bundle in bundles)
-        if asked > there.get(resource, 0.0) + 1e-6:
-            parts.append(f"{resource}s (asked {asked:g}, there are {there.get(resource, 0.0):g})")
-    return " and ".join(parts)
-
-
-def describe(groups: Mapping[str, Ranks | Vllm]) -> str:
-    return ", ".join(
-        f"{name} {wanted.world_size if isinstance(wanted, Ranks) else wanted.num_engines} x ({wanted.cpus:g} CPU, {wanted.gpus:g} GPU)"
-        for name, wanted in groups.items()
-    )
+    return Room(group, by_node(layout, placement_group_table(group)["bundles_to_node_id"]))

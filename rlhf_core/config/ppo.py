@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.data import Data
 from rlhf_core.config.gates import Gated
+from rlhf_core.config.groups import Wanted, check_together
 from rlhf_core.config.rounds import Sampling, Vllm
 from rlhf_core.config.training import PASS_TOKENS, ROUTER, Lora, check_batch, check_lora
 from rlhf_core.reward_sources import ModelReward, RewardSources, check_titles
@@ -111,6 +112,13 @@ class PPO(Gated, Sampling):
     reference_ranks: Ranks = Ranks()
     reward_ranks: Ranks = Ranks()
     vllm: Vllm = Vllm()
+    colocate_actor_ref: bool = Field(False, description="actor and reference share their cards, rank by rank")
+    colocate_critic_reward: bool = Field(False, description="critic and reward models share their cards, rank by rank")
+    colocate_all: bool = Field(False, description="all models and the engines share the same cards, rank by rank; usually with vllm.sleep")
+    ref_reward_offload: bool = Field(False, description="reference and reward models wait in host memory while they do not score")
+    adam_offload: tuple[Literal["actor", "critic"], ...] = Field(
+        (), description="these roles' optimiser states lie in host memory, where their steps run; true: actor and critic"
+    )
 
     @property
     def has_critic(self) -> bool:
@@ -132,6 +140,25 @@ class PPO(Gated, Sampling):
         rewards = {f"reward:{source.title}": source.ranks or self.reward_ranks for source in self.reward_models}
         return trained | {"reference": self.reference_ranks} | rewards
 
+    @property
+    def placed(self) -> dict[str, Wanted]:
+        """All groups, the engines among them as `sampler`."""
+        return {**self.groups, "sampler": self.vllm}
+
+    @property
+    def together(self) -> list[list[str]]:
+        """Groups that share cards."""
+        if self.colocate_all:
+            return [[*self.groups, "sampler"]]
+        critic_reward = [name for name in self.groups if name == "critic" or name.startswith("reward:")]
+        chosen = ((self.colocate_actor_ref, ["actor", "reference"]), (self.colocate_critic_reward, critic_reward))
+        return [names for wanted, names in chosen if wanted]
+
+    @field_validator("adam_offload", mode="before")
+    @classmethod
+    def _both(cls, value: object) -> object:
+        return (("actor", "critic") if value else ()) if isinstance(value, bool) else value
+
     @model_validator(mode="after")
     def _check_family(self) -> PPO:
         estimator = self.advantage_estimator
@@ -151,6 +178,18 @@ class PPO(Gated, Sampling):
             raise ValueError(f"overlong_buffer={self.overlong_buffer} must be below generate_max_len={self.generate_max_len}")
         if not 0 < self.sampler_is_clamp[0] <= 1 <= self.sampler_is_clamp[1]:
             raise ValueError(f"sampler_is_clamp={list(self.sampler_is_clamp)} must be two numbers around 1, such as [0.5, 5]")
+        return self
+
+    @model_validator(mode="after")
+    def _check_placement(self) -> PPO:
+        if self.colocate_critic_reward and not (self.has_critic and self.reward_models):
+            raise ValueError("colocate_critic_reward needs a critic and a reward model: leave it out")
+        offloaded = [*self.adam_offload, *(["reference"] if self.ref_reward_offload else [])]
+        without = [role for role in offloaded if role in self.groups and not self.groups[role].gpus]
+        if without:
+            raise ValueError(f"offloading frees a GPU's memory, and {', '.join(without)} has none: set gpus of its ranks, or leave it out")
+        for names in self.together:
+            check_together({name: self.placed[name] for name in names})
         return self
 
     @model_validator(mode="after")

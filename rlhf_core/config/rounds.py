@@ -29,7 +29,8 @@ class Vllm(Frozen):
 
     num_engines: Positive = Field(1, description="engines")
     cpus: float = Field(1.0, gt=0, description="CPUs of one engine")
-    gpus: float = Field(0.0, ge=0, description="GPUs of one engine")
+    tensor_parallel_size: Positive = Field(1, description="GPUs that share one engine's model, all of one node")
+    gpus: float = Field(0.0, ge=0, description="GPUs of one engine; with tensor_parallel_size, of each of its processes")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory")
     kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on a CPU machine, GiB")
     sleep: bool = Field(
@@ -45,11 +46,9 @@ class Vllm(Frozen):
 
 
 def check_server(vllm: Vllm) -> None:
-    """A server is one engine that stays awake, split over as many whole GPUs as it is given. Raises ValueError for other wishes."""
+    """A server is one engine that stays awake. Raises ValueError for other wishes."""
     if vllm.num_engines > 1 or vllm.sleep:
-        raise ValueError("a server is one engine that never sleeps: leave num_engines and sleep out of vllm; gpus splits the model")
-    if vllm.gpus > 1 and vllm.gpus != int(vllm.gpus):
-        raise ValueError(f"vllm.gpus is {vllm.gpus:g}, and a model is split over whole GPUs only: set a whole number, or one of at most 1")
+        raise ValueError("a server is one engine that never sleeps: leave num_engines and sleep out (tensor_parallel_size splits a model)")
 
 
 class Rounds(Frozen):

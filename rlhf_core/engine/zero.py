@@ -22,7 +22,10 @@ from rlhf_core.engine.base import AdamW, adamw_optimizer, check_norm
 class ZeroEngine:
     """One rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set."""
 
-    def __init__(self, module: nn.Module, adamw: AdamW, zero_stage: int, dtype: str, micro_batch_size: int, timeout: float):
+    def __init__(
+        self, module: nn.Module, adamw: AdamW, zero_stage: int, dtype: str, micro_batch_size: int, timeout: float, offload: bool = False
+    ):
+        """`offload`: the optimiser's state lies in pinned host memory and its step runs on the CPU (ZeRO-Offload, Ren et al. 2021)."""
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
@@ -45,8 +48,10 @@ class ZeroEngine:
                 "gradient_accumulation_steps": 1,  # the loop marks the boundary itself
                 "gradient_clipping": adamw.max_norm,
                 "bf16": {"enabled": dtype == "bfloat16"},
-                "zero_optimization": {"stage": zero_stage, "overlap_comm": torch.cuda.is_available(), "contiguous_gradients": True},
+                "zero_optimization": {"stage": zero_stage, "overlap_comm": torch.cuda.is_available(), "contiguous_gradients": True}
+                | ({"offload_optimizer": {"device": "cpu", "pin_memory": True}} if offload else {}),
                 "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU too and needs no compiler
                 "steps_per_print": 10**9,
             },
         )

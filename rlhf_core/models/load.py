@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_core.config import Lora
 from rlhf_core.masked import shift_right
 from rlhf_core.models.experts import balance_loss, num_experts
+from rlhf_core.models.kernels import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 
 Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
@@ -164,11 +166,12 @@ def _load(auto: Any, path: str, options: dict[str, Any]) -> PreTrainedModel:
 def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any]) -> PreTrainedModel:
     """The model at `path`, or the base of the adapter at `path` with that adapter merged into it."""
     base = base_of(path)
+    options = options | _card(base or path, options)
     if base is None:
-        return load(path, **options)
+        return fuse(load(path, **options))
     if "quantization_config" in options:
         raise ValueError(f"{path} is an adapter, which cannot be merged into 4-bit weights: start from a merged checkpoint")
-    return merge_adapter(load(base, **options), path)
+    return fuse(merge_adapter(load(base, **options), path))
 
 
 def _options(dtype: str, trust_remote_code: bool, lora: Lora | None = None) -> dict[str, Any]:
@@ -180,6 +183,14 @@ def _options(dtype: str, trust_remote_code: bool, lora: Lora | None = None) -> d
         "use_safetensors": True,
     }
     return options | (_nf4(dtype) if lora is not None and lora.quantize == "nf4" else {})
+
+
+def _card(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Files of a small enough model go straight to the card: nothing waits for host memory, of which each rank would take a copy."""
+    if not torch.cuda.is_available() or "device_map" in options or importlib.util.find_spec("accelerate") is None:
+        return {}
+    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) if Path(path).is_dir() else 0
+    return {"device_map": {"": torch.cuda.current_device()}} if 0 < size < torch.cuda.mem_get_info()[0] / 3 else {}
 
 
 def _nf4(dtype: str) -> dict[str, Any]:

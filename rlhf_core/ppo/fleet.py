@@ -5,19 +5,21 @@ Verbs that concern several roles start all of them and wait once. Every wait has
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.cluster.group import Group, Pending, cpu_threads, share
+from rlhf_core.cluster.group import Group, Pending, cpu_threads, share, wait_all
 from rlhf_core.cluster.placement import Room
-from rlhf_core.config import PPO, Ranks, Vllm
+from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.engine.base import AdamW
+from rlhf_core.ppo.floors import Machine, floors
 from rlhf_core.ppo.objective import Objective
 from rlhf_core.ppo.roles import Actor, Critic, Model, Reference, Reward, Training, Update
 from rlhf_core.ppo.types import Experience, Rollout, Scores
@@ -26,6 +28,7 @@ from rlhf_core.rewards.asking import Outside, Rewards, asker, collect
 from rlhf_core.rewards.contract import Sample
 from rlhf_core.rollout.engine import Answer
 from rlhf_core.rollout.role import SamplerRole
+from rlhf_core.rollout.transfer import Meeting, choose_route
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # largest |log-prob difference| of vLLM and trainer on the same weights
 
@@ -48,6 +51,7 @@ class Fleet:
     timeout: float
     dtype: str
     sleeps: bool = False
+    machine: Machine | None = None  # once it has looked around
 
     def sample(
         self,
@@ -110,20 +114,27 @@ class Fleet:
 
     def wake(self) -> None:
         """The models leave what they do not use to the engines, which come back."""
-        models = [self.actor, self.reference, *self.rewards.values(), *([self.critic] if self.critic is not None else [])]
-        for pending in [group.call("release memory", "release") for group in models]:
-            pending.wait(self.timeout)
+        wait_all([group.call("release memory", "release") for group in self.groups if group is not self.sampler], self.timeout)
         self.sampler.call("wake", "wake").wait(self.timeout)
 
+    def open_channel(self) -> None:
+        """Opens the route that weights take, once. By handles where engines sit on the actor's cards, else by NCCL or host memory."""
+        by_engine: list[list[str | None]] = self.sampler.call("start", "cards").wait(self.timeout)
+        engines, trainer = [card for cards in by_engine for card in cards], self.actor.call("start", "card").wait(self.timeout)
+        route = choose_route(trainer, engines)
+        key = secrets.token_bytes(16)
+        doors = self.actor.call("start", "make_door", key).wait(self.timeout) if route.kind == "cards" else []
+        meeting = Meeting(self.actor.address(route.source, self.timeout), dict(zip(trainer, doors, strict=False)), key, self.timeout)
+        opening = [
+            self.actor.call("open the weight channel", "open_channel", route, meeting, [engines.count(card) for card in trainer]),
+            self.sampler.call("open the weight channel", "open_channel", route, meeting),
+        ]
+        wait_all(opening, self.timeout)
+        print(f"weights go to {len(engines)} engine processes by {route.kind}", flush=True)
+
     def publish_weights(self) -> None:
-        """Sends the actor's weights to every engine: by handles when all sit on the actor's one card, else through host memory."""
-        devices = self.sampler.call("gather weights", "device").wait(self.timeout) + self.actor.call("gather weights", "device").wait(
-            self.timeout
-        )
-        same_card = devices[0] is not None and len(set(devices)) == 1
-        gathered = self.actor.call("gather weights", "weights", same_card)
-        gathered.wait_ready(self.timeout)
-        self.sampler.call("receive weights", "update", gathered.refs[0]).wait(self.timeout)
+        """The actor's weights to every engine."""
+        wait_all([self.actor.call("send weights", "send_weights"), self.sampler.call("receive weights", "receive_weights")], self.timeout)
 
     def probe(self, documents: Sequence[Document]) -> float:
         """Largest |difference| of log-probs between engines and trainer on fixed documents. Raises WeightsDiffer beyond the tolerance."""
@@ -133,6 +144,30 @@ class Fleet:
         gap = max(float(np.abs(np.asarray(got) - want).max()) for engine in engines for got, want in zip(engine, expected, strict=True))
         check_gap(gap, PROBE_TOLERANCE[self.dtype])
         return gap
+
+    @property
+    def groups(self) -> list[Group]:
+        return [self.actor, self.reference, *self.rewards.values(), *([self.critic] if self.critic is not None else []), self.sampler]
+
+    def look_around(self) -> Machine:
+        """Sizes and cards of all roles, and what the actor's card can do; when nothing else runs."""
+        models = [group for group in self.groups if group is not self.sampler]
+        shapes = {group.name: group.call("start", "shape").wait(self.timeout)[0] for group in models}
+        cards = {group.name: group.call("start", "card").wait(self.timeout) for group in models}
+        engines: list[list[str | None]] = self.sampler.call("start", "cards").wait(self.timeout)
+        cards["sampler"] = [card for engine in engines for card in engine]
+        ceilings = self.actor.call("start", "ceilings").wait(self.timeout)[0]
+        named = {role: [card or "host" for card in held] for role, held in cards.items()}
+        return Machine(shapes | {"sampler": shapes["actor"]}, named, len(engines[0]), ceilings)
+
+    def accounts(self, rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, seconds: float) -> dict[str, float]:
+        """Of an iteration of `seconds`: floors of its phases, each role's seconds of work by phase, and the share in which it waited."""
+        metrics = floors(rollouts, trained, passes, self.machine) if self.machine is not None else {}
+        for group in self.groups:
+            spent = group.spent()
+            metrics |= {f"work/{group.name}/{phase.replace(' ', '_')}": taken for phase, taken in spent.items()}
+            metrics[f"wait/{group.name}"] = max(0.0, 1 - sum(spent.values()) / seconds)
+        return metrics
 
     def save_state(self, folder: Path) -> None:
         for group in self.trained:
@@ -148,11 +183,6 @@ class Fleet:
 
     def export_actor(self, folder: Path) -> None:
         self.actor.call("export", "export", str(folder)).wait(self.timeout)
-
-
-def groups_of(config: PPO) -> dict[str, Ranks | Vllm]:
-    """What each role asks of the cluster."""
-    return {**config.groups, "sampler": config.vllm}
 
 
 def objective_of(config: PPO) -> Objective:
@@ -175,7 +205,8 @@ def start_fleet(
 ) -> Fleet:
     """Starts all roles side by side and waits until each has loaded its model. `paths` gives each role's model."""
     # Sampling has the machine to itself; the others work two and two.
-    groups = {name: Group(name, wanted, room, cpu_threads(1 if name == "sampler" else 2)) for name, wanted in groups_of(config).items()}
+    spans = {"sampler": config.vllm.tensor_parallel_size}
+    groups = {name: Group(name, room, cpu_threads(1 if name == "sampler" else 2), spans.get(name, 1)) for name in config.placed}
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
     training = Training(
         adamw,
@@ -186,6 +217,7 @@ def start_fleet(
         config.lora,
         seed,
         config.micro_train_tokens,
+        config.adam_offload,
     )
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
@@ -199,6 +231,7 @@ def start_fleet(
             config.micro_rollout_tokens,
         )
 
+    offload = config.ref_reward_offload
     loading: list[Pending] = [
         groups["sampler"].build(
             SamplerRole,
@@ -211,6 +244,7 @@ def start_fleet(
             gpu_memory_utilization=config.vllm.gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
             can_sleep=config.vllm.sleep,
+            tensor_parallel_size=config.vllm.tensor_parallel_size,
         ),
         groups["actor"].build(
             Actor,
@@ -220,8 +254,8 @@ def start_fleet(
             objective=objective_of(config),
             temperature=config.temperature,
         ),
-        groups["reference"].build(Reference, config.timeout, model=model("reference"), temperature=config.temperature),
-        *(group.build(Reward, config.timeout, model=model(group.name)) for group in rewards.values()),
+        groups["reference"].build(Reference, config.timeout, model=model("reference"), temperature=config.temperature, offload=offload),
+        *(group.build(Reward, config.timeout, model=model(group.name), offload=offload) for group in rewards.values()),
     ]
     if "critic" in groups:
         loading.append(
@@ -234,7 +268,7 @@ def start_fleet(
     def decode(tokens: Sequence[int], skip_special_tokens: bool) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
-    return Fleet(
+    fleet = Fleet(
         actor=groups["actor"],
         critic=groups.get("critic"),
         reference=groups["reference"],
@@ -246,6 +280,8 @@ def start_fleet(
         dtype=config.dtype,
         sleeps=config.vllm.sleep,
     )
+    fleet.open_channel()
+    return replace(fleet, machine=fleet.look_around())
 
 
 def check_gap(gap: float, tolerance: float) -> None:

@@ -58,6 +58,7 @@ class Iteration(NamedTuple):
 def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, optimisation: Optimisation) -> Iteration:
     """Samples answers, scores them with all models and reward sources, credits each token, trains, and publishes the actor."""
     phases: dict[str, float] = {}
+    start = time.monotonic()
     with _phase(phases, "generate"):
         sampled = sample(fleet, setup.line, carried.position, setup.sampling, setup.filtering, setup.allowed_failures)
         rollouts = sampled.rollouts
@@ -88,6 +89,7 @@ def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, 
     metrics["prompt/truncated"] = sum(r.prompt.truncated for r in rollouts) / len(rollouts)
     metrics["tokens"] = float(sum(len(r.document.tokens) for r in rollouts))
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
+    metrics |= fleet.accounts(rollouts, list(updates), optimisation.max_epochs, time.monotonic() - start)
     return Iteration(metrics, credited.kl, Carried(sampled.position, credited.statistics))
 
 

@@ -6,6 +6,7 @@ Each method is called on every rank of the role with the same arguments; ranks d
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,16 +19,18 @@ from rlhf_core.config import Lora
 from rlhf_core.data.collate import Batch, collate
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
-from rlhf_core.engine.base import AdamW, on_cpu
+from rlhf_core.engine.base import AdamW
 from rlhf_core.engine.ranks import export
 from rlhf_core.engine.zero import ZeroEngine
 from rlhf_core.losses import Loss, value_loss, with_balance
 from rlhf_core.masked import shift_right
 from rlhf_core.models.load import Entropy, load_policy, load_scorer, trained_policy, trained_scorer
 from rlhf_core.models.weights import checkpoint_weights
+from rlhf_core.ppo.floors import Ceilings, Shape, measure_ceilings, shape_of
 from rlhf_core.ppo.objective import Objective, PerToken, actor_loss, count
 from rlhf_core.ppo.types import Experience
-from rlhf_core.rollout.weights import Weight, device_id, handle
+from rlhf_core.rollout.transfer import Broadcast, Channel, Door, Meeting, Route
+from rlhf_core.rollout.weights import card_id
 from rlhf_core.supervised import accumulate, deal
 
 Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
@@ -63,13 +66,48 @@ class Training(NamedTuple):
     lora: Lora | None = None
     seed: int = 0
     micro_tokens: int | None = None
+    adam_offload: Sequence[str] = ()
 
 
 class Resident:
     """A role whose model stays on its GPU. Memory that only its allocator holds can go to a neighbour."""
 
+    module: torch.nn.Module
+
     def release(self) -> None:
         torch.cuda.empty_cache()
+
+    def card(self) -> str | None:
+        return card_id()
+
+    def shape(self) -> Shape:
+        return shape_of(self.module.model)
+
+
+class Frozen(Resident):
+    """A model that is only read. With `offload` its weights wait in pinned host memory between two readings."""
+
+    def __init__(self, module: torch.nn.Module, model: Model, offload: bool):
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.module, self.model = module.eval().requires_grad_(False), model
+        self.rank, self.world_size = _rank_from_environment()
+        self._waiting = [(p, p.data.cpu().pin_memory()) for p in _tensors(module)] if offload else []
+        if not offload:
+            self.module.to(self.device)
+        self._leave()
+
+    def read(self, documents: Sequence[Document], forward: Callable[[Batch], Tensor]) -> Scored:
+        for parameter, host in self._waiting:
+            parameter.data = host.to(self.device, non_blocking=True)
+        scored = _score(self, documents, self.model, forward)
+        self._leave()
+        return scored
+
+    def _leave(self) -> None:
+        if self._waiting:
+            for parameter, host in self._waiting:
+                parameter.data = host
+            torch.cuda.empty_cache()
 
 
 class Actor(Resident):
@@ -77,7 +115,7 @@ class Actor(Resident):
 
     def __init__(self, model: Model, training: Training, objective: Objective, temperature: float):
         policy = trained_policy(model.path, model.dtype, model.trust_remote_code, training.lora, training.seed, objective.router_aux_coef)
-        self.engine = _engine(policy, model, training)
+        self.engine, self.module = _engine(policy, model, training, "actor" in training.adam_offload), policy
         self.model, self.lora = model, training.lora
         self.passes = Passes(training.micro_batch_size, training.micro_tokens, self.engine.world_size)
         self.objective, self.temperature = objective, temperature
@@ -107,19 +145,30 @@ class Actor(Resident):
         metrics = accumulate(self.engine, _micro_batches(items, self.passes), loss)
         return metrics | {"policy/grad_norm": self.engine.step(rate), "policy/learning_rate": rate}
 
-    def device(self) -> str | None:
-        return device_id()
+    def ceilings(self) -> Ceilings | None:
+        """Measured on the first rank alone."""
+        return measure_ceilings(self.engine.device, getattr(torch, self.model.dtype)) if self.engine.rank == 0 else None
 
-    def weights(self, same_card: bool) -> list[tuple[str, Weight]]:
-        """All weights under checkpoint names, on rank 0 (empty elsewhere): on CPU, or as handles for a receiver on the same card."""
+    def make_door(self, key: bytes) -> str:
+        """A socket for engines on this rank's card; returns its address."""
+        self._door = Door(key)
+        return self._door.address
+
+    def open_channel(self, route: Route, meeting: Meeting, on_this_card: Sequence[int]) -> None:
+        """Meets the engines, which must open their side at the same time. `on_this_card`: engine processes on each rank's card."""
+        self._channel: Channel | None = None
+        if route.kind == "cards":
+            self._channel = self._door.admit(on_this_card[self.engine.rank])
+        elif self.engine.rank == route.source:
+            self._channel = Broadcast(route.kind, 0, 1 + route.receivers, meeting)
+
+    def send_weights(self) -> None:
+        """All weights under checkpoint names to the engines; a collective. Ranks that do not send only help to gather."""
         weights = checkpoint_weights(self.engine.module.model, self.engine.gathered)
-        if not same_card:
-            return list(on_cpu(self.engine, weights).items())
-        # What ZeRO-3 gathers is gone when the next group is gathered: there the handles need a copy that stays until the next sync.
-        copy = self.engine.zero_stage == 3
-        self._shared = [(name, weight.clone() if copy else weight) for name, weight in weights]
-        torch.cuda.synchronize()
-        return [(name, handle(weight)) for name, weight in self._shared]
+        if self._channel is not None:
+            self._channel.send(weights)
+        else:
+            deque(weights, maxlen=0)
 
     def export(self, folder: str) -> None:
         """Writes a transformers checkpoint on rank 0."""
@@ -137,7 +186,7 @@ class Critic(Resident):
 
     def __init__(self, model: Model, training: Training, value_clip: float):
         scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, training.lora, training.seed)
-        self.engine = _engine(scorer, model, training)
+        self.engine, self.module = _engine(scorer, model, training, "critic" in training.adam_offload), scorer
         self.model, self.value_clip = model, value_clip
         self.passes = Passes(training.micro_batch_size, training.micro_tokens, self.engine.world_size)
 
@@ -170,44 +219,42 @@ class Critic(Resident):
         self.engine.load_state(Path(folder))
 
 
-class Reference(Resident):
+class Reference(Frozen):
     """The frozen policy the KL is measured against."""
 
-    def __init__(self, model: Model, temperature: float):
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.policy = load_policy(model.path, model.dtype, model.trust_remote_code).to(self.device).eval()
-        self.model, self.temperature = model, temperature
-        self.rank, self.world_size = _rank_from_environment()
+    def __init__(self, model: Model, temperature: float, offload: bool = False):
+        super().__init__(load_policy(model.path, model.dtype, model.trust_remote_code), model, offload)
+        self.temperature = temperature
 
     def logprobs(self, documents: Sequence[Document]) -> Scored:
-        return _score(self, documents, self.model, lambda b: self.policy(b.tokens, b.positions, b.documents, self.temperature).logprobs)
+        return self.read(documents, lambda b: self.module(b.tokens, b.positions, b.documents, self.temperature).logprobs)
 
 
-class Reward(Resident):
+class Reward(Frozen):
     """A frozen reward model."""
 
-    def __init__(self, model: Model):
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.scorer = load_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code).to(self.device).eval()
-        self.model = model
-        self.rank, self.world_size = _rank_from_environment()
+    def __init__(self, model: Model, offload: bool = False):
+        super().__init__(load_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code), model, offload)
 
     def scores(self, documents: Sequence[Document]) -> Scored:
         """The score at each document's last token, as an array of one."""
-        everywhere = _score(self, documents, self.model, lambda b: self.scorer(b.tokens, b.positions))
+        everywhere = self.read(documents, lambda b: self.module(b.tokens, b.positions))
         return [(index, values[-1:]) for index, values in everywhere]
 
 
-def _engine(module: torch.nn.Module, model: Model, training: Training) -> ZeroEngine:
+def _engine(module: torch.nn.Module, model: Model, training: Training, offload: bool) -> ZeroEngine:
     if training.gradient_checkpointing:
         module.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[union-attr,operator]
         module.train()
-    return ZeroEngine(module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, training.timeout)
+    return ZeroEngine(module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, training.timeout, offload)
 
 
-def _score(
-    rank: ZeroEngine | Reference | Reward, documents: Sequence[Document], model: Model, forward: Callable[[Batch], Tensor]
-) -> Scored:
+def _tensors(module: torch.nn.Module) -> list[Tensor]:
+    """Parameters and buffers, each once."""
+    return list({id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}.values())
+
+
+def _score(rank: ZeroEngine | Frozen, documents: Sequence[Document], model: Model, forward: Callable[[Batch], Tensor]) -> Scored:
     """This rank's share of the documents, similar lengths together; `forward` gives (B, T)."""
     passes = Passes(model.micro_batch_size, model.micro_tokens, rank.world_size)
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i].tokens))

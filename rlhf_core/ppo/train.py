@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 from rlhf_core import checkpoint
 from rlhf_core.advantages import AdaptiveKL, FixedKL, KLController, kl_controller
+from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.placement import connect, reserve
 from rlhf_core.config import PPO
 from rlhf_core.data.chat import Renderer, load_tokenizer
@@ -17,7 +18,7 @@ from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.engine.base import learning_rate
 from rlhf_core.ppo.credit import Overlong, Shaping
-from rlhf_core.ppo.fleet import groups_of, start_fleet
+from rlhf_core.ppo.fleet import start_fleet
 from rlhf_core.ppo.iteration import Carried, Optimisation, Setup, ppo_iteration
 from rlhf_core.ppo.sampling import Filtering, Line, Sampling
 from rlhf_core.rewards.combine import Running, term_of
@@ -40,7 +41,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     iterations = count_iterations(config, len(data.items))
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
     connect()
-    room = reserve(groups_of(config), config.timeout)
+    room = reserve(arrange(config.placed, config.together), config.timeout)
     fleet = start_fleet(config, paths, tokenizer, request.seed, room, request.trust_remote_code)
     print(f"all roles are up after {time.monotonic() - start:.0f} s", flush=True)
 

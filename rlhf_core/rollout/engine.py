@@ -18,7 +18,7 @@ import torch
 from rlhf_core.models.lora import base_of
 from rlhf_core.models.save import save_merged
 from rlhf_core.rollout.environment import set_vllm_environment
-from rlhf_core.rollout.weights import Weight
+from rlhf_core.rollout.transfer import Meeting, Route
 
 CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
 
@@ -49,6 +49,7 @@ class Sampler:
         gpu_memory_utilization: float = 0.9,
         trust_remote_code: bool = False,
         can_sleep: bool = False,
+        tensor_parallel_size: int = 1,
     ):
         on_gpu = torch.cuda.is_available()
         self._merged: TemporaryDirectory[str] | None = None
@@ -74,6 +75,9 @@ class Sampler:
             worker_extension_cls="rlhf_core.rollout.weights.WeightReceiver",
             disable_log_stats=True,
             enable_sleep_mode=can_sleep,
+            tensor_parallel_size=tensor_parallel_size,
+            # Processes of this one, which end with it.
+            distributed_executor_backend="mp" if tensor_parallel_size > 1 else None,
             skip_tokenizer_init=False,
         )
         self.tied = (
@@ -119,22 +123,31 @@ class Sampler:
             for output in outputs
         ]
 
-    def update(self, weights: Iterable[tuple[str, Weight]]) -> None:
-        """Replaces all weights. With tied embeddings the head is sent too: vLLM repacks it and would keep the old one."""
-        named = list(weights)
-        if self.tied and not any(name == "lm_head.weight" for name, _ in named):
-            named += [("lm_head.weight", tensor) for name, tensor in named if name.endswith("embed_tokens.weight")]
-        self.llm.collective_rpc("receive_weights", args=(named,))
+    def update(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replaces all weights."""
+        self.llm.collective_rpc("take_weights", args=(list(weights), self.tied))
         self.llm.reset_prefix_cache()
 
     def load(self, model: str) -> None:
         """Swaps in another checkpoint of the same architecture from its safetensors files."""
-        from safetensors.torch import load_file
-
         model = self._whole(model)
         if not any(Path(model).glob("*.safetensors")):
             raise ValueError(f"{model} holds no safetensors file to load into the running engine: name a local checkpoint folder")
-        self.update((name, tensor) for file in sorted(Path(model).glob("*.safetensors")) for name, tensor in load_file(file).items())
+        self.llm.collective_rpc("load_checkpoint", args=(model, self.tied))
+        self.llm.reset_prefix_cache()
+
+    def cards(self) -> list[str | None]:
+        """The card of each process of this engine."""
+        return list(self.llm.collective_rpc("card"))
+
+    def open_channel(self, route: Route, meeting: Meeting, first: int) -> None:
+        """Meets the trainer, which must open its side at the same time. `first`: processes of the engines before this one."""
+        self.llm.collective_rpc("open_channel", args=(route, meeting, first))
+
+    def receive_weights(self) -> None:
+        """All weights from the trainer, which must send them at the same time."""
+        self.llm.collective_rpc("receive_weights", args=(self.tied,))
+        self.llm.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Moves the weights to host memory and forgets the KV cache: the GPU is free for others until `wake`."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from rlhf_core.rollout.engine import Answer, Sampler
-from rlhf_core.rollout.weights import Weight, device_id
+from rlhf_core.rollout.transfer import Meeting, Route
 
 
 class SamplerRole:
@@ -22,6 +22,7 @@ class SamplerRole:
         gpu_memory_utilization: float,
         trust_remote_code: bool,
         can_sleep: bool = False,
+        tensor_parallel_size: int = 1,
     ):
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # The engine is alone in this process: torch.distributed variables of the group would make it wait for others.
@@ -36,7 +37,9 @@ class SamplerRole:
             gpu_memory_utilization=gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
             can_sleep=can_sleep,
+            tensor_parallel_size=tensor_parallel_size,
         )
+        self._first = self.rank * tensor_parallel_size
 
     def generate(
         self,
@@ -59,17 +62,20 @@ class SamplerRole:
         )
         return list(zip(mine, answers, strict=True))
 
-    def device(self) -> str | None:
-        return device_id()
+    def cards(self) -> list[str | None]:
+        return self.sampler.cards()
+
+    def open_channel(self, route: Route, meeting: Meeting) -> None:
+        self.sampler.open_channel(route, meeting, self._first)
+
+    def receive_weights(self) -> None:
+        self.sampler.receive_weights()
 
     def sleep(self) -> None:
         self.sampler.sleep()
 
     def wake(self) -> None:
         self.sampler.wake()
-
-    def update(self, weights: Sequence[tuple[str, Weight]]) -> None:
-        self.sampler.update(weights)
 
     def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
         return self.sampler.prompt_logprobs(documents)

@@ -66,7 +66,7 @@ def serving(
     dtype: str,
     max_model_len: int,
     kv_cache_gib: float = 1.0,
-    gpus: float = 0.0,
+    tensor_parallel_size: int = 1,
     gpu_memory_utilization: float = 0.9,
     trust_remote_code: bool = False,
     start_timeout: float = START_TIMEOUT,
@@ -74,12 +74,11 @@ def serving(
 ) -> Iterator[Server]:
     """Serves the checkpoint folder or Hub id `model` under `name`; an adapter is merged into its base first.
 
-    `max_model_len`: longest prompt and answer together, in tokens. With more than one of `gpus` the model is split over them (tensor
-    parallel).
+    `max_model_len`: longest prompt and answer together, in tokens; `tensor_parallel_size`: GPUs that share the model.
     Raises ServerFailed when the server ends before it is ready, or is not ready after `start_timeout` seconds.
     """
     with contextlib.ExitStack() as stack:
-        options = _options(name, seed, dtype, max_model_len, gpus, gpu_memory_utilization, trust_remote_code)
+        options = _options(name, seed, dtype, max_model_len, tensor_parallel_size, gpu_memory_utilization, trust_remote_code)
         arguments = [*command, "--model", _whole(model, dtype, trust_remote_code, stack), *options]
         server = _start(arguments, name, log, server_environment(kv_cache_gib), start_timeout, stack)
         print(f"local server of {name} is ready at {server.url}, its log is {log.name}", flush=True)
@@ -137,12 +136,12 @@ def _await(process: subprocess.Popen[bytes], url: str, name: str, key: str, log:
 
 
 def _options(
-    name: str, seed: int, dtype: str, max_model_len: int, gpus: float, gpu_memory_utilization: float, trust_remote_code: bool
+    name: str, seed: int, dtype: str, max_model_len: int, tensor_parallel_size: int, gpu_memory_utilization: float, trust_remote_code: bool
 ) -> list[str]:
     options = ["--served-model-name", name, "--dtype", dtype, "--seed", str(seed), "--max-model-len", str(max_model_len)]
     options += ["--override-generation-config", json.dumps(NEUTRAL), "--disable-uvicorn-access-log"]
     if num_gpus():
-        options += ["--gpu-memory-utilization", str(gpu_memory_utilization), "--tensor-parallel-size", str(max(1, int(gpus)))]
+        options += ["--gpu-memory-utilization", str(gpu_memory_utilization), "--tensor-parallel-size", str(tensor_parallel_size)]
     else:  # whole prompts: one prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do
         options += ["--enforce-eager", "--no-enable-chunked-prefill"]
         options += ["--max-num-batched-tokens", str(max(max_model_len, CPU_BATCHED_TOKENS))]

@@ -1,52 +1,74 @@
-"""Weights on their way into an engine: as tensors in memory, or as CUDA IPC handles when both sides sit on one card.
-
-A handle costs no copy and no host memory; the sender keeps its tensors until the receiver is done. vLLM imports
-`WeightReceiver` into its workers by name. Left out: NCCL between cards; there, weights pass through host memory.
-"""
+"""The receiving end of weights, inside vLLM: it imports `WeightReceiver` into its workers by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from rlhf_core.rollout.transfer import Broadcast, Channel, Meeting, Route, enter
 
 
-class Handle(NamedTuple):
-    """A CUDA tensor of another process: `rebuild(*arguments)` maps it into this one."""
-
-    rebuild: Callable[..., torch.Tensor]
-    arguments: tuple[Any, ...]
-
-
-Weight = torch.Tensor | Handle
-
-
-def device_id() -> str | None:
+def card_id() -> str | None:
     """The card this process computes on, the same in every process on it; None on CPU."""
-    return str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else None
-
-
-def handle(tensor: torch.Tensor) -> Handle:
-    """A handle of a CUDA tensor, which must outlive the receiver's use of it."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    return Handle(*reduce_tensor(tensor))
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else None
 
 
 class WeightReceiver:
-    """Mixed into vLLM's worker."""
+    """Mixed into vLLM's worker. `rank` is the worker's place among those of its engine. `tied`: the model shares embeddings and head."""
 
     model_runner: Any
+    rank: int
+    _channel: Channel
 
-    def receive_weights(self, named: Sequence[tuple[str, Weight]]) -> None:
-        """Loads weights under checkpoint names; `load_weights` alone fails after start, since CPU linears are repacked."""
+    def card(self) -> str | None:
+        return card_id()
+
+    def open_channel(self, route: Route, meeting: Meeting, first: int) -> None:
+        """`first`: the place of this engine's first worker among all workers of all engines."""
+        if route.kind == "cards":
+            card = card_id()
+            assert card is not None
+            self._channel = enter(meeting, card)
+        else:
+            self._channel = Broadcast(route.kind, 1 + first + self.rank, 1 + route.receivers, meeting)
+
+    def receive_weights(self, tied: bool) -> None:
+        """All weights under checkpoint names, from the trainer that sends them now."""
+        self._reload(self._channel.receive(), tied)
+
+    def take_weights(self, named: Sequence[tuple[str, Tensor]], tied: bool) -> None:
+        self._reload(named, tied)
+
+    def load_checkpoint(self, folder: str, tied: bool) -> None:
+        """The weights of the safetensors files in a folder."""
+        from safetensors.torch import load_file
+
+        self._reload((named for file in sorted(Path(folder).glob("*.safetensors")) for named in load_file(file).items()), tied)
+
+    def _reload(self, weights: Iterable[tuple[str, Tensor]], tied: bool) -> None:
+        """`load_weights` alone fails after start, since CPU linears are repacked."""
         if not torch.cuda.is_available():
             _forget_packed_experts(self.model_runner.get_model())
-        opened = ((name, weight.rebuild(*weight.arguments) if isinstance(weight, Handle) else weight) for name, weight in named)
-        self.model_runner.reload_weights(weights_iterator=opened)
+        self.model_runner.reload_weights(weights_iterator=_with_head(weights) if tied else weights)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+
+def _with_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """With tied embeddings the head is needed too: vLLM repacks it and would keep the old one."""
+    embeddings, sent = None, False
+    for name, weight in weights:
+        sent = sent or name == "lm_head.weight"
+        if name.endswith("embed_tokens.weight"):
+            embeddings = weight
+        yield name, weight
+    if embeddings is not None and not sent:
+        yield "lm_head.weight", embeddings
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:

@@ -1,8 +1,10 @@
 """Times PPO iterations on random weights and fixed lengths: every model and vLLM on the GPUs of this machine.
 
-    python tests/benchmarks/ppo_step.py --model FOLDER --prompts 128 --prompt-len 256 --generate-len 512 --steps 3 --out FOLDER
+    python tests/benchmarks/ppo_step.py --model FOLDER --out FOLDER --placement one --prompts 128 --prompt-len 256 --generate-len 512
 
-FOLDER of --model holds a transformers checkpoint with a tokenizer (random weights do). Prints the seconds of each phase of each step.
+FOLDER of --model holds a transformers checkpoint with a tokenizer (random weights do). Prints, for each step, the seconds of each phase
+beside its floor (operations and bytes at the ceilings measured on the card) and the share of the step in which each role waits; then the
+peak memory of each card, all processes together.
 """
 
 from __future__ import annotations
@@ -12,28 +14,62 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
-from rlhf_core.config import PPO, Data, Ranks, Vllm
+from rlhf_core.config import PPO
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
+
+ROLES = ("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks")
+
+
+def cards(count: int) -> dict[str, Any]:
+    return {"num_ranks_per_node": count, "gpus": 1}
+
+
+# Who sits where. `one`: everything on one card in fractions; `all-N`: everything on the same N cards; `split-4`: the issue's example.
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "one": {**{role: {"gpus": 0.15} for role in ROLES}, "vllm": {"gpus": 0.3, "gpu_memory_utilization": 0.3}},
+    **{
+        f"all-{n}": {
+            **dict.fromkeys(ROLES, cards(n)),
+            "colocate_all": True,
+            "vllm": {"num_engines": n, "gpus": 1, "gpu_memory_utilization": 0.45, "sleep": True},
+        }
+        for n in (1, 2, 4)
+    },
+    "split-4": {
+        **dict.fromkeys(ROLES[:1] + ROLES[2:3], cards(2)),
+        **dict.fromkeys(ROLES[1:2] + ROLES[3:], cards(1)),
+        "colocate_actor_ref": True,
+        "colocate_critic_reward": True,
+        "vllm": {"gpus": 1},
+    },
+    "split-2": {
+        **dict.fromkeys(ROLES, cards(1)),
+        "colocate_actor_ref": True,
+        "colocate_critic_reward": True,
+        "vllm": {"gpus": 1},
+    },
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--placement", choices=PLACEMENTS, default="one")
+    parser.add_argument("--set", default="{}", help="JSON of more settings of the stage; 'vllm' is merged")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--generate-len", type=int, default=512)
-    parser.add_argument("--micro", type=int, default=16)
-    parser.add_argument("--micro-tokens", type=int, help="tokens of a pass, in place of --micro")
+    parser.add_argument("--micro-tokens", type=int, default=24576, help="tokens of a pass")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--zero-stage", type=int, default=2)
     parser.add_argument("--keep-activations", action="store_true", help="no gradient checkpointing")
-    parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while the models work")
-    parser.add_argument("--vllm-memory", type=float, default=0.3)
     arguments = parser.parse_args()
 
     arguments.out.mkdir(parents=True)
@@ -41,45 +77,73 @@ def main() -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"
     prompts = ["".join(rng.choice(letters) for _ in range(arguments.prompt_len)) for _ in range(arguments.prompts * arguments.steps)]
     (arguments.out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
-    share = Ranks(gpus=0.15)
-    config = PPO(
-        actor="base",
-        reward="base",
-        prompts=Data(sources=str(arguments.out / "prompts.jsonl"), template="{}"),
-        dtype="bfloat16",
-        zero_stage=arguments.zero_stage,
-        rollout_batch_size=arguments.prompts,
-        train_batch_size=arguments.prompts,
-        micro_train_batch_size=arguments.micro,
-        micro_rollout_batch_size=arguments.micro,
-        micro_train_tokens=arguments.micro_tokens,
-        micro_rollout_tokens=arguments.micro_tokens,
-        max_steps=arguments.steps,
-        prompt_max_len=arguments.prompt_len,
-        generate_max_len=arguments.generate_len,
-        gradient_checkpointing=not arguments.keep_activations,
-        actor_ranks=share,
-        critic_ranks=share,
-        reference_ranks=share,
-        reward_ranks=share,
-        vllm=Vllm(gpus=0.3, gpu_memory_utilization=arguments.vllm_memory, sleep=arguments.sleep),
+    settings = json.loads(arguments.set)
+    placement = PLACEMENTS[arguments.placement]
+    config = PPO.model_validate(
+        {
+            "actor": "base",
+            "reward": "base",
+            "prompts": {"sources": str(arguments.out / "prompts.jsonl"), "template": "{}"},
+            "dtype": "bfloat16",
+            "zero_stage": arguments.zero_stage,
+            "rollout_batch_size": arguments.prompts,
+            "train_batch_size": min(128, arguments.prompts),
+            "micro_train_batch_size": 1,
+            "micro_rollout_batch_size": 1,
+            "micro_train_tokens": arguments.micro_tokens,
+            "micro_rollout_tokens": arguments.micro_tokens,
+            "max_steps": arguments.steps,
+            "prompt_max_len": arguments.prompt_len,
+            "generate_max_len": arguments.generate_len,
+            "gradient_checkpointing": not arguments.keep_activations,
+            **placement,
+            **settings,
+            "vllm": placement["vllm"] | settings.get("vllm", {}),
+        }
     )
     run = RunDir(arguments.out / "run")
     run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))
+    peaks = watch_memory()
     start = time.time()
     code = subprocess.run([sys.executable, "-m", "rlhf_core", str(run.path)], stdin=subprocess.DEVNULL).returncode
     lines = read_metrics(run.path)
     for line in lines:
-        phases = {name.removeprefix("phase/"): round(value, 2) for name, value in line.items() if name.startswith("phase/")}
-        shown = {
-            name: round(line[name], 5)
-            for name in ("response/length", "sampler/gap", "policy/first_ratio", "sync/probe_gap")
-            if name in line
-        }
-        print(f"step {line['step']}  {sum(phases.values()):.1f} s  {phases}  {shown}")
+        show(line)
     if lines:
         first = lines[0]["time"] - sum(value for name, value in lines[0].items() if name.startswith("phase/"))
-        print(f"command to first rollout: {first - start:.0f} s; exit code {code}")
+        print(f"command to first rollout: {first - start:.0f} s; exit code {code}; peak GiB by card {[round(p / 2**30, 1) for p in peaks]}")
+    sys.exit(code)
+
+
+def show(line: dict[str, float]) -> None:
+    def named(prefix: str) -> dict[str, float]:
+        return {name.removeprefix(prefix): round(value, 2) for name, value in line.items() if name.startswith(prefix)}
+
+    phases, floor = named("phase/"), named("floor/")
+    told = "  ".join(f"{name} {value}" + (f" (floor {floor[name]})" if name in floor else "") for name, value in phases.items())
+    checks = ("response/length", "sampler/gap", "sampler/gap_p99", "policy/first_ratio", "policy/loss", "value/loss", "sync/probe_gap")
+    print(f"step {line['step']}  {sum(phases.values()):.1f} s  {told}")
+    print(
+        f"    work {named('work/')}\n    wait {named('wait/')}\n    { ({name: round(line[name], 6) for name in checks if name in line}) }"
+    )
+
+
+def watch_memory() -> list[int]:
+    """Bytes in use on each card at most, looked at five times a second by a thread that ends with the process."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    peaks = [0] * len(handles)
+
+    def look() -> None:
+        while True:
+            for i, handle in enumerate(handles):
+                peaks[i] = max(peaks[i], pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            time.sleep(0.2)
+
+    threading.Thread(target=look, daemon=True).start()
+    return peaks
 
 
 if __name__ == "__main__":

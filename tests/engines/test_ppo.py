@@ -26,6 +26,7 @@ from rlhf_core.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ITERATIONS, SAVED, FROZEN = 4, 2, 1
+TIMES = ("phase/", "work/", "wait/", "floor/")  # seconds and shares of them, never the same twice
 SHARE = 0.25  # of a CPU, for each role
 # One in two groups of two answers has one reward for both.
 ODD = "def odd(responses): return [len(response) % 2 for response in responses]\n"
@@ -60,7 +61,7 @@ def common(material: Path) -> dict[str, Any]:
     }
 
 
-def prepare(folder: Path, material: Path, reward_model: Path, actor_ranks: int) -> None:
+def prepare(folder: Path, material: Path, reward_model: Path, actor_ranks: int, **placement: Any) -> None:
     config = PPO(
         **common(material),
         critic_learning_rate=1e-3,
@@ -71,6 +72,7 @@ def prepare(folder: Path, material: Path, reward_model: Path, actor_ranks: int) 
         actor_ranks=Ranks(num_ranks_per_node=actor_ranks, cpus=SHARE),
         critic_ranks=Ranks(cpus=SHARE),
         reward_ranks=Ranks(cpus=SHARE),
+        **placement,
     )
     write_request(folder, config, {"base": str(material / "base"), "reward_model": str(reward_model / "checkpoint")})
 
@@ -115,7 +117,7 @@ def assert_same_end(whole: Path, killed: Path) -> None:
     """The same curve and weights, bit for bit; and the second half of the killed run was a resumed one."""
 
     def curve(folder: Path) -> list[dict[str, float]]:
-        return [{k: v for k, v in line.items() if k != "time" and not k.startswith("phase/")} for line in read_metrics(folder)]
+        return [{k: v for k, v in line.items() if k != "time" and not k.startswith(TIMES)} for line in read_metrics(folder)]
 
     assert curve(killed) == curve(whole)
     weights, again = (load_file(folder / "checkpoint" / "model.safetensors") for folder in (whole, killed))
@@ -132,8 +134,9 @@ def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
     rlhf_core.reward_model.run(request, RunDir(root / "reward_model"))
     runs = Runs(root / "whole", root / "killed", root / "one_rank")
-    for folder, ranks in zip(runs, (2, 2, 1), strict=True):
-        prepare(folder, material, root / "reward_model", ranks)
+    for folder in (runs.whole, runs.killed):
+        prepare(folder, material, root / "reward_model", actor_ranks=2, colocate_critic_reward=True)
+    prepare(runs.one_rank, material, root / "reward_model", actor_ranks=1, colocate_all=True)
 
     finish(runs.one_rank)
     finish(runs.whole)
@@ -187,7 +190,7 @@ def test_one_actor_rank_trains_as_two_do(runs: Runs) -> None:
     # Up to the first actor update both sample the same answers; the update's own metrics are those of the same gradient.
     one, two = (read_metrics(folder)[: FROZEN + 1] for folder in (runs.one_rank, runs.whole))
     for a, b in zip(one, two, strict=True):
-        names = [name for name in a if not name.startswith(("phase/", "sampler/", "sync/")) and name != "time"]
+        names = [name for name in a if not name.startswith((*TIMES, "sampler/", "sync/")) and name != "time"]
         assert {name: b[name] for name in names} == pytest.approx({name: a[name] for name in names}, rel=2e-3, abs=1e-5)
     assert "policy/grad_norm" in one[-1]
 

@@ -162,22 +162,21 @@ def test_a_killed_owner_leaves_no_server_behind(number: int, stub: Callable[...,
     assert gone(below)
 
 
-def test_a_server_is_one_engine_on_whole_gpus() -> None:
+def test_a_server_is_one_engine_that_stays_awake() -> None:
     for vllm, complaint in (
         ({"num_engines": 2}, "one engine"),
         ({"gpus": 1, "sleep": True}, "never sleeps"),
-        ({"gpus": 1.5}, "whole GPUs"),
     ):
         with pytest.raises(ValueError, match=complaint):
             VllmJudge(model="sft", vllm=Vllm(**vllm))  # type: ignore[arg-type]
     assert VllmJudge(model="sft", vllm=Vllm(gpus=0.5)).vllm.gpus == 0.5
 
 
-@pytest.mark.parametrize(("gpus", "split"), [(0.4, "1"), (1.0, "1"), (4.0, "4")])
+@pytest.mark.parametrize("split", [1, 4])
 def test_on_a_gpu_host_the_model_is_split_and_takes_its_share(
-    gpus: float, split: str, stub: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+    split: int, stub: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlhf_core.rollout.server.num_gpus", lambda: 8)
-    with stub("good", gpus=gpus, gpu_memory_utilization=0.6) as server:  # type: ignore[attr-defined]
+    with stub("good", tensor_parallel_size=split, gpu_memory_utilization=0.6) as server:  # type: ignore[attr-defined]
         told = " ".join(map(str, ask(server, "/v1/models", server.key)[1]["arguments"]))  # type: ignore[call-overload]
     assert f"--tensor-parallel-size {split} " in told and "--gpu-memory-utilization 0.6" in told and "--enforce-eager" not in told

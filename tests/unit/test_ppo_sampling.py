@@ -68,6 +68,9 @@ class Fleet:
         self.said.append("train")
         return [{"policy/ratio": 1.0} for _ in next(iter(updates.values()))]
 
+    def accounts(self, rollouts: object, trained: object, passes: int, seconds: float) -> dict[str, float]:
+        return {}
+
     def publish_weights(self) -> None:
         self.said.append("publish")
 

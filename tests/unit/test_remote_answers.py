@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from evaluation.questions import Question
 from evaluation.remote_answers import answer_remotely, answering_metrics, read_given
 from rlhf_core.config import Endpoint
+from rlhf_core.digests import Digests
+from rlhf_core.plan import _deciding
 from rlhf_core.recipe import recipe_of
 from tests.chat_endpoint import SECRET, Reply, completion, error, serving
 
@@ -133,9 +136,11 @@ def test_an_endpoint_decides_the_digest_by_what_is_asked_only() -> None:
     assert len({key(), key(model="gpt-y"), key(base_url="http://here/v1"), key(temperature=1.0), key(more={"top_p": 0.9})}) == 5
 
 
-def test_an_evaluation_without_endpoints_keeps_the_digest_it_had_before_there_were_any(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert planned(recipe(models=["sft"], endpoints={}))["evaluation"].digest == "DIGEST"
+def test_an_evaluation_without_endpoints_is_the_one_it_was_before_there_were_any() -> None:
+    """What decides its digest names neither endpoints nor a server's patience, so finished work is found again."""
+    recipes = recipe_of(recipe(models=["sft"], endpoints={})), recipe_of(recipe())
+    decides = [json.dumps(_deciding(found.stages["evaluation"], Digests(Path()))) for found in recipes]
+    assert ["endpoints" in text for text in decides] == [False, True] and "start_timeout" not in "".join(decides)
 
 
 @pytest.mark.parametrize(
@@ -173,5 +178,5 @@ def test_a_missing_key_and_the_gpus_of_a_judge_are_seen_before_work(monkeypatch:
     found = planned(recipe())
     told = [p for p in check_machine(found, found.nodes) if "OPENAI_API_KEY" in p]
     assert told == ["stages.evaluation: the endpoint gpt needs a key in the environment variable OPENAI_API_KEY; set it"]
-    judge = {"kind": "vllm", "model": "sft", "vllm": {"gpus": 2}}
+    judge = {"kind": "vllm", "model": "sft", "vllm": {"gpus": 1, "tensor_parallel_size": 2}}
     assert needs(planned(recipe(models=["sft"], endpoints={}, judges=[judge]))["evaluation"].config).gpus == 2

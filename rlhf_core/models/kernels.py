@@ -1,0 +1,24 @@
+"""Fused kernels for the parts of a layer that only move memory: norms, rotary embeddings, gated activations."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+
+import torch
+from transformers import PreTrainedModel
+
+# The log-probs are chunked by our own `Policy`, so Liger's losses stay out.
+PARTS = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+def fuse(model: PreTrainedModel) -> PreTrainedModel:
+    """Liger Kernel (Hsu et al. 2024, arXiv:2410.10989) in a bf16 model on a GPU, where that package is installed and knows the model."""
+    if not torch.cuda.is_available() or model.dtype != torch.bfloat16 or importlib.util.find_spec("liger_kernel") is None:
+        return model
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
+
+    apply = known.get(model.config.model_type)
+    if apply is not None:
+        apply(**{part: wanted for part, wanted in PARTS.items() if part in inspect.signature(apply).parameters}, model=model)
+    return model

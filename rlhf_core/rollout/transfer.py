@@ -1,0 +1,196 @@
+"""Weights from the trainer's ranks into the engines, in buckets, so that beside the two models only a bucket or two exist.
+
+Three routes. `cards`: every engine process sits on a card with a trainer rank, which shows it each bucket through CUDA IPC. `nccl`: one
+trainer rank broadcasts over NCCL to engines on other cards (NCCL refuses two ranks on one card). `gloo`: the same broadcast through host
+memory, on machines without GPUs and for placements that are neither. The channel opens once and serves every sync.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing  # teaches connections to pass CUDA memory by handle
+from torch import Tensor
+
+BUCKET_BYTES = 512 << 20
+ALIGNMENT = 16  # bytes: every weight of a bucket can be viewed in its own dtype
+
+Named = Iterator[tuple[str, Tensor]]
+
+
+class Route(NamedTuple):
+    """How weights travel. `source`: the trainer rank that sends (`cards`: every rank does); `receivers`: engine processes in all."""
+
+    kind: Literal["cards", "nccl", "gloo"]
+    source: int
+    receivers: int
+
+
+class Meeting(NamedTuple):
+    """Where the two sides meet: host and port of the source; for `cards`, the socket of the trainer rank on each card and their key."""
+
+    address: tuple[str, int]
+    sockets: Mapping[str, str]
+    key: bytes
+    timeout: float
+
+
+class Entry(NamedTuple):
+    """One weight in a bucket, `start` bytes from its beginning."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def choose_route(trainer: Sequence[str | None], engines: Sequence[str | None]) -> Route:
+    """The fastest route between the cards of the trainer's ranks and those of the engines' processes (None: no GPU)."""
+    if None in trainer or None in engines:
+        return Route("gloo", 0, len(engines))
+    if set(engines) <= set(trainer):
+        return Route("cards", 0, len(engines))
+    alone = [rank for rank, card in enumerate(trainer) if card not in engines]
+    if alone and len(set(engines)) == len(engines):
+        return Route("nccl", alone[0], len(engines))
+    return Route("gloo", 0, len(engines))
+
+
+class Channel(Protocol):
+    """One side of an open route."""
+
+    def send(self, weights: Named) -> None: ...
+
+    def receive(self) -> Named: ...
+
+
+class Broadcast:
+    """`nccl` and `gloo`: rank 0 sends, all others receive. A header goes before each bucket, an empty one ends."""
+
+    def __init__(self, backend: Literal["nccl", "gloo"], rank: int, size: int, meeting: Meeting):
+        patience = timedelta(seconds=meeting.timeout)
+        # A communicator of its own: it neither needs nor touches the process groups of trainer and engine.
+        store = dist.TCPStore(*meeting.address, size, rank == 0, patience)  # type: ignore[attr-defined]
+        self._group: Any
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = patience
+            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, size, patience)
+        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
+
+    def send(self, weights: Named) -> None:
+        for entries, data in packed(weights, self._device):
+            header = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(self._device)
+            for part in (torch.tensor([len(header), len(data)], device=self._device), header, data):
+                self._broadcast(part)
+        self._broadcast(torch.zeros(2, dtype=torch.int64, device=self._device))
+        _finish()
+
+    def receive(self) -> Named:
+        while True:
+            sizes = torch.zeros(2, dtype=torch.int64, device=self._device)
+            self._broadcast(sizes)
+            header, data = (torch.empty(int(size), dtype=torch.uint8, device=self._device) for size in sizes.tolist())
+            if not len(header):
+                return
+            self._broadcast(header)
+            self._broadcast(data)
+            yield from unpacked([Entry(*entry) for entry in json.loads(bytes(header.tolist()))], data)
+
+    def _broadcast(self, data: Tensor) -> None:
+        self._group.broadcast(data, 0).wait()
+
+
+class SameCard:
+    """`cards`: each bucket's memory is shown to the engine processes on this card; they copy it before the next one overwrites it."""
+
+    def __init__(self, connections: Sequence[Connection]):
+        self._connections = connections
+
+    def send(self, weights: Named) -> None:
+        for entries, data in packed(weights, torch.device("cuda")):
+            _finish()
+            for connection in self._connections:
+                connection.send((entries, data))
+            for connection in self._connections:
+                connection.recv()
+        for connection in self._connections:
+            connection.send(None)
+
+    def receive(self) -> Named:
+        (connection,) = self._connections
+        while (shown := connection.recv()) is not None:
+            entries, data = shown[0], shown[1].clone()
+            _finish()
+            del shown
+            connection.send(True)
+            yield from unpacked(entries, data)
+
+
+class Door:
+    """The trainer rank's socket for the engine processes on its card, open before they are told of it."""
+
+    def __init__(self, key: bytes):
+        self._listener = Listener(authkey=key)
+        self.address = str(self._listener.address)
+
+    def admit(self, count: int) -> SameCard:
+        """Waits for `count` engine processes; the caller's wait has the timeout."""
+        connections = [self._listener.accept() for _ in range(count)]
+        self._listener.close()
+        return SameCard(connections)
+
+
+def enter(meeting: Meeting, card: str) -> SameCard:
+    """The engine's side of `Door`."""
+    return SameCard([Client(meeting.sockets[card], authkey=meeting.key)])
+
+
+def packed(weights: Named, device: torch.device, room: int = BUCKET_BYTES) -> Iterator[tuple[list[Entry], Tensor]]:
+    """Weights as buckets of at most `room` bytes, uint8 on `device`; a larger weight is a bucket of its own.
+
+    A bucket is overwritten when the next one is asked for.
+    """
+    buffer: Tensor | None = None
+    entries: list[Entry] = []
+    used = 0
+    for name, weight in weights:
+        data = weight.detach().contiguous().reshape(-1).view(torch.uint8)
+        entry = Entry(name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape), used)
+        if used + len(data) > room and entries:
+            assert buffer is not None
+            yield entries, buffer[:used]
+            entries, used = [], 0
+        if len(data) > room:
+            yield [entry._replace(start=0)], data.to(device)
+            continue
+        if buffer is None:
+            buffer = torch.empty(room, dtype=torch.uint8, device=device)
+        buffer[used : used + len(data)].copy_(data)
+        entries.append(entry._replace(start=used))
+        used += -(-len(data) // ALIGNMENT) * ALIGNMENT
+    if entries and buffer is not None:
+        yield entries, buffer[: min(used, room)]
+
+
+def unpacked(entries: Sequence[Entry], data: Tensor) -> Named:
+    """Views of the weights in a bucket."""
+    for entry in entries:
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        size = dtype.itemsize
+        for length in entry.shape:
+            size *= length
+        yield entry.name, data[entry.start : entry.start + size].view(dtype).view(entry.shape)
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,79 @@
+"""Seconds to sample fixed lengths with plain `vllm.LLM.generate` and with our sampler on the same prompts, each in a process of its own.
+
+    python tests/benchmarks/rollout.py --model FOLDER --prompts 128 --prompt-len 256 --generate-len 512
+
+Plain vLLM: CUDA graphs, 0.9 of the memory, one seed for the engine, no log-probs. Ours: what PPO asks for, a seed for each answer and
+the sampler's log-prob of each token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import time
+
+ROUNDS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--prompt-len", type=int, default=256)
+    parser.add_argument("--generate-len", type=int, default=512)
+    parser.add_argument("--memory", type=float, default=0.9)
+    parser.add_argument("--side", choices=("plain", "ours"))
+    arguments = parser.parse_args()
+    if arguments.side is None:
+        for side in ("plain", "ours"):
+            subprocess.run([sys.executable, *sys.argv, "--side", side], check=True)
+        return
+    rng = random.Random(0)
+    prompts = [
+        [[rng.randrange(100, 200) for _ in range(arguments.prompt_len)] for _ in range(arguments.prompts)] for _ in range(ROUNDS + 1)
+    ]
+    generate = plain(arguments) if arguments.side == "plain" else ours(arguments)
+    seconds = []
+    for batch in prompts:
+        start = time.perf_counter()
+        tokens = generate(batch)
+        seconds.append(time.perf_counter() - start)
+        assert tokens > 0.98 * arguments.prompts * arguments.generate_len, tokens
+    best = min(seconds[1:])
+    print(f"{arguments.side}: {best:.2f} s, {tokens / best:,.0f} tokens/s; all rounds {[round(s, 2) for s in seconds]}", flush=True)
+
+
+def plain(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+    import vllm
+
+    length = arguments.prompt_len + arguments.generate_len
+    llm = vllm.LLM(arguments.model, dtype="bfloat16", max_model_len=length, gpu_memory_utilization=arguments.memory, seed=0)
+    params = vllm.SamplingParams(temperature=1.0, max_tokens=arguments.generate_len, ignore_eos=True, detokenize=False)
+
+    def generate(batch: list[list[int]]) -> int:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in batch], params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    return generate
+
+
+def ours(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+    from rlhf_core.rollout.engine import Sampler
+
+    length = arguments.prompt_len + arguments.generate_len
+    sampler = Sampler(arguments.model, seed=0, max_model_len=length, dtype="bfloat16", gpu_memory_utilization=arguments.memory)
+    rng = random.Random(1)
+
+    def generate(batch: list[list[int]]) -> int:
+        seeds = [rng.getrandbits(48) for _ in batch]
+        # Random weights end an answer once in as many tokens as the vocabulary has.
+        answers = sampler.generate(batch, seeds=seeds, temperature=1.0, max_new_tokens=arguments.generate_len, stop_token_ids=[])
+        return sum(len(answer.tokens) for group in answers for answer in group)
+
+    return generate
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Tokens per second of packed SFT, reward model and DPO on random weights: ours on one or several cards, and TRL's on one.
+
+    python tests/benchmarks/training.py --model FOLDER --out FOLDER --what sft [--peer] [--cards 4 --zero-stage 3] [--no-liger]
+
+Both train the same documents in bf16 with AdamW, equally many tokens a pass, and are timed from the third optimiser step on. MFU counts
+6N operations a token (DPO's reference log-probs are computed beforehand by both) against --flops, the card's measured matrix rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import DPO, SFT, Ranks, RewardModel, Trainable
+from rlhf_core.stage import RunDir, StageRequest
+from rlhf_core.tracking import read_metrics
+
+PASS_TOKENS, PASSES = 16384, 4  # tokens of one pass on one card; passes of one optimiser step
+PAIR = 1024  # tokens of each side of a pair
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--what", choices=("sft", "rm", "dpo", "kto"), default="sft")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--cards", type=int, default=1)
+    parser.add_argument("--zero-stage", type=int, default=0)
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--no-liger", action="store_true")
+    parser.add_argument("--peer", action="store_true", help="TRL in place of ours")
+    parser.add_argument("--flops", type=float, default=790e12)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True)
+    rows = make_rows(arguments.what, arguments.steps * arguments.cards)
+    seconds = (trl if arguments.peer else ours)(arguments, rows)
+    per_step = sum(tokens_of(row) for row in rows) / arguments.steps
+    steady = sorted(seconds[2:])[len(seconds[2:]) // 2]
+    size = sum(file.stat().st_size for file in arguments.model.glob("*.safetensors")) / 2
+    rate = per_step / steady
+    name = (
+        "TRL"
+        if arguments.peer
+        else f"ours, {arguments.cards} card(s), ZeRO-{arguments.zero_stage}" + (", no Liger" if arguments.no_liger else "")
+    )
+    mfu = 6 * size * rate / arguments.flops / arguments.cards
+    print(f"{arguments.what} {name}: {rate:,.0f} tokens/s, {steady:.2f} s a step of {per_step:,.0f} tokens, MFU {mfu:.1%}", flush=True)
+
+
+def tokens_of(row: dict[str, str]) -> int:
+    return sum(len(text) for key, text in row.items() if key in ("response", "chosen", "rejected")) + 1
+
+
+def make_rows(what: str, steps: int) -> list[dict[str, Any]]:
+    """Random letters (one token each): documents of 200 to 2,000 tokens whose sum fills the passes, or pairs of 1,024 tokens."""
+    rng = random.Random(0)
+
+    def text(length: int) -> str:
+        return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(length))
+
+    if what in ("rm", "dpo"):
+        return [
+            {"prompt": "a", "chosen": text(PAIR - 4), "rejected": text(PAIR - 4)} for _ in range(steps * PASSES * PASS_TOKENS // (2 * PAIR))
+        ]
+    if what == "kto":
+        return [{"prompt": "a", "response": text(PAIR - 4), "label": bool(i % 2)} for i in range(steps * PASSES * PASS_TOKENS // PAIR)]
+    return [{"prompt": "a", "response": text(length)} for _ in range(steps * PASSES * PASS_TOKENS // 2048) for length in (200, 1000, 840)]
+
+
+def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float]:
+    file = arguments.out / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kind: type[Trainable] = {"sft": SFT, "rm": RewardModel, "dpo": DPO}.get(arguments.what, SFT)
+    if arguments.what == "kto":
+        from rlhf_core.config import KTO as kind
+    config = kind.model_validate(
+        {
+            "model": "base",
+            "data": {"sources": str(file), "template": "{}"},
+            "max_len": 2048,
+            "train_batch_size": len(rows) // arguments.steps,
+            "micro_train_batch_size": 1,
+            "micro_train_tokens": PASS_TOKENS,
+            "dtype": "bfloat16",
+            "zero_stage": arguments.zero_stage,
+            "gradient_checkpointing": arguments.checkpointing,
+            "ranks": Ranks(num_ranks_per_node=arguments.cards, gpus=1),
+        }
+    )
+    run = RunDir(arguments.out / "run")
+    run.prepare(StageRequest(name=arguments.what, digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))
+    hide = "sys.modules['liger_kernel'] = None; " if arguments.no_liger else ""
+    code = f"import sys, runpy; {hide}sys.argv = ['rlhf_core', {str(run.path)!r}]; runpy.run_module('rlhf_core', run_name='__main__')"
+    with (arguments.out / "log.txt").open("w") as log:
+        done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    if done.returncode:
+        sys.exit((arguments.out / "log.txt").read_text()[-3000:])
+    times = [line["time"] for line in read_metrics(run.path)]
+    print("losses", [round(line["loss"], 5) for line in read_metrics(run.path)])
+    return [after - before for before, after in pairwise(times)]
+
+
+def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float]:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+    times: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            times.append(time.time())
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    auto = AutoModelForSequenceClassification if arguments.what == "rm" else AutoModelForCausalLM
+    options = {"num_labels": 1} if arguments.what == "rm" else {}
+    model = auto.from_pretrained(arguments.model, dtype=torch.bfloat16, attn_implementation="flash_attention_2", **options)
+    common = {
+        "output_dir": str(arguments.out / "trl"),
+        "gradient_accumulation_steps": PASSES,
+        "max_steps": arguments.steps,
+        "gradient_checkpointing": arguments.checkpointing,
+        "bf16": True,
+        "optim": "adamw_torch_fused",
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "use_liger_kernel": not arguments.no_liger,
+    }
+    if arguments.what == "sft":
+        data = Dataset.from_list([{"text": row["prompt"] + row["response"]} for row in rows])
+        config = SFTConfig(
+            **common, packing=True, max_length=2048, per_device_train_batch_size=PASS_TOKENS // 2048, dataset_text_field="text"
+        )
+        trainer = SFTTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+    elif arguments.what == "dpo":
+        data = Dataset.from_list(rows)
+        config = DPOConfig(
+            **common,
+            max_length=2048,
+            per_device_train_batch_size=PASS_TOKENS // (2 * PAIR),
+            precompute_ref_log_probs=True,
+            padding_free=True,
+        )
+        trainer = DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+    else:
+        data = Dataset.from_list(rows)
+        config = RewardConfig(**common, max_length=2048, per_device_train_batch_size=PASS_TOKENS // (2 * PAIR))
+        trainer = RewardTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+    trainer.train()
+    return [after - before for before, after in pairwise(times)]
+
+
+if __name__ == "__main__":
+    main()
