@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from evaluation.harness_records import ModelScores, Score, TaskScores
+from evaluation.local import LocalModel
 from rlhf_core.config import AlignmentTax
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.recipe import unknown
@@ -74,19 +75,21 @@ class Tasks:
             ) from error
 
 
-def measure(name: str, path: str, server: Server, tasks: Tasks, config: AlignmentTax, seed: int, trust_remote_code: bool) -> Measured:
-    """All tasks on the model behind `server`, whose tokenizer lies in `path`."""
+def measure(
+    name: str, served: LocalModel, server: Server, tasks: Tasks, config: AlignmentTax, seed: int, trust_remote_code: bool
+) -> Measured:
+    """All tasks on the model behind `server`."""
     import lm_eval
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    tokenizer = load_tokenizer(path, trust_remote_code)
+    tokenizer = load_tokenizer(served.path, trust_remote_code)
     if config.chat_template and tokenizer.chat_template is None:
         raise ValueError(f"chat_template is set, and the tokenizer of {name} has none: leave it out, or name chat models only")
     starts = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     model = LocalCompletionsAPI(
         base_url=f"{server.url}/completions",
         model=server.model,
-        tokenizer=path,
+        tokenizer=served.path,
         tokenizer_backend="huggingface",
         header={"Authorization": f"Bearer {server.key}"},
         add_bos_token=starts and not config.chat_template,  # a chat template writes its own
@@ -117,7 +120,8 @@ def measure(name: str, path: str, server: Server, tasks: Tasks, config: Alignmen
         server.check()  # if it died, that is what is told
         raise
     assert found is not None
-    return Measured(ModelScores(model=name, tasks=scores_of(found, tasks.leaves), lm_eval=lm_eval.__version__), rows_of(found["samples"]))
+    scores = scores_of(found, tasks.leaves)
+    return Measured(ModelScores(model=name, identity=served.identity, tasks=scores, lm_eval=lm_eval.__version__), rows_of(found["samples"]))
 
 
 def scores_of(found: Mapping[str, Any], leaves: Mapping[str, Sequence[str]]) -> dict[str, TaskScores]:

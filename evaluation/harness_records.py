@@ -22,8 +22,9 @@ class TaskScores(Frozen):
 
 
 class ModelScores(Frozen):
-    """All tasks of one model, by the recipe's name of the task."""
+    """All tasks of one model, by the recipe's name of the task. `identity` stands for its files (`local.identity_of`)."""
 
     model: str
+    identity: str
     tasks: dict[str, TaskScores]
     lm_eval: str

@@ -1,7 +1,8 @@
 """The alignment_tax stage: lm-eval's tasks on every model, each behind a vLLM server of our own, and what each lost to the baseline.
 
 `report/tax.json` holds the comparison; `report/scores/<model>.json` a model's scores, written when it is finished, so that a killed
-stage asks no finished model again; `report/documents/<model>.jsonl` every question with the model's answer; `servers/` the servers' logs.
+stage asks no finished model again (and never two models with the same files); `report/documents/<model>.jsonl` every question with the
+model's answer; `servers/` the servers' logs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from evaluation.answers import file_name
 from evaluation.harness import Measured, Tasks, measure
 from evaluation.harness_records import ModelScores
-from evaluation.local import local_model, served
+from evaluation.local import LocalModel, local_model, served
 from evaluation.tax_report import TAX, TaxReport, compare, tax_metrics, told
 from rlhf_core.config import AlignmentTax
 from rlhf_core.stage import Outcome, RunDir, StageRequest, write_text
@@ -36,8 +37,12 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     if missing := [name for name in names if name not in scores]:
         tasks = Tasks(config.tasks, config.trust_task_code)
         for name in missing:
-            start = time.monotonic()
-            measured = measure_one(name, request, config, tasks, run)
+            start, model = time.monotonic(), _model(name, request, config)
+            if twin := next((known for known in scores.values() if known.identity == model.identity), None):
+                scores[name] = twin.model_copy(update={"model": name})
+                print(f"{name}: the same files as {twin.model}, whose scores count", flush=True)
+                continue
+            measured = measure_one(name, model, request, config, tasks, run)
             documents = "".join(json.dumps(row, default=str) + "\n" for row in measured.rows)
             for file, text in (
                 (run / REPORT / "documents" / f"{file_name(name)}.jsonl", documents),
@@ -67,14 +72,18 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     return Outcome(metrics, {"report": REPORT})
 
 
-def measure_one(name: str, request: StageRequest, config: AlignmentTax, tasks: Tasks, run: RunDir) -> Measured:
+def _model(name: str, request: StageRequest, config: AlignmentTax) -> LocalModel:
+    where = f"alignment_tax of {name}"
+    return local_model(where, request.inputs[name], config.dtype, config.max_model_len, request.trust_remote_code)
+
+
+def measure_one(name: str, model: LocalModel, request: StageRequest, config: AlignmentTax, tasks: Tasks, run: RunDir) -> Measured:
     """Serves one model and asks it everything."""
-    trust, path = request.trust_remote_code, request.inputs[name]
-    model = local_model(f"alignment_tax of {name}", path, config.dtype, config.max_model_len, trust)
+    trust = request.trust_remote_code
     with served(model, file_name(name), run / LOGS / f"{file_name(name)}.log", config.vllm, request.seed, trust) as server:
         for variable in ("NO_PROXY", "no_proxy"):  # lm-eval's HTTP clients must not look for this machine behind a proxy
             os.environ[variable] = ",".join(filter(None, (os.environ.get(variable), "127.0.0.1")))
-        return measure(name, path, server, tasks, config, request.seed, trust)
+        return measure(name, model, server, tasks, config, request.seed, trust)
 
 
 def read_scores(file: Path) -> ModelScores | None:
