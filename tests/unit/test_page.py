@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,11 @@ from evaluation.curves import Run, stage_chart, win_rate_chart
 from evaluation.dag import HEIGHT, WIDTH, draw
 from evaluation.page import verdict, write_report
 from evaluation.summary import StageView, read, read_evaluation
+from evaluation.tax_report import TAX, TaxReport, TaxRow
 from evaluation.words import duration, number, percent
-from rlhf_core.stage import LOG, METRICS
+from rlhf_core.config import AlignmentTax
+from rlhf_core.stage import LOG, METRICS, Outcome, RunDir, StageRequest
+from rlhf_core.types import Answering, StageResult
 from tests.finished_run import CONFIGS, DIGESTS, PARENTS, ROUND1, ROUND2, finish, finished, report, reward_reports, run_dir, view
 
 VOID = {"meta", "br", "path", "rect", "use", "circle", "line", "hr", "img", "input", "link"}
@@ -263,3 +267,62 @@ def test_numbers_for_people() -> None:
         "–",
     ]
     assert [number(98214.0), number(0.01234), number(3.0), number(float("inf"))] == ["98,214", "0.0123", "3", "–"]
+
+
+def refinish(stages: list[StageView], name: str) -> None:
+    """Writes a stage's manifest again, after a test has changed its files."""
+    run = RunDir(next(stage.run_dir for stage in stages if stage.name == name))
+    result = run.result() or StageResult.model_validate_json((run / "result.json").read_text())
+    run.finish(run.request(), Outcome(result.metrics, result.outputs), result.seconds)
+
+
+def test_remote_models_are_told_with_their_sampling_and_their_cost(tmp_path: Path) -> None:
+    stages = finished(tmp_path, lines=1)
+    asked = Answering(
+        model="gpt-x", url="https://me:secret@host/v1", settings={"temperature": 0.0, "max_tokens": 64}, questions=300, failed=2,
+        requests=298, input_tokens=54_321, output_tokens=9_876, cost=1.234,
+    )  # fmt: skip
+    told = report("rule", 0.0).model_copy(update={"answering": {"ppo": asked}})
+    (run_dir(tmp_path, "evaluation") / "report" / "eval.json").write_text(told.model_dump_json())
+    refinish(stages, "evaluation")
+    made = page(tmp_path, stages)
+    assert "Remote models" in made.text and "temperature=0.0, max_tokens=64" in made.text
+    assert "54,321 / 9,876" in made.text and "1.23 USD" in made.text and "gpt-x https://***@host/v1" in made.text
+    assert "secret" not in (tmp_path / "demo" / "report.html").read_text()
+    assert "Remote models" not in page(tmp_path / "plain", finished(tmp_path / "plain", lines=1)).text
+
+
+def tax_view(artifacts: Path, rows: list[TaxRow]) -> StageView:
+    config = AlignmentTax(models=("dpo", "ppo"), tasks=("gsm8k", "own.yaml"))
+    run = RunDir(artifacts / "stages" / "tax-0")
+    request = StageRequest(name="tax", digest="0", config=config, inputs={}, seed=0)
+    run.prepare(request)
+    (run / "report").mkdir()
+    about = {"lm_eval": "0.4.13", "chat_template": True, "num_fewshot": None}
+    told = TaxReport(baseline="sft", models=("dpo", "ppo"), tasks=("gsm8k", "own"), rows=tuple(rows), **about)
+    (run / "report" / TAX).write_text(told.model_dump_json())
+    run.finish(request, Outcome({}, {"report": "report"}), 1.0)
+    return StageView("tax", "alignment_tax", (), run.path, "done")
+
+
+def tax_row(task: str, model: str, tax: float, metric: str = "acc", scale: float = 1.0, **changes: Any) -> TaxRow:
+    values = {"value": scale * (0.6 - tax), "baseline_value": scale * 0.6, "tax": scale * tax, "stderr": 0.02, "baseline_stderr": None}
+    bounds = {"ci_low": scale * (tax - 0.05), "ci_high": scale * (tax + 0.05), "paired": True, "main": True, "documents": 1319}
+    return TaxRow.model_validate({"task": task, "metric": metric, "model": model, **values, **bounds, **changes})
+
+
+def test_the_alignment_tax_is_a_table_and_a_chart(tmp_path: Path) -> None:
+    rows = [tax_row(task, model, tax) for task in ("gsm8k", "own") for model, tax in (("dpo", 0.02), ("ppo", 0.125))]
+    rows.append(tax_row("gsm8k", "dpo", 0.0, "exact_match,strict", main=False, ci_low=None, ci_high=None, paired=False))
+    rows.append(tax_row("own", "ppo", -0.01, "<f1>", main=False, paired=False))
+    made = page(tmp_path, [tax_view(tmp_path, rows)])
+    assert "What did it cost?" in made.text and "lm-eval 0.4.13, asked in the chat template" in made.text
+    assert "gsm8k acc ppo 0.600 0.475 ± 0.020 +0.125 +0.075 to +0.175 1,319" in made.text
+    assert "-0.010 -0.060 to +0.040 *" in made.text and "<f1>" in made.text  # escaped: it is text, not an element
+    assert "Lost against sft (percentage points)" in made.text
+    assert "What did it cost?" not in page(tmp_path / "none", finished(tmp_path / "none", lines=1)).text
+
+
+def test_metrics_that_are_no_shares_keep_their_unit(tmp_path: Path) -> None:
+    made = page(tmp_path, [tax_view(tmp_path, [tax_row("gsm8k", "dpo", -0.5, "perplexity", scale=10.0)])])
+    assert "Lost against sft (in the metric's own unit)" in made.text and "-5.000" in made.text
