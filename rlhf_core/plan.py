@@ -41,17 +41,8 @@ from rlhf_core.stage import RunDir, StageRequest, digest
 from rlhf_core.tax_tasks import is_path, read_task, task_name
 
 # Raise a stage's number when a change of code changes the numbers it produces: its results are then made anew.
-STAGE_VERSIONS = {
-    "sft": 1,
-    "reward_model": 1,
-    "dpo": 1,
-    "kto": 1,
-    "preferences": 1,
-    "ppo": 1,
-    "evaluation": 1,
-    "alignment_tax": 1,
-    "publication": 1,
-}
+STAGE_VERSIONS = {"sft": 1, "reward_model": 1, "dpo": 1, "kto": 1, "preferences": 1, "ppo": 1}
+STAGE_VERSIONS |= {"evaluation": 1, "alignment_tax": 1, "publication": 1}
 NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env", "max_failed_rewards"} | {
     "gates",
     "requests_per_minute",
