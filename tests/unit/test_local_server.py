@@ -109,24 +109,25 @@ def test_an_exception_in_the_block_stops_it_too(stub: Callable[..., object]) -> 
 
 
 def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(stub: Callable[..., object]) -> None:
-    start = time.monotonic()
+    start, others = time.monotonic(), set(descendants(os.getpid()))
     with (
         pytest.raises(ServerFailed, match=r"local server of some-model ended before it was ready \(exit code 1\)") as caught,
         stub("broken"),  # type: ignore[attr-defined]
     ):
         pass
     assert "no such architecture" in str(caught.value) and time.monotonic() - start < 15
-    assert descendants(os.getpid()) == []
+    assert set(descendants(os.getpid())) <= others
 
 
 def test_a_server_that_never_gets_ready_is_waited_for_as_long_as_said(stub: Callable[..., object]) -> None:
+    others = set(descendants(os.getpid()))
     with (
         pytest.raises(ServerFailed, match=r"did not answer http://127.0.0.1:\d+/health within 2 s: raise vllm.start_timeout") as caught,
         stub("silent", start_timeout=2.0),  # type: ignore[attr-defined]
     ):
         pass
     assert "loading silent" in str(caught.value)
-    assert descendants(os.getpid()) == []
+    assert set(descendants(os.getpid())) <= others
 
 
 def test_a_port_that_another_process_took_is_replaced(stub: Callable[..., object]) -> None:
