@@ -10,7 +10,7 @@ from rlhf_core.config.data import Data
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.groups import Wanted, check_together
 from rlhf_core.config.rounds import Sampling, Vllm
-from rlhf_core.config.training import PASS_TOKENS, ROUTER, Lora, check_batch, check_lora
+from rlhf_core.config.training import PASS_TOKENS, RECOMPUTED, ROUTER, Lora, Recomputed, check_batch, check_lora
 from rlhf_core.reward_sources import ModelReward, RewardSources, check_titles
 from rlhf_core.types import Positive, Ranks, Rate, Share
 
@@ -100,7 +100,7 @@ class PPO(Gated, Sampling):
     save_steps: int = Field(0, ge=0, description="iterations between two resume checkpoints; 0: none")
     keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    gradient_checkpointing: Recomputed = Field(0.0, description=RECOMPUTED)
     zero_stage: Literal[1, 2, 3] = Field(3, description="DeepSpeed ZeRO stage of actor and critic")
     timeout: Positive = Field(600, description="seconds any role may stay silent before the run stops and names it")
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_core.config.gates import Gated
 from rlhf_core.types import Frozen, Positive, Ranks, Rate, Share
 
 ROUTER = "mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
+
+RECOMPUTED = "share of the layers whose activations are computed again in the backward pass, not kept; true: all"
+Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]
 
 PASS_TOKENS = "tokens of one forward pass on one rank, in place of {}: documents packed without padding, passes equally full"
 
@@ -49,7 +52,7 @@ class Trainable(Gated):
     save_steps: int = Field(0, ge=0, description="steps between two resume checkpoints; 0: none")
     keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    gradient_checkpointing: Recomputed = Field(0.0, description=RECOMPUTED)
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="0: plain torch, one rank; 1-3: DeepSpeed ZeRO")
     lora: Lora | None = Field(None, description="train low-rank adapters; default: all weights")
     ranks: Ranks = Field(Ranks(), description="processes of this stage")

@@ -13,6 +13,7 @@ from torch import nn
 from rlhf_core.config import DPO, KTO, SFT, Lora, RewardModel, Trainable
 from rlhf_core.data.report import JSON
 from rlhf_core.engine.base import AdamW, Engine, TorchEngine, on_cpu
+from rlhf_core.models.memory import recompute
 from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
 from rlhf_core.stage import Outcome, RunDir, StageRequest
@@ -34,8 +35,7 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
 
 def make_engine(module: nn.Module, config: Trainable) -> Engine:
     """The engine of one rank: plain torch for `zero_stage` 0, DeepSpeed otherwise."""
-    if config.gradient_checkpointing:
-        module.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[union-attr,operator]
+    recompute(module.model, config.gradient_checkpointing)
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
     if config.zero_stage == 0:
         return TorchEngine(module, adamw)

@@ -103,9 +103,19 @@ def _hidden(model: PreTrainedModel, tokens: Tensor, positions: Tensor, routed: b
     """
     varlen = model.config._attn_implementation == "flash_attention_2"
     shape = (1, -1) if varlen else tokens.shape
-    asked = {"output_router_logits": True} if routed else {}
+    asked: dict[str, Any] = {"output_router_logits": True} if routed else {}
+    if varlen:
+        asked |= _borders(positions)
     backbone = model.base_model(input_ids=tokens.reshape(shape), position_ids=positions.reshape(shape), use_cache=False, **asked)
     return backbone.last_hidden_state.view(*tokens.shape, -1), backbone.router_logits if routed else ()
+
+
+def _borders(positions: Tensor) -> dict[str, Any]:
+    """Document borders as varlen FlashAttention wants them, found once: left to itself every layer would ask the device for them again."""
+    starts = (positions.flatten() == 0).cpu().nonzero().flatten()
+    edges = torch.cat([starts, torch.tensor([positions.numel()])]).int()
+    longest, on_device = int(edges.diff().max()), edges.to(positions.device, non_blocking=True)
+    return {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device, "max_length_q": longest, "max_length_k": longest}
 
 
 def load_policy(path: str, dtype: str = "float32", trust_remote_code: bool = False) -> Policy:

@@ -25,6 +25,7 @@ from rlhf_core.engine.zero import ZeroEngine
 from rlhf_core.losses import Loss, value_loss, with_balance
 from rlhf_core.masked import shift_right
 from rlhf_core.models.load import Entropy, load_policy, load_scorer, trained_policy, trained_scorer
+from rlhf_core.models.memory import recompute
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.ppo.floors import Ceilings, Shape, measure_ceilings, shape_of
 from rlhf_core.ppo.objective import Objective, PerToken, actor_loss, count
@@ -61,7 +62,7 @@ class Training(NamedTuple):
     adamw: AdamW
     zero_stage: int
     micro_batch_size: int
-    gradient_checkpointing: bool
+    gradient_checkpointing: float
     timeout: float
     lora: Lora | None = None
     seed: int = 0
@@ -244,7 +245,7 @@ class Reward(Frozen):
 
 def _engine(module: torch.nn.Module, model: Model, training: Training, offload: bool) -> ZeroEngine:
     if training.gradient_checkpointing:
-        module.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[union-attr,operator]
+        recompute(module.model, training.gradient_checkpointing)
         module.train()
     return ZeroEngine(module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, training.timeout, offload)
 

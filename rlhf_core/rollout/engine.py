@@ -7,6 +7,7 @@ samples what the undisturbed one samples. Weights come in as (name, tensor) pair
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,14 +94,19 @@ class Sampler:
         max_new_tokens: int,
         stop_token_ids: Sequence[int],
         n: int = 1,
+        seed_whole: bool = False,
     ) -> list[list[Answer]]:
-        """`n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled with seed `seeds[i] + j`."""
+        """`n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled with seed `seeds[i] + j`.
+
+        With `seed_whole` one stream of random numbers, seeded by all `seeds`, serves all answers: vLLM then draws for the whole batch at
+        once, in place of answer by answer, and what an answer becomes depends on those beside it.
+        """
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(n)]
         params = [
             self._vllm.SamplingParams(
                 temperature=temperature,
                 max_tokens=max_new_tokens,
-                seed=seed + j if temperature > 0 else None,
+                seed=seed + j if temperature > 0 and not seed_whole else None,
                 stop_token_ids=list(stop_token_ids),
                 logprobs=0,
                 detokenize=False,
@@ -108,6 +114,8 @@ class Sampler:
             for seed in seeds
             for j in range(n)
         ]
+        if seed_whole:
+            self.llm.collective_rpc("seed", args=(random.Random(repr(list(seeds))).getrandbits(48),))
         outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
         answers = [_answer(output.outputs[0]) for output in outputs]
         return [answers[i : i + n] for i in range(0, len(answers), n)]

@@ -27,6 +27,10 @@ class WeightReceiver:
     def card(self) -> str | None:
         return card_id()
 
+    def seed(self, seed: int) -> None:
+        """Of the random numbers for answers without a seed of their own."""
+        torch.manual_seed(seed)
+
     def open_channel(self, route: Route, meeting: Meeting, first: int) -> None:
         """`first`: the place of this engine's first worker among all workers of all engines."""
         if route.kind == "cards":

@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=24576, help="tokens of a pass")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--zero-stage", type=int, default=2)
-    parser.add_argument("--keep-activations", action="store_true", help="no gradient checkpointing")
+    parser.add_argument("--recompute", type=float, default=1.0, help="share of the layers with gradient checkpointing")
     arguments = parser.parse_args()
 
     arguments.out.mkdir(parents=True)
@@ -95,7 +95,7 @@ def main() -> None:
             "max_steps": arguments.steps,
             "prompt_max_len": arguments.prompt_len,
             "generate_max_len": arguments.generate_len,
-            "gradient_checkpointing": not arguments.keep_activations,
+            "gradient_checkpointing": arguments.recompute,
             **placement,
             **settings,
             "vllm": placement["vllm"] | settings.get("vllm", {}),

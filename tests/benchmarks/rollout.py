@@ -3,7 +3,7 @@
     python tests/benchmarks/rollout.py --model FOLDER --prompts 128 --prompt-len 256 --generate-len 512
 
 Plain vLLM: CUDA graphs, 0.9 of the memory, one seed for the engine, no log-probs. Ours: what PPO asks for, a seed for each answer and
-the sampler's log-prob of each token.
+the sampler's log-prob of each token; `whole`: with one seed for the whole batch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--generate-len", type=int, default=512)
     parser.add_argument("--memory", type=float, default=0.9)
-    parser.add_argument("--side", choices=("plain", "ours"))
+    parser.add_argument("--side", choices=("plain", "ours", "whole"))
     arguments = parser.parse_args()
     if arguments.side is None:
-        for side in ("plain", "ours"):
+        for side in ("plain", "ours", "whole"):
             subprocess.run([sys.executable, *sys.argv, "--side", side], check=True)
         return
     rng = random.Random(0)
@@ -69,7 +69,14 @@ def ours(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     def generate(batch: list[list[int]]) -> int:
         seeds = [rng.getrandbits(48) for _ in batch]
         # Random weights end an answer once in as many tokens as the vocabulary has.
-        answers = sampler.generate(batch, seeds=seeds, temperature=1.0, max_new_tokens=arguments.generate_len, stop_token_ids=[])
+        answers = sampler.generate(
+            batch,
+            seeds=seeds,
+            temperature=1.0,
+            max_new_tokens=arguments.generate_len,
+            stop_token_ids=[],
+            seed_whole=arguments.side == "whole",
+        )
         return sum(len(answer.tokens) for group in answers for answer in group)
 
     return generate

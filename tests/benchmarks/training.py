@@ -83,7 +83,7 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[floa
         from rlhf_core.config import KTO as kind
     config = kind.model_validate(
         {
-            "model": "base",
+            ("policy" if arguments.what in ("dpo", "kto") else "model"): "base",
             "data": {"sources": str(file), "template": "{}"},
             "max_len": 2048,
             "train_batch_size": len(rows) // arguments.steps,
