@@ -2,7 +2,8 @@
 
 An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.preferences, ...; X.round1 stands for the model
 of that round and X for the model of the last; an evaluation that names X judges the model of every round. An `iterative` stage
-does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft.
+does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft. A publication P of X with `round_branch` also
+becomes P.round1, P.round2, ...; each is done as soon as what it names is.
 A stage's digest covers what decides its result: its configuration, the digests of its parents, of its local data and model
 folders, the seed, and STAGE_VERSIONS. Cadence of logs and saves, gates, and the limits at which a stage stops are not in it. Hub ids count
 by name: a repository that moves on is not noticed.
@@ -10,7 +11,7 @@ by name: a repository that moves on is not noticed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rlhf_core.config import DPO, KTO, SFT, Evaluation, Loop, Preferences, Recipe, RewardJudge, Source, StageConfig
+from rlhf_core.config import DPO, KTO, SFT, Evaluation, Loop, Preferences, Publication, Recipe, RewardJudge, Source, StageConfig
 from rlhf_core.config.metrics import has_metric, metrics_of
 from rlhf_core.digests import Digests
 from rlhf_core.lineage import DATA_SUFFIXES, is_hub_id
@@ -28,6 +29,8 @@ from rlhf_core.stage import RunDir, StageRequest, digest
 
 # Raise a stage's number when a change of code changes the numbers it produces: its results are then made anew.
 STAGE_VERSIONS = {"sft": 1, "reward_model": 1, "dpo": 1, "kto": 1, "preferences": 1, "ppo": 1, "evaluation": 1, "publication": 1}
+# Fields younger than results that exist, left out of digests while they hold what was the only way before.
+LATER = {"branch": "main", "round_branch": None}
 NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env", "max_failed_rewards"} | {
     "gates",
     "requests_per_minute",
@@ -115,11 +118,25 @@ class Plan:
         return next(node for node in self.nodes if node.name == name)
 
     def stages_of(self, name: str) -> tuple[Node, ...]:
-        """The stage called `name`, or all stages of a loop or of a round. ValueError when there is none."""
-        found = tuple(node for node in self.nodes if node.name == name or (name in self.aliases and node.name.startswith(f"{name}.")))
+        """The stage called `name` with those expanded from it: all of a loop, of a round, of a publication with rounds.
+
+        ValueError when there is none.
+        """
+        found = tuple(node for node in self.nodes if node.name == name or node.name.startswith(f"{name}."))
         if not found:
             raise ValueError(f"recipe {self.recipe.name}: {unknown(name, [*(n.name for n in self.nodes), *self.aliases], 'stage')}")
         return found
+
+    def ancestors(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        """The stages that some depend on, directly or not, without themselves, parents first."""
+        names: set[str] = set()
+        left = [parent for node in nodes for parent in node.parents]
+        while left:
+            name = left.pop()
+            if name not in names:
+                names.add(name)
+                left += self[name].parents
+        return tuple(node for node in self.nodes if node.name in names and node not in nodes)
 
     def inputs(self, node: Node) -> dict[str, str]:
         """The folder, file or Hub id behind each name in the node's config."""
@@ -149,6 +166,11 @@ def plan(recipe: Recipe) -> Plan:
             stages[name] = config.model_copy(update={"models": last_mention, "parents": against})
     problems = [problem for name, config in stages.items() for problem in _misnamed(name, config, stages, aliases)]
     problems += [problem for name, config in recipe.stages.items() for problem in _misgated(name, config, stages)]
+    problems += [
+        f"stages.{name}.round_branch: {config.model} has no rounds: name {' or '.join(rounds) or 'an iterative stage'} as model"
+        for name, config in recipe.stages.items()
+        if isinstance(config, Publication) and config.round_branch and config.model not in rounds
+    ]
     if problems:
         raise ValueError("\n".join(problems))
     parents = {
@@ -214,7 +236,7 @@ def _expand(recipe: Recipe) -> tuple[dict[str, StageConfig], dict[str, str], dic
     rounds: dict[str, tuple[str, ...]] = {}
     for name, config in recipe.stages.items():
         if not isinstance(config, Loop):
-            stages[name] = config
+            stages[name] = config.model_copy(update={"round_branch": None}) if isinstance(config, Publication) else config
             continue
         rounds[name] = tuple(f"{name}.round{k + 1}" for k in range(config.rounds))
         policy = config.policy
@@ -227,8 +249,19 @@ def _expand(recipe: Recipe) -> tuple[dict[str, StageConfig], dict[str, str], dic
             stages[f"{title}.preferences"] = sampling.model_copy(update={"gates": theirs})
             aliases[title] = policy = f"{title}.{training.stage}"
             stages[policy] = training.model_copy(update={"gates": ours})
+            stages |= _publications_of_round(recipe, name, k + 1)
         aliases[name] = policy
     return stages, aliases, rounds
+
+
+def _publications_of_round(recipe: Recipe, loop: str, number: int) -> dict[str, StageConfig]:
+    """The publications of one round of a loop, each on the branch of that round."""
+    found: dict[str, StageConfig] = {}
+    for name, config in recipe.stages.items():
+        if isinstance(config, Publication) and config.round_branch and config.model == loop:
+            place = {"model": f"{loop}.round{number}", "branch": config.round_branch.format(number), "round_branch": None}
+            found[f"{name}.round{number}"] = config.model_copy(update=place)
+    return found
 
 
 def _training(loop: Loop, policy: str, answers: str) -> DPO | KTO | SFT:
@@ -338,8 +371,9 @@ def _deciding(config: StageConfig, digests: Digests) -> Any:
             path = {"path": contents[value["path"]]} if "path" in value and "messages_key" in value else {}
             if value.get("kind") == "function":
                 path = {"code": digests.of(FunctionReward.model_validate(value).file)}
-            # A format that is told by the rows is told by their digest.
-            return {key: strip(item) for key, item in value.items() if key not in NO_RESULT and (key, item) != ("format", "auto")} | path
+            left_out = (("format", "auto"), *LATER.items())  # a format that is told by the rows is told by their digest
+            kept = {key: item for key, item in value.items() if key not in NO_RESULT and (key, item) not in left_out}
+            return {key: strip(item) for key, item in kept.items()} | path
         return [strip(item) for item in value] if isinstance(value, list) else value
 
     content = strip(config.model_dump(mode="json"))

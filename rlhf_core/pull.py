@@ -19,7 +19,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
-from rlhf_core.hub import PATIENCE, TOKEN_ENV, Patience, patiently
+from rlhf_core.hub_requests import PATIENCE, TOKEN_ENV, Patience, patiently
 from rlhf_core.lineage import HUB_ID, PULLED, pulled
 from rlhf_core.published import MODEL_FILES, check_loads
 from rlhf_core.stage import file_digest, write_text

