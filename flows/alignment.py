@@ -15,9 +15,10 @@ from rlhf_core.config.gates import Verdict
 from rlhf_core.gates import GateFailed, gates_behind, holding, uncheckable
 from rlhf_core.plan import Node, Plan, plan
 from rlhf_core.recipe import load_recipe
+from rlhf_core.revisions import forget
 from rlhf_core.stage import StageRequest
 from tasks.gates import check_gates
-from tasks.report import reported
+from tasks.report import reported, statuses_of
 from tasks.stages import run_stage
 
 
@@ -28,9 +29,12 @@ def run_name() -> str:
 
 
 @flow(name="alignment", flow_run_name=run_name, persist_result=False)
-def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = ()) -> None:
-    """Runs all stages of a recipe (a file, or the recipe itself), parents first, and writes its report."""
-    planned = plan(recipe_of(recipe, overrides))
+def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: bool = False) -> None:
+    """Runs all stages of a recipe (a file, or the recipe itself), parents first, and writes its report. `latest`: see `look_up_anew`."""
+    loaded = recipe_of(recipe, overrides)
+    if latest:
+        look_up_anew(loaded)
+    planned = plan(loaded)
     run_all(planned, planned.nodes)
 
 
@@ -45,6 +49,14 @@ def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> N
 
 def recipe_of(recipe: Recipe | str, overrides: tuple[str, ...]) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+
+
+def look_up_anew(recipe: Recipe) -> None:
+    """Forgets which commits the recipe's branches and tags of the Hub stand for, once its last run is finished: a loop goes on from what
+    it published last, and a run that was cut off goes on with the commits that it began with."""
+    folder = Path(recipe.artifacts).absolute() / recipe.name
+    if all(status in ("done", "skipped") for status in statuses_of(folder).values()):
+        forget(folder)
 
 
 def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from rlhf_core.config.gates import Verdict
-from rlhf_core.lineage import Ancestor, is_hub_id, shown, sources, stages, trained, tree
+from rlhf_core.lineage import Ancestor, is_hub_id, parted, shown, sources, stages, trained, tree
 from rlhf_core.types import EvalReport, WinRate
 
 VERBS = {
@@ -90,7 +90,7 @@ def front_matter(model: Ancestor, license: str, is_reward_model: bool, adapts: s
         header |= {"base_model": adapts, "base_model_relation": "adapter"}
     elif base.kind == "hub" and not base.is_stage:
         header |= {"base_model": base.name, "base_model_relation": "finetune"}
-    datasets = list(dict.fromkeys(source["path"] for _, _, source in sources(model) if is_hub_id(source["path"])))
+    datasets = list(dict.fromkeys(parted(source["path"])[0] for _, _, source in sources(model) if is_hub_id(source["path"])))
     if datasets:
         header["datasets"] = datasets
     return header
@@ -105,7 +105,7 @@ def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
         return None
     entries = [
         {
-            "dataset": {"id": questions, "task_id": "win_rate"},
+            "dataset": {"id": parted(questions)[0], "task_id": "win_rate"},
             "value": round(100 * rate.win_rate, 2),
             "notes": f"against {rate.baseline}, judge {rate.judge}, {_interval(rate)} %, {rate.num_questions} questions",
         }

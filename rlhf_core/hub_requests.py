@@ -14,6 +14,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     HfHubHTTPError,
     HTTPError,
     OfflineModeIsEnabled,
+    RevisionNotFoundError,
 )
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
 
@@ -22,6 +23,7 @@ QUOTA = re.compile(r"quota|storage|space left|too large", re.I)  # the Hub says 
 LONGEST_WAIT = 300.0  # seconds; the Hub's rate limits count in windows of five minutes
 
 T = TypeVar("T")
+Refusal = Callable[[HfHubHTTPError, str, str], str]  # (error, what was asked, repository) -> the sentence for it
 
 
 class Patience(NamedTuple):
@@ -34,7 +36,7 @@ class Patience(NamedTuple):
 PATIENCE = Patience()
 
 
-def patiently(what: str, repo_id: str, call: Callable[[], T], patience: Patience, refusal: Callable[[HfHubHTTPError, str, str], str]) -> T:
+def patiently(what: str, repo_id: str, call: Callable[[], T], patience: Patience, refusal: Refusal) -> T:
     """Repeats a call of the Hub while it fails in a way that passes, and turns what remains into one sentence (`refusal`).
 
     The original error is dropped on purpose: it quotes addresses, and those of uploads carry signatures.
@@ -84,6 +86,21 @@ def write_refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
             return f"someone else changed {repo_id} while this was being published: look at what changed there, then run the stage again"
         case status:
             return f"the Hub refused to {what} of {repo_id}: HTTP {status}{said}"
+
+
+def read_refusal(revision: str, kind: str = "model") -> Refusal:
+    """What a refusal to read a repository at a revision is told as."""
+
+    def sentence(error: HfHubHTTPError, what: str, repo_id: str) -> str:
+        match error.response.status_code, error:
+            case _, RevisionNotFoundError():
+                return f"{repo_id} has no revision {revision}: name a branch, a tag or a commit of it"
+            case 401 | 403 | 404, _:
+                return f"the Hub has no {kind} {repo_id} for you: correct it, or set {TOKEN_ENV} to a token that may read it"
+            case status, _:
+                return f"the Hub refused to {what} of {repo_id}: HTTP {status}"
+
+    return sentence
 
 
 def _passes(error: BaseException) -> bool:

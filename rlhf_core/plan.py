@@ -6,7 +6,7 @@ does the same with the training stage of its post-processor: X.round1.kto, X.rou
 becomes P.round1, P.round2, ...; each is done as soon as what it names is.
 A stage's digest covers what decides its result: its configuration, the digests of its parents, of its local data and model
 folders, the seed, and STAGE_VERSIONS. Cadence of logs and saves, gates, and the limits at which a stage stops are not in it. Hub ids count
-by name: a repository that moves on is not noticed.
+by name: a repository that moves on is not noticed; `owner/name@REVISION` counts by its commit (revisions.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rlhf_core.config.metrics import has_metric, metrics_of
 from rlhf_core.digests import Digests
 from rlhf_core.lineage import DATA_SUFFIXES, is_hub_id
 from rlhf_core.recipe import unknown
+from rlhf_core.revisions import Pin, Pins, pinned_sources
 from rlhf_core.reward_sources import FunctionReward, ModelReward
 from rlhf_core.stage import RunDir, StageRequest, digest
 
@@ -98,11 +99,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages of a recipe, parents first. `aliases` maps names of loops and rounds to the stage whose model they stand for."""
+    """The stages of a recipe, parents first. `aliases` maps names of loops and rounds to the stage whose model they stand for; `pins` are
+    the branches and tags of the Hub that it names, with their commits."""
 
     recipe: Recipe
     nodes: tuple[Node, ...]
     aliases: dict[str, str]
+    pins: tuple[Pin, ...] = ()
 
     @property
     def artifacts(self) -> Path:
@@ -178,11 +181,11 @@ def plan(recipe: Recipe) -> Plan:
         for name, config in stages.items()
     }
     artifacts = Path(recipe.artifacts).absolute()
-    digests = Digests(artifacts)
+    digests, pins = Digests(artifacts), Pins(artifacts / recipe.name)
     nodes: dict[str, Node] = {}
     for name in _ordered(parents):
-        config = stages[name]
-        models = {r.name: _place(recipe, r.name) for r in references(config) if r.name not in parents[name]}
+        config = pinned_sources(stages[name], pins)
+        models = {r.name: _place(recipe, r.name, pins) for r in references(config) if r.name not in parents[name]}
         decides = {
             "stage": config.stage,
             "version": STAGE_VERSIONS[config.stage],
@@ -195,7 +198,8 @@ def plan(recipe: Recipe) -> Plan:
         key = digest(decides)
         nodes[name] = Node(name, config, parents[name], models, key, artifacts / "stages" / f"{name}-{key}")
     digests.save()
-    return Plan(recipe, tuple(nodes.values()), aliases)
+    pins.save()
+    return Plan(recipe, tuple(nodes.values()), aliases, tuple(Pin(*item) for item in pins.used.items()))
 
 
 def references(config: StageConfig) -> Iterator[Reference]:
@@ -348,9 +352,9 @@ def _ordered(parents: Mapping[str, Mapping[str, str]]) -> list[str]:
     return ordered
 
 
-def _place(recipe: Recipe, name: str) -> str:
+def _place(recipe: Recipe, name: str, pins: Pins) -> str:
     place = recipe.base_model if name == "base" else name
-    return place if is_remote(place) else str(Path(place).absolute())
+    return pins.pinned(place) if is_remote(place) else str(Path(place).absolute())
 
 
 def is_remote(place: str) -> bool:

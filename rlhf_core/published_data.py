@@ -14,7 +14,7 @@ import yaml
 
 from rlhf_core.card import configuration, data_sets, gate_section, table
 from rlhf_core.config.gates import Verdict
-from rlhf_core.lineage import Ancestor, is_hub_id, lineage, sources, tree
+from rlhf_core.lineage import Ancestor, is_hub_id, lineage, parted, sources, tree
 
 DATA_FILES = ("data/*.jsonl", "judgments/*.jsonl", "answers/*.jsonl")
 KINDS = {"pairs": "preference pairs", "answers": "scored answers", "judgments": "judgments"}
@@ -70,7 +70,7 @@ def data_card(
         for part in parts
     ]
     header: dict[str, Any] = {"license": license, "tags": ["alignflow", kind], "configs": configs}
-    if origin := list(dict.fromkeys(source["path"] for _, _, source in sources(made_by) if is_hub_id(source["path"]))):
+    if origin := list(dict.fromkeys(parted(source["path"])[0] for _, _, source in sources(made_by) if is_hub_id(source["path"]))):
         header["source_datasets"] = origin
     counts = {path: sum(1 for line in file.open(encoding="utf-8") if line.strip()) for path, file in files.items()}
     place = title if is_hub_id(title) else "path/to/this/folder"

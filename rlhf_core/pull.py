@@ -12,14 +12,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
-from rlhf_core.hub_requests import PATIENCE, TOKEN_ENV, Patience, patiently
+from rlhf_core.hub_requests import PATIENCE, TOKEN_ENV, Patience, patiently, read_refusal
 from rlhf_core.lineage import HUB_ID, PULLED, pulled
 from rlhf_core.published import MODEL_FILES, check_loads
 from rlhf_core.stage import file_digest, write_text
@@ -39,7 +37,7 @@ def pull(model: str, folder: Path, patience: Patience = PATIENCE) -> str:
         raise ValueError(f"{model!r} is no model of the Hub: write owner/name or owner/name@REVISION")
     revision, folder = revision or "main", folder.expanduser().absolute()
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=os.environ.get(TOKEN_ENV, "").strip() or False, library_name="alignflow")
-    refusal = _refusal(revision)
+    refusal = read_refusal(revision)
     info = patiently("find the model", repo_id, lambda: api.model_info(repo_id, revision=revision), patience, refusal)
     commit = str(info.sha)
     here = pulled(folder)
@@ -88,16 +86,3 @@ def _fetch(api: HfApi, repo_id: str, commit: str, file: RepoFile, folder: Path) 
     if not same:
         path.unlink()
         raise ConnectionError(f"{file.path} arrived damaged")
-
-
-def _refusal(revision: str) -> Callable[[HfHubHTTPError, str, str], str]:
-    def sentence(error: HfHubHTTPError, what: str, repo_id: str) -> str:
-        match error.response.status_code, error:
-            case _, RevisionNotFoundError():
-                return f"{repo_id} has no revision {revision}: name a branch, a tag or a commit of it"
-            case 401 | 403 | 404, _:
-                return f"the Hub has no model {repo_id} for you: correct it, or set {TOKEN_ENV} to a token that may read it"
-            case status, _:
-                return f"the Hub refused to {what} of {repo_id}: HTTP {status}"
-
-    return sentence

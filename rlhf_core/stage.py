@@ -132,10 +132,18 @@ def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcom
             return done
         (run / RESULT).unlink(missing_ok=True)
         start = time.monotonic()
-        outcome = work(request, run)
+        outcome = work(_fetched(request), run)
         result = run.finish(request, outcome, time.monotonic() - start)
         shutil.rmtree(run / STATE, ignore_errors=True)  # resume states outlive the work, never the result
         return result
+
+
+def _fetched(request: StageRequest) -> StageRequest:
+    if not any("@" in place for place in request.inputs.values()):
+        return request
+    from rlhf_core.snapshots import fetched  # the Hub's client: only for models that are named at a commit of it
+
+    return fetched(request)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -168,7 +168,7 @@ def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, 
         return load(path, **options)
     if "quantization_config" in options:
         raise ValueError(f"{path} is an adapter, which cannot be merged into 4-bit weights: start from a merged checkpoint")
-    return merge_adapter(load(base, **options), path)
+    return merge_adapter(_merged(load, base, options), path)
 
 
 def _options(dtype: str, trust_remote_code: bool, lora: Lora | None = None) -> dict[str, Any]:
