@@ -18,8 +18,10 @@ from markupsafe import Markup
 from pydantic import ValidationError
 
 from evaluation.battles import examples
-from evaluation.curves import Run, calibration_chart, rounds_chart, stage_chart, win_rate_chart
+from evaluation.curves import Run, calibration_chart, over_optimisation_chart, rounds_chart, stage_chart, win_rate_chart
 from evaluation.dag import HEIGHT, WIDTH, draw
+from evaluation.over_optimisation import FILE as OVER_OPTIMISATION
+from evaluation.over_optimisation import OverOptimisation
 from evaluation.reward_eval import REWARD_MODELS, RewardReports
 from evaluation.summary import Evaluated, Evidence, StageView, as_json, read, read_evaluation, summary_of, trend
 from evaluation.words import controlled, duration, interval, number, percent
@@ -84,6 +86,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
     agreement = [f"{judge} in {percent(share)}" for judge, share in evaluated.report.agreement.items()] if evaluated else []
     reward_models = _reward_models(evaluated)
     calibrations = {m.model: [(b.confidence, b.accuracy, b.pairs) for b in m.calibration] for m in reward_models.models}
+    over = _over_optimisation(evaluated)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -112,6 +115,8 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         judges=_judges(evaluated) if evaluated else [],
         reward_models=reward_models,
         calibration=Markup(calibration_chart(calibrations)) if calibrations else None,
+        over_optimisation=over,
+        over_optimisation_chart=Markup(over_optimisation_chart(over)) if over else None,
         groups=examples(evaluated) if evaluated else [],
         charts=_charts(stages, chains),
         data=_data(stages),
@@ -256,6 +261,13 @@ def _reward_models(evaluated: Evaluated | None) -> RewardReports:
         return RewardReports.model_validate_json((evaluated.folder / REWARD_MODELS).read_text()) if evaluated else RewardReports.empty()
     except (OSError, ValidationError):
         return RewardReports.empty()
+
+
+def _over_optimisation(evaluated: Evaluated | None) -> OverOptimisation | None:
+    try:
+        return OverOptimisation.model_validate_json((evaluated.folder / OVER_OPTIMISATION).read_text()) if evaluated else None
+    except (OSError, ValidationError):
+        return None
 
 
 def _charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> list[Chart]:

@@ -3,7 +3,7 @@
 An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.preferences, ...; X.round1 stands for the model
 of that round and X for the model of the last; an evaluation that names X judges the model of every round. An `iterative` stage
 does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft. A publication P of X with `round_branch` also
-becomes P.round1, P.round2, ...; each is done as soon as what it names is.
+becomes P.round1, P.round2, ...; each is done as soon as what it names is. P.iteration10 is the actor of a `ppo` stage P at that iteration.
 A stage's digest covers what decides its result: its configuration, the digests of its parents, of its local data and model
 folders, the seed, and STAGE_VERSIONS. Cadence of logs and saves, gates, and the limits at which a stage stops are not in it. Hub ids count
 by name: a repository that moves on is not noticed; `owner/name@REVISION` counts by its commit (revisions.py).
@@ -19,19 +19,19 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rlhf_core.config import DPO, KTO, SFT, Evaluation, Loop, Preferences, Publication, Recipe, RewardJudge, Source, StageConfig
+from rlhf_core.config import DPO, KTO, PPO, SFT, Evaluation, Loop, Preferences, Publication, Recipe, RewardJudge, Source, StageConfig
 from rlhf_core.config.metrics import has_metric, metrics_of
 from rlhf_core.digests import Digests
 from rlhf_core.lineage import DATA_SUFFIXES, is_hub_id
 from rlhf_core.recipe import unknown
 from rlhf_core.revisions import Pin, Pins, pinned_sources
 from rlhf_core.reward_sources import FunctionReward, ModelReward
-from rlhf_core.stage import RunDir, StageRequest, digest
+from rlhf_core.stage import EXPORTS, RunDir, StageRequest, digest
 
 # Raise a stage's number when a change of code changes the numbers it produces: its results are then made anew.
 STAGE_VERSIONS = {"sft": 1, "reward_model": 1, "dpo": 1, "kto": 1, "preferences": 1, "ppo": 1, "evaluation": 1, "publication": 1}
 # Fields younger than results that exist, left out of digests while they hold what was the only way before.
-LATER = {"branch": "main", "round_branch": None}
+LATER: dict[str, Any] = {"branch": "main", "round_branch": None, "proxy": None, "export_at": []}
 NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env", "max_failed_rewards"} | {
     "gates",
     "requests_per_minute",
@@ -48,7 +48,7 @@ REFERENCES: dict[str, dict[str, tuple[str, ...]]] = {
     "kto": {"policy": POLICY, "reference": POLICY, "answers": ("preferences",)},
     "preferences": {"policy": POLICY, "reward": REWARD},
     "ppo": {"actor": POLICY, "critic": POLICY + REWARD, "reference": POLICY, "reward": REWARD},
-    "evaluation": {"models": POLICY, "baseline": POLICY},
+    "evaluation": {"models": POLICY, "baseline": POLICY, "proxy": REWARD},
     "publication": {"model": POLICY + REWARD, "evaluation": ("evaluation",), "dataset": ("preferences", "evaluation")},
 }
 TRAINED_FROM = {"sft": "model", "dpo": "policy", "kto": "policy", "ppo": "actor"}  # the field that names a policy's parent
@@ -143,7 +143,7 @@ class Plan:
 
     def inputs(self, node: Node) -> dict[str, str]:
         """The folder, file or Hub id behind each name in the node's config."""
-        return {**node.models, **{name: str(_output(self[stage])) for name, stage in node.stages.items()}}
+        return {**node.models, **{name: str(_output(self[stage], name)) for name, stage in node.stages.items()}}
 
     def request(self, node: Node) -> StageRequest:
         return StageRequest(
@@ -241,6 +241,7 @@ def _expand(recipe: Recipe) -> tuple[dict[str, StageConfig], dict[str, str], dic
     for name, config in recipe.stages.items():
         if not isinstance(config, Loop):
             stages[name] = config.model_copy(update={"round_branch": None}) if isinstance(config, Publication) else config
+            aliases |= {f"{name}.iteration{n}": name for n in config.export_at} if isinstance(config, PPO) else {}
             continue
         rounds[name] = tuple(f"{name}.round{k + 1}" for k in range(config.rounds))
         policy = config.policy
@@ -281,7 +282,7 @@ def _training(loop: Loop, policy: str, answers: str) -> DPO | KTO | SFT:
 
 def _parents(models: tuple[str, ...], baseline: str, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]) -> dict[str, str]:
     """The stage each judged model was trained from, under the name it is judged by, unless that is the baseline."""
-    judged = {aliases.get(model, model): model for model in (*models, baseline)}
+    judged = {aliases.get(model, model): model for model in (*models, baseline) if ".iteration" not in model}
     found = {}
     for model in models:
         config = stages.get(aliases.get(model, model))
@@ -387,8 +388,10 @@ def _deciding(config: StageConfig, digests: Digests) -> Any:
     return content
 
 
-def _output(node: Node) -> Path:
-    """What a stage hands on: where its result says it lies, else where it is expected."""
+def _output(node: Node, name: str) -> Path:
+    """What a stage hands on under a name: where its result says it lies, else where it is expected."""
+    if isinstance(node.config, PPO) and name.startswith(f"{node.name}.iteration"):
+        return node.run_dir / EXPORTS / name.removeprefix(f"{node.name}.")
     makes_answers = isinstance(node.config, Preferences) and node.config.post_processor != "dpo"
     name = "answers" if makes_answers else OUTPUTS.get(node.kind, "checkpoint")
     result = RunDir(node.run_dir).result()

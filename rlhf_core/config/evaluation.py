@@ -87,7 +87,18 @@ class Evaluation(Gated):
         None, description="counts answers' lengths: gpt-4o (tiktoken, a download), a folder or a Hub id; default: each model's own"
     )
     reward_evaluation: RewardEvaluation | None = Field(None, description="reward models to evaluate on held-out pairs")
+    proxy: str | None = Field(
+        None,
+        description="reward model that was climbed: its mean score and the judge's win rate over the KL from the baseline make the "
+        "over-optimisation curve (models: a loop, or STAGE.iterationN of ppo's export_at); needs temperature 1",
+    )
     vllm: Vllm = Vllm()
+
+    @model_validator(mode="after")
+    def _sample_for_kl(self) -> Evaluation:
+        if self.proxy is not None and self.temperature != 1:
+            raise ValueError("proxy needs the models' own distribution, because the KL is measured on their answers: set temperature to 1")
+        return self
 
 
 class Publication(Gated):

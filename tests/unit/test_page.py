@@ -104,6 +104,15 @@ def test_judges_style_parents_and_reward_models_are_told(whole: Path) -> None:
     assert f"prefer the same answer in {100 * agreement.agreement:.0f} % of the pairs" in text
 
 
+def test_over_optimisation_is_named_where_it_is_sure(whole: Path) -> None:
+    page = whole.read_text()
+    assert "Did it climb the reward model, or get better?" in page
+    told = re.search(r"<p><b>([^<]*)</b>: ([^<]*)</p>", page)
+    assert told and told[1] == ROUND2
+    assert told[2].startswith(f"reward_model likes it more than {ROUND1}, and rule likes it less: the reward model is over-optimised.")
+    assert page.count("is over-optimised") == 1 and 'aria-label="over-optimisation"' in page
+
+
 def test_an_old_report_without_the_newer_numbers_is_drawn(tmp_path: Path) -> None:
     stages = finished(tmp_path, lines=1)
     folder = run_dir(tmp_path, "evaluation") / "report"
