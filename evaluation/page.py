@@ -7,6 +7,7 @@ marked safe. A part that is missing (no evaluation, a failed stage, no metrics) 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from evaluation.over_optimisation import OverOptimisation
 from evaluation.reward_eval import REWARD_MODELS, RewardReports
 from evaluation.summary import Evaluated, Evidence, StageView, as_json, read, read_evaluation, summary_of, trend
 from evaluation.words import controlled, duration, interval, number, percent
+from rlhf_core.config import Evaluation, Publication
 from rlhf_core.data.report import stored_warnings
 from rlhf_core.gates import holding
 from rlhf_core.stage import LOG, write_text
@@ -58,6 +60,16 @@ class JudgeRow(NamedTuple):
     use: Judging | None
     swap_consistency: float
     agreement: float | None
+
+
+class PublishedRow(NamedTuple):
+    """What a publication stage put where: on the Hub with commit and tag, or in a folder."""
+
+    stage: str
+    what: str
+    where: str
+    files: float
+    megabytes: float
 
 
 class Chart(NamedTuple):
@@ -113,6 +125,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         rows=_rows(evaluated) if evaluated else [],
         categories=sorted({category for rate in evaluated.decided.values() for category in rate.by_category}) if evaluated else [],
         judges=_judges(evaluated) if evaluated else [],
+        judges_told=_judges_told(evaluated),
         reward_models=reward_models,
         calibration=Markup(calibration_chart(calibrations)) if calibrations else None,
         over_optimisation=over,
@@ -122,6 +135,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         data=_data(stages),
         data_warnings={stage.view.name: found for stage in stages if (found := _data_warnings(Path(stage.view.run_dir)))},
         origins={stage.view.name: _origins(stage, stages) for stage in stages},
+        published=_published(stages),
         environments=_environments(stages),
         configs={stage.view.name: _config(stage) for stage in stages},
     )
@@ -253,6 +267,37 @@ def _judges(evaluated: Evaluated) -> list[JudgeRow]:
         )
         for report in (evaluated.report, *evaluated.others)
     ]
+
+
+JUDGES_TOLD = {
+    "rule": "A rule compares every answer with the known one: right beats wrong.",
+    "reward": "A reward model prefers the answer that it scores higher.",
+    "openai": "A chat model is asked as Arena-Hard asks, twice for each question.",
+}
+
+
+def _judges_told(evaluated: Evaluated | None) -> str:
+    """What the kinds of judges of this evaluation do, in a sentence each."""
+    config = evaluated.stage.request.config if evaluated and evaluated.stage.request else None
+    kinds = dict.fromkeys(judge.kind for judge in config.judges) if isinstance(config, Evaluation) else ()
+    return " ".join(JUDGES_TOLD[kind] for kind in kinds if kind in JUDGES_TOLD)
+
+
+def _published(stages: Sequence[Evidence]) -> list[PublishedRow]:
+    rows = []
+    for stage in stages:
+        if stage.view.kind != "publication" or stage.result is None or stage.request is None:
+            continue
+        config, metrics = stage.request.config, stage.result.metrics
+        assert isinstance(config, Publication)
+        try:
+            receipt = json.loads((stage.view.run_dir / stage.result.outputs["hub"]).read_text())
+            where = f"{receipt['repo_id']}, branch {config.branch}, tag {receipt['tag']}, commit {receipt['commit'][:12]}"
+        except (OSError, ValueError, KeyError):
+            where = f"not sent to the Hub; in stages/{stage.view.run_dir.name}"
+        what = config.model or config.dataset or ""
+        rows.append(PublishedRow(stage.view.name, what, where, metrics.get("files", math.nan), metrics.get("bytes", math.nan) / 1e6))
+    return rows
 
 
 def _reward_models(evaluated: Evaluated | None) -> RewardReports:

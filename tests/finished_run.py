@@ -172,7 +172,9 @@ def over_optimisation() -> OverOptimisation:
     for model, (kl, proxy, won) in shape.items():
         battles = np.full(QUESTIONS, 0.5) if model == "sft" else (np.arange(QUESTIONS) < won * QUESTIONS) * 1.0
         measured[model] = Measured(kl + generator.normal(0, kl, QUESTIONS), proxy + generator.normal(0, 0.5, QUESTIONS), battles)
-    rates = {rate.model: rate for rate in report("rule", 0.0).win_rates}
+    of_report = {rate.model: rate for rate in report("rule", 0.0).win_rates}
+    rates = {model: of_report[model].model_copy(update={"win_rate": won, "ci_low": won - 0.05, "ci_high": won + 0.05})
+             for model, (_, _, won) in shape.items() if model != "sft"}  # fmt: skip
     return curve("reward_model", "sft", measured, rates, 200, 0)
 
 
