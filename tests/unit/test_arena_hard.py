@@ -25,6 +25,7 @@ from evaluation.arena_hard import (
     reference_raw,
     reference_rows,
     reference_v01,
+    reference_v01_controlled,
     seeded_indices,
 )
 from evaluation.bradley_terry import RIDGE, fit
@@ -241,6 +242,87 @@ def test_v01_scores_are_the_references(published: tuple[Path, list[dict[str, Any
     for model, score in scores.items():
         low, high = np.percentile([found[model] for found in rounds], [2.5, 97.5])
         assert 100 * np.array(score) == pytest.approx(100 * np.array([point[model], low, high]), abs=0.1)
+
+
+def their_v01_features(battles: list[tuple[str, str, str]], answers: list[dict[str, Any]], controls: tuple[str, ...]) -> np.ndarray:
+    """Of A (the baseline) against B, by row: difference over sum + 1 of tokens and counts, then z-scores. `battles`: uid, model, winner."""
+    elements = {"length": ["token_len"], "markdown": ["header_count", "list_count", "bold_count"]}
+    names = [name for control in ("length", "markdown") if control in controls for name in elements[control]]
+    table = {(row["model"], row["uid"]): row["metadata"] for row in answers}
+
+    def count(model: str, uid: str, name: str) -> int:
+        value = table[model, uid][name]
+        return value if isinstance(value, int) else sum(value.values())
+
+    rows = []
+    for uid, model, _ in battles:
+        pairs = [(count(BASELINE, uid, name), count(model, uid, name)) for name in names]
+        rows.append([(a - b) / (a + b + 1) for a, b in pairs])
+    table_of_rows = np.array(rows)
+    return (table_of_rows - table_of_rows.mean(0)) / np.sqrt(((table_of_rows - table_of_rows.mean(0)) ** 2).mean(0))
+
+
+def their_v01_controlled(battles: list[tuple[str, str, str]], style: np.ndarray, drawn: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
+    """Logistic regression without intercept and with scikit-learn's default penalty, |w|^2 / 2 beside the summed loss (C = 1), on the drawn
+    rows and their copies; of a tie, the copy is won by the other side. Returns win rates and the coefficients of style."""
+    models = [*sorted({model for _, model, _ in battles}), BASELINE]
+    design, wins = [], []
+    for copy in (0, 1):
+        for i in drawn:
+            _, model, winner = battles[i]
+            row = [0.0] * len(models)
+            row[models.index(BASELINE)], row[models.index(model)] = math.log(10), -math.log(10)
+            design.append([*row, *style[i]])
+            wins.append(1.0 if winner == "baseline" or (winner == "tie" and copy == 0) else 0.0)
+    rows, won = torch.tensor(design, dtype=torch.float64), torch.tensor(wins, dtype=torch.float64)
+    weights = torch.nn.Parameter(torch.zeros(rows.shape[1], dtype=torch.float64))
+    optimizer = torch.optim.LBFGS([weights], max_iter=500, tolerance_grad=1e-9, tolerance_change=1e-14, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(rows @ weights, won, reduction="sum") + (weights**2).sum() / 2
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    found = weights.detach().numpy()
+    elo = 400 * found[: len(models)] + 1000
+    elo += 1114 - elo[-1]
+    return {model: 1 / (1 + 10 ** ((elo[-1] - elo[n]) / 400)) for n, model in enumerate(models[:-1])}, found[len(models) :]
+
+
+@pytest.mark.parametrize("controls", [("length", "markdown"), ("length",), ("markdown",)])
+def test_v01_style_controlled_scores_are_the_references(
+    published: tuple[Path, list[dict[str, Any]], list[dict[str, Any]]], controls: tuple[Any, ...]
+) -> None:
+    _, judgments, answers = published
+    ours = [to_judgment(_old(row)) for row in judgments]
+    styles = {(row["model"].replace(BASELINE, "gpt-4-0314"), row["uid"]): style_of(row["metadata"]) for row in answers}
+    rows = reference_rows(ours, styles, whole_battles=False)
+    words = {1.0: "model", 0.5: "tie", 0.0: "baseline"}
+    battles = [(uid, model, words[float(o)]) for uid, model, o in zip(rows.uids, rows.models, rows.outcomes, strict=True)]
+    style = their_v01_features(battles, answers, controls)
+    indices = seeded_indices(len(battles), 20, seed=0)
+    found = reference_v01_controlled(rows, controls, indices)
+    point, effects = their_v01_controlled(battles, style, np.arange(len(battles)))
+    rounds = [their_v01_controlled(battles, style, drawn)[0] for drawn in indices]
+    raw = reference_v01(rows, indices)
+    for model, score in found.scores.items():
+        low, high = np.percentile([values[model] for values in rounds], [2.5, 97.5])
+        assert 100 * np.array(score) == pytest.approx(100 * np.array([point[model], low, high]), abs=0.1)
+    assert max(abs(score.value - raw[model].value) for model, score in found.scores.items()) > 0.005, "the control changes something"
+    assert [effect.value for effect in found.effects.values()] == pytest.approx(list(effects), abs=1e-3)
+    assert list(found.effects) == [FEATURES[column] for column in columns(controls)]
+
+
+def test_the_v01_board_has_v01s_own_style_control(published: tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]) -> None:
+    _, judgments, answers = published
+    ours = [to_judgment(_old(row)) for row in judgments]
+    styles = {(row["model"].replace(BASELINE, "gpt-4-0314"), row["uid"]): style_of(row["metadata"]) for row in answers}
+    (board,) = boards(ours, styles, ("length", "markdown"), "reference", 10, 0, 0.5)
+    rows = reference_rows(ours, styles, whole_battles=False)
+    expected = reference_v01_controlled(rows, ("length", "markdown"), seeded_indices(len(rows.outcomes), 100, 0)).scores
+    assert {standing.model: standing.controlled for standing in board.standings} == expected
 
 
 def _old(row: dict[str, Any]) -> dict[str, Any]:
