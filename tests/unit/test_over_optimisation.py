@@ -20,7 +20,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.plan import Plan, plan
 from rlhf_core.recipe import load_recipe
 from rlhf_core.types import Game, Judgment, WinRate
-from tests.unit.test_evaluation_run import TEMPLATE, Setting, evaluate, make_model, make_reward_model, request, setting  # noqa: F401
+from tests.evaluations import Setting, evaluate, make_model, make_reward_model, make_setting
 
 QUESTIONS = 400
 
@@ -192,7 +192,12 @@ def test_models_that_encode_answers_differently_have_no_kl(tmp_path: Path) -> No
 # The stage and the plan
 
 
-def test_the_stage_measures_all_three_and_says_so(setting: Setting) -> None:  # noqa: F811
+@pytest.fixture
+def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    return make_setting(tmp_path, monkeypatch)
+
+
+def test_the_stage_measures_all_three_and_says_so(setting: Setting) -> None:
     make_reward_model(setting, "rm", 3)
     for seed, name in enumerate(("sft", "dpo", "ppo")):
         torch.manual_seed(seed)
