@@ -18,6 +18,7 @@ from rlhf_core.recipe import load_recipe
 from rlhf_core.revisions import forget
 from rlhf_core.stage import StageRequest
 from tasks.gates import check_gates
+from tasks.keys import provided, variables
 from tasks.report import reported, statuses_of
 from tasks.stages import run_stage
 
@@ -34,17 +35,20 @@ def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: boo
     loaded = recipe_of(recipe, overrides)
     if latest:
         look_up_anew(loaded)
-    planned = plan(loaded)
-    run_all(planned, planned.nodes)
+    with provided(variables(loaded)):
+        planned = plan(loaded)
+        run_all(planned, planned.nodes)
 
 
 @flow(name="stage", flow_run_name=run_name, persist_result=False)
 def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> None:
     """Runs one stage of a recipe (or the stages of one loop or round) and no other."""
-    planned = plan(recipe_of(recipe, overrides))
-    nodes = planned.stages_of(name)
-    require_parents(planned, nodes)
-    run_all(planned, nodes)
+    loaded = recipe_of(recipe, overrides)
+    with provided(variables(loaded)):
+        planned = plan(loaded)
+        nodes = planned.stages_of(name)
+        require_parents(planned, nodes)
+        run_all(planned, nodes)
 
 
 def recipe_of(recipe: Recipe | str, overrides: tuple[str, ...]) -> Recipe:
