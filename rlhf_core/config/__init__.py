@@ -72,9 +72,7 @@ class Recipe(Frozen):
     """A base model, stages, and where their artifacts live."""
 
     name: str = Field(description="name of the recipe; artifacts are filed under it", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    base_model: str = Field(
-        description="local folder, Hub id, or Hub id at a revision (owner/name@REVISION) of the model every chain starts from"
-    )
+    base_model: str = Field(description="local folder or Hub id of the model every chain starts from")
     artifacts: str = Field("artifacts", description="folder of all run directories")
     seed: int = Field(0, ge=0, description="seed of every stage")
     trust_remote_code: bool = Field(False, description="allow model code from the Hub")
