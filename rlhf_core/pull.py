@@ -1,8 +1,8 @@
 """A model from the Hub to a folder, pinned to one commit, so that a stage that starts from it can say from exactly what.
 
 Safetensors, configuration and tokenizer are fetched, never pickles or code. `pulled.json`, written last with every file's size and
-SHA-256, names repository and commit; the lineage reads it. A pull that was cut off goes on where it was when it is run again.
-Not here: data sets. A recipe names them by Hub id or file.
+SHA-256, names repository and commit; the lineage reads it. A pull that was cut off goes on where it was when it is run again. The base
+that an adapter names with a revision is fetched to the client's cache. Not here: data sets. A recipe names them by Hub id or file.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from huggingface_hub.hf_api import RepoFile
 from rlhf_core.hub_requests import PATIENCE, TOKEN_ENV, Patience, patiently, read_refusal
 from rlhf_core.lineage import HUB_ID, PULLED, pulled
 from rlhf_core.published import MODEL_FILES, check_loads
+from rlhf_core.snapshots import pinned_base, snapshot
 from rlhf_core.stage import file_digest, write_text
 from rlhf_core.types import FileInfo
 
@@ -61,6 +62,9 @@ def pull(model: str, folder: Path, patience: Patience = PATIENCE) -> str:
         patiently(f"send {file.path}", repo_id, functools.partial(_fetch, api, repo_id, commit, file, partial), patience, refusal)
         manifest[file.path] = FileInfo(size=file.size, sha256=file_digest(partial / file.path)).model_dump()
     check_loads(partial)
+    if base := pinned_base(partial):
+        print(f"{repo_id} is an adapter of {base}, which goes to the Hub's cache of this machine", flush=True)
+        snapshot(base)
     shutil.rmtree(partial / ".cache", ignore_errors=True)  # the client's notes on downloads
     write_text(partial / PULLED, json.dumps({"repo_id": repo_id, "commit": commit, "files": manifest}, indent=2) + "\n")
     if folder.exists():

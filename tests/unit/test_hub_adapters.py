@@ -115,6 +115,7 @@ def test_training_starts_from_an_adapter_and_its_base_as_it_was(
     if how == "pulled":
         base = str(tmp_path / "pulled")
         assert pull(ADAPTER, Path(base), ONCE) == commit_of(server, ADAPTER)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # base and adapter are here: nothing else is needed
     model, rows = ("model", "sft.jsonl") if kind == "sft" else ("policy", "preferences.jsonl")
     planned = chain(material, tmp_path / "artifacts", base, **{kind: training(material, rows, **{model: "base"})})
     out = run(planned, planned[kind])
