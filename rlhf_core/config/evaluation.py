@@ -98,6 +98,8 @@ class Evaluation(Gated):
     def _sample_for_kl(self) -> Evaluation:
         if self.proxy is not None and self.temperature != 1:
             raise ValueError("proxy needs the models' own distribution, because the KL is measured on their answers: set temperature to 1")
+        if self.proxy is not None and isinstance(self.judges[0], RewardJudge) and self.judges[0].reward == self.proxy:
+            raise ValueError(f"the proxy {self.proxy} is also the judge that decides, and would agree with itself: put another judge first")
         return self
 
 

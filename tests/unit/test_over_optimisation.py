@@ -254,6 +254,7 @@ def test_checkpoints_of_a_ppo_run_are_models_by_name(planned: Callable[..., Plan
             r"^stages\.evaluation\.models: unknown name 'ppo\.iteration30'; did you mean ppo\.iteration",
         ),
         ("evaluation.temperature=0", r"stages\.evaluation: proxy needs the models' own distribution.*set temperature to 1"),
+        ("evaluation.judges=[{kind: reward}]", r"stages\.evaluation: the proxy reward_model is also the judge that decides.*put another"),
         ("evaluation.proxy=sft", r"stages\.evaluation\.proxy: sft is of kind sft, but a reward model is needed here"),
         ("ppo.export_at=[0]", r"stages\.ppo\.export_at\.0: input should be greater than 0"),
     ],
