@@ -132,6 +132,21 @@ def test_training_starts_from_an_adapter_and_its_base_as_it_was(
     assert AutoTokenizer.from_pretrained(out)("a word").input_ids
 
 
+def test_an_adapter_trained_on_an_adapter_is_both(material: Path, tmp_path: Path, server: Hub) -> None:
+    first = publish_adapter(material, tmp_path / "artifacts")
+    sft = training(material, "sft.jsonl", model="base", lora={"rank": 2, "alpha": 8.0, "export": "adapter"})
+    planned = chain(material, tmp_path / "again", f"{ADAPTER}@main", sft=sft)
+    second = run(planned, planned["sft"])
+    named = json.loads((second / "adapter_config.json").read_text())
+    assert (named["base_model_name_or_path"], named["revision"]) == (ADAPTER, commit_of(server, ADAPTER))
+    with torch.no_grad():
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(material / "base"), first).merge_and_unload()
+        before = model(TOKENS).logits
+        expected = PeftModel.from_pretrained(model, second).merge_and_unload()(TOKENS).logits
+        assert torch.equal(load_policy(str(second)).model(TOKENS).logits, expected)
+    assert (expected - before).abs().max() > 1e-3
+
+
 def test_an_adapter_without_a_tokenizer_takes_that_of_its_base(material: Path, tmp_path: Path, server: Hub) -> None:
     publish_adapter(material, tmp_path / "artifacts")
     repository = server.repositories[ADAPTER]
