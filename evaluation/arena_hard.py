@@ -6,12 +6,12 @@ quantiles; its style-controlled score is a Bradley-Terry fit with z-scored style
 Bradley-Terry fit by unpenalised logistic regression on all rows, with 95 % quantiles of bootstraps; a failed game is left out alone.
 Ours resamples questions (all their games and models together) with a seed, and does not centre the features, so that style
 control compares answers of the same style, also with one model. `indices` are row numbers, so that both can resample alike.
-v0.1's own style control (an L2 penalty, other features) is not here.
+v0.1's style control has other features and an L2 penalty on all its coefficients, the models' too (scikit-learn's default, C = 1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from scipy.special import expit
 
 from evaluation.bradley_terry import NO_RIDGE, RIDGE, STYLE_RIDGE, fit, one_hot
 from evaluation.scoring import STRONG_ROWS, Floats, arena_clusters
-from evaluation.style import FEATURES, Control, Style, columns, features, scaled, standardised
+from evaluation.style import FEATURES, Control, Style, columns, features, features_v01, scaled, standardised
 from rlhf_core.types import Judgment
 
 Indices = NDArray[np.int64]
@@ -56,7 +56,7 @@ class Controlled(NamedTuple):
 
 def reference_rows(judgments: Sequence[Judgment], styles: Styles | None = None, whole_battles: bool = True) -> Rows:
     """The reference's rows in its order: for each judgment game 1's, then game 0's. `whole_battles` False: v0.1, which drops failed
-    games one by one."""
+    games one by one and has features of its own."""
     kept = [j for j in judgments if not whole_battles or None not in j.scores]
     rows = [
         (judgment, score)
@@ -65,7 +65,8 @@ def reference_rows(judgments: Sequence[Judgment], styles: Styles | None = None, 
         if score is not None
         for _ in range(STRONG_ROWS if game.score in ("A>>B", "B>>A") else 1)
     ]
-    return _rows([judgment for judgment, _ in rows], [score for _, score in rows], [1.0] * len(rows), styles)
+    judged, scores = [judgment for judgment, _ in rows], [score for _, score in rows]
+    return _rows(judged, scores, [1.0] * len(rows), styles, features if whole_battles else features_v01)
 
 
 def question_rows(judgments: Sequence[Judgment], styles: Styles | None, arena: bool) -> Rows:
@@ -98,6 +99,27 @@ def reference_v01(rows: Rows, indices: Indices) -> dict[str, Estimate]:
     chances = expit(fit(design, rows.outcomes, weights, np.full(len(names), NO_RIDGE)))
     bounds = np.quantile(chances[1:], [0.025, 0.975], axis=0)
     return {name: Estimate(float(chances[0, i]), float(bounds[0, i]), float(bounds[1, i])) for i, name in enumerate(names)}
+
+
+def reference_v01_controlled(rows: Rows, controls: Sequence[Control], indices: Indices) -> Controlled:
+    """v0.1's style control: rows of `reference_rows` with `whole_battles` False, 95 % quantiles of bootstraps around the fit to all rows.
+
+    The reference doubles every row, has a coefficient for the baseline too, in units of ln 10, and adds half the squares of all of them to
+    the summed loss.
+    """
+    assert rows.features is not None, "style control needs the styles of the answers"
+    indicators, names = one_hot(rows.models)
+    scale, count = np.log(10), len(rows.outcomes)
+    values = standardised(rows.features[:, columns(controls)], ddof=0)
+    design = np.hstack([scale * indicators, np.full((count, 1), -scale), values])
+    weights = np.vstack([np.ones((1, count)), _counts(indices)])
+    coefficients = fit(design, rows.outcomes, weights, np.full(design.shape[1], 1 / (2 * count)))
+    strength, effects = coefficients[:, : len(names)], coefficients[:, len(names) + 1 :]
+    chances = expit(scale * (strength - coefficients[:, len(names) : len(names) + 1]))
+    return Controlled(
+        {name: _quantiles(chances[:, i], "first", 0.025) for i, name in enumerate(names)},
+        {FEATURES[column]: _quantiles(effects[:, i], "first", 0.025) for i, column in enumerate(columns(controls))},
+    )
 
 
 def controlled(rows: Rows, controls: Sequence[Control], rounds: int, seed: int) -> Controlled:
@@ -148,12 +170,18 @@ def _counts(indices: Indices) -> Floats:
     return np.stack([np.bincount(drawn, minlength=indices.shape[1]) for drawn in indices]).astype(np.float64)
 
 
-def _rows(judgments: Sequence[Judgment], outcomes: Sequence[float], weights: Sequence[float], styles: Styles | None) -> Rows:
+def _rows(
+    judgments: Sequence[Judgment],
+    outcomes: Sequence[float],
+    weights: Sequence[float],
+    styles: Styles | None,
+    compare: Callable[[Sequence[Style], Sequence[Style]], Floats] = features,
+) -> Rows:
     if not judgments:
         raise ValueError("no game has a verdict, so there is no score: look at the judgments for the reason")
     values = None
     if styles is not None:
-        values = features([_style(styles, j.model, j.uid) for j in judgments], [_style(styles, j.baseline, j.uid) for j in judgments])
+        values = compare([_style(styles, j.model, j.uid) for j in judgments], [_style(styles, j.baseline, j.uid) for j in judgments])
     return Rows([j.uid for j in judgments], [j.model for j in judgments], np.array(outcomes, np.float64), np.array(weights), values)
 
 

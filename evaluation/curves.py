@@ -17,11 +17,12 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from evaluation.over_optimisation import OverOptimisation
 from evaluation.summary import Curve
 from rlhf_core.types import WinRate
 
 COLOURS = ("#2563a8", "#d9822b", "#2e8b6f", "#a8437a", "#6f5bb0", "#7a8794", "#b8a11f", "#3aa0b8")
-INK, PALE = "#3c4650", "#dde3e9"
+INK, PALE, RED = "#3c4650", "#dde3e9", "#c0392b"
 MAX_POINTS = 300
 WIDTH, ROW = 10.95, 2.0  # inches: a stage's figure, and one row of its panels
 STYLE: dict[Any, Any] = {  # matplotlib types its keys as one long Literal
@@ -225,6 +226,38 @@ def tax_chart(losses: Sequence[Lost], baseline: str, unit: str) -> str:
         if len(models) > 1:
             figure.legend(loc="outside lower center", ncols=3, handlelength=1, columnspacing=1.4)
         return _svg(figure, "alignment tax")
+
+
+def over_optimisation_chart(found: OverOptimisation) -> str:
+    """Proxy reward and win rate over the square root of the KL from the baseline, as Gao et al. (2022) draw them. A ring marks points that
+    the proxy likes more and the judge less than an earlier one of their chain; a thick one: surely."""
+    start, *points = found.points
+    chains = {name: [start, *(p for p in points if p.chain == name)] for name in dict.fromkeys(point.chain for point in points)}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        right.axhline(50, color="#8a949e", linewidth=0.9, linestyle=(0, (4, 3)))
+        for colour, (name, chain) in zip(COLOURS * len(chains), chains.items(), strict=False):
+            chain = sorted(chain, key=lambda point: point.kl)
+            x = [math.sqrt(max(point.kl, 0.0)) for point in chain]  # an estimate of a KL near zero may be negative
+            won = [(100 * p.ci_low, 100 * p.win_rate, 100 * p.ci_high) for p in chain]
+            liked = [(p.proxy - 1.96 * p.proxy_error, p.proxy, p.proxy + 1.96 * p.proxy_error) for p in chain]
+            for ax, bands in ((left, liked), (right, won)):
+                low, middle, high = zip(*bands, strict=True)
+                ax.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+                ax.plot(x, middle, "o-", color=colour, markersize=4, linewidth=1.4, label=_short(name))
+                rings = [(at, y, p.suspicion == "sure") for at, y, p in zip(x, middle, chain, strict=True) if p.suspicion != "none"]
+                for at, y, sure in rings:
+                    ax.plot(
+                        [at], [y], "o", markersize=11, markerfacecolor="none", markeredgecolor=RED, markeredgewidth=1.8 if sure else 0.8
+                    )
+        left.set_title(f"What was climbed: mean score of {_short(found.proxy)}")
+        right.set_title(f"What was wanted: battles won against {_short(found.baseline)} (%)")
+        for ax in (left, right):
+            ax.set_xlabel(f"square root of the KL from {_short(found.baseline)} (nats an answer)", fontsize=7.5)
+        if len(chains) > 1:
+            right.legend(loc="best", handlelength=1.4)
+        return _svg(figure, "over-optimisation")
 
 
 def rounds_chart(chains: Sequence[Sequence[tuple[str, float, float, float]]], training: str) -> str:

@@ -109,11 +109,12 @@ class RewardJudge:
 
     def judge(self, matches: Sequence[Match]) -> list[Game]:
         texts = {(m.question.uid, text): m.question for m in matches for text in (m.answer_a, m.answer_b)}
-        documents = [self._document(question, text) for (_, text), question in texts.items()]
+        documents = [self.document(question, text) for (_, text), question in texts.items()]
         scores = dict(zip(texts, self.score(documents), strict=True))
         return [self._game(scores[m.question.uid, m.answer_a], scores[m.question.uid, m.answer_b]) for m in matches]
 
-    def _document(self, question: Question, text: str) -> Document:
+    def document(self, question: Question, text: str) -> Document:
+        """What the reward model reads of an answer."""
         prompt, _ = self.renderer.prompt_within(question.messages, self.prompt_max_len)
         return self.renderer.answer_tokens(prompt, text).cut(len(prompt) + self.answer_max_len)
 

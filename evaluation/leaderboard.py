@@ -21,6 +21,7 @@ from evaluation.arena_hard import (
     reference_raw,
     reference_rows,
     reference_v01,
+    reference_v01_controlled,
     seeded_indices,
 )
 from evaluation.scoring import arena_clusters, interval, swap_consistency
@@ -151,4 +152,4 @@ def _reference(judgments: Sequence[Judgment], category: str, styles: Styles | No
             raw[model] = reference_raw(outcomes, seeded_indices(len(outcomes), REFERENCE_ROUNDS, seed))
     if styles is None or not controls:
         return raw, {}, {}
-    return raw, *reference_controlled(rows, controls, indices)
+    return raw, *(reference_v01_controlled if category == V01 else reference_controlled)(rows, controls, indices)

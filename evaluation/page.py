@@ -7,6 +7,7 @@ marked safe. A part that is missing (no evaluation, a failed stage, no metrics) 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +19,24 @@ from markupsafe import Markup
 from pydantic import ValidationError
 
 from evaluation.battles import examples
-from evaluation.curves import Lost, Run, calibration_chart, rounds_chart, stage_chart, tax_chart, win_rate_chart
+from evaluation.curves import (
+    Lost,
+    Run,
+    calibration_chart,
+    over_optimisation_chart,
+    rounds_chart,
+    stage_chart,
+    tax_chart,
+    win_rate_chart,
+)
 from evaluation.dag import HEIGHT, WIDTH, draw
+from evaluation.over_optimisation import FILE as OVER_OPTIMISATION
+from evaluation.over_optimisation import OverOptimisation
 from evaluation.reward_eval import REWARD_MODELS, RewardReports
 from evaluation.summary import Evaluated, Evidence, StageView, as_json, read, read_evaluation, summary_of, trend
 from evaluation.tax_report import TAX, TaxReport
 from evaluation.words import controlled, duration, interval, number, percent
+from rlhf_core.config import Evaluation, Publication
 from rlhf_core.data.report import stored_warnings
 from rlhf_core.gates import holding
 from rlhf_core.stage import LOG, write_text
@@ -67,6 +80,16 @@ class Tax(NamedTuple):
     svg: Markup | None
 
 
+class PublishedRow(NamedTuple):
+    """What a publication stage put where: on the Hub with commit and tag, or in a folder."""
+
+    stage: str
+    what: str
+    where: str
+    files: float
+    megabytes: float
+
+
 class Chart(NamedTuple):
     """The curves of one stage or loop, and its result's metrics (`notes`), which speak of `when`."""
 
@@ -93,6 +116,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
     agreement = [f"{judge} in {percent(share)}" for judge, share in evaluated.report.agreement.items()] if evaluated else []
     reward_models = _reward_models(evaluated)
     calibrations = {m.model: [(b.confidence, b.accuracy, b.pairs) for b in m.calibration] for m in reward_models.models}
+    over = _over_optimisation(evaluated)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -119,15 +143,19 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         rows=_rows(evaluated) if evaluated else [],
         categories=sorted({category for rate in evaluated.decided.values() for category in rate.by_category}) if evaluated else [],
         judges=_judges(evaluated) if evaluated else [],
+        judges_told=_judges_told(evaluated),
         reward_models=reward_models,
         answering=_answering(evaluated),
         taxes=_taxes(stages),
         calibration=Markup(calibration_chart(calibrations)) if calibrations else None,
+        over_optimisation=over,
+        over_optimisation_chart=Markup(over_optimisation_chart(over)) if over else None,
         groups=examples(evaluated) if evaluated else [],
         charts=_charts(stages, chains),
         data=_data(stages),
         data_warnings={stage.view.name: found for stage in stages if (found := _data_warnings(Path(stage.view.run_dir)))},
         origins={stage.view.name: _origins(stage, stages) for stage in stages},
+        published=_published(stages),
         environments=_environments(stages),
         configs={stage.view.name: _config(stage) for stage in stages},
     )
@@ -261,6 +289,37 @@ def _judges(evaluated: Evaluated) -> list[JudgeRow]:
     ]
 
 
+JUDGES_TOLD = {
+    "rule": "A rule compares every answer with the known one: right beats wrong.",
+    "reward": "A reward model prefers the answer that it scores higher.",
+    "openai": "A chat model is asked as Arena-Hard asks, twice for each question.",
+}
+
+
+def _judges_told(evaluated: Evaluated | None) -> str:
+    """What the kinds of judges of this evaluation do, in a sentence each."""
+    config = evaluated.stage.request.config if evaluated and evaluated.stage.request else None
+    kinds = dict.fromkeys(judge.kind for judge in config.judges) if isinstance(config, Evaluation) else ()
+    return " ".join(JUDGES_TOLD[kind] for kind in kinds if kind in JUDGES_TOLD)
+
+
+def _published(stages: Sequence[Evidence]) -> list[PublishedRow]:
+    rows = []
+    for stage in stages:
+        if stage.view.kind != "publication" or stage.result is None or stage.request is None:
+            continue
+        config, metrics = stage.request.config, stage.result.metrics
+        assert isinstance(config, Publication)
+        try:
+            receipt = json.loads((stage.view.run_dir / stage.result.outputs["hub"]).read_text())
+            where = f"{receipt['repo_id']}, branch {config.branch}, tag {receipt['tag']}, commit {receipt['commit'][:12]}"
+        except (OSError, ValueError, KeyError):
+            where = f"not sent to the Hub; in stages/{stage.view.run_dir.name}"
+        what = config.model or config.dataset or ""
+        rows.append(PublishedRow(stage.view.name, what, where, metrics.get("files", math.nan), metrics.get("bytes", math.nan) / 1e6))
+    return rows
+
+
 def _reward_models(evaluated: Evaluated | None) -> RewardReports:
     """Empty when none were evaluated."""
     try:
@@ -294,6 +353,13 @@ def _taxes(stages: Sequence[Evidence]) -> list[Tax]:
         losses = [Lost(row.task, row.model, scale * row.tax, *bound) for row, bound in zip(report.main, bounds, strict=True)]
         found.append(Tax(stage.view.name, report, Markup(tax_chart(losses, report.baseline, unit)) if losses else None))
     return found
+
+
+def _over_optimisation(evaluated: Evaluated | None) -> OverOptimisation | None:
+    try:
+        return OverOptimisation.model_validate_json((evaluated.folder / OVER_OPTIMISATION).read_text()) if evaluated else None
+    except (OSError, ValidationError):
+        return None
 
 
 def _charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> list[Chart]:

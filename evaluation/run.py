@@ -2,14 +2,14 @@
 
 `report/eval.json` is the report of the first judge, `report/second_opinions.json` the list of the others' (same record);
 `report/answers/<model>.jsonl` and `report/judgments/<judge>.jsonl` are in Arena-Hard's formats. `report/reward_models.json` is there
-when reward models were evaluated on pairs.
+when reward models were evaluated on pairs, `report/over_optimisation.json` when there is a proxy.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import fmean
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from evaluation import reward_eval
+from evaluation import over_optimisation, reward_eval
 from evaluation.answers import (
     Engine,
     ModelAnswer,
@@ -30,7 +30,7 @@ from evaluation.answers import (
     write_answers,
 )
 from evaluation.arena_files import judgment_lines, token_counter
-from evaluation.judge import RuleJudge, battles
+from evaluation.judge import RewardJudge, RuleJudge, battles
 from evaluation.judges import judge_names, judging, load_reward_model, make_judge
 from evaluation.questions import Question, load_questions
 from evaluation.remote_answers import answer_remotely, answering_metrics
@@ -45,7 +45,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.data.rows import load_rows
 from rlhf_core.stage import Outcome, RunDir, StageRequest, digest, write_text
 from rlhf_core.tracking import Tracker
-from rlhf_core.types import Answering, Judging, Judgment
+from rlhf_core.types import Answering, EvalReport, Judging, Judgment
 
 if TYPE_CHECKING:
     from rlhf_core.rollout.engine import Sampler
@@ -90,6 +90,10 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     }
     made = make_reports(judgments, config.baseline, styles, about, use, config.bootstrap_rounds, request.seed)
     reports = [report.model_copy(update={"answering": answering}) for report in made]
+    if config.proxy:
+        found = over_optimisation_of(request, config, questions, texts, judgments[reports[0].judge], reports[0])
+        write_text(run / REPORT / over_optimisation.FILE, found.model_dump_json(indent=2))
+        metrics |= over_optimisation.metrics(found)
     if config.reward_evaluation:
         reward_models = evaluate_reward_models(request, config, config.reward_evaluation)
         write_text(run / REPORT / reward_eval.REWARD_MODELS, reward_models.model_dump_json(indent=2))
@@ -182,6 +186,36 @@ def answer_all(
     finally:
         engine.close()
     return answers, answering
+
+
+def over_optimisation_of(
+    request: StageRequest,
+    config: configs.Evaluation,
+    questions: Sequence[Question],
+    texts: Mapping[str, Sequence[str]],
+    judged: Sequence[Judgment],
+    report: EvalReport,
+) -> over_optimisation.OverOptimisation:
+    """The proxy's scores and the KL of every judged model's answers, beside the deciding judge's win rates."""
+    from evaluation.kl import Reading, log_ratios  # only when there is something to measure: it loads models
+
+    assert config.proxy is not None
+    models = [config.baseline, *(model for model in config.models if model != config.baseline)]
+    reading = Reading(
+        config.template, config.prompt_max_len, config.generate_max_len, config.micro_rollout_batch_size, request.trust_remote_code
+    )
+    ratios = log_ratios(questions, {model: texts[model] for model in models}, request.inputs, config.baseline, config.dtype, reading)
+    scorer, renderer = load_reward_model(config.proxy, request, config, config.template)
+    judge = RewardJudge("proxy", scorer.score, renderer, 0.0, config.prompt_max_len, config.generate_max_len)
+    uids = [question.uid for question in questions]
+    measured = {}
+    for model in models:
+        scores = np.array(scorer.score([judge.document(*pair) for pair in zip(questions, texts[model], strict=True)]))
+        half = np.full(len(questions), 0.5)
+        battles = half if model == config.baseline else over_optimisation.battle_scores(judged, model, config.baseline, uids)
+        measured[model] = over_optimisation.Measured(ratios[model], scores, battles)
+    rates = {rate.model: rate for rate in report.win_rates}
+    return over_optimisation.curve(config.proxy, config.baseline, measured, rates, config.bootstrap_rounds, request.seed)
 
 
 def evaluate_reward_models(

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_core.gates import Verdict
+from rlhf_core.config.gates import Verdict
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
 from rlhf_core.types import EvalReport, StageResult, WinRate

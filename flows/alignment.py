@@ -10,12 +10,16 @@ from pathlib import Path
 from prefect import flow, runtime
 
 from rlhf_core.check import require_here
-from rlhf_core.config import Recipe
-from rlhf_core.gates import GateFailed, Verdict, holding
+from rlhf_core.config import Publication, Recipe
+from rlhf_core.config.gates import Verdict
+from rlhf_core.gates import GateFailed, gates_behind, holding, uncheckable
 from rlhf_core.plan import Node, Plan, plan
 from rlhf_core.recipe import load_recipe
+from rlhf_core.revisions import forget
+from rlhf_core.stage import StageRequest
 from tasks.gates import check_gates
-from tasks.report import reported
+from tasks.keys import provided, variables
+from tasks.report import reported, statuses_of
 from tasks.stages import run_stage
 
 
@@ -26,23 +30,37 @@ def run_name() -> str:
 
 
 @flow(name="alignment", flow_run_name=run_name, persist_result=False)
-def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = ()) -> None:
-    """Runs all stages of a recipe (a file, or the recipe itself), parents first, and writes its report."""
-    planned = plan(recipe_of(recipe, overrides))
-    run_all(planned, planned.nodes)
+def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: bool = False) -> None:
+    """Runs all stages of a recipe (a file, or the recipe itself), parents first, and writes its report. `latest`: see `look_up_anew`."""
+    loaded = recipe_of(recipe, overrides)
+    if latest:
+        look_up_anew(loaded)
+    with provided(variables(loaded)):
+        planned = plan(loaded)
+        run_all(planned, planned.nodes)
 
 
 @flow(name="stage", flow_run_name=run_name, persist_result=False)
 def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> None:
     """Runs one stage of a recipe (or the stages of one loop or round) and no other."""
-    planned = plan(recipe_of(recipe, overrides))
-    nodes = planned.stages_of(name)
-    require_parents(planned, nodes)
-    run_all(planned, nodes)
+    loaded = recipe_of(recipe, overrides)
+    with provided(variables(loaded)):
+        planned = plan(loaded)
+        nodes = planned.stages_of(name)
+        require_parents(planned, nodes)
+        run_all(planned, nodes)
 
 
 def recipe_of(recipe: Recipe | str, overrides: tuple[str, ...]) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+
+
+def look_up_anew(recipe: Recipe) -> None:
+    """Forgets which commits the recipe's branches and tags of the Hub stand for, once its last run is finished: a loop goes on from what
+    it published last, and a run that was cut off goes on with the commits that it began with."""
+    folder = Path(recipe.artifacts).absolute() / recipe.name
+    if all(status in ("done", "skipped") for status in statuses_of(folder).values()):
+        forget(folder)
 
 
 def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
@@ -63,30 +81,40 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
             held.add(node.name)
 
     with reported(planned) as statuses:
-        for parent in parents_of(planned, nodes):
-            pass_gates(parent)
+        for ancestor in planned.ancestors(nodes):  # done in an earlier run, with gates that count now as well
+            if held.intersection(ancestor.parents):
+                held.add(ancestor.name)
+            pass_gates(ancestor)
         for node in nodes:
             if held.intersection(node.parents):
                 held.add(node.name)
                 continue
             statuses[node.name] = "failed"  # until it is done
-            statuses[node.name] = run_stage(planned.request(node), node.run_dir)
+            statuses[node.name] = run_stage(request_of(planned, node), node.run_dir)
             pass_gates(node)
         if failed:
             raise GateFailed(failed)
 
 
-def parents_of(planned: Plan, nodes: tuple[Node, ...]) -> list[Node]:
-    """Parents of stages that are not among them: done in an earlier run, with gates that count now as well."""
-    here = {node.name for node in nodes}
-    return [planned[name] for name in dict.fromkeys(parent for node in nodes for parent in node.parents) if name not in here]
+def request_of(planned: Plan, node: Node) -> StageRequest:
+    """What a stage's process is asked; a publication also hears which gates its stages passed, for its card."""
+    request = planned.request(node)
+    return request.model_copy(update={"gates": gates_behind(planned, node)}) if isinstance(node.config, Publication) else request
 
 
 def require_parents(planned: Plan, nodes: tuple[Node, ...]) -> None:
-    """Raises ValueError when a stage's parents are neither done nor about to be run with it."""
-    missing = [parent.name for parent in parents_of(planned, nodes) if not parent.done]
+    """Raises ValueError when a stage's parents are neither done nor about to be run with it, or the gates behind a publication cannot be
+    checked."""
+    here = {node.name for node in nodes}
+    parents = dict.fromkeys(parent for node in nodes for parent in node.parents if parent not in here)
+    missing = [name for name in parents if not planned[name].done]
     if missing:
         raise ValueError(
             f"stage {nodes[0].name} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not done: "
             f"run `alignflow stage {missing[0]} RECIPE` first, or `alignflow run RECIPE` for all"
+        )
+    if gone := uncheckable(planned, nodes):
+        raise ValueError(
+            f"stage {nodes[-1].name} depends on {gone[0].name}, whose gates cannot be checked because its result is gone: "
+            f"run `alignflow stage {gone[0].name} RECIPE` again, or take its gates out of the recipe"
         )

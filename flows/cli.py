@@ -25,6 +25,7 @@ from rlhf_core.gates import GateFailed
 from rlhf_core.launch import ENVIRONMENT, WRONG_INPUT, StageFailed, raised_by_us
 from rlhf_core.plan import Plan, plan
 from rlhf_core.recipe import load_recipe
+from rlhf_core.revisions import PINS
 from rlhf_core.stage import write_text
 
 OK, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
@@ -49,7 +50,7 @@ app = App(
 
 
 @app.command
-def run(recipe: Path, *overrides: str, dry_run: bool = False) -> int:
+def run(recipe: Path, *overrides: str, dry_run: bool = False, latest: bool = False) -> int:
     """Run all stages of a recipe that are not done yet.
 
     Parameters
@@ -57,8 +58,15 @@ def run(recipe: Path, *overrides: str, dry_run: bool = False) -> int:
     recipe: YAML file.
     overrides: <stage>.<field>=<value>, such as ppo.actor_learning_rate=5e-7, or seed=1.
     dry_run: only show the stages, what would be skipped and why.
+    latest: look up branches and tags of the Hub anew, unless the last run of this recipe is still to be finished.
     """
-    planned = plan(load_recipe(recipe, overrides))
+    loaded = load_recipe(recipe, overrides)
+    if latest and not dry_run:
+        from flows.alignment import look_up_anew
+
+        look_up_anew(loaded)
+    planned = plan(loaded)
+    _tell_pins(planned)
     if dry_run:
         from flows.show import show_plan
 
@@ -92,7 +100,8 @@ def stage(name: str, recipe: Path, *overrides: str) -> int:
 
 @app.command
 def validate(recipe: Path, *overrides: str, here: bool = False) -> int:
-    """Check a recipe: keys, values, and that its stages fit together. Needs neither its files nor a network.
+    """Check a recipe: keys, values, and that its stages fit together. Needs none of its files, and a network only to look up branches and
+    tags of the Hub.
 
     Parameters
     ----------
@@ -101,6 +110,7 @@ def validate(recipe: Path, *overrides: str, here: bool = False) -> int:
     here: also check files, columns, tokenizer, limits and this machine's resources, as run does before any work.
     """
     planned = plan(load_recipe(recipe, overrides))
+    _tell_pins(planned)
     inputs = check_inputs(planned, planned.nodes) if here else []
     machine = check_machine(planned, planned.nodes) if here else []
     for problem in inputs + machine:
@@ -368,6 +378,11 @@ def _run(planned: Plan, flow: Callable[[], object]) -> int:
     finally:
         show_end(console, planned, statuses_of(planned.folder))
     return OK
+
+
+def _tell_pins(planned: Plan) -> None:
+    for pin in planned.pins:
+        console.print(f"{pin.reference} is commit {pin.commit}, kept in {planned.folder / PINS}", markup=False, highlight=False)
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -8,12 +8,13 @@ data set of the Hub (that format has no other way to name them), and to `eval_re
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import yaml
 
-from rlhf_core.lineage import Ancestor, is_hub_id, shown, sources, stages, trained, tree
+from rlhf_core.config.gates import Verdict
+from rlhf_core.lineage import Ancestor, is_hub_id, parted, shown, sources, stages, trained, tree
 from rlhf_core.types import EvalReport, WinRate
 
 VERBS = {
@@ -28,6 +29,7 @@ CONDITIONED = (
     "The model was trained with the reward of each answer at the end of its prompt: put the text in `prompt_suffix.json` after your last "
     "message to ask for its best answers, as the scores below did.\n"
 )
+GATE_COLUMNS = ("stage", "metric", "value", "asked for", "verdict")
 PLAIN_KEYS = ("template",)  # a text with slashes in it, not a place
 HIDDEN_KEYS = ("base_url", "folder")  # names of this machine and its network, of no use elsewhere
 
@@ -41,21 +43,25 @@ def card(
     is_reward_model: bool,
     has_chat_template: bool,
     adapts: str | None = None,
+    branch: str = "main",
+    gates: Sequence[Verdict] = (),
 ) -> str:
     """README.md of a model.
 
     `model` is the lineage of the checkpoint, `name` what the evaluation calls it, `title` the heading (a Hub id, or a name), `adapts` the
-    Hub repository of the model that an adapter belongs to (None: a whole model).
+    Hub repository of the model that an adapter belongs to (None: a whole model), `branch` where it is published, `gates` those of all
+    stages it comes from.
     """
     parts = [
         f"---\n{yaml.safe_dump(front_matter(model, license, is_reward_model, adapts), sort_keys=False, allow_unicode=True)}---\n",
         f"# {title}\n",
         _summary(model, is_reward_model),
         "## Use\n",
-        _use(title, is_reward_model, has_chat_template, adapts),
+        _use(title, is_reward_model, has_chat_template, adapts, branch),
         *([CONDITIONED] if model.config.get("condition") == "reward" else []),
         "## Scores\n",
         _scores(report, name),
+        *gate_section(gates),
         "## Lineage\n",
         "Each stage with the digest of everything that decided its result: configuration, parents, data, code.\n",
         f"```\n{tree(model)}\n```\n",
@@ -84,7 +90,7 @@ def front_matter(model: Ancestor, license: str, is_reward_model: bool, adapts: s
         header |= {"base_model": adapts, "base_model_relation": "adapter"}
     elif base.kind == "hub" and not base.is_stage:
         header |= {"base_model": base.name, "base_model_relation": "finetune"}
-    datasets = list(dict.fromkeys(source["path"] for _, _, source in sources(model) if is_hub_id(source["path"])))
+    datasets = list(dict.fromkeys(parted(source["path"])[0] for _, _, source in sources(model) if is_hub_id(source["path"])))
     if datasets:
         header["datasets"] = datasets
     return header
@@ -99,7 +105,7 @@ def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
         return None
     entries = [
         {
-            "dataset": {"id": questions, "task_id": "win_rate"},
+            "dataset": {"id": parted(questions)[0], "task_id": "win_rate"},
             "value": round(100 * rate.win_rate, 2),
             "notes": f"against {rate.baseline}, judge {rate.judge}, {_interval(rate)} %, {rate.num_questions} questions",
         }
@@ -119,8 +125,10 @@ def _summary(model: Ancestor, is_reward_model: bool) -> str:
     return f"{what} made with alignflow from {known}: {words}.\n"
 
 
-def _use(title: str, is_reward_model: bool, has_chat_template: bool, adapts: str | None) -> str:
-    place = title if is_hub_id(title) else "path/to/this/folder"
+def _use(title: str, is_reward_model: bool, has_chat_template: bool, adapts: str | None, branch: str) -> str:
+    place = f'"{title}"' if is_hub_id(title) else '"path/to/this/folder"'
+    if is_hub_id(title) and branch != "main":
+        place += f', revision="{branch}"'
     auto = "AutoModelForSequenceClassification" if is_reward_model else "AutoModelForCausalLM"
     if not has_chat_template:
         tokens = 'tokenizer("...", return_tensors="pt").input_ids'
@@ -131,14 +139,15 @@ def _use(title: str, is_reward_model: bool, has_chat_template: bool, adapts: str
         turns = '[{"role": "user", "content": "..."}]'
         tokens = f'tokenizer.apply_chat_template({turns}, add_generation_prompt=True, return_dict=False, return_tensors="pt")'
     last = "print(model(tokens).logits[0, 0])" if is_reward_model else "print(tokenizer.decode(model.generate(tokens)[0]))"
-    load = f'model = {auto}.from_pretrained("{adapts or place}"{", num_labels=1" if adapts and is_reward_model else ""})'
+    whole = f'"{adapts}"{", num_labels=1" if is_reward_model else ""}' if adapts else place
+    load = f"model = {auto}.from_pretrained({whole})"
     if adapts:
-        load += f'\nmodel = PeftModel.from_pretrained(model, "{place}")'
+        load += f"\nmodel = PeftModel.from_pretrained(model, {place})"
     return f"""```python
 {"from peft import PeftModel" + chr(10) if adapts else ""}from transformers import {auto}, AutoTokenizer
 
 {load}
-tokenizer = AutoTokenizer.from_pretrained("{place}")
+tokenizer = AutoTokenizer.from_pretrained({place})
 tokens = {tokens}
 {last}
 ```
@@ -183,6 +192,21 @@ def _scores(report: EvalReport | None, name: str) -> str:
     if own and len(own.by_category) > 1:
         parts.append(table(("category", "win rate %"), [(key, f"{100 * value:.1f}") for key, value in own.by_category.items()]))
     return "\n".join(parts)
+
+
+def gate_section(gates: Sequence[Verdict]) -> list[str]:
+    """The gates of the stages behind what is published; nothing where there are none. Only gates that warn can have failed."""
+    rows = [
+        (
+            verdict.stage,
+            verdict.gate.metric,
+            "" if verdict.value is None else f"{verdict.value:.6g}",
+            verdict.gate.bound,
+            "passed" if verdict.passed else f"**failed**: {verdict.meaning}".rstrip(": "),
+        )
+        for verdict in gates
+    ]
+    return ["## Gates\n", "What was asked of the stages before this was published.\n", table(GATE_COLUMNS, rows)] if rows else []
 
 
 def data_sets(model: Ancestor) -> str:

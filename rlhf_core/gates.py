@@ -7,13 +7,12 @@ at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from rlhf_core.config import StageConfig
-from rlhf_core.config.gates import Gate
-from rlhf_core.plan import Node
+from rlhf_core.config import Publication, StageConfig
+from rlhf_core.config.gates import Verdict
+from rlhf_core.plan import Node, Plan
 from rlhf_core.stage import RunDir
-from rlhf_core.types import Frozen, StageResult
+from rlhf_core.types import StageResult
 
 # By kind and the metric's first part, or the whole metric; the more exact one counts.
 MEANINGS: dict[str, dict[str, str]] = {
@@ -100,26 +99,6 @@ ANY = {
 }
 
 
-class Verdict(Frozen):
-    """A gate and what became of it. `value` None: the result has no such metric. `meaning` is empty unless the gate failed."""
-
-    stage: str
-    gate: Gate
-    value: float | None
-    passed: bool
-    meaning: str = ""
-
-    @property
-    def told(self) -> str:
-        """The metric, its value and the bound in one sentence without its full stop."""
-        found = f"{self.gate.metric} is {self.value:.6g}" if self.value is not None else f"its result has no metric {self.gate.metric}"
-        return f"stage {self.stage}: {found}, and the gate asks for {self.gate.bound}"
-
-    def record(self) -> dict[str, Any]:
-        """Flat and JSON-ready, for `summary.json` and other programs."""
-        return {**self.gate.model_dump(), "value": self.value, "passed": self.passed, "meaning": self.meaning}
-
-
 class GateFailed(RuntimeError):
     """Stages are done, but their results do not pass a gate, so what depends on them was not started."""
 
@@ -147,6 +126,18 @@ def gates_of(node: Node) -> tuple[Verdict, ...]:
     """The verdicts on a stage of a plan; none for one that is not done, or has no gates."""
     result = RunDir(node.run_dir).result() if node.config.gates else None
     return check(node.name, node.config, result) if result else ()
+
+
+def gates_behind(planned: Plan, node: Node) -> tuple[Verdict, ...]:
+    """The verdicts on every stage that a stage depends on, directly or not, parents first."""
+    return tuple(verdict for stage in planned.ancestors((node,)) for verdict in gates_of(stage))
+
+
+def uncheckable(planned: Plan, nodes: Sequence[Node]) -> list[Node]:
+    """Stages with gates that publications among `nodes` depend on, whose results are gone (or never were): no gate can be checked there."""
+    here = {node.name for node in nodes}
+    behind = planned.ancestors([node for node in nodes if isinstance(node.config, Publication) and not node.done])
+    return [stage for stage in behind if stage.config.gates and stage.name not in here and not stage.done]
 
 
 def holding(verdicts: Sequence[Verdict]) -> list[Verdict]:

@@ -6,7 +6,7 @@ tag means a whole model. Cut off anywhere and run again, it ends with the same c
 used, files that are there are not sent again, a commit whose answer was lost is recognised because nothing is left to change, and
 a tag that stands is checked and left alone. `upload_folder` is not used: with xet it splits a folder into several commits, and
 a reader could then see new weights under an old card. `create_commit` sends large files in the same streamed way.
-The token is read from HF_TOKEN and handed to the client; it is in no argument, file or message. Not here: branches.
+A branch that is not there is made first, at the head of the main one; the branches of a loop's rounds are made so (plan.py).
 """
 
 from __future__ import annotations
@@ -14,27 +14,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
-from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is its client library's, whichever that is
-    EntryNotFoundError,
-    HfHubHTTPError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import logging as hub_logging
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
 
 from rlhf_core.card import card, eval_results
 from rlhf_core.config import Publication
+from rlhf_core.hub_requests import PATIENCE, TOKEN_ENV, Patience, patiently, write_refusal
 from rlhf_core.licenses import inherited, upstream_licenses
 from rlhf_core.lineage import HUB_ID, lineage, stage_of
 from rlhf_core.published import ADAPTER_CONFIG, MODEL_FILES, AdapterBase, Published, adapter_base, assemble, put, read_marker
@@ -42,11 +34,8 @@ from rlhf_core.published_data import DATA_FILES, data_card, data_files
 from rlhf_core.stage import Outcome, RunDir, StageRequest, file_digest, write_text
 from rlhf_core.types import EvalReport
 
-TOKEN_ENV = "HF_TOKEN"
-BRANCH = "main"
+MAIN = "main"
 CARD, REPORT, RESULTS, RECEIPT = "README.md", "eval_results.json", ".eval_results/alignflow.yaml", "hub.json"
-QUOTA = re.compile(r"quota|storage|space left|too large", re.I)  # the Hub says a full account with 403, and words
-LONGEST_WAIT = 300.0  # seconds; the Hub's rate limits count in windows of five minutes
 
 T = TypeVar("T")
 
@@ -58,16 +47,6 @@ class Commit(NamedTuple):
     commit: str
     tag: str
     url: str
-
-
-class Patience(NamedTuple):
-    """How often a request is sent, and the seconds before the second time; the wait doubles each time."""
-
-    attempts: int = 6
-    wait: float = 1.0
-
-
-PATIENCE = Patience()
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
@@ -88,10 +67,10 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     outputs = {"published": os.path.relpath(folder, run.path)}
     tag, repo_type = f"{request.name}-{request.digest}", "dataset" if config.dataset else "model"
     if config.dry_run:
-        print(would_send(folder, config.repo_id, config.private, tag, repo_type), flush=True)
+        print(would_send(folder, config.repo_id, config.branch, config.private, tag, repo_type), flush=True)
     elif config.repo_id and api:
         hub_logging.set_verbosity_error()  # its warnings quote upload addresses, and those carry signatures
-        commit = upload(api, folder, config.repo_id, config.private, tag, PATIENCE, repo_type)
+        commit = upload(api, folder, config.repo_id, config.private, tag, PATIENCE, repo_type, config.branch)
         write_text(run / RECEIPT, json.dumps(commit._asdict(), indent=2) + "\n")
         outputs["hub"] = RECEIPT
         print(f"published to {commit.url} (commit {commit.commit})", flush=True)
@@ -111,10 +90,10 @@ def _card(api: HfApi, repo_id: str, repo_type: str) -> str | None:
         except (RepositoryNotFoundError, EntryNotFoundError):
             return None
 
-    return patiently("send the card", repo_id, fetch, PATIENCE, _refusal)
+    return patiently("send the card", repo_id, fetch, PATIENCE, write_refusal)
 
 
-def would_send(folder: Path, repo_id: str | None, private: bool, tag: str, repo_type: str) -> str:
+def would_send(folder: Path, repo_id: str | None, branch: str, private: bool, tag: str, repo_type: str) -> str:
     """What an upload of a published folder would send and where: every file with its size in bytes, and the card's text."""
     files = _files(folder)
     sizes = {path: file.stat().st_size for path, file in files.items()}
@@ -126,7 +105,7 @@ def would_send(folder: Path, repo_id: str | None, private: bool, tag: str, repo_
     lines = [
         "dry run: nothing was sent",
         f"repository: {where}",
-        f"one commit on the branch {BRANCH}: Publish {tag}",
+        f"one commit on the branch {branch}: Publish {tag}",
         f"tag: {tag}",
         f"{len(files)} files, {sum(sizes.values()):,} bytes:",
         *(f"{size:>15,}  {path}" for path, size in sizes.items()),
@@ -148,7 +127,7 @@ def _published_data(request: StageRequest, config: Publication, folder: Path, li
     assert config.dataset
     output = Path(request.inputs[config.dataset])
     files = data_files(output)
-    texts = {CARD: data_card(output, files, config.repo_id or config.dataset, license)}
+    texts = {CARD: data_card(output, files, config.repo_id or config.dataset, license, config.branch, request.gates)}
     return put(files, folder, texts, request.name, request.digest, lambda partial: None)
 
 
@@ -172,12 +151,15 @@ def card_files(request: StageRequest, config: Publication, base: AdapterBase | N
     """The card and the evaluation's results, as relative path -> content."""
     assert config.model
     checkpoint = Path(request.inputs[config.model])
-    report, questions = None, ""
+    report, questions, name = None, "", config.model
     if config.evaluation:
         folder = Path(request.inputs[config.evaluation])
         report = EvalReport.model_validate_json((folder / "eval.json").read_text())
         stage = stage_of(folder)
         questions = stage[1]["config"].get("questions", {}).get("path", "") if stage else ""
+        judged = stage[1]["inputs"] if stage else {}  # it may know the model by another name: the last round of a loop
+        if name not in judged:
+            name = next((other for other, place in judged.items() if Path(place) == checkpoint), name)
     architectures = _json(checkpoint / "config.json").get("architectures") or [""]
     chat = any(checkpoint.glob("chat_template.*")) or "chat_template" in _json(checkpoint / "tokenizer_config.json")
     ancestor = lineage(checkpoint)
@@ -185,19 +167,26 @@ def card_files(request: StageRequest, config: Publication, base: AdapterBase | N
     is_reward_model = str(architectures[0]).endswith("ForSequenceClassification")
     is_reward_model |= _json(checkpoint / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
     adapts = base.repo_id if base else None
-    files = {CARD: card(ancestor, config.model, title, license, report, is_reward_model, chat, adapts)}
+    files = {CARD: card(ancestor, name, title, license, report, is_reward_model, chat, adapts, config.branch, request.gates)}
     if report:
         files[REPORT] = report.model_dump_json(indent=2) + "\n"
-        results = eval_results(report, config.model, questions)
+        results = eval_results(report, name, questions)
         if results:
             files[RESULTS] = results
     return files
 
 
 def upload(
-    api: HfApi, folder: Path, repo_id: str, private: bool, tag: str, patience: Patience = PATIENCE, repo_type: str = "model"
+    api: HfApi,
+    folder: Path,
+    repo_id: str,
+    private: bool,
+    tag: str,
+    patience: Patience = PATIENCE,
+    repo_type: str = "model",
+    branch: str = MAIN,
 ) -> Commit:
-    """Puts a published folder on the Hub: repository, one commit, tag. Safe to repeat after any failure.
+    """Puts a published folder on the Hub: repository, branch, one commit, tag. Safe to repeat after any failure.
 
     Raises ValueError when the Hub refuses (token, rights, space, a public repository where a private one is asked for, a commit by
     someone else meanwhile, a tag that holds another model), ConnectionError when it stays out of reach.
@@ -207,7 +196,7 @@ def upload(
         raise ValueError(f"{folder} was not published by alignflow: there is nothing to upload")
 
     def ask(what: str, call: Callable[[], T]) -> T:
-        return patiently(what, repo_id, call, patience, _refusal)
+        return patiently(what, repo_id, call, patience, write_refusal)
 
     ask("create the repository", lambda: api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type))
     if private and not ask("read the repository", lambda: api.repo_info(repo_id, repo_type=repo_type)).private:
@@ -217,8 +206,12 @@ def upload(
     if tag in tags:
         commit = tags[tag]
     else:
-        head = next((ref.target_commit for ref in refs.branches if ref.name == BRANCH), None)
-        commit = ask("send the files", lambda: _commit(api, folder, repo_id, head, f"Publish {tag}", repo_type))
+        heads = {ref.name: ref.target_commit for ref in refs.branches}
+        if branch != MAIN and branch not in heads:
+            ask("make the branch", lambda: api.create_branch(repo_id, branch=branch, exist_ok=True, repo_type=repo_type))
+            heads[branch] = ask("read the branch", lambda: str(api.repo_info(repo_id, revision=branch, repo_type=repo_type).sha))
+        head = heads.get(branch)
+        commit = ask("send the files", lambda: _commit(api, folder, repo_id, branch, head, f"Publish {tag}", repo_type))
     different = ask("read the files back", lambda: _differences(api, folder, published, repo_id, commit, repo_type))
     if different and tag in tags:
         raise ValueError(f"the tag {tag} of {repo_id} holds another model ({different[0]} differs): delete the tag and run again")
@@ -229,21 +222,21 @@ def upload(
     return Commit(repo_id, commit, tag, f"{api.endpoint}/{'datasets/' if repo_type == 'dataset' else ''}{repo_id}/tree/{tag}")
 
 
-def _commit(api: HfApi, folder: Path, repo_id: str, head: str | None, message: str, repo_type: str) -> str:
+def _commit(api: HfApi, folder: Path, repo_id: str, branch: str, head: str | None, message: str, repo_type: str) -> str:
     """One commit that makes the branch hold the folder: files are added or changed, files of the kind of an earlier publication go.
 
     Asked a second time with the same `head`, it finds nothing to change if the first commit went through, else commits on `head`.
     """
     local = _files(folder)
     patterns = (*MODEL_FILES, REPORT, RESULTS) if repo_type == "model" else DATA_FILES
-    tree = api.list_repo_tree(repo_id, recursive=True, revision=BRANCH, repo_type=repo_type)
+    tree = api.list_repo_tree(repo_id, recursive=True, revision=branch, repo_type=repo_type)
     there = [file.path for file in tree if isinstance(file, RepoFile)]
     stale = [path for path in there if path not in local and any(Path("/", path).match(f"/{pattern}") for pattern in patterns)]
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationDelete(path) for path in stale),
         *(CommitOperationAdd(path, file) for path, file in local.items()),
     ]
-    commit = api.create_commit(repo_id, operations, commit_message=message, revision=BRANCH, parent_commit=head, repo_type=repo_type)
+    commit = api.create_commit(repo_id, operations, commit_message=message, revision=branch, parent_commit=head, repo_type=repo_type)
     return commit.oid
 
 
@@ -263,88 +256,6 @@ def _differences(api: HfApi, folder: Path, published: Published, repo_id: str, c
             content = file.read_bytes()
             different += [path] if remote.blob_id != hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() else []
     return different
-
-
-def patiently(what: str, repo_id: str, call: Callable[[], T], patience: Patience, refusal: Callable[[HfHubHTTPError, str, str], str]) -> T:
-    """Repeats a call of the Hub while it fails in a way that passes, and turns what remains into one sentence (`refusal`).
-
-    The original error is dropped on purpose: it quotes addresses, and those of uploads carry signatures.
-    """
-
-    def wait(state: RetryCallState) -> float:
-        asked = _retry_after(state.outcome.exception() if state.outcome else None)
-        return min(max(patience.wait * 2 ** (state.attempt_number - 1), asked), LONGEST_WAIT)
-
-    def say(state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        again = f"again in {state.upcoming_sleep:.0f} s ({state.attempt_number} of {patience.attempts})"
-        print(f"the Hub could not {what}: {_status(error)}; {again}", flush=True)
-
-    retrying = Retrying(
-        stop=stop_after_attempt(patience.attempts), wait=wait, retry=retry_if_exception(_passes), before_sleep=say, reraise=True
-    )
-    try:
-        return retrying(call)
-    except (HTTPError, OSError, RuntimeError, json.JSONDecodeError) as error:
-        if _passes(error):
-            raise ConnectionError(
-                f"the Hub could not {what} of {repo_id} in {patience.attempts} attempts ({_status(error)}): "
-                f"run this again later, nothing is lost or doubled"
-            ) from None
-        cause = _http_error(error)
-        if not isinstance(cause, HfHubHTTPError):
-            raise
-        raise ValueError(refusal(cause, what, repo_id)) from None
-
-
-def _refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
-    said = f" ({error.server_message})" if error.server_message else ""
-    full = f"the Hub has no space left to {what} of {repo_id}{said}"
-    match error.response.status_code:
-        case 401:
-            return f"the Hub does not accept the token in {TOKEN_ENV}: set it to a valid token with write access to {repo_id}"
-        case 402 | 413 | 507:
-            return f"{full}: make space or get more, then run this again, nothing is lost or doubled"
-        case 403 if QUOTA.search(said):
-            return f"{full}: make space or get more, then run this again, nothing is lost or doubled"
-        case 403:
-            return f"the Hub does not let this token {what} of {repo_id}{said}: give it write access there"
-        case 404:
-            return f"the token in {TOKEN_ENV} does not see {repo_id}: check repo_id and the token's access"
-        case 412:
-            return f"someone else changed {repo_id} while this was being published: look at what changed there, then run the stage again"
-        case status:
-            return f"the Hub refused to {what} of {repo_id}: HTTP {status}{said}"
-
-
-def _passes(error: BaseException) -> bool:
-    """Whether a later attempt may succeed: busy (408, 429), broken (5xx), a cut connection (xet raises Python's own), a proxy's page
-    instead of JSON."""
-    if isinstance(error, OfflineModeIsEnabled):
-        return False
-    cause = _http_error(error)
-    if isinstance(cause, HfHubHTTPError):
-        status = cause.response.status_code
-        return status in (408, 429) or (500 <= status < 600 and status != 507)
-    return cause is not None or isinstance(error, (ConnectionError, TimeoutError, json.JSONDecodeError))
-
-
-def _http_error(error: BaseException | None) -> HTTPError | None:
-    """The client's error; an upload wraps it in a RuntimeError."""
-    while error is not None and not isinstance(error, HTTPError):
-        error = error.__cause__
-    return error
-
-
-def _status(error: BaseException | None) -> str:
-    cause = _http_error(error)
-    return f"HTTP {cause.response.status_code}" if isinstance(cause, HfHubHTTPError) else type(cause or error).__name__
-
-
-def _retry_after(error: BaseException | None) -> float:
-    cause = _http_error(error)
-    value = cause.response.headers.get("Retry-After", "") if isinstance(cause, HfHubHTTPError) else ""
-    return float(value) if value.isdigit() else 0.0
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import try_to_load_from_cache
 
-from rlhf_core.lineage import is_hub_id, lineage, pulled, shown, sources, stage_of
+from rlhf_core.lineage import is_hub_id, lineage, parted, pulled, shown, sources, stage_of
 
 UNKNOWN = "unknown"
 FREE = re.compile(r"(apache-2\.0|mit|isc|bsd(-.+)?|cc0-1\.0|cc-by-\d\.\d|odc-by|unlicense|wtfpl|zlib|cdla-permissive-.+|pddl)")
@@ -57,10 +57,11 @@ def upstream_licenses(output: Path, named: Mapping[str, str], read_card: ReadCar
     lookups: dict[str, Callable[[], str | None]] = {}
     for place in _leaves(str(output), set()):
         found = lineage(place)
-        lookups[found.name] = lambda place=place, name=found.name: _local(Path(place)) or _hub(name, "model", read_card)  # type: ignore[misc]
+        at = f"{found.name}@{found.digest}" if found.kind == "hub" and found.digest else found.name
+        lookups[found.name] = lambda place=place, at=at: _local(Path(place)) or _hub(at, "model", read_card)  # type: ignore[misc]
     for _, _, source in sources(lineage(output)):
-        lookups[shown(source["path"])] = lambda path=source["path"]: _hub(path, "dataset", read_card)  # type: ignore[misc]
-    given = {shown(name): license for name, license in named.items()}
+        lookups[shown(parted(source["path"])[0])] = lambda path=source["path"]: _hub(path, "dataset", read_card)  # type: ignore[misc]
+    given = {shown(parted(name)[0]): license for name, license in named.items()}
     if strange := [name for name in given if name not in lookups]:
         raise ValueError(f"licenses names {strange[0]}, which was not used: name one of {', '.join(lookups)}")
     licenses = {name: given.get(name) or look_up() for name, look_up in lookups.items()}
@@ -99,10 +100,12 @@ def _local(folder: Path) -> str | None:
     return license_of(readme.read_text()) if readme.is_file() and (pulled(folder) or (folder / "config.json").is_file()) else None
 
 
-def _hub(repo_id: str, repo_type: str, read_card: ReadCard | None) -> str | None:
-    if not is_hub_id(repo_id):
+def _hub(place: str, repo_type: str, read_card: ReadCard | None) -> str | None:
+    """The licence of a repository; its card at the commit if it lies here, else as it is today."""
+    if not is_hub_id(place):
         return None
-    cached = try_to_load_from_cache(repo_id, "README.md", repo_type=repo_type)
+    repo_id, revision = parted(place)
+    cached = try_to_load_from_cache(repo_id, "README.md", repo_type=repo_type, revision=revision)
     if not isinstance(cached, str) and read_card is not None:
         cached = read_card(repo_id, repo_type)
     return license_of(Path(cached).read_text()) if isinstance(cached, str) else None

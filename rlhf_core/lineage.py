@@ -17,6 +17,7 @@ from typing import Any
 from rlhf_core.stage import REQUEST, RESULT, digest, file_digest
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+AT_REVISION = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)@([\w.-]+)")
 PULLED = "pulled.json"  # what `alignflow pull` writes into the folder of a model: its repository, commit and files
 HUB_CACHE = re.compile(r"(models|datasets)--(.+?)--(.+)")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
@@ -110,8 +111,15 @@ def shown(place: str) -> str:
 
 
 def is_hub_id(place: str) -> bool:
-    """Whether this is a Hub id (`owner/name`) and not a file or folder that exists here or is named like data."""
-    return bool(HUB_ID.fullmatch(place)) and not place.endswith(DATA_SUFFIXES) and not Path(place).exists()
+    """Whether this is a Hub id (`owner/name`, `owner/name@REVISION`) and not a file or folder that exists here or is named like data."""
+    repo_id = parted(place)[0]
+    return bool(HUB_ID.fullmatch(repo_id)) and not repo_id.endswith(DATA_SUFFIXES) and not Path(place).exists()
+
+
+def parted(place: str) -> tuple[str, str | None]:
+    """Hub id and revision of `owner/name@REVISION`; anything else as it is, with None."""
+    found = AT_REVISION.fullmatch(place)
+    return (found[1], found[2]) if found else (place, None)
 
 
 def tree(ancestor: Ancestor) -> str:
@@ -166,11 +174,18 @@ def _ancestor(place: str, known: dict[str, Ancestor]) -> Ancestor:
     return known[key]
 
 
+def snapshot_of_hub(path: str | Path) -> tuple[str, str] | None:
+    """Hub repository and commit of a folder in the client's cache; None for any other."""
+    parts = Path(path).parts
+    for cached in (HUB_CACHE.fullmatch(folder.name) for folder in _upwards(Path(path))):
+        if cached and "snapshots" in parts:
+            return f"{cached[2]}/{cached[3]}", parts[parts.index("snapshots") + 1]
+    return None
+
+
 def _leaf(place: str, path: Path) -> Ancestor:
-    for folder in _upwards(path):
-        cached = HUB_CACHE.fullmatch(folder.name)
-        if cached and "snapshots" in path.parts:
-            return Ancestor(f"{cached[2]}/{cached[3]}", "hub", path.parts[path.parts.index("snapshots") + 1])
+    if in_cache := snapshot_of_hub(path):
+        return Ancestor(in_cache[0], "hub", in_cache[1])
     if found := pulled(path):
         return Ancestor(found[0], "hub", found[1])
     if path.is_file():
@@ -178,7 +193,10 @@ def _leaf(place: str, path: Path) -> Ancestor:
     if path.is_dir():
         weights = [file for file in sorted(path.iterdir()) if file.name == "config.json" or file.suffix == ".safetensors"]
         return Ancestor(path.resolve().name, "folder", digest({file.name: file_digest(file) for file in weights}) if weights else "")
-    return Ancestor(shown(place), "hub" if is_hub_id(place) or re.fullmatch(r"[\w.-]+", place) else "unknown", "")
+    repo_id, revision = parted(place)
+    if is_hub_id(place) or re.fullmatch(r"[\w.-]+", repo_id):
+        return Ancestor(repo_id, "hub", revision or "")
+    return Ancestor(shown(place), "unknown", "")
 
 
 def pulled(folder: Path) -> tuple[str, str] | None:

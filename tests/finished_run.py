@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from evaluation.over_optimisation import FILE as OVER_OPTIMISATION
+from evaluation.over_optimisation import Measured, OverOptimisation, curve
 from evaluation.reward_eval import REWARD_MODELS, Pairs, RewardReports
 from evaluation.reward_eval import evaluate as evaluate_rewards
 from evaluation.style import FEATURES
@@ -156,9 +158,24 @@ def evaluate(folder: Path, answer: Callable[[int], str]) -> None:
         for i in range(QUESTIONS)
     ]
     (folder / "judgments" / "rule.jsonl").write_text("".join(battle.model_dump_json() + "\n" for battle in battles))
+    (folder / OVER_OPTIMISATION).write_text(over_optimisation().model_dump_json())
     (folder / REWARD_MODELS).write_text(reward_reports().model_dump_json())
     (folder / "eval.json").write_text(report("rule", 0.0).model_dump_json())
     (folder / "second_opinions.json").write_text(json.dumps([report("reward_model", -0.05).model_dump(mode="json")]))
+
+
+def over_optimisation() -> OverOptimisation:
+    """Invented points: the reward of the last round rises, its win rate falls, and neither difference is noise."""
+    generator = np.random.default_rng(0)
+    shape = {"sft": (0.0, 0.0, 0.5), "ppo": (4.0, 1.0, 0.655), ROUND1: (6.0, 1.4, 0.683), ROUND2: (12.0, 2.5, 0.5)}
+    measured = {}
+    for model, (kl, proxy, won) in shape.items():
+        battles = np.full(QUESTIONS, 0.5) if model == "sft" else (np.arange(QUESTIONS) < won * QUESTIONS) * 1.0
+        measured[model] = Measured(kl + generator.normal(0, kl, QUESTIONS), proxy + generator.normal(0, 0.5, QUESTIONS), battles)
+    of_report = {rate.model: rate for rate in report("rule", 0.0).win_rates}
+    rates = {model: of_report[model].model_copy(update={"win_rate": won, "ci_low": won - 0.05, "ci_high": won + 0.05})
+             for model, (_, _, won) in shape.items() if model != "sft"}  # fmt: skip
+    return curve("reward_model", "sft", measured, rates, 200, 0)
 
 
 def reward_reports() -> RewardReports:

@@ -246,7 +246,7 @@ class Handler(BaseHTTPRequestHandler):
         return Answer(200, {})
 
     def _repository(self, repository: Repository, name: str, verb: str, revision: str, body: bytes) -> Answer:
-        sha = repository.resolve(revision)
+        sha = repository.branches["main"] if verb == "branch" else repository.resolve(revision)
         if sha is None:
             return Answer(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
         files = repository.commits[sha].files

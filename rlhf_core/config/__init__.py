@@ -3,7 +3,7 @@
 Every field's comment (`Field(description=...)`) ends up in `docs`; defaults are those of `numerics`: the names users of
 the flat flag dialect already know (`actor_learning_rate`, `init_kl_coef`, `micro_train_batch_size`, ...).
 A value that names a model (`model`, `policy`, `actor`, `reward` ...) is `base`, the name of another stage of the recipe,
-or a local folder / Hub id of a model.
+or a local folder / Hub id of a model (`owner/name@REVISION`: at a commit, tag or branch).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rlhf_core.types import Frozen, Positive, Share
 class Source(Frozen):
     """One data set of a mixture: a local .jsonl/.json/.parquet/.csv file, or a Hub data set id."""
 
-    path: str = Field(description="file or Hub data set id")
+    path: str = Field(description="file, Hub data set id, or one at a revision (owner/name@REVISION)")
     split: str = Field("train", description="split, for Hub data sets")
     format: Literal["auto", "columns", "ultrafeedback", "arena", "hh", "sharegpt"] = Field(
         "auto", description="shape of the rows (docs/data.md); auto: told by the first row; columns: as the *_key fields name them"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.data import Data, Source
 from rlhf_core.config.gates import Gated
@@ -127,6 +128,11 @@ class Evaluation(Gated):
         None, description="counts answers' lengths: gpt-4o (tiktoken, a download), a folder or a Hub id; default: each model's own"
     )
     reward_evaluation: RewardEvaluation | None = Field(None, description="reward models to evaluate on held-out pairs")
+    proxy: str | None = Field(
+        None,
+        description="reward model that was climbed: its mean score and the judge's win rate over the KL from the baseline make the "
+        "over-optimisation curve (models: a loop, or STAGE.iterationN of ppo's export_at); needs temperature 1",
+    )
     vllm: Vllm = Vllm()
 
     @model_validator(mode="after")
@@ -135,6 +141,18 @@ class Evaluation(Gated):
         for name in self.endpoints:
             if name not in named:
                 raise ValueError(f"the endpoint {name!r} is asked by nobody: name it in models, as baseline or in parents, or remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _sample_for_kl(self) -> Evaluation:
+        if self.proxy is not None and self.endpoints:
+            raise ValueError(
+                "proxy needs log-probs of all models, which endpoints do not give: put the endpoints into an evaluation of their own"
+            )
+        if self.proxy is not None and self.temperature != 1:
+            raise ValueError("proxy needs the models' own distribution, because the KL is measured on their answers: set temperature to 1")
+        if self.proxy is not None and isinstance(self.judges[0], RewardJudge) and self.judges[0].reward == self.proxy:
+            raise ValueError(f"the proxy {self.proxy} is also the judge that decides, and would agree with itself: put another judge first")
         return self
 
 
@@ -150,11 +168,35 @@ class Publication(Gated):
     evaluation: str | None = Field(None, description="evaluation stage whose scores the card shows")
     folder: str | None = Field(None, description="folder to publish to; default: published/ in the run directory")
     repo_id: str | None = Field(None, description="Hub repository; the token comes from HF_TOKEN")
+    branch: str = Field("main", description="branch of the repository; one that is not there is made")
+    round_branch: str | None = Field(
+        None, description="of a loop: every round is published too, to a branch of this name with the round's number for {} (round-{})"
+    )
     base_repo: str | None = Field(None, description="of an adapter whose base is a folder: Hub repository with that base")
     private: bool = Field(True, description="a new repository is private, and an existing public one is refused")
     dry_run: bool = Field(False, description="only show what would be sent and where, and send nothing; needs no token")
     license: str | None = Field(None, description="licence named on the card; default: what the base model and the data ask for")
     licenses: dict[str, str] = Field({}, description="licence of a base model or data set, by Hub id or file, where its card says none")
+
+    @field_validator("branch", "round_branch")
+    @classmethod
+    def _is_a_branch(cls, value: str | None) -> str | None:
+        """A name that needs no escaping in an address. Not one that could be taken for a commit."""
+        if value is not None and not re.fullmatch(r"(?![0-9a-f]{40}$)[A-Za-z0-9](\.?[\w-])*", value.replace("{}", "1")):
+            raise ValueError(f"{value!r} is no name of a branch: use letters, digits, - and _, with single dots between them")
+        return value
+
+    @model_validator(mode="after")
+    def _rounds_have_places(self) -> Publication:
+        if self.round_branch is None:
+            return self
+        if self.round_branch.count("{}") != 1 or self.model is None:
+            raise ValueError("round_branch is for the model of a loop and holds {} once, for the number of the round: write round-{}")
+        if self.repo_id is None or self.folder is not None:
+            raise ValueError("round_branch publishes several models to branches: set repo_id, and leave folder out")
+        if re.fullmatch(re.escape(self.round_branch).replace(r"\{\}", "[0-9]+"), self.branch):
+            raise ValueError(f"branch {self.branch} is also the branch of a round: name another one")
+        return self
 
     @model_validator(mode="after")
     def _one_thing(self) -> Publication:

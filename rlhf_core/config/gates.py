@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -43,6 +43,26 @@ class Gate(Frozen):
         if value is None or not math.isfinite(value):
             return False
         return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
+
+
+class Verdict(Frozen):
+    """A gate and what became of it. `value` None: the result has no such metric. `meaning` is empty unless the gate failed."""
+
+    stage: str
+    gate: Gate
+    value: float | None
+    passed: bool
+    meaning: str = ""
+
+    @property
+    def told(self) -> str:
+        """The metric, its value and the bound in one sentence without its full stop."""
+        found = f"{self.gate.metric} is {self.value:.6g}" if self.value is not None else f"its result has no metric {self.gate.metric}"
+        return f"stage {self.stage}: {found}, and the gate asks for {self.gate.bound}"
+
+    def record(self) -> dict[str, Any]:
+        """Flat and JSON-ready, for `summary.json` and other programs."""
+        return {**self.gate.model_dump(), "value": self.value, "passed": self.passed, "meaning": self.meaning}
 
 
 class Gated(Frozen):

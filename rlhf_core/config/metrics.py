@@ -34,6 +34,7 @@ BALANCE = "router/balance"  # only of a mixture of experts
 ANSWERS = ("response/length", "response/truncated", "prompt/truncated")
 POLICY_STEPS = ("loss", "clip_share", "ratio", "kl_old", "entropy", "grad_norm", "learning_rate", "first_ratio")
 RATES = ("win_rate", "ci_low", "ci_high", "length_controlled", "swap_consistency", "failed_games")
+OVER_OPTIMISATION = ("kl", "proxy", "over_optimised")
 JUDGING = ("judge_input_tokens/*", "judge_output_tokens/*", "judge_failed_games/*", "judge_cost/*")
 ANSWERING = ("requests", "failed", "input_tokens", "output_tokens")
 REWARD_MODEL = ("accuracy", "ci_low", "ci_high", "calibration_error", "longer_preferred", "longer_chosen")
@@ -118,6 +119,8 @@ def _judged(config: Evaluation) -> Iterator[str]:
     for name, endpoint in config.endpoints.items():
         priced = ("cost",) if endpoint.input_price is not None and endpoint.output_price is not None else ()
         yield from (f"answer_{what}/{name}" for what in (*ANSWERING, *priced))
+    if config.proxy is not None:
+        yield from (f"{name}/{model}" for model in dict.fromkeys([config.baseline, *config.models]) for name in OVER_OPTIMISATION)
     if config.reward_evaluation is not None:
         models = config.reward_evaluation.models
         yield from (f"reward_{name}/{model}" for model in models for name in REWARD_MODEL)

@@ -98,6 +98,9 @@ class PPO(Gated, Sampling):
 
     logging_steps: Positive = Field(1, description="iterations between two lines of metrics.jsonl")
     save_steps: int = Field(0, ge=0, description="iterations between two resume checkpoints; 0: none")
+    export_at: tuple[Positive, ...] = Field(
+        (), description="iterations after which the actor is also exported as a model, which other stages name STAGE.iterationN"
+    )
     keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
     gradient_checkpointing: Recomputed = Field(0.0, description=RECOMPUTED)

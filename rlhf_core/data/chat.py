@@ -10,9 +10,11 @@ are encoded as the tokenizer does. Tools, images and content that is not a strin
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -20,6 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf_core.data.condition import with_suffix
 from rlhf_core.data.documents import Document, Message
+from rlhf_core.lineage import is_hub_id
 
 # Unicode noncharacters, which no text is meant to hold; one that does is itself hidden behind a placeholder.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -29,12 +32,13 @@ Span = tuple[int, int]
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or Hub id.
+    """The tokenizer of a model folder or Hub id, also at a commit (`owner/name@COMMIT`); of an adapter without one, that of its base.
 
     Raises ValueError when it cannot be loaded, encodes text to nothing, or lacks an end-of-sequence token or a pad token of its own.
     """
+    folder = tokenizer_place(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path}: no tokenizer can be loaded from here ({_first_line(error)})") from error
     if tokenizer.eos_token_id is None:
@@ -45,6 +49,20 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     if not tokenizer("a word", add_special_tokens=False).input_ids:
         raise ValueError(f"{path}: the tokenizer encodes text to nothing: its files do not fit the model_type in config.json")
     return tokenizer
+
+
+def tokenizer_place(path: str) -> str:
+    """Where the tokenizer lies: fetched, if the path names a commit of the Hub."""
+    if is_hub_id(path) and "@" in path:
+        from rlhf_core.snapshots import described
+
+        path = str(described(path))
+    folder = Path(path)
+    if not (folder / "adapter_config.json").is_file() or (folder / "tokenizer_config.json").is_file():
+        return path
+    base = json.loads((folder / "adapter_config.json").read_text())
+    name, revision = str(base.get("base_model_name_or_path") or ""), base.get("revision")
+    return tokenizer_place(f"{name}@{revision}" if revision and is_hub_id(name) else name) if name else path
 
 
 class Renderer:

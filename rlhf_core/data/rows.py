@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rlhf_core.config import Data, Source
 from rlhf_core.data.columns import READERS, Kind, Located, Row, require_columns
 from rlhf_core.data.formats import FORMATS, recognise
+from rlhf_core.lineage import parted
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 FIRST_ROWS = 8
@@ -221,7 +222,8 @@ def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:
         if parquet:
             rows = load_dataset("parquet", data_files=source.path, split="train", streaming=True)
         else:
-            rows = load_dataset(source.path, split=source.split, streaming=first is not None)
+            repo_id, revision = parted(source.path)
+            rows = load_dataset(repo_id, revision=revision, split=source.split, streaming=first is not None)
         yield from islice(rows, first)
     except StopIteration:  # what a file without content ends in
         return

@@ -176,12 +176,11 @@ def _load(auto: Any, path: str, options: dict[str, Any]) -> PreTrainedModel:
 def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any]) -> PreTrainedModel:
     """The model at `path`, or the base of the adapter at `path` with that adapter merged into it."""
     base = base_of(path)
-    options = options | _card(base or path, options)
     if base is None:
-        return fuse(load(path, **options))
+        return fuse(load(path, **options | _card(path, options)))
     if "quantization_config" in options:
         raise ValueError(f"{path} is an adapter, which cannot be merged into 4-bit weights: start from a merged checkpoint")
-    return fuse(merge_adapter(load(base, **options), path))
+    return merge_adapter(_merged(load, base, options), path)
 
 
 def _options(dtype: str, trust_remote_code: bool, lora: Lora | None = None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config import Lora
+from rlhf_core.snapshots import cached, pinned_base
 
 ADAPTER = "default"  # peft's name of the one adapter
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -84,7 +85,8 @@ def dequantised(parameter: Tensor) -> Tensor:
 
 
 def base_of(path: str) -> str | None:
-    """The model that the adapter in folder `path` belongs to; None when `path` is no adapter."""
+    """The model that the adapter in folder `path` belongs to: a folder, or a Hub id where the adapter names no revision of it; None when
+    `path` is no adapter."""
     if not (Path(path) / ADAPTER_CONFIG).is_file():
         return None
     from peft import PeftConfig
@@ -92,11 +94,12 @@ def base_of(path: str) -> str | None:
     base = PeftConfig.from_pretrained(path).base_model_name_or_path
     if not base:
         raise ValueError(f"{path}/{ADAPTER_CONFIG} names no base model: set base_model_name_or_path there")
-    return str(base)
+    pinned = pinned_base(Path(path))
+    return str(cached(pinned)) if pinned else str(base)
 
 
 def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """`model` with the adapter of folder `path` merged into its weights."""
+    """`model` with the adapter of folder `path` merged into its weights, which can be trained again: peft had frozen them."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(model, path).merge_and_unload()
+    return PeftModel.from_pretrained(model, path).merge_and_unload().requires_grad_(True)

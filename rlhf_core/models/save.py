@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from rlhf_core.data.chat import tokenizer_place
+from rlhf_core.lineage import snapshot_of_hub
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
 from rlhf_core.models.weights import checkpoint_weights
@@ -36,14 +38,16 @@ def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, fo
     """Writes the adapter alone, as peft reads it: its weights (`trained_weights`) and a config that names `base`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.peft_config[ADAPTER])
-    config.base_model_name_or_path, config.inference_mode = base, True
+    # Of a base in the Hub's cache the repository is named: a folder of this machine means nothing elsewhere.
+    config.base_model_name_or_path, config.revision = snapshot_of_hub(base) or (base, None)
+    config.inference_mode = True
     config.modules_to_save = ["score"] if has_head(model) else None
     config.save_pretrained(folder)
     save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def save_tokenizer(source: str, folder: Path, trust_remote_code: bool = False) -> None:
-    AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_place(source), trust_remote_code=trust_remote_code).save_pretrained(folder)
 
 
 def save_merged(adapter: str, folder: Path, dtype: str, trust_remote_code: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from rlhf_core import checkpoint
@@ -18,11 +19,11 @@ from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.engine.base import learning_rate
 from rlhf_core.ppo.credit import Overlong, Shaping
-from rlhf_core.ppo.fleet import start_fleet
+from rlhf_core.ppo.fleet import Fleet, start_fleet
 from rlhf_core.ppo.iteration import Carried, Optimisation, Setup, ppo_iteration
 from rlhf_core.ppo.sampling import Filtering, Line, Sampling
 from rlhf_core.rewards.combine import Running, term_of
-from rlhf_core.stage import Outcome, RunDir, StageRequest
+from rlhf_core.stage import EXPORTS, Outcome, RunDir, StageRequest
 from rlhf_core.tracking import Tracker, read_metrics
 
 PROBE_DOCUMENTS, PROBE_TOKENS = 4, 128
@@ -62,13 +63,21 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         done = step + 1
         if done % config.logging_steps == 0 or done == iterations:
             tracker.log(done, metrics, show=SHOWN)
+        if done in config.export_at:  # before the resume state, so that a run that goes on after this iteration finds it exported
+            export(fleet, run / EXPORTS / f"iteration{done}")
         if config.save_steps and done % config.save_steps == 0 and done < iterations:
             checkpoint.save(run, done, config.keep_checkpoints, loop_state(kl, carried), fleet.save_state)
     tracker.close()
     fleet.outside.close()
-    shutil.rmtree(run / "checkpoint", ignore_errors=True)
-    fleet.export_actor(run / "checkpoint")
-    return Outcome(final_metrics(read_metrics(run.path)) | data.report.metrics("data"), {"checkpoint": "checkpoint", "data_report": JSON})
+    export(fleet, run / "checkpoint")
+    outputs = {"checkpoint": "checkpoint", "data_report": JSON} | ({EXPORTS: EXPORTS} if config.export_at else {})
+    return Outcome(final_metrics(read_metrics(run.path)) | data.report.metrics("data"), outputs)
+
+
+def export(fleet: Fleet, folder: Path) -> None:
+    """Writes the actor as a model, in place of what an attempt that was cut off left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    fleet.export_actor(folder)
 
 
 def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
@@ -120,7 +129,10 @@ def count_iterations(config: PPO, num_prompts: int) -> int:
             f"ppo needs rollout_batch_size={config.rollout_batch_size} prompts, the data has {num_prompts}: lower it or add prompts"
         )
     total = num_prompts // config.rollout_batch_size * config.num_episodes
-    return min(total, config.max_steps) if config.max_steps else total
+    total = min(total, config.max_steps) if config.max_steps else total
+    if config.export_at and max(config.export_at) > total:
+        raise ValueError(f"export_at names iteration {max(config.export_at)}, and this run has {total}: lower it, or give more prompts")
+    return total
 
 
 def optimisation(config: PPO, step: int, iterations: int, seed: int) -> Optimisation:

@@ -55,6 +55,7 @@ def common(material: Path) -> dict[str, Any]:
         "generate_max_len": 16,
         "actor_learning_rate": 1e-3,
         "save_steps": SAVED,
+        "export_at": (SAVED, ITERATIONS),
         "timeout": 200,
         "reference_ranks": Ranks(cpus=SHARE),
         "vllm": Vllm(cpus=SHARE, kv_cache_gib=0.5),
@@ -193,6 +194,16 @@ def test_one_actor_rank_trains_as_two_do(runs: Runs) -> None:
         names = [name for name in a if not name.startswith((*TIMES, "sampler/", "sync/")) and name != "time"]
         assert {name: b[name] for name in names} == pytest.approx({name: a[name] for name in names}, rel=2e-3, abs=1e-5)
     assert "policy/grad_norm" in one[-1]
+
+
+def test_the_actor_is_exported_on_its_way_and_the_run_goes_on_as_before(runs: Runs) -> None:
+    for folder in runs:
+        end = load_file(folder / "checkpoint" / "model.safetensors")
+        early, late = (load_file(folder / "exports" / f"iteration{step}" / "model.safetensors") for step in (SAVED, ITERATIONS))
+        assert all(torch.equal(late[name], weight) for name, weight in end.items())
+        assert early.keys() == end.keys() and any(not torch.equal(early[name], weight) for name, weight in end.items())
+    whole, killed = (load_file(folder / "exports" / f"iteration{SAVED}" / "model.safetensors") for folder in (runs.whole, runs.killed))
+    assert all(torch.equal(killed[name], weight) for name, weight in whole.items())
 
 
 def test_states_are_removed_when_the_stage_is_done(runs: Runs) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.blocks.system import Secret
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
@@ -23,6 +25,7 @@ from rlhf_core.launch import StageFailed
 from rlhf_core.plan import plan
 from rlhf_core.recipe import load_recipe
 from rlhf_core.stage import RunDir
+from tasks.keys import provided
 
 TEXT = """
 name: tiny
@@ -246,6 +249,17 @@ def test_a_warning_goes_on_and_a_branch_leaves_out_what_depends_on_it(recipe: Ca
         alignment(recipe("reward_model.gates=[{metric: loss, max: 1, on_fail: branch}]"))
     assert attempts() == ["sft", "reward_model", "more"]
     assert statuses()["more"] == "done" and statuses()["evaluation"] == "not run"
+
+
+def test_a_key_that_only_prefect_knows_reaches_the_stages_of_a_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    Secret(value="hf_OnlyPrefectKnowsThis").save("hf-token")
+    try:
+        with provided(("HF_TOKEN", "A_KEY_NOBODY_KNOWS")):
+            assert os.environ["HF_TOKEN"] == "hf_OnlyPrefectKnowsThis" and "A_KEY_NOBODY_KNOWS" not in os.environ
+        assert "HF_TOKEN" not in os.environ
+    finally:
+        Secret.delete("hf-token")
 
 
 def test_a_gate_in_the_terminal(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,265 +1,44 @@
-"""Arena-Hard's numbers against its formulas written out here a second time, and each of its known defects against ours.
-
-The reference below follows `show_result.py` and `utils/math_utils.py` (v2.0) and `utils_math.py` (v0.1) of arena-hard-auto: loops over
-rows, float32 tensors and torch's L-BFGS, where ours has arrays and Newton's method. Both get the same bootstrap indices.
-"""
+"""Arena-Hard's files, and each of its known defects against ours."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from evaluation.arena_files import folders, judgment_lines, label_of, read_judgments, read_styles, to_judgment, token_counter
+from evaluation.arena_files import folders, judgment_lines, read_judgments, read_styles, to_judgment, token_counter
 from evaluation.arena_hard import (
     controlled,
     question_rows,
     reference_controlled,
-    reference_raw,
     reference_rows,
-    reference_v01,
     seeded_indices,
 )
-from evaluation.bradley_terry import RIDGE, fit
-from evaluation.leaderboard import as_json, boards
+from evaluation.leaderboard import boards
 from evaluation.scoring import arena_clusters, interval
-from evaluation.style import FEATURES, Style, columns, features, style_of
-from rlhf_core.types import Game, Judgment, Label
+from evaluation.style import Style, style_of
+from rlhf_core.types import Game
+from tests.arena import (
+    BASELINE,
+    label,
+    publish,
+    published_benchmark,
+    simulate,
+    their_rows,
+)
 
-BASELINE = "o3-mini-2025-01-31"
-ROUNDS = 100
-
-
-def simulate(
-    skills: dict[str, float], questions: int, seed: int, taste: float = 1.0, longer: dict[str, float] | None = None
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Judgments and answers as published. A judge leans by skill + question + `taste` x length difference, with five labels.
-
-    `longer[model]` is how many times the baseline's length the model's answers have on average.
-    """
-    generator = np.random.default_rng(seed)
-    judgments, answers = [], []
-    lengths = {}
-    for model in (BASELINE, *skills):
-        factor = (longer or {}).get(model, 1.0)
-        for q in range(questions):
-            tokens = int(1 + 300 * factor * generator.lognormal(0, 0.5))
-            lengths[model, q] = tokens
-            metadata = {
-                "token_len": tokens,
-                "header_count": {f"h{n}": int(generator.poisson(tokens / 800)) for n in range(1, 7)},
-                "list_count": {"ordered": int(generator.poisson(tokens / 200)), "unordered": int(generator.poisson(tokens / 150))},
-                "bold_count": {"**": int(generator.poisson(tokens / 100)), "__": 0},
-            }
-            messages = [{"role": "user", "content": f"Question {q}"}, {"role": "assistant", "content": {"answer": f"{model} {q}"}}]
-            answers.append({"uid": f"q{q}", "ans_id": "x", "model": model, "messages": messages, "tstamp": 1.0, "metadata": metadata})
-    for model, skill in skills.items():
-        for q in range(questions):
-            mine, base = lengths[model, q], lengths[BASELINE, q]
-            leaning = skill + generator.normal(0, 0.8) + taste * (mine - base) / (mine + base)
-            games = [{"score": _label(generator, -leaning)}, {"score": _label(generator, leaning)}]
-            for game in games:
-                game |= {"judgment": {"answer": f"My verdict: [[{game['score']}]]"}, "prompt": [{"role": "system", "content": "judge"}]}
-            judgments.append(
-                {"uid": f"q{q}", "category": "hard_prompt", "judge": "gpt-4.1", "model": model, "baseline": BASELINE, "games": games}
-            )
-    return judgments, answers
-
-
-def _label(generator: np.random.Generator, leaning_to_a: float) -> str:
-    seen = leaning_to_a + generator.logistic(0, 1)
-    return "A>>B" if seen > 2 else "A>B" if seen > 0.3 else "A=B" if seen > -0.3 else "B>A" if seen > -2 else "B>>A"
-
-
-def publish(folder: Path, judgments: list[dict[str, Any]], answers: list[dict[str, Any]]) -> Path:
-    """The folders of arena-hard-auto: one file for each model, in a folder of the judge."""
-    for row in judgments:
-        file = folder / "model_judgment" / str(row["judge"]) / f"{row['model']}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as out:
-            out.write(json.dumps(row) + "\n")
-    for row in answers:
-        file = folder / "model_answer" / f"{row['model']}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as out:
-            out.write(json.dumps(row) + "\n")
-    return folder
-
-
-# --- the reference, written out ---
-
-POINTS = {
-    "A>>B": [1, 1, 1], "A>B": [1], "A=B": [0.5], "B>A": [0], "B>>A": [0, 0, 0],
-    "B<<A": [1, 1, 1], "B<A": [1], "B=A": [0.5], "A<B": [0], "A<<B": [0, 0, 0],
-}  # fmt: skip
-
-
-def their_rows(judgments: list[dict[str, Any]]) -> list[tuple[str, str, float]]:
-    """(uid, model, score) of each row; a battle with a failed game is left out."""
-    rows = []
-    for row in judgments:
-        first, second = row["games"]
-        if first is None or second is None or first["score"] is None or second["score"] is None:
-            continue
-        for score in POINTS[second["score"]] + [1 - point for point in POINTS[first["score"]]]:
-            rows.append((row["uid"], row["model"], float(score)))
-    return rows
-
-
-def their_raw(scores: list[float], indices: np.ndarray) -> tuple[float, float, float]:
-    means = [sum(scores[i] for i in drawn) / len(drawn) for drawn in indices]
-    return float(np.mean(means)), float(np.quantile(means, 0.05)), float(np.quantile(means, 0.95))
-
-
-def their_features(rows: list[tuple[str, str, float]], answers: list[dict[str, Any]]) -> torch.Tensor:
-    table = {(row["model"], row["uid"]): row["metadata"] for row in answers}
-
-    def counts(metadata: dict[str, Any]) -> list[int]:
-        return [value if isinstance(value, int) else sum(value.values()) for value in metadata.values()]
-
-    ours = torch.tensor([counts(table[model, uid]) for uid, model, _ in rows], dtype=torch.float32)
-    base = torch.tensor([counts(table[BASELINE, uid]) for uid, _, _ in rows], dtype=torch.float32)
-    final = torch.zeros_like(ours)
-    final[:, 0] = (ours[:, 0] - base[:, 0]) / (ours[:, 0] + base[:, 0])
-    dense, other = ours[:, 1:] / (ours[:, :1] + 1), base[:, 1:] / (base[:, :1] + 1)
-    final[:, 1:] = (dense - other) / (dense + other + 1)
-    return (final - final.mean(0)) / final.std(0)
-
-
-def their_fit(design: torch.Tensor, outcomes: torch.Tensor) -> torch.Tensor:
-    logits = torch.nn.Parameter(torch.full((design.shape[1],), 0.5))
-    optimizer = torch.optim.LBFGS([logits], lr=1.0, max_iter=50, tolerance_grad=1e-9, tolerance_change=1e-9)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        chances = torch.sigmoid(design @ logits)
-        loss = -(torch.log(chances) * outcomes + torch.log(1 - chances) * (1 - outcomes)).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    return logits.detach()
-
-
-def their_controlled(rows: list[tuple[str, str, float]], style: torch.Tensor, indices: np.ndarray) -> dict[str, tuple[float, float, float]]:
-    models = sorted({model for _, model, _ in rows} | {BASELINE})
-    hot = torch.zeros(len(rows), len(models))
-    for number, (_, model, _) in enumerate(rows):
-        hot[number, models.index(model)] = 1
-        hot[number, models.index(BASELINE)] = -1
-    design, outcomes = torch.cat([hot, style], 1), torch.tensor([score for _, _, score in rows])
-    fits = [their_fit(design[drawn], outcomes[drawn]) for drawn in indices]
-    found = {}
-    for number, model in enumerate(models):
-        strength = [math.exp(c[number]) / (math.exp(c[number]) + math.exp(c[models.index(BASELINE)])) for c in fits]
-        found[model] = tuple(float(np.quantile(strength, share)) for share in (0.5, 0.05, 0.95))
-    return found  # type: ignore[return-value]
-
-
-def their_v01(battles: list[tuple[str, str]], drawn: np.ndarray) -> dict[str, float]:
-    """`battles`: (model, winner) with winner "model", "baseline" or "tie". Elo by logistic regression on doubled rows, then win rates."""
-    models = [*sorted({model for model, _ in battles}), BASELINE]
-    doubled = [battles[i] for i in drawn] * 2
-    design = torch.zeros(len(doubled), len(models), dtype=torch.float64)
-    wins = torch.zeros(len(doubled), dtype=torch.float64)  # of A, the baseline
-    for number, (model, winner) in enumerate(doubled):
-        design[number, models.index(BASELINE)], design[number, models.index(model)] = math.log(10), -math.log(10)
-        wins[number] = winner == "baseline" or (winner == "tie" and number < len(doubled) // 2)
-    weights = torch.nn.Parameter(torch.zeros(len(models), dtype=torch.float64))
-    optimizer = torch.optim.LBFGS([weights], max_iter=500, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe")
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(design @ weights, wins)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    elo = 400 * weights.detach().numpy() + 1000
-    return {model: 1 / (1 + 10 ** ((elo[-1] - elo[number]) / 400)) for number, model in enumerate(models[:-1])}
+Published = tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
-    """Three models, 100 questions, two battles failed: one game null, one without verdict."""
-    skills, longer = {"ppo": 0.6, "dpo": 0.2, "tiny": -0.8}, {"ppo": 1.4, "tiny": 0.7}
-    judgments, answers = simulate(skills, 100, seed=3, longer=longer)
-    judgments.sort(key=lambda row: (row["model"], row["uid"]))  # files are read in this order
-    judgments[7]["games"][0] = None
-    judgments[140]["games"][1]["score"] = None
-    return publish(tmp_path_factory.mktemp("arena") / "arena-hard-v2.0", judgments, answers), judgments, answers
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return published_benchmark(tmp_path_factory.mktemp("arena"))
 
 
-def test_raw_scores_are_the_references(published: tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]) -> None:
-    folder, judgments, _ = published
-    rows = reference_rows(read_judgments(folders(folder).judgments))
-    theirs = their_rows(judgments)
-    assert list(zip(rows.uids, rows.models, rows.outcomes, strict=True)) == theirs
-    for model in ("dpo", "ppo", "tiny"):
-        scores = [score for _, name, score in theirs if name == model]
-        indices = seeded_indices(len(scores), ROUNDS, seed=1)
-        ours = reference_raw(rows.outcomes[[name == model for name in rows.models]], indices)
-        assert 100 * np.array(ours) == pytest.approx(100 * np.array(their_raw(scores, indices)), abs=0.1)
-
-
-@pytest.mark.parametrize("controls", [("length", "markdown"), ("length",), ("markdown",)])
-def test_style_controlled_scores_are_the_references(
-    published: tuple[Path, list[dict[str, Any]], list[dict[str, Any]]], controls: tuple[Any, ...]
-) -> None:
-    """Also each control alone, where the original's slicing loses the models' columns: the formula here slices the features."""
-    folder, judgments, answers = published
-    places = folders(folder)
-    assert places.answers is not None
-    rows = reference_rows(read_judgments(places.judgments), read_styles(places.answers))
-    indices = seeded_indices(len(rows.outcomes), ROUNDS, seed=2)
-    ours = reference_controlled(rows, controls, indices)
-    theirs = their_controlled(their_rows(judgments), their_features(their_rows(judgments), answers)[:, columns(controls)], indices)
-    assert set(ours.scores) == {"dpo", "ppo", "tiny"} and theirs[BASELINE][0] == 0.5
-    for model, score in ours.scores.items():
-        assert 100 * np.array(score) == pytest.approx(100 * np.array(theirs[model]), abs=0.1)
-    assert list(ours.effects) == [FEATURES[column] for column in columns(controls)]
-
-
-def test_v01_scores_are_the_references(published: tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]) -> None:
-    _, judgments, _ = published
-    ours = [to_judgment(_old(row)) for row in judgments]
-    assert {j.baseline for j in ours} == {"gpt-4-0314"} and {j.category for j in ours} == {"arena-hard-v0.1"}
-    rows = reference_rows(ours, whole_battles=False)
-    battles = [(model, {1.0: "model", 0.5: "tie", 0.0: "baseline"}[float(o)]) for model, o in zip(rows.models, rows.outcomes, strict=True)]
-    assert len(battles) > len(their_rows(judgments))  # a failed game leaves the other one in
-    indices = seeded_indices(len(battles), 20, seed=0)
-    scores = reference_v01(rows, indices)
-    point = their_v01(battles, np.arange(len(battles)))
-    rounds = [their_v01(battles, drawn) for drawn in indices]
-    for model, score in scores.items():
-        low, high = np.percentile([found[model] for found in rounds], [2.5, 97.5])
-        assert 100 * np.array(score) == pytest.approx(100 * np.array([point[model], low, high]), abs=0.1)
-
-
-def _old(row: dict[str, Any]) -> dict[str, Any]:
-    """A v0.1 line with the same verdicts."""
-    games = [
-        {"user_prompt": "What?", "judgment": "words", "score": None}
-        if game is None
-        else {**game, "user_prompt": "What?", "judgment": "words"}
-        for game in row["games"]
-    ]
-    return {"question_id": row["uid"], "model": row["model"], "judge": "gpt-4-1106-preview", "games": [dict(g, prompt=None) for g in games]}
-
-
-# --- files ---
-
-
-def test_our_judgments_are_read_by_the_reference_and_theirs_by_us(
-    published: tuple[Path, list[dict[str, Any]], list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_our_judgments_are_read_by_the_reference_and_theirs_by_us(published: Published, tmp_path: Path) -> None:
     folder, judgments, _ = published
     ours = read_judgments(folders(folder).judgments)
     (tmp_path / "judgments").mkdir()
@@ -316,9 +95,6 @@ def test_a_models_own_tokenizer_can_count(material: Path) -> None:
     assert token_counter(str(material / "base"))("one two three") >= 3
 
 
-# --- the five defects ---
-
-
 def test_defect_1_rows_of_a_question_are_not_independent() -> None:
     """The score's true standard deviation, over 400 simulated evaluations: ours tells it, the row bootstrap understates it."""
     truth, rows_say, ours_say = [], [], []
@@ -340,12 +116,12 @@ def _correlated(questions: int, seed: int) -> list[dict[str, Any]]:
     rows = []
     for q in range(questions):
         leaning = generator.normal(0.3, 2.0)  # one per question: its two games agree more often than not
-        games = [{"score": _label(generator, -leaning), "judgment": {}}, {"score": _label(generator, leaning), "judgment": {}}]
+        games = [{"score": label(generator, -leaning), "judgment": {}}, {"score": label(generator, leaning), "judgment": {}}]
         rows.append({"uid": f"q{q}", "category": "hard_prompt", "judge": "j", "model": "m", "baseline": BASELINE, "games": games})
     return rows
 
 
-def test_defect_1_the_same_seed_gives_the_same_numbers(published: tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]) -> None:
+def test_defect_1_the_same_seed_gives_the_same_numbers(published: Published) -> None:
     judgments = read_judgments(folders(published[0]).judgments)
     styles = read_styles(published[0] / "model_answer")
     first, again, other = (boards(judgments, styles, ("length",), "ours", 200, seed, 0.02) for seed in (1, 1, 2))
@@ -376,7 +152,7 @@ def test_defect_3_labels_outside_the_whitelist_are_no_verdict(score: Any) -> Non
 
 
 def test_defect_4_failed_games_are_counted_and_too_many_fail_the_board(
-    published: tuple[Path, list[dict[str, Any]], list[dict[str, Any]]],
+    published: Published,
 ) -> None:
     judgments = read_judgments(folders(published[0]).judgments)
     (board,) = boards(judgments, None, (), "ours", 50, 0, max_failed=0.02)
@@ -400,126 +176,3 @@ def test_defect_5_each_control_works_alone(controls: tuple[Any, ...]) -> None:
     else:
         assert list(found.effects) == ["headers", "lists", "bold"]
         assert all(effect.low < 0 < effect.high or abs(effect.value) < 0.3 for effect in found.effects.values())
-
-
-# --- symmetries ---
-
-LABELS: tuple[Label, ...] = ("A>>B", "A>B", "A=B", "B>A", "B>>A")
-verdicts = st.lists(st.tuples(st.sampled_from(LABELS), st.sampled_from(LABELS), st.integers(0, 9)), min_size=4, max_size=15)
-
-
-def build(labels: list[tuple[Label, Label, int]], models: tuple[str, ...] = ("m",)) -> tuple[list[Judgment], dict[tuple[str, str], Style]]:
-    judged, styles = [], {}
-    for number, (first, second, extra) in enumerate(labels):
-        model, uid = models[number % len(models)], f"q{number // len(models)}"
-        styles[model, uid], styles["b", uid] = Style(10 + extra, extra % 3, 1, 0), Style(12, 1, 0, extra % 2)
-        games = (Game(score=first, judgment={}), Game(score=second, judgment={}))
-        judged.append(Judgment(uid=uid, category="c", judge="j", model=model, baseline="b", games=games))
-    return judged, styles
-
-
-@given(verdicts)
-def test_swapping_the_sides_mirrors_the_controlled_score(labels: list[tuple[Label, Label, int]]) -> None:
-    judged, styles = build(labels)
-    mirrored = [j.model_copy(update={"model": "b", "baseline": "m", "games": (j.games[1], j.games[0])}) for j in judged]
-    ours = controlled(question_rows(judged, styles, arena=True), ("length", "markdown"), 20, 0)
-    theirs = controlled(question_rows(mirrored, styles, arena=True), ("length", "markdown"), 20, 0)
-    assert theirs.scores["b"].value == pytest.approx(1 - ours.scores["m"].value, abs=1e-5)
-    assert (theirs.scores["b"].low, theirs.scores["b"].high) == pytest.approx(
-        (1 - ours.scores["m"].high, 1 - ours.scores["m"].low), abs=1e-5
-    )
-    for name, effect in ours.effects.items():
-        assert theirs.effects[name].value == pytest.approx(effect.value, abs=1e-4)
-
-
-@given(st.sampled_from(LABELS), st.lists(st.integers(0, 9), min_size=3, max_size=10))
-def test_a_constant_judge_gives_one_half_whatever_the_style(label: Label, extras: list[int]) -> None:
-    judged, styles = build([(label, label, extra) for extra in extras])
-    found = controlled(question_rows(judged, styles, arena=True), ("length", "markdown"), 20, 0).scores["m"]
-    assert tuple(found) == pytest.approx((0.5, 0.5, 0.5))
-
-
-@given(verdicts, st.randoms(use_true_random=False))
-def test_models_and_questions_in_any_order_and_under_any_name_give_the_same(labels: list[tuple[Label, Label, int]], random: Any) -> None:
-    judged, styles = build(labels, models=("m", "n"))
-    names = {"m": "zz", "n": "aa"}  # the other way around in the alphabet
-    renamed = [j.model_copy(update={"model": names[j.model]}) for j in random.sample(judged, len(judged))]
-    restyled = {(names.get(model, model), uid): style for (model, uid), style in styles.items()}
-    ours = controlled(question_rows(judged, styles, arena=True), ("length",), 20, 0).scores
-    theirs = controlled(question_rows(renamed, restyled, arena=True), ("length",), 20, 0).scores
-    for model, score in ours.items():
-        assert tuple(theirs[names[model]]) == pytest.approx(tuple(score), abs=1e-6)
-
-
-@given(verdicts)
-def test_repeating_every_question_keeps_the_controlled_score(labels: list[tuple[Label, Label, int]]) -> None:
-    judged, styles = build(labels)
-    copies = [j.model_copy(update={"uid": f"{j.uid}-copy"}) for j in judged]
-    both = styles | {(model, f"{uid}-copy"): style for (model, uid), style in styles.items()}
-    once, twice = (controlled(question_rows(js, both, arena=True), ("length",), 1, 0) for js in (judged, judged + copies))
-    assert twice.scores["m"].value == pytest.approx(once.scores["m"].value, abs=1e-6)
-    assert twice.effects["length"].value == pytest.approx(once.effects["length"].value, abs=1e-5)
-
-
-def test_copies_of_all_questions_keep_the_centre_of_the_controlled_interval() -> None:
-    judged, styles = build([("B>A", "A>B", 9), ("B>A", "B>A", 1), ("A>B", "B>A", 4), ("A=B", "A>B", 7), ("B>A", "A>B", 2)] * 12)
-    copies = [j.model_copy(update={"uid": f"{j.uid}-copy"}) for j in judged]
-    both = styles | {(model, f"{uid}-copy"): style for (model, uid), style in styles.items()}
-    once, twice = (controlled(question_rows(js, both, arena=True), ("length",), 2000, 0).scores["m"] for js in (judged, judged + copies))
-    assert (twice.low + twice.high) / 2 == pytest.approx((once.low + once.high) / 2, abs=0.01)
-    assert (twice.high - twice.low) / (once.high - once.low) == pytest.approx(2**-0.5, abs=0.05)
-
-
-def test_newton_reaches_the_minimum_that_bfgs_finds() -> None:
-    generator = np.random.default_rng(0)
-    design, weights = generator.normal(size=(200, 4)), generator.integers(0, 4, size=(3, 200)).astype(float)
-    outcomes = (generator.random(200) < 0.6).astype(float)
-    from scipy.optimize import minimize
-
-    for row, found in zip(weights, fit(design, outcomes, weights, np.full(4, RIDGE)), strict=True):
-        share = row / row.sum()
-
-        def loss(c: np.ndarray, share: np.ndarray = share) -> float:
-            logits = design @ c
-            return float((share * (np.logaddexp(0, logits) - outcomes * logits)).sum() + RIDGE / 2 * c @ c)
-
-        assert found == pytest.approx(minimize(loss, np.zeros(4), method="BFGS", tol=1e-10).x, abs=1e-4)
-
-
-def test_a_model_that_always_wins_has_a_finite_strength() -> None:
-    judged, styles = build([("B>>A", "A>>B", n) for n in range(8)])
-    score = controlled(question_rows(judged, styles, arena=True), ("length", "markdown"), 50, 0).scores["m"]
-    assert 0.98 < score.value < 1 and score.low > 0.95
-
-
-def test_equal_styles_are_no_difference_and_empty_answers_no_error() -> None:
-    styles = [Style(0, 0, 0, 0), Style(7, 1, 2, 3)]
-    assert (features(styles, styles) == 0).all()
-    (row,) = features([Style(30, 0, 0, 0)], [Style(10, 0, 11, 0)])
-    assert row == pytest.approx([0.5, 0, -1 / 2, 0])
-
-
-# --- the board ---
-
-
-def test_the_reference_board_is_the_references_and_ours_stands_beside(
-    published: tuple[Path, list[dict[str, Any]], list[dict[str, Any]]],
-) -> None:
-    folder, judgments, _ = published
-    judged, styles = read_judgments(folders(folder).judgments), read_styles(folder / "model_answer")
-    (reference,) = boards(judged, styles, ("length", "markdown"), "reference", 100, 0, 0.02)
-    (ours,) = boards(judged, styles, ("length", "markdown"), "ours", 100, 0, 0.02)
-    assert [row.model for row in ours.standings] == [row.model for row in reference.standings] == ["ppo", "dpo", "tiny"]
-    for mine, theirs in zip(ours.standings, reference.standings, strict=True):
-        rows = [score for _, model, score in their_rows(judgments) if model == mine.model]
-        assert theirs.score.value == pytest.approx(np.mean(rows), abs=0.02)
-        assert mine.score.value == pytest.approx(np.mean(rows), abs=0.005)  # but for the games the reference leaves out
-        assert mine.controlled is not None and theirs.controlled is not None
-        assert mine.questions == 100 and 0 <= mine.swap_consistency <= 1 and mine.tokens is not None
-    assert json.loads(as_json([ours]))[0]["standings"][0]["score"]["value"] == ours.standings[0].score.value
-    with pytest.raises(ValueError, match="needs the answer of"):
-        boards(judged, {}, ("length",), "ours", 100, 0, 0.02)
-
-
-def test_labels_in_lower_case_are_labels() -> None:
-    assert label_of("b>>a") == "B>>A"

@@ -150,6 +150,21 @@ def test_a_data_set_cut_off_at_each_request_is_completed_by_the_next_run(chain: 
         assert repository.history() == [f"Publish {TAG}", "initial commit"] and repository.tags == {TAG: repository.branches["main"]}
 
 
+def test_no_file_line_or_blob_holds_the_token(
+    chain: Chain, server: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    server.break_at(4, "refuse", times=2)
+    run = publish(chain.report, tmp_path / "run")
+    repository = server.repositories[f"datasets/{REPO}"]
+    assert repository.tags, "it was published"
+    sent = "".join(blob.content.decode("latin-1") for commit in repository.commits.values() for blob in commit.files.values())
+    kept = "".join(file.read_bytes().decode("latin-1") for file in run.path.rglob("*") if file.is_file())
+    said = "".join(capfd.readouterr()) + caplog.text
+    assert "again in" in said, "a failure was told"
+    for text in (sent, kept, said):
+        assert TOKEN not in text and "SignedAddress" not in text
+
+
 def test_a_report_without_judgments_and_a_publication_of_two_things_are_refused(chain: Chain, tmp_path: Path) -> None:
     (tmp_path / "report").mkdir()
     with pytest.raises(ValueError, match="has no judgments: name a finished preferences stage or an evaluation"):

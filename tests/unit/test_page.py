@@ -108,6 +108,39 @@ def test_judges_style_parents_and_reward_models_are_told(whole: Path) -> None:
     assert f"prefer the same answer in {100 * agreement.agreement:.0f} % of the pairs" in text
 
 
+def test_over_optimisation_is_named_where_it_is_sure(whole: Path) -> None:
+    page = whole.read_text()
+    assert "Did it climb the reward model, or get better?" in page
+    told = re.search(r"<p><b>([^<]*)</b>: ([^<]*)</p>", page)
+    assert told and told[1] == ROUND2
+    assert told[2].startswith(f"reward_model likes it more than {ROUND1}, and rule likes it less: the reward model is over-optimised.")
+    assert page.count("is over-optimised") == 1 and 'aria-label="over-optimisation"' in page
+
+
+def test_quality_comes_first_and_what_was_run_after_it(whole: Path) -> None:
+    text = Page(whole.read_text()).text
+    order = ("Is it better?", "Before and after", "What was run", "How the training went", "Lineage", "Published", "Configuration")
+    places = [text.index(f" {title} ") for title in order]
+    assert places == sorted(places)
+    assert "Of 300 questions the final model won 210, lost 60, tied 30." in text
+    assert (
+        "A rule compares every answer with the known one: right beats wrong. A reward model prefers the answer that it scores higher."
+        in text
+    )
+
+
+def test_the_page_says_where_a_model_was_published(tmp_path: Path) -> None:
+    stages = finished(tmp_path / "artifacts")
+    assert f"iterative_dpo not sent to the Hub; in stages/publication-{DIGESTS['publication']}" in page(tmp_path / "artifacts", stages).text
+    directory = run_dir(tmp_path / "artifacts", "publication")
+    result = json.loads((directory / "result.json").read_text())
+    result["outputs"]["hub"], result["metrics"] = "hub.json", {"files": 9.0, "bytes": 12_345_678.0}
+    (directory / "result.json").write_text(json.dumps(result))
+    (directory / "hub.json").write_text(json.dumps({"repo_id": "me/model", "commit": "ab" * 20, "tag": "publication-1", "url": ""}))
+    told = page(tmp_path / "artifacts", stages).text
+    assert "publication iterative_dpo me/model, branch main, tag publication-1, commit abababababab 9 12.3" in told
+
+
 def test_an_old_report_without_the_newer_numbers_is_drawn(tmp_path: Path) -> None:
     stages = finished(tmp_path, lines=1)
     folder = run_dir(tmp_path, "evaluation") / "report"

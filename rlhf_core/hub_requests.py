@@ -1,0 +1,133 @@
+"""Requests to the Hub that are repeated while they fail in a way that passes, and end in one sentence when they do not. Torch-free.
+
+The token is read from HF_TOKEN and handed to the client; it is in no argument, file or message.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is its client library's, whichever that is
+    HfHubHTTPError,
+    HTTPError,
+    OfflineModeIsEnabled,
+    RevisionNotFoundError,
+)
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
+
+TOKEN_ENV = "HF_TOKEN"
+QUOTA = re.compile(r"quota|storage|space left|too large", re.I)  # the Hub says a full account with 403, and words
+LONGEST_WAIT = 300.0  # seconds; the Hub's rate limits count in windows of five minutes
+
+T = TypeVar("T")
+Refusal = Callable[[HfHubHTTPError, str, str], str]  # (error, what was asked, repository) -> the sentence for it
+
+
+class Patience(NamedTuple):
+    """How often a request is sent, and the seconds before the second time; the wait doubles each time."""
+
+    attempts: int = 6
+    wait: float = 1.0
+
+
+PATIENCE = Patience()
+
+
+def patiently(what: str, repo_id: str, call: Callable[[], T], patience: Patience, refusal: Refusal) -> T:
+    """Repeats a call of the Hub while it fails in a way that passes, and turns what remains into one sentence (`refusal`).
+
+    The original error is dropped on purpose: it quotes addresses, and those of uploads carry signatures.
+    """
+
+    def wait(state: RetryCallState) -> float:
+        asked = _retry_after(state.outcome.exception() if state.outcome else None)
+        return min(max(patience.wait * 2 ** (state.attempt_number - 1), asked), LONGEST_WAIT)
+
+    def say(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        again = f"again in {state.upcoming_sleep:.0f} s ({state.attempt_number} of {patience.attempts})"
+        print(f"the Hub could not {what}: {_status(error)}; {again}", flush=True)
+
+    retrying = Retrying(
+        stop=stop_after_attempt(patience.attempts), wait=wait, retry=retry_if_exception(_passes), before_sleep=say, reraise=True
+    )
+    try:
+        return retrying(call)
+    except (HTTPError, OSError, RuntimeError, json.JSONDecodeError) as error:
+        if _passes(error):
+            raise ConnectionError(
+                f"the Hub could not {what} of {repo_id} in {patience.attempts} attempts ({_status(error)}): "
+                f"run this again later, nothing is lost or doubled"
+            ) from None
+        cause = _http_error(error)
+        if not isinstance(cause, HfHubHTTPError):
+            raise
+        raise ValueError(refusal(cause, what, repo_id)) from None
+
+
+def write_refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
+    said = f" ({error.server_message})" if error.server_message else ""
+    full = f"the Hub has no space left to {what} of {repo_id}{said}"
+    match error.response.status_code:
+        case 401:
+            return f"the Hub does not accept the token in {TOKEN_ENV}: set it to a valid token with write access to {repo_id}"
+        case 402 | 413 | 507:
+            return f"{full}: make space or get more, then run this again, nothing is lost or doubled"
+        case 403 if QUOTA.search(said):
+            return f"{full}: make space or get more, then run this again, nothing is lost or doubled"
+        case 403:
+            return f"the Hub does not let this token {what} of {repo_id}{said}: give it write access there"
+        case 404:
+            return f"the token in {TOKEN_ENV} does not see {repo_id}: check repo_id and the token's access"
+        case 412:
+            return f"someone else changed {repo_id} while this was being published: look at what changed there, then run the stage again"
+        case status:
+            return f"the Hub refused to {what} of {repo_id}: HTTP {status}{said}"
+
+
+def read_refusal(revision: str, kind: str = "model") -> Refusal:
+    """What a refusal to read a repository at a revision is told as."""
+
+    def sentence(error: HfHubHTTPError, what: str, repo_id: str) -> str:
+        match error.response.status_code, error:
+            case _, RevisionNotFoundError():
+                return f"{repo_id} has no revision {revision}: name a branch, a tag or a commit of it"
+            case 401 | 403 | 404, _:
+                return f"the Hub has no {kind} {repo_id} for you: correct it, or set {TOKEN_ENV} to a token that may read it"
+            case status, _:
+                return f"the Hub refused to {what} of {repo_id}: HTTP {status}"
+
+    return sentence
+
+
+def _passes(error: BaseException) -> bool:
+    """Whether a later attempt may succeed: busy (408, 429), broken (5xx), a cut connection (xet raises Python's own), a proxy's page
+    instead of JSON."""
+    if isinstance(error, OfflineModeIsEnabled):
+        return False
+    cause = _http_error(error)
+    if isinstance(cause, HfHubHTTPError):
+        status = cause.response.status_code
+        return status in (408, 429) or (500 <= status < 600 and status != 507)
+    return cause is not None or isinstance(error, (ConnectionError, TimeoutError, json.JSONDecodeError))
+
+
+def _http_error(error: BaseException | None) -> HTTPError | None:
+    """The client's error; an upload wraps it in a RuntimeError."""
+    while error is not None and not isinstance(error, HTTPError):
+        error = error.__cause__
+    return error
+
+
+def _status(error: BaseException | None) -> str:
+    cause = _http_error(error)
+    return f"HTTP {cause.response.status_code}" if isinstance(cause, HfHubHTTPError) else type(cause or error).__name__
+
+
+def _retry_after(error: BaseException | None) -> float:
+    cause = _http_error(error)
+    value = cause.response.headers.get("Retry-After", "") if isinstance(cause, HfHubHTTPError) else ""
+    return float(value) if value.isdigit() else 0.0

@@ -1,0 +1,50 @@
+"""Keys and tokens from Prefect's secrets, for runs of a deployment whose worker has none in its environment.
+
+A secret block is named like the variable, in small letters with dashes: `hf-token` for HF_TOKEN. The environment goes first. What is found
+is in the environment of the flow's process while it runs, which its stages inherit; no parameter, file or log has it (launch.py hides it).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from prefect.blocks.system import Secret
+
+from rlhf_core.config import PPO, Evaluation, Loop, OpenAIJudge, Preferences, Recipe
+from rlhf_core.reward_sources import HttpReward
+
+
+def variables(recipe: Recipe) -> tuple[str, ...]:
+    """The environment variables whose keys a recipe may need: the Hub's token, judges' and rewards' keys."""
+    names = ["HF_TOKEN"]
+    for config in recipe.stages.values():
+        if isinstance(config, Evaluation):
+            names += [judge.api_key_env for judge in config.judges if isinstance(judge, OpenAIJudge)]
+        if isinstance(config, PPO | Preferences | Loop):
+            names += [source.api_key_env for source in config.reward if isinstance(source, HttpReward) and source.api_key_env]
+    return tuple(dict.fromkeys(names))
+
+
+@contextmanager
+def provided(names: Iterable[str]) -> Iterator[None]:
+    """Sets each variable that is not set from the secret of its name, where there is one, until the block ends."""
+    found = {name: value for name in names if not os.environ.get(name) and (value := _secret(name))}
+    os.environ.update(found)
+    try:
+        yield
+    finally:
+        for name in found:
+            os.environ.pop(name, None)
+
+
+def _secret(variable: str) -> str | None:
+    """The value of a secret block; None when there is none."""
+    try:
+        block = Secret.load(variable.lower().replace("_", "-"))
+    except ValueError:  # what Prefect raises for a block that is not there
+        return None
+    assert isinstance(block, Secret)  # not a coroutine: this is called outside of any event loop
+    value = block.get()
+    return str(value).strip() or None
