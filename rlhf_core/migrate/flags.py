@@ -262,7 +262,7 @@ DROPPED: dict[str, str] = {
     "compute_fp32_loss": "the loss is always computed in float32",
     "dynamic_filtering_reward_range": "dynamic_filtering looks at the spread of a group's rewards",
     "async_train": "sampling and training take turns",
-    "vllm_tensor_parallel_size": "a vLLM engine has one GPU",
+    "vllm_tensor_parallel_size": "a vLLM engine has one GPU here",
 }
 
 

@@ -202,36 +202,64 @@ def _try(draft: Draft, flag: str, names: tuple[str, str]) -> None:
 
 
 def read_groups(draft: Draft) -> None:
-    """PPO's GPU groups. `--num_nodes` and `--num_gpus_per_node` are one group for everything."""
+    """PPO's GPU groups. `--num_nodes` and `--num_gpus_per_node` are one group for everything; models that share cards get equal groups."""
     nodes, per_node = _count(draft, "num_nodes"), _count(draft, "num_gpus_per_node")
-    one = nodes is not None or per_node is not None
     sources = draft.fields.get("reward")
     scored = any(not str(s).startswith("http") and ".py:" not in str(s) for s in (sources if isinstance(sources, list) else [sources]))
-    for role, name in GROUPS.items():
+    here = [role for role in GROUPS if (role != "critic" or draft.get("advantage_estimator") == "gae") and (role != "reward" or scored)]
+    sizes: dict[str, tuple[int, int]] = {}
+    leader = _leaders(draft, here)
+    for role in GROUPS:
         given = (_count(draft, f"{role}_num_nodes"), _count(draft, f"{role}_num_gpus_per_node"))
-        if (role == "critic" and draft.get("advantage_estimator") != "gae") or (role == "reward" and not scored):
+        if role not in here:
             continue
         size = (given[0] or nodes or 1, given[1] or per_node or 8)
-        draft.put(name, {"num_nodes": size[0], "num_ranks_per_node": size[1], "gpus": 1.0})
+        if role in leader and size != sizes[leader[role]]:
+            size = sizes[leader[role]]
+            if any(given):
+                told = f"{GROUPS[role]}: {size[0]} x {size[1]}, the size of the {leader[role]}'s group, whose cards it shares"
+                draft.note("approximated", f"--{role}_num_nodes, --{role}_num_gpus_per_node", told)
+        sizes[role] = size
+        draft.put(GROUPS[role], {"num_nodes": size[0], "num_ranks_per_node": size[1], "gpus": 1.0})
+    one = nodes is not None or per_node is not None
     if one and not draft.has("colocate_all"):
         draft.note("approximated", "--num_nodes, --num_gpus_per_node", "every model has a group of this size of its own: make them smaller")
-    _engines(draft, (nodes or 1) * (per_node or 8) if one else None)
+    shared = "colocate_all" in draft.left and draft.has("colocate_all")
+    _engines(draft, math.prod(sizes["actor"]), shared, one)
 
 
-def _engines(draft: Draft, gpus: int | None) -> None:
-    parallel = 1
-    if "vllm_tensor_parallel_size" in draft.left and draft.has("vllm.tensor_parallel_size"):
-        parallel = _whole_or(draft.left["vllm_tensor_parallel_size"], 1)
-    elif "vllm_tensor_parallel_size" in draft.left and _whole_or(draft.left["vllm_tensor_parallel_size"], 0) == 1:
+def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:
+    """The roles that share another role's cards, and whose."""
+    if "colocate_critic_reward" in draft.left and not {"critic", "reward"} <= set(here):
+        draft.note("dropped", draft.left.pop("colocate_critic_reward").shown, "there is no critic, or no reward model")
+    if "colocate_all" in draft.left and draft.has("colocate_all"):
+        for flag in ("colocate_actor_ref", "colocate_critic_reward"):
+            if given := draft.take(flag):
+                draft.note("translated", given.shown, "part of colocate_all")
+        return dict.fromkeys(here[1:], "actor")
+    pairs = {"colocate_actor_ref": ("ref", "actor"), "colocate_critic_reward": ("reward", "critic")}
+    return {role: leader for flag, (role, leader) in pairs.items() if flag in draft.left and draft.has(flag)}
+
+
+def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
+    """vLLM's engines; where they share the models' cards there is one on each card, or on each `tensor_parallel_size` of them."""
+    parallel, given = 1, draft.left.get("vllm_tensor_parallel_size")
+    if given and draft.has("vllm.tensor_parallel_size"):
+        parallel = max(1, _whole_or(given, 1))
+    elif given and _whole_or(given, 0) == 1:
         draft.note("translated", draft.left.pop("vllm_tensor_parallel_size").shown, "vllm.gpus: 1")
-    draft.put("vllm.gpus", float(parallel))
-    if "vllm_num_engines" in draft.left and _whole_or(draft.left["vllm_num_engines"], 1) > 0:
+    draft.put("vllm.gpus", 1.0)
+    wanted = _whole_or(draft.left["vllm_num_engines"], 0) if "vllm_num_engines" in draft.left else None
+    if wanted and not (shared and wanted * parallel != gpus):
         return
-    if flag := draft.take("vllm_num_engines"):
+    flag = draft.take("vllm_num_engines")
+    if shared or (one_group and wanted is None):
+        engines = max(1, gpus // parallel)
+        draft.put("vllm.num_engines", engines)
+        told = f"vllm.num_engines: {engines}, as many as fit on the models' cards"
+        draft.note("approximated" if flag else "translated", flag.shown if flag else "(no --vllm_num_engines)", told)
+    elif flag:
         draft.note("approximated", flag.shown, "vllm.num_engines: 1, as sampling is always by vLLM")
-    elif gpus:
-        draft.put("vllm.num_engines", max(1, gpus // parallel))
-        draft.note("translated", "(no --vllm_num_engines)", f"vllm.num_engines: {max(1, gpus // parallel)}, one on each GPU")
 
 
 def _whole_or(flag: Flag, other: int) -> int:

@@ -305,6 +305,27 @@ def test_one_group_for_everything(tmp_path: Path) -> None:
     assert (ppo.init_kl_coef, ppo.zero_stage) == (0.02, 2)  # the dialect's defaults
 
 
+def test_models_that_share_cards_get_equal_groups(tmp_path: Path) -> None:
+    flags = "--pretrain a/b --reward_pretrain a/rm --prompt_data p --bf16 --actor_num_gpus_per_node 4 --critic_num_gpus_per_node 2"
+    shared = "--colocate_actor_ref --colocate_critic_reward --reward_num_gpus_per_node 8 --vllm_num_engines 2 --vllm_tensor_parallel_size 2"
+    _, found = migrated(tmp_path, f"python train_ppo_ray.py {flags} {shared}")
+    ppo = found.recipe.stages["ppo"]
+    assert isinstance(ppo, PPO) and ppo.vllm.num_engines == 2 and ppo.vllm.gpus == 1
+    sizes = {name: ranks.world_size for name, ranks in ppo.groups.items()}
+    if "colocate_actor_ref" in PPO.model_fields:
+        assert sizes == {"actor": 4, "critic": 2, "reference": 4, "reward:rm": 2}
+        assert "whose cards it shares" in told(found, "approximated")["--reward_num_nodes, --reward_num_gpus_per_node"]
+    else:
+        assert sizes == {"actor": 4, "critic": 2, "reference": 8, "reward:rm": 8}
+    _, found = migrated(tmp_path, f"python train_ppo_ray.py {flags} --colocate_all_models --vllm_num_engines 3")
+    ppo = found.recipe.stages["ppo"]
+    assert isinstance(ppo, PPO)
+    if "colocate_all" in PPO.model_fields:
+        assert {ranks.world_size for ranks in ppo.groups.values()} == {4} and ppo.vllm.num_engines == 4
+    else:
+        assert ppo.vllm.num_engines == 3
+
+
 def test_a_reward_model(tmp_path: Path) -> None:
     raw, found = migrated(tmp_path, REWARD_MODEL)
     stage = raw["stages"]["reward_model"]
