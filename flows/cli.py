@@ -398,7 +398,12 @@ def _terminate(number: int, frame: object) -> None:
 
 
 def _without_trace(record: logging.LogRecord) -> bool:
-    """A failed stage has its own log, and a gate its sentence: the traceback of the flow around it would only hide that."""
+    """A failed stage has its own log, and a gate its sentence: the traceback of the flow around it would only hide that.
+
+    What Prefect says of its hooks at every state is left out.
+    """
+    if "ook 'tell_state'" in record.getMessage():
+        return record.levelno > logging.INFO
     if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed):
         record.exc_info = None
     return True

@@ -27,7 +27,16 @@ class Chain:
             return self.models[plain(path)]
         if self.base is None:
             self.base = path
-        return "base" if path == self.base else path
+        return "base" if path == self.base else outside(path)
+
+    def reward(self, path: str) -> str:
+        """The name of a reward model, which the base model is not, even where a script names the same."""
+        return self.models.get(plain(path)) or outside(path)
+
+
+def outside(path: str) -> str:
+    """A folder or Hub id; a folder without a slash would be read as the name of a stage."""
+    return path if "/" in path else f"./{path}"
 
 
 def plain(path: str) -> str:
@@ -46,7 +55,7 @@ def model_of(draft: Draft, flag: Flag, path: str, name: str, chain: Chain) -> st
     found = chain.model(path)
     unknown = "the script does not say what the variable holds: write the model there" if is_unknown(path) else ""
     for output, stage in chain.models.items():
-        if found == path and plain(path).startswith(output + "/"):
+        if found == outside(path) and plain(path).startswith(output + "/"):
             found, unknown = stage, f"a folder inside the output of stage {stage} is taken as its final model"
     draft.translate(flag, name, found, unknown)
     return found
@@ -87,7 +96,7 @@ def _read_rewards(draft: Draft, chain: Chain) -> None:
     flag = draft.take("reward_pretrain")
     if flag and not sources:
         for path in listed(flag.words):
-            found = chain.model(path)
+            found = chain.reward(path)
             sources.append(found)
             draft.note("translated", flag.shown, f"reward: {found}")
     elif flag:

@@ -31,8 +31,8 @@ def preferences(draft: Draft, scoring: Draft | None, chain: Chain) -> None:
     output = draft.take("output_path")
     reward, processor = scoring.take("pretrain"), scoring.take("post_processor")
     if reward and reward.words:
-        draft.put("reward", chain.model(reward.words[0]))
-        scoring.note("translated", reward.shown, f"reward: {chain.model(reward.words[0])}")
+        draft.put("reward", chain.reward(reward.words[0]))
+        scoring.note("translated", reward.shown, f"reward: {chain.reward(reward.words[0])}")
     name = processor.words[0] if processor and processor.words else ""
     if name in POST_PROCESSORS and processor:
         draft.put("post_processor", POST_PROCESSORS[name])

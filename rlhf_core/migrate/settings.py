@@ -258,8 +258,9 @@ def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
         draft.put("vllm.num_engines", engines)
         told = f"vllm.num_engines: {engines}, as many as fit on the models' cards"
         draft.note("approximated" if flag else "translated", flag.shown if flag else "(no --vllm_num_engines)", told)
-    elif flag:
-        draft.note("approximated", flag.shown, "vllm.num_engines: 1, as sampling is always by vLLM")
+    else:
+        shown = flag.shown if flag else "(no --vllm_num_engines)"
+        draft.note("approximated", shown, "vllm.num_engines: 1, as sampling is always by vLLM; give it as many GPUs as there are")
 
 
 def _whole_or(flag: Flag, other: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.runner import Runner
 from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
@@ -334,3 +337,19 @@ def test_a_bad_receiver_delays_no_flow(recipe: Callable[..., Recipe], monkeypatc
         for url in (receiver.url, f"http://127.0.0.1:{free_port()}/"):
             monkeypatch.setenv("HOOK", url)
             assert seconds("notify={url_env: HOOK, timeout: 60}") < plain + 1
+
+
+def test_a_scheduled_run_tells_each_of_its_states_once(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    alignment(recipe())  # the run below finds all done
+    root = Path(flows.cli.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", f"{Path('modules').absolute()}{os.pathsep}{root}")
+    with receiving() as receiver:
+        monkeypatch.setenv("HOOK", receiver.url)
+        deployment = alignment.to_deployment("night", parameters={"recipe": "recipe.yaml", "overrides": ["notify={url_env: HOOK}"]})
+        deployment.entrypoint = "flows.alignment.alignment"
+        identity = deployment.apply()
+        with get_client(sync_client=True) as client:
+            run = client.create_flow_run_from_deployment(identity)
+        asyncio.run(Runner().execute_flow_run(run.id))
+        assert receiver.events == ["scheduled", "running", "completed"]
+        assert {message["run_id"] for message in receiver.got} == {str(run.id)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -64,12 +65,13 @@ def test_core_objects_fit_their_schemas(tmp_path: Path, nodes: int, gpus: int) -
         kubernetes_validate.validate(broken, VERSION, strict=True)
 
 
+@functools.cache
 def schema(kind: str) -> dict[str, Any]:
     """The CRD's schema of v1, with unknown fields refused as the API server's strict mode does."""
     path = CRDS / f"ray.io_{kind.lower()}s.yaml"
     if not path.is_file():
         pytest.skip(f"{path.name}, KubeRay's resource definition, is not here")
-    versions = yaml.safe_load(path.read_text())["spec"]["versions"]
+    versions = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["spec"]["versions"]
     found = next(version["schema"]["openAPIV3Schema"] for version in versions if version["name"] == "v1")
 
     def close(node: Any) -> Any:

@@ -473,6 +473,21 @@ def test_rewards(tmp_path: Path, reward: str, expected: list[str]) -> None:
     assert isinstance(ppo, PPO) and [source.kind for source in ppo.reward] == expected and ppo.critic == "base"
 
 
+def test_folders_without_a_slash_and_a_reward_model_named_as_the_base(tmp_path: Path) -> None:
+    raw, _ = migrated(tmp_path, "python train_ppo_ray.py --pretrain llama --reward_pretrain llama,rm --prompt_data p --bf16")
+    assert (raw["base_model"], raw["stages"]["ppo"]["actor"], raw["stages"]["ppo"]["reward"]) == ("llama", "base", ["./llama", "./rm"])
+
+
+def test_a_folder_inside_an_earlier_output(tmp_path: Path) -> None:
+    text = (
+        "python train_sft.py --pretrain a/b --dataset c --save_path out/sft --bf16\n"
+        "python train_rm.py --pretrain out/sft/step_100 --dataset d --bf16"
+    )
+    raw, found = migrated(tmp_path, text)
+    assert raw["stages"]["reward_model"]["model"] == "sft"
+    assert "taken as its final model" in told(found, "approximated")["--pretrain out/sft/step_100"]
+
+
 def test_an_estimator_without_a_critic(tmp_path: Path) -> None:
     text = (
         "python -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path a/b --reward.remote_url r.py --data.prompt_dataset p "
