@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from rlhf_core.migrate.flags import DROPPED, FIELDS, Dialect, flat
+from rlhf_core.migrate.flags import DROPPED, FIELDS, PPO_ONLY, Dialect, flat
 from rlhf_core.migrate.launches import Launch
 from rlhf_core.recipe import config_class, models_in
 
@@ -82,7 +82,7 @@ class Draft:
         """Reads every flag that is simply a field, or those of `only`."""
         for flag in [name for name in self.left if name in FIELDS and name in only]:
             rule, given = FIELDS[flag], self.left.pop(flag)
-            if not self.has(rule.name):
+            if not self.has(rule.name) or (flag in PPO_ONLY and self.kind != "ppo"):
                 self.note("dropped", given.shown, DROPPED.get(flag, f"a {self.kind} stage has no {rule.name}"))
                 continue
             try:

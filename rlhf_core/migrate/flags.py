@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from rlhf_core.migrate.values import fraction, number, off_or_number, pair, rest_of, whole
+from rlhf_core.migrate.values import count, fraction, number, off_or_number, pair, rest_of, whole
 
 Dialect = Literal["flat", "dotted"]
 
@@ -146,20 +146,20 @@ def one_of(**values: str) -> Callable[[tuple[str, ...]], str]:
 
 FIELDS: dict[str, Field] = {
     # training stages
-    "max_len": Field("max_len", whole),
-    "train_batch_size": Field("train_batch_size", whole),
-    "micro_train_batch_size": Field("micro_train_batch_size", whole),
-    "max_epochs": Field("max_epochs", whole),
+    "max_len": Field("max_len", count),
+    "train_batch_size": Field("train_batch_size", count),
+    "micro_train_batch_size": Field("micro_train_batch_size", count),
+    "max_epochs": Field("max_epochs", count),
     "learning_rate": Field("learning_rate", number),
     "adam_betas": Field("betas", pair),
     "l2": Field("weight_decay", number),
     "lr_warmup_ratio": Field("warmup_ratio", fraction),
     "min_lr_ratio": Field("min_lr_ratio", fraction),
     "max_norm": Field("max_norm", number),
-    "logging_steps": Field("logging_steps", whole),
+    "logging_steps": Field("logging_steps", count),
     "eval_steps": Field("eval_steps", off_or_number, "steps of the optimiser"),
     "save_steps": Field("save_steps", off_or_number),
-    "max_ckpt_num": Field("keep_checkpoints", whole),
+    "max_ckpt_num": Field("keep_checkpoints", count),
     "gradient_checkpointing": Field("gradient_checkpointing", true),
     "zero_stage": Field("zero_stage", rest_of(whole, "0 to 3", lambda stage: 0 <= stage <= 3)),
     "adam_offload": Field("adam_offload", true),
@@ -174,12 +174,12 @@ FIELDS: dict[str, Field] = {
     "undesirable_loss_weight": Field("w_undesirable", number),
     "ref_offload": Field("ref_offload", true),
     # PPO: sizes
-    "rollout_batch_size": Field("rollout_batch_size", whole),
-    "micro_rollout_batch_size": Field("micro_rollout_batch_size", whole),
-    "n_samples_per_prompt": Field("n_samples_per_prompt", whole),
-    "num_episodes": Field("num_episodes", whole),
-    "prompt_max_len": Field("prompt_max_len", whole),
-    "generate_max_len": Field("generate_max_len", whole),
+    "rollout_batch_size": Field("rollout_batch_size", count),
+    "micro_rollout_batch_size": Field("micro_rollout_batch_size", count),
+    "n_samples_per_prompt": Field("n_samples_per_prompt", count),
+    "num_episodes": Field("num_episodes", count),
+    "prompt_max_len": Field("prompt_max_len", count),
+    "generate_max_len": Field("generate_max_len", count),
     "temperature": Field("temperature", number),
     # PPO: the algorithm
     "advantage_estimator": Field("advantage_estimator", one_of(**ESTIMATORS)),
@@ -188,7 +188,7 @@ FIELDS: dict[str, Field] = {
     "critic_learning_rate": Field("critic_learning_rate", number),
     "init_kl_coef": Field("init_kl_coef", number),
     "kl_target": Field("kl_target", number),
-    "kl_horizon": Field("kl_horizon", whole),
+    "kl_horizon": Field("kl_horizon", count),
     "kl_estimator": Field("kl_estimator", one_of(k1="k1", k2="k2", k3="k3")),
     "gamma": Field("gamma", number),
     "lambd": Field("lambd", number),
@@ -208,13 +208,15 @@ FIELDS: dict[str, Field] = {
     "colocate_actor_ref": Field("colocate_actor_ref", true),
     "colocate_critic_reward": Field("colocate_critic_reward", true),
     "ref_reward_offload": Field("ref_reward_offload", true),
-    "vllm_num_engines": Field("vllm.num_engines", whole),
-    "vllm_tensor_parallel_size": Field("vllm.tensor_parallel_size", whole),
+    "vllm_num_engines": Field("vllm.num_engines", count),
+    "vllm_tensor_parallel_size": Field("vllm.tensor_parallel_size", count),
     "vllm_gpu_memory_utilization": Field("vllm.gpu_memory_utilization", fraction),
     "vllm_enable_sleep": Field("vllm.sleep", true),
     "deepspeed_enable_sleep": Field("deepspeed_enable_sleep", true),
     "async_train": Field("async_train", true),
 }
+
+PPO_ONLY = {"gamma", "lambd"}  # a dpo stage has fields of these names for SimPO and ORPO
 
 ALWAYS = "not needed: alignflow always does this"
 BUILT_IN = "not needed: alignflow chooses this itself"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlhf_core.migrate.draft import Draft, Flag
-from rlhf_core.migrate.values import listed, number, whole
+from rlhf_core.migrate.values import count, listed, number
 
 NO_LIMIT = 10**8  # the dialects' way to say that all samples are used
 PLAIN = {"flat": "Human: {}\nAssistant: ", "dotted": "{}"}  # the template when a script gives none
@@ -81,7 +82,10 @@ def _read_rewards(draft: Draft, chain: Chain) -> None:
     sources: list[Any] = []
     if flag := draft.take("remote_rm_url"):
         for place in listed(flag.words):
-            if place.startswith(("http://", "https://")):
+            if "@" in urlsplit(place).netloc:
+                told = "the address holds a password: add it to reward without, with the name of a variable in api_key_env"
+                draft.note("dropped", flag.shown, told)
+            elif place.startswith(("http://", "https://")):
                 sources.append(place)
                 draft.note(
                     "approximated", flag.shown, "reward: the server must answer as docs/ppo.md says, or as `alignflow serve-reward` does"
@@ -148,8 +152,8 @@ def read_data(draft: Draft, chain: Chain) -> None:
         data["template"] = template
     if (limit := draft.take("max_samples")) and limit.words:
         try:
-            if whole(limit.words) < NO_LIMIT:
-                data["max_samples"] = whole(limit.words)
+            if count(limit.words) < NO_LIMIT:
+                data["max_samples"] = count(limit.words)
             draft.note("translated", limit.shown, "max_samples of the data")
         except ValueError as error:
             draft.note("dropped", limit.shown, str(error))

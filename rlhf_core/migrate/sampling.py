@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf_core.migrate.draft import Draft, Flag
 from rlhf_core.migrate.inputs import Chain, model_of, plain, read_data
-from rlhf_core.migrate.values import whole
+from rlhf_core.migrate.values import count
 
 POST_PROCESSORS = {"rs": "rejection_sampling", "csft": "conditional_sft", "iter_dpo": "dpo"}
 
@@ -65,7 +65,7 @@ def preferences(draft: Draft, scoring: Draft | None, chain: Chain) -> None:
 def _put(draft: Draft, flag: Flag | None, name: str, default: int) -> None:
     try:
         if flag:
-            draft.translate(flag, name, whole(flag.words))
+            draft.translate(flag, name, count(flag.words))
         else:
             draft.put(name, default)
     except ValueError as error:

@@ -83,14 +83,20 @@ def _leave_out_refused(raw: dict[str, Any]) -> list[Note]:
             Recipe.model_validate(raw)
             break
         except ValidationError as error:
-            item = next((item for item in error.errors() if len(item["loc"]) > 3 and item["loc"][0] == "stages"), None)
+            item = next((i for i in error.errors() if i["loc"][:1] == ("stages",) and len(i["loc"]) > 3 and i["type"] != "missing"), None)
             if item is None:
                 break
-            stage, (first, *_) = str(item["loc"][1]), item["loc"][3:]
-            value = raw["stages"][stage].pop(first, None)
-            if value is None:
+            stage, path = str(item["loc"][1]), item["loc"][3:]
+            node, parent, key = raw["stages"][stage], None, ""
+            for part in path:  # parts that pydantic puts in for the members of unions are in no dictionary
+                if isinstance(node, dict) and part in node:
+                    node, parent, key = node[part], node, str(part)
+                elif isinstance(node, list) and isinstance(part, int):
+                    node = node[part]
+            if parent is None:
                 break
-            notes.append(Note("dropped", stage, f"{first}: {value}", f"a recipe refuses it: {item['msg']}", 0))
+            del parent[key]
+            notes.append(Note("dropped", stage, f"{'.'.join(map(str, path))}: {node}", f"a recipe refuses it: {item['msg']}", 0))
     return notes
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from rlhf_core.migrate.draft import Draft, Flag
-from rlhf_core.migrate.values import listed, number, pair, whole
+from rlhf_core.migrate.values import count, listed, number, pair, whole
 
 # Defaults of the two dialects where they may differ from ours; a field is only written when it does.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -49,10 +49,10 @@ def read_adapters(draft: Draft) -> None:
     if dropout := draft.take("lora_dropout"):
         if dropout.words[:1] not in (("0",), ("0.0",)):
             draft.note("dropped", dropout.shown, "adapters have no dropout")
-    used = None
+    used = 0
     if rank:
         try:
-            used = whole(rank.words)
+            used = max(0, whole(rank.words))
         except ValueError as error:
             draft.note("dropped", rank.shown, str(error))
     if not used:
@@ -63,8 +63,11 @@ def read_adapters(draft: Draft) -> None:
     lora: dict[str, Any] = {"rank": used, "alpha": 16.0}
     draft.note("translated", rank.shown if rank else "", "lora.rank")
     if alpha:
-        lora["alpha"] = number(alpha.words)
-        draft.note("translated", alpha.shown, "lora.alpha")
+        try:
+            lora["alpha"] = number(alpha.words)
+            draft.note("translated", alpha.shown, "lora.alpha")
+        except ValueError as error:
+            draft.note("dropped", alpha.shown, f"{error}; lora.alpha is 16")
     if targets and (names := listed(targets.words)):
         lora["targets"] = "all-linear" if "all-linear" in names else names
         draft.note("translated", targets.shown, "lora.targets")
@@ -105,7 +108,7 @@ def read_token_limits(draft: Draft) -> None:
             draft.note("dropped", flag.shown, f"a {draft.kind} stage has no {name}")
         elif flag:
             try:
-                draft.translate(flag, name, whole(flag.words))
+                draft.translate(flag, name, count(flag.words))
             except ValueError as error:
                 draft.note("dropped", flag.shown, str(error))
 
@@ -147,8 +150,8 @@ def _lengths(draft: Draft) -> None:
             draft.note("dropped", total.shown, "prompt_max_len and generate_max_len count")
         return
     try:
-        longest = whole(total.words) if total else TOTAL_LENGTH
-        answer = whole(draft.left["generate_max_len"].words) if "generate_max_len" in draft.left else longest // 2
+        longest = count(total.words) if total else TOTAL_LENGTH
+        answer = count(draft.left["generate_max_len"].words) if "generate_max_len" in draft.left else longest // 2
     except ValueError as error:
         draft.note("dropped", total.shown if total else "--rollout.max_new_tokens", f"{error}; lengths keep their defaults")
         return

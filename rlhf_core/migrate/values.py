@@ -30,6 +30,13 @@ def whole(words: Words) -> int:
     return int(value)
 
 
+def count(words: Words) -> int:
+    value = whole(words)
+    if value < 1:
+        raise ValueError("this is not above 0")
+    return value
+
+
 def off_or_number(words: Words) -> int:
     """-1 switches off, which is 0 here."""
     return max(0, whole(words))

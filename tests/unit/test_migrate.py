@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 import flows.cli
 from rlhf_core.config import PPO
-from rlhf_core.migrate.flags import DROPPED, FIELDS, flat
+from rlhf_core.migrate.flags import DOTTED, DROPPED, FIELDS, flat
 from rlhf_core.migrate.launches import launches_in
 from rlhf_core.migrate.script import Migrated, migrate
 from rlhf_core.migrate.shell import read_script
@@ -433,6 +435,8 @@ def test_jobs_of_several_kinds(tmp_path: Path) -> None:
         ("--zero_stage 0", {"zero_stage": 1}, "approximated"),
         ("--learning_rate $UNSET", {"learning_rate": 1e-5}, "dropped"),
         ("--max_len many", {"max_len": 512}, "dropped"),
+        ("--train_batch_size 0 --max_epochs -1", {"train_batch_size": 128, "max_epochs": 1}, "dropped"),
+        ("--gamma 0.9 --lora_rank 4 --lora_alpha x", {"gamma": 1.0, "lora": {"rank": 4, "alpha": 16.0}}, "dropped"),
         ("--label_smoothing 0.7", {"label_smoothing": 0.0}, "dropped"),
         (
             "--load_in_4bit --lora_rank 8 --zero_stage 3",
@@ -471,6 +475,12 @@ def test_rewards(tmp_path: Path, reward: str, expected: list[str]) -> None:
     _, found = migrated(tmp_path, text)
     ppo = found.recipe.stages["ppo"]
     assert isinstance(ppo, PPO) and [source.kind for source in ppo.reward] == expected and ppo.critic == "base"
+
+
+def test_a_password_in_an_address_is_not_copied(tmp_path: Path) -> None:
+    reward = "--remote_rm_url http://me:hidden@rewards:5000/score,http://other:5000/score"
+    _, found = migrated(tmp_path, f"python train_ppo_ray.py --pretrain a/b --prompt_data p --bf16 {reward}")
+    assert "hidden" not in found.text and any("***@rewards" in note.flag and "api_key_env" in note.told for note in found.notes)
 
 
 def test_folders_without_a_slash_and_a_reward_model_named_as_the_base(tmp_path: Path) -> None:
@@ -570,3 +580,34 @@ def test_the_tables_name_real_fields() -> None:
 )
 def test_dotted_names(dotted: str, name: str) -> None:
     assert flat(dotted) == (name, "dotted")
+
+
+REQUIRED = {
+    "train_sft": "--pretrain a/b --dataset c",
+    "train_rm": "--model.model_name_or_path a/b --data.dataset c",
+    "train_dpo": "--pretrain a/b --dataset c",
+    "train_kto": "--pretrain a/b --dataset c",
+    "train_ppo_ray": "--pretrain a/b --reward_pretrain a/rm --prompt_data c",
+}
+OTHERS = (
+    "bf16 param_dtype lora_rank lora_alpha target_modules load_in_4bit lr_scheduler use_dynamic_batch train_max_tokens_per_gpu ipo seed "
+    "eps_clip_low_high reward_clip_range use_kl_loss enable_vllm_is_correction is_correction_type vllm_is_truncated_threshold max_samples "
+    "remote_rm_url critic_pretrain ref_pretrain dataset_probs prompt_data_probs prompt_split input_key output_key apply_chat_template "
+    "input_template margin_loss eval_dataset eval_split num_nodes num_gpus_per_node actor_num_nodes critic_num_gpus_per_node save_path"
+).split()
+FLAGS = st.sampled_from(sorted({*FIELDS, *DROPPED, *OTHERS, *DOTTED}))
+VALUES = st.sampled_from(
+    ["", "0", "1", "2", "7", "-1", "0.5", "1e-5", "1e9", "nan", "abc", "$X", "a,b", "0.2 0.3", "1 2", "none", "True", "{}", "'x {}'"]
+)
+
+
+@given(st.sampled_from(sorted(REQUIRED)), st.dictionaries(FLAGS, VALUES, max_size=12))
+def test_any_flags_give_a_valid_recipe_or_a_sentence(tmp_path_factory: pytest.TempPathFactory, program: str, flags: dict[str, str]) -> None:
+    script = tmp_path_factory.getbasetemp() / "any.sh"
+    script.write_text(f"python {program}.py {REQUIRED[program]} " + " ".join(f"--{name} {value}" for name, value in flags.items()))
+    try:
+        found = migrate(script)
+    except ValueError as error:
+        assert str(error).startswith(f"script {script}: ")
+    else:
+        assert len(found.recipe.stages) == 1
