@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rlhf_core.migrate.draft import Draft, Note, draft_of
+from rlhf_core.migrate.groups import fit, read_groups, read_ranks
 from rlhf_core.migrate.inputs import Chain, plain, read_data, read_models
 from rlhf_core.migrate.launches import Launch
 from rlhf_core.migrate.sampling import preferences, task_of
 from rlhf_core.migrate.settings import (
-    fit,
     put_defaults,
     read_adapters,
-    read_groups,
     read_ppo,
     read_precision,
     read_preference,
-    read_ranks,
     read_schedule,
     read_token_limits,
 )
