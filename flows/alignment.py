@@ -6,6 +6,7 @@ A stage runs in a process of its own, in a directory named by what decides its r
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from prefect import flow, runtime
 
@@ -19,8 +20,12 @@ from rlhf_core.revisions import forget
 from rlhf_core.stage import StageRequest
 from tasks.gates import check_gates
 from tasks.keys import provided, variables
+from tasks.notify import tell_gates, tell_stage, tell_state
 from tasks.report import reported, statuses_of
 from tasks.stages import run_stage
+
+# The states of a run that its recipe's webhook is told about.
+TOLD: dict[str, Any] = {hook: [tell_state] for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")}
 
 
 def run_name() -> str:
@@ -29,7 +34,7 @@ def run_name() -> str:
     return recipe.name if isinstance(recipe, Recipe) else Path(recipe).stem
 
 
-@flow(name="alignment", flow_run_name=run_name, persist_result=False)
+@flow(name="alignment", flow_run_name=run_name, persist_result=False, **TOLD)
 def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: bool = False) -> None:
     """Runs all stages of a recipe (a file, or the recipe itself), parents first, and writes its report. `latest`: see `look_up_anew`."""
     loaded = recipe_of(recipe, overrides)
@@ -40,7 +45,7 @@ def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: boo
         run_all(planned, planned.nodes)
 
 
-@flow(name="stage", flow_run_name=run_name, persist_result=False)
+@flow(name="stage", flow_run_name=run_name, persist_result=False, **TOLD)
 def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> None:
     """Runs one stage of a recipe (or the stages of one loop or round) and no other."""
     loaded = recipe_of(recipe, overrides)
@@ -73,7 +78,9 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
     held: set[str] = set()  # stages that do not let others start
 
     def pass_gates(node: Node) -> None:
-        found = holding(check_gates(node))
+        verdicts = check_gates(node)
+        tell_gates(planned.recipe, verdicts)
+        found = holding(verdicts)
         failed.extend(found)
         if any(verdict.gate.on_fail == "stop" for verdict in found):
             raise GateFailed(failed)
@@ -91,6 +98,8 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
                 continue
             statuses[node.name] = "failed"  # until it is done
             statuses[node.name] = run_stage(request_of(planned, node), node.run_dir)
+            if statuses[node.name] == "done":
+                tell_stage(planned.recipe, node)
             pass_gates(node)
         if failed:
             raise GateFailed(failed)

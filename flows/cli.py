@@ -138,6 +138,29 @@ def data(recipe: Path, *overrides: str) -> int:
 
 
 @app.command
+def migrate(script: Path, *, out: Path = Path("recipe.yaml"), gpus: int = 8) -> int:
+    """Turn a launch script of OpenRLHF, in its flat or its dotted flags, into a recipe. Executes nothing of it.
+
+    Parameters
+    ----------
+    script: shell script, or Kubernetes YAML with one inside.
+    out: recipe to write; it must not exist yet. Its comments say what became of every flag.
+    gpus: GPUs of one machine, for launchers that take all there are.
+    """
+    from flows.show import show_migration
+    from rlhf_core.migrate.script import migrate as read
+
+    if gpus < 1:
+        raise ValueError(f"--gpus {gpus}: give the number of GPUs of one machine, 1 or more")
+    if out.exists():
+        raise ValueError(f"{out} exists already: give another --out, or remove it")
+    found = read(script, gpus)
+    write_text(out, found.text)
+    show_migration(console, out, found)
+    return OK
+
+
+@app.command
 def doctor() -> int:
     """Show versions and devices, and what is missing."""
     from flows.doctor import examine
@@ -390,7 +413,12 @@ def _terminate(number: int, frame: object) -> None:
 
 
 def _without_trace(record: logging.LogRecord) -> bool:
-    """A failed stage has its own log, and a gate its sentence: the traceback of the flow around it would only hide that."""
+    """A failed stage has its own log, and a gate its sentence: the traceback of the flow around it would only hide that.
+
+    What Prefect says of its hooks at every state is left out.
+    """
+    if "ook 'tell_state'" in record.getMessage():
+        return record.levelno > logging.INFO
     if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed):
         record.exc_info = None
     return True

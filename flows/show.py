@@ -26,6 +26,7 @@ from rlhf_core.stage import RunDir
 if TYPE_CHECKING:  # draws in scipy, which a plan does without
     from evaluation.arena_hard import Estimate
     from evaluation.leaderboard import Board
+    from rlhf_core.migrate.script import Migrated
 
 COLOURS = {"skip": "green", "resume": "yellow", "run": "cyan", "done": "green", "failed": "red", "not run": "dim"}
 
@@ -137,6 +138,25 @@ def show_garbage(console: Console, found: Sequence[Garbage], removed: set[Path] 
     end = "" if not found else "; --delete removes them" if removed is None else " were removed"
     count = len(found) if removed is None else len(removed)
     console.print(f"{count} folders, {whole / 2**20:.1f} MiB{end}", highlight=False)
+
+
+def show_migration(console: Console, out: Path, found: Migrated) -> None:
+    """What became of every flag of a launch script, and how to go on."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("stage", "flag", "became", "line"):
+        table.add_column(column, overflow="fold", no_wrap=column == "stage")
+    colours = {"translated": "green", "approximated": "yellow", "dropped": "red"}
+    for what, colour in colours.items():
+        for note in (note for note in found.notes if note.what == what):
+            told = f"{what}: {note.told}" if what != "translated" else note.told
+            table.add_row(note.stage, escape(note.flag), f"[{colour}]{escape(told)}[/]", str(note.line) if note.line else "")
+    console.print(table)
+    for remark in found.remarks:
+        console.print(f"line {remark.line}: {remark.text}", markup=False, highlight=False)
+    counts = [f"{sum(note.what == what for note in found.notes)} {what}" for what in colours]
+    console.print(
+        f"{out}: {len(found.recipe.stages)} stages, flags: {', '.join(counts)}; next: alignflow validate {out} --here", markup=False
+    )
 
 
 def config_docs() -> str:

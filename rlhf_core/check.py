@@ -125,7 +125,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
 
 def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     """Stages that need more than this machine has, keys that are not set, an artifacts folder that cannot be written to."""
-    problems = _folder_problem(plan.artifacts)
+    problems = _folder_problem(plan.artifacts) + _webhook_problem(plan)
     cpus, gpus, cluster = num_cpus(), num_gpus(), os.environ.get("RAY_ADDRESS")
     for node in nodes:
         if node.done:
@@ -150,6 +150,13 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         if isinstance(node.config, AlignmentTax) and importlib.util.find_spec("lm_eval") is None:
             problems.append(f"{where} needs the package lm_eval, which is not installed; install alignflow's extra `tax`")
     return list(dict.fromkeys(problems))
+
+
+def _webhook_problem(plan: Plan) -> list[str]:
+    notify = plan.recipe.notify
+    if notify is None or os.environ.get(notify.url_env, "").startswith(("http://", "https://")):
+        return []
+    return [f"notify: the environment variable {notify.url_env} holds no http(s) address; set it, or leave notify out"]
 
 
 def _quantisation_problem(node: Node, gpus: float) -> list[str]:

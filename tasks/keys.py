@@ -22,6 +22,7 @@ def variables(recipe: Recipe) -> tuple[str, ...]:
     for config in recipe.stages.values():
         if isinstance(config, Evaluation):
             names += [judge.api_key_env for judge in config.judges if isinstance(judge, OpenAIJudge)]
+            names += [endpoint.api_key_env for endpoint in config.endpoints.values()]
         if isinstance(config, PPO | Preferences | Loop):
             names += [source.api_key_env for source in config.reward if isinstance(source, HttpReward) and source.api_key_env]
     return tuple(dict.fromkeys(names))

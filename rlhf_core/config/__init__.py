@@ -27,6 +27,7 @@ from rlhf_core.config.evaluation import (
     VllmJudge,
 )
 from rlhf_core.config.gates import Gate
+from rlhf_core.config.notify import EVENTS, Notify
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
 from rlhf_core.config.preference import DPO, KTO, REFERENCE_FREE, PreferenceLoss, UnpairedLoss
 from rlhf_core.config.rounds import POST_PROCESSOR_FIELDS, Iterative, IterativeDPO, Loop, PostProcessor, Preferences, Rounds, Sampling, Vllm
@@ -38,6 +39,7 @@ from rlhf_core.types import Frozen, Ranks
 __all__ = [
     "AGGREGATIONS",
     "DPO",
+    "EVENTS",
     "GROUP_ESTIMATORS",
     "KTO",
     "POST_PROCESSOR_FIELDS",
@@ -58,6 +60,7 @@ __all__ = [
     "Judge",
     "Loop",
     "Lora",
+    "Notify",
     "OpenAIJudge",
     "PostProcessor",
     "PreferenceLoss",
@@ -107,6 +110,7 @@ class Recipe(Frozen):
     artifacts: str = Field("artifacts", description="folder of all run directories")
     seed: int = Field(0, ge=0, description="seed of every stage")
     trust_remote_code: bool = Field(False, description="allow model code from the Hub")
+    notify: Notify | None = Field(None, description="webhook that is told how the run goes")
     stages: dict[str, StageConfig] = Field(description="stages by name; a stage named like its kind needs no `stage:`", min_length=1)
 
     @field_validator("stages", mode="before")

@@ -42,6 +42,7 @@ TORCH_FREE = [
     "rlhf_core.config",
     "rlhf_core.launch",
     "rlhf_core.lineage",
+    "rlhf_core.migrate.script",
     "rlhf_core.plan",
     "rlhf_core.recipe",
     "rlhf_core.stage",

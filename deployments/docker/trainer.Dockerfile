@@ -1,0 +1,37 @@
+# Everything that trains and samples, for NVIDIA GPUs. From the repository's root; flash-attn compiles for half an hour and more:
+#   docker build -f deployments/docker/trainer.Dockerfile --build-arg CUDA_ARCHITECTURES=9.0 -t alignflow-trainer:0.1.0 .
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
+
+# libnuma is for vLLM, the ibverbs packages for NCCL over RDMA, gcc and python3-dev for DeepSpeed's and Triton's kernels.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends \
+        python3.12-venv python3.12-dev gcc g++ libnuma1 libibverbs1 ibverbs-providers librdmacm1t64 tini \
+    && rm -rf /var/lib/apt/lists/*
+
+# The base image has a user 1000 of another name.
+RUN userdel --remove ubuntu && groupadd --gid 1000 alignflow && useradd --uid 1000 --gid 1000 --create-home alignflow
+RUN python3.12 -m venv /opt/venv && chown -R 1000:1000 /opt/venv
+# KubeRay may start Ray in a login shell, which sets PATH anew.
+RUN echo 'export PATH=/opt/venv/bin:$PATH' > /etc/profile.d/alignflow.sh
+ENV PATH=/opt/venv/bin:$PATH
+
+ARG CUDA_ARCHITECTURES=9.0
+ARG MAX_JOBS=8
+ENV TORCH_CUDA_ARCH_LIST=${CUDA_ARCHITECTURES}
+USER 1000:1000
+RUN pip install --no-cache-dir torch==2.11.0 vllm==0.24.0 ninja packaging psutil setuptools wheel
+RUN MAX_JOBS=${MAX_JOBS} pip install --no-cache-dir --no-build-isolation flash-attn==2.8.3
+
+WORKDIR /opt/alignflow
+COPY --chown=1000:1000 pyproject.toml README.md LICENSE ./
+COPY --chown=1000:1000 flows flows
+COPY --chown=1000:1000 tasks tasks
+COPY --chown=1000:1000 evaluation evaluation
+COPY --chown=1000:1000 rlhf_core rlhf_core
+RUN pip install --no-cache-dir ".[gpu]"
+COPY --chmod=755 deployments/k8s/ray-node.sh /usr/local/bin/ray-node.sh
+
+ENV PYTHONUNBUFFERED=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0
+WORKDIR /home/alignflow
+ENTRYPOINT ["tini", "-g", "--"]
+CMD ["alignflow", "doctor"]

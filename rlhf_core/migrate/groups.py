@@ -1,0 +1,132 @@
+"""The GPUs of a stage: PPO's groups and engines, the ranks of other stages, and batch sizes that fit them."""
+
+from __future__ import annotations
+
+import math
+
+from rlhf_core.migrate.draft import Draft, Flag
+from rlhf_core.migrate.values import whole
+
+GROUPS = {"actor": "actor_ranks", "critic": "critic_ranks", "ref": "reference_ranks", "reward": "reward_ranks"}
+
+
+def read_groups(draft: Draft) -> None:
+    """PPO's GPU groups. `--num_nodes` and `--num_gpus_per_node` are one group for everything; models that share cards get equal groups."""
+    nodes, per_node = _count(draft, "num_nodes"), _count(draft, "num_gpus_per_node")
+    sources = draft.fields.get("reward")
+    scored = any(not str(s).startswith("http") and ".py:" not in str(s) for s in (sources if isinstance(sources, list) else [sources]))
+    here = [role for role in GROUPS if (role != "critic" or draft.get("advantage_estimator") == "gae") and (role != "reward" or scored)]
+    sizes: dict[str, tuple[int, int]] = {}
+    leader = _leaders(draft, here)
+    for role in GROUPS:
+        given = (_count(draft, f"{role}_num_nodes"), _count(draft, f"{role}_num_gpus_per_node"))
+        if role not in here:
+            continue
+        size = (given[0] or nodes or 1, given[1] or per_node or 8)
+        if role in leader and size != sizes[leader[role]]:
+            size = sizes[leader[role]]
+            if any(given):
+                told = f"{GROUPS[role]}: {size[0]} x {size[1]}, the size of the {leader[role]}'s group, whose cards it shares"
+                draft.note("approximated", f"--{role}_num_nodes, --{role}_num_gpus_per_node", told)
+        sizes[role] = size
+        draft.put(GROUPS[role], {"num_nodes": size[0], "num_ranks_per_node": size[1], "gpus": 1.0})
+    one = nodes is not None or per_node is not None
+    if one and not draft.has("colocate_all"):
+        draft.note("approximated", "--num_nodes, --num_gpus_per_node", "every model has a group of this size of its own: make them smaller")
+    shared = "colocate_all" in draft.left and draft.has("colocate_all")
+    _engines(draft, math.prod(sizes["actor"]), shared, one)
+
+
+def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:
+    """The roles that share another role's cards, and whose."""
+    if "colocate_critic_reward" in draft.left and not {"critic", "reward"} <= set(here):
+        draft.note("dropped", draft.left.pop("colocate_critic_reward").shown, "there is no critic, or no reward model")
+    if "colocate_all" in draft.left and draft.has("colocate_all"):
+        for flag in ("colocate_actor_ref", "colocate_critic_reward"):
+            if given := draft.take(flag):
+                draft.note("translated", given.shown, "part of colocate_all")
+        return dict.fromkeys(here[1:], "actor")
+    pairs = {"colocate_actor_ref": ("ref", "actor"), "colocate_critic_reward": ("reward", "critic")}
+    return {role: leader for flag, (role, leader) in pairs.items() if flag in draft.left and draft.has(flag)}
+
+
+def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
+    """vLLM's engines; where they share the models' cards there is one on each card, or on each `tensor_parallel_size` of them."""
+    parallel, given = 1, draft.left.get("vllm_tensor_parallel_size")
+    if given and draft.has("vllm.tensor_parallel_size"):
+        parallel = max(1, _whole_or(given, 1))
+    elif given and _whole_or(given, 0) == 1:
+        draft.note("translated", draft.left.pop("vllm_tensor_parallel_size").shown, "vllm.gpus: 1")
+    draft.put("vllm.gpus", 1.0)
+    wanted = _whole_or(draft.left["vllm_num_engines"], 0) if "vllm_num_engines" in draft.left else None
+    if wanted and not (shared and wanted * parallel != gpus):
+        return
+    flag = draft.take("vllm_num_engines")
+    if shared or (one_group and wanted is None):
+        engines = max(1, gpus // parallel)
+        draft.put("vllm.num_engines", engines)
+        told = f"vllm.num_engines: {engines}, as many as fit on the models' cards"
+        draft.note("approximated" if flag else "translated", flag.shown if flag else "(no --vllm_num_engines)", told)
+    else:
+        shown = flag.shown if flag else "(no --vllm_num_engines)"
+        draft.note("approximated", shown, "vllm.num_engines: 1, as sampling is always by vLLM; give it as many GPUs as there are")
+
+
+def _whole_or(flag: Flag, other: int) -> int:
+    try:
+        return whole(flag.words)
+    except ValueError:
+        return other
+
+
+def _count(draft: Draft, name: str) -> int | None:
+    flag = draft.take(name)
+    if flag is None:
+        return None
+    value = _whole_or(flag, 0)
+    if value < 1:
+        draft.note("dropped", flag.shown, "this is not a number of machines or GPUs above 0; the default counts")
+        return None
+    draft.note(
+        "translated", flag.shown, "ranks of the stage" if draft.kind != "ppo" else GROUPS.get(name.partition("_num_")[0], "all groups")
+    )
+    return value
+
+
+def read_ranks(draft: Draft, told: tuple[int | None, int | None], gpus: int) -> None:
+    """The ranks of a stage that torchrun or deepspeed starts."""
+    nodes, per_node = told[0] or 1, told[1] or gpus
+    draft.put("ranks", {"num_nodes": nodes, "num_ranks_per_node": per_node, "gpus": 1.0})
+    if told[1] is None:
+        draft.note("approximated", "(all GPUs of the machine)", f"ranks: {per_node} GPUs on a machine, from --gpus of alignflow migrate")
+    else:
+        draft.note("translated", "(the launcher's processes)", f"ranks: {nodes} x {per_node}")
+
+
+def fit(draft: Draft) -> None:
+    """Makes zero_stage and batch sizes fit the ranks, as a recipe demands."""
+    names = ("actor_ranks", "critic_ranks") if draft.kind == "ppo" else ("ranks",)
+    worlds = [r["num_nodes"] * r["num_ranks_per_node"] for r in (draft.fields.get(name) for name in names) if r]
+    world = math.lcm(*worlds) if worlds else 1
+    if draft.get("zero_stage") == 0 and (world > 1 or draft.kind == "ppo"):
+        draft.put("zero_stage", 1)
+        draft.note("approximated", "--zero_stage 0", "zero_stage: 1, the same on several ranks with the optimiser's state shared out")
+    batch, micro = draft.get("train_batch_size"), draft.get("micro_train_batch_size")
+    samples = draft.get("rollout_batch_size") * draft.get("n_samples_per_prompt") if draft.kind == "ppo" else 0
+    fitting = batch if not batch % world else -(-batch // world) * world
+    if samples and samples % fitting:
+        divisors = [size for size in range(world, fitting + 1, world) if samples % size == 0]
+        if divisors:
+            fitting = divisors[-1]
+        else:
+            prompts = math.lcm(fitting, draft.get("n_samples_per_prompt")) // draft.get("n_samples_per_prompt")
+            prompts = -(-draft.get("rollout_batch_size") // prompts) * prompts
+            draft.put("rollout_batch_size", prompts)
+            draft.note("approximated", "--rollout_batch_size", f"rollout_batch_size: {prompts}, a whole number of optimiser steps")
+    if fitting != batch:
+        draft.put("train_batch_size", fitting)
+        draft.note("approximated", "--train_batch_size", f"train_batch_size: {fitting}, which {world} ranks share evenly")
+    if fitting % (micro * world):
+        micro = next(size for size in range(min(micro, fitting // world), 0, -1) if fitting % (size * world) == 0)
+        draft.put("micro_train_batch_size", micro)
+        draft.note("approximated", "--micro_train_batch_size", f"micro_train_batch_size: {micro}, so that {world} ranks make whole passes")

@@ -1,0 +1,268 @@
+"""Models and data of a stage: what comes from another stage of the same script, and what from outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlhf_core.migrate.draft import Draft, Flag
+from rlhf_core.migrate.values import count, listed, number
+
+NO_LIMIT = 10**8  # the dialects' way to say that all samples are used
+PLAIN = {"flat": "Human: {}\nAssistant: ", "dotted": "{}"}  # the template when a script gives none
+MODEL_FIELD = {"sft": "model", "reward_model": "model", "dpo": "policy", "kto": "policy", "ppo": "actor", "preferences": "policy"}
+
+
+@dataclass
+class Chain:
+    """What the stages so far have written, by path: models, and data made of sampled answers."""
+
+    base: str | None = None
+    models: dict[str, str] = field(default_factory=dict)
+    data: dict[str, str] = field(default_factory=dict)
+
+    def model(self, path: str) -> str:
+        """The name of a model in a recipe: a stage, `base`, or the path itself."""
+        if plain(path) in self.models:
+            return self.models[plain(path)]
+        if self.base is None:
+            self.base = path
+        return "base" if path == self.base else outside(path)
+
+    def reward(self, path: str) -> str:
+        """The name of a reward model, which the base model is not, even where a script names the same."""
+        return self.models.get(plain(path)) or outside(path)
+
+
+def outside(path: str) -> str:
+    """A folder or Hub id; a folder without a slash would be read as the name of a stage."""
+    return path if "/" in path else f"./{path}"
+
+
+def plain(path: str) -> str:
+    """A path without what does not change its meaning."""
+    while path.startswith("./"):
+        path = path[2:]
+    return path.rstrip("/")
+
+
+def is_unknown(text: str) -> bool:
+    return "$" in text or "`" in text
+
+
+def model_of(draft: Draft, flag: Flag, path: str, name: str, chain: Chain) -> str:
+    """Puts a model into a field. Returns its name in the recipe."""
+    found = chain.model(path)
+    unknown = "the script does not say what the variable holds: write the model there" if is_unknown(path) else ""
+    for output, stage in chain.models.items():
+        if found == outside(path) and plain(path).startswith(output + "/"):
+            found, unknown = stage, f"a folder inside the output of stage {stage} is taken as its final model"
+    draft.translate(flag, name, found, unknown)
+    return found
+
+
+def read_models(draft: Draft, chain: Chain) -> None:
+    """The model to train, its reference, and PPO's critic and rewards. ValueError: the command names no model."""
+    flag = draft.take("pretrain")
+    if flag is None or not flag.words:
+        raise ValueError(f"line {draft.line} of the script: the command names no model (--pretrain, --model.model_name_or_path); add it")
+    start = model_of(draft, flag, flag.words[0], MODEL_FIELD[draft.kind], chain)
+    reference = draft.take("ref_pretrain")
+    if reference and reference.words and chain.model(reference.words[0]) != start and draft.has("reference"):
+        model_of(draft, reference, reference.words[0], "reference", chain)
+    elif reference:
+        draft.note("translated", reference.shown, "the reference is the model before training")
+    if draft.kind == "ppo":
+        _read_rewards(draft, chain)
+        _read_critic(draft, chain, start)
+
+
+def _read_rewards(draft: Draft, chain: Chain) -> None:
+    sources: list[Any] = []
+    if flag := draft.take("remote_rm_url"):
+        for place in listed(flag.words):
+            if "@" in urlsplit(place).netloc:
+                told = "the address holds a password: add it to reward without, with the name of a variable in api_key_env"
+                draft.note("dropped", flag.shown, told)
+            elif place.startswith(("http://", "https://")):
+                sources.append(place)
+                draft.note(
+                    "approximated", flag.shown, "reward: the server must answer as docs/ppo.md says, or as `alignflow serve-reward` does"
+                )
+            elif place.partition(":")[0].endswith(".py"):
+                sources.append(place if ":" in place else f"{place}:reward_func")
+                draft.note(
+                    "approximated", flag.shown, "reward: a function names the arguments it wants, see docs/ppo.md; change its signature"
+                )
+            else:
+                draft.note("dropped", flag.shown, f"{place} is neither a URL nor a Python file; add a reward")
+    flag = draft.take("reward_pretrain")
+    if flag and not sources:
+        for path in listed(flag.words):
+            found = chain.reward(path)
+            sources.append(found)
+            draft.note("translated", flag.shown, f"reward: {found}")
+    elif flag:
+        draft.note("dropped", flag.shown, "the script asks a remote reward, which counts alone")
+    if agent := draft.take("agent_func_path"):
+        draft.note("dropped", agent.shown, "multi-turn agents are not part of a recipe; write a reward function and add it to reward")
+    if not sources:
+        raise ValueError(f"line {draft.line} of the script: the command names no reward (--reward_pretrain or --remote_rm_url); add it")
+    draft.put("reward", sources[0] if len(sources) == 1 else sources)
+
+
+def _read_critic(draft: Draft, chain: Chain, start: str) -> None:
+    sources = draft.fields["reward"]
+    first = sources[0] if isinstance(sources, list) else sources
+    is_model = not first.startswith(("http://", "https://")) and ".py:" not in first
+    flag = draft.take("critic_pretrain")
+    if draft.get("advantage_estimator") != "gae":
+        if flag:
+            draft.note("dropped", flag.shown, f"{draft.get('advantage_estimator')} has no critic")
+        if draft.fields.pop("freezing_actor_steps", None):
+            draft.note("dropped", "--freezing_actor_steps", f"{draft.get('advantage_estimator')} has no critic")
+    elif flag and flag.words and chain.model(flag.words[0]) != first:
+        model_of(draft, flag, flag.words[0], "critic", chain)
+    elif flag:
+        draft.note("translated", flag.shown, "the critic starts from the first reward model")
+    elif not is_model:
+        draft.put("critic", start)
+        draft.note("approximated", "(no --critic_pretrain)", "critic: starts from the actor, as there is no reward model")
+
+
+def read_data(draft: Draft, chain: Chain) -> None:
+    """The training data and the held-out data of a stage. ValueError: the command names no data."""
+    ppo = draft.kind in ("ppo", "preferences")
+    flag = (draft.take("prompt_data") if ppo else None) or draft.take("dataset")
+    if flag is None or not listed(flag.words):
+        raise ValueError(f"line {draft.line} of the script: the command names no data (--{'prompt_data' if ppo else 'dataset'}); add it")
+    template = _template(draft)
+    made = chain.data.get(plain(flag.words[0]))
+    if made:
+        name = "pairs" if draft.kind == "dpo" else "answers"
+        draft.translate(flag, name, made)
+        draft.put("template", template)
+        for unused in ("dataset_probs", "train_split", "max_samples"):
+            draft.left.pop(unused, None)
+        return
+    columns = _columns(draft, template)
+    data: dict[str, Any] = {"sources": _sources(draft, flag, columns, "prompt" if ppo else "train")}
+    if template != "chat":
+        data["template"] = template
+    if (limit := draft.take("max_samples")) and limit.words:
+        try:
+            if count(limit.words) < NO_LIMIT:
+                data["max_samples"] = count(limit.words)
+            draft.note("translated", limit.shown, "max_samples of the data")
+        except ValueError as error:
+            draft.note("dropped", limit.shown, str(error))
+    name = "prompts" if ppo else "data"
+    draft.put(name, data)
+    draft.note("translated", flag.shown, f"{name}.sources")
+    _held_out(draft, columns, template)
+
+
+def _sources(draft: Draft, flag: Flag, columns: dict[str, str], kind: str) -> list[dict[str, Any]]:
+    paths = listed(flag.words)
+    given = draft.take("prompt_data_probs" if kind == "prompt" else "dataset_probs")
+    shares = [1 / len(paths)] * len(paths)
+    if given:
+        try:
+            told = [number((word,)) for word in listed(given.words)]
+            if len(told) != len(paths) or sum(told) <= 0 or min(told) < 0:
+                raise ValueError(f"{len(told)} shares for {len(paths)} data sets")
+            shares = [share / sum(told) for share in told]
+            draft.note(
+                "translated" if abs(sum(told) - 1) < 1e-6 else "approximated", given.shown, "probability of each source; they sum to 1"
+            )
+        except ValueError as error:
+            draft.note("dropped", given.shown, f"{error}; the data sets have equal shares")
+    split = draft.take("prompt_split" if kind == "prompt" else "train_split")
+    if split:
+        draft.note("translated", split.shown, "split of the sources")
+    sources: list[dict[str, Any]] = []
+    for path, share in zip(paths, shares, strict=True):
+        name, at, folder = path.partition("@")
+        if at:
+            draft.note("approximated", flag.shown, f"the folder {folder} of {name} is not selected: give its files, or another data set id")
+        if is_unknown(path):
+            draft.note("approximated", flag.shown, "the script does not say what the variable holds: write the data set there")
+        source: dict[str, Any] = {"path": name, **columns}
+        if split and split.words and split.words[0] != "train":
+            source["split"] = split.words[0]
+        if len(paths) > 1:
+            source["probability"] = round(share, 10)
+        sources.append(source)
+    if len(sources) > 1:  # rounding must not spoil the sum
+        sources[-1]["probability"] = round(1 - sum(source["probability"] for source in sources[:-1]), 10)
+    return sources
+
+
+def _columns(draft: Draft, template: str) -> dict[str, str]:
+    """The columns as the script names them."""
+    wanted: dict[str, str] = {}
+    match draft.kind:
+        case "sft":
+            chat = template == "chat" and "output_key" not in draft.left
+            wanted = {"input_key": "messages_key"} if chat else {"input_key": "prompt_key", "output_key": "response_key"}
+            if chat and "input_key" in draft.left and "multiturn" not in draft.left:
+                told = "messages_key; every assistant message of a conversation is learned, not only the last"
+                draft.note("approximated", draft.left["input_key"].shown, told)
+        case "kto":
+            wanted = {"input_key": "prompt_key", "output_key": "response_key", "label_key": "label_key"}
+        case "ppo" | "preferences":
+            wanted = {"input_key": "prompt_key"}
+        case _:
+            wanted = {"prompt_key": "prompt_key", "chosen_key": "chosen_key", "rejected_key": "rejected_key"}
+    columns: dict[str, str] = {}
+    if margin := draft.take("margin_loss"):
+        columns["margin_key"] = "margin"
+        draft.note("translated", margin.shown, "margin_key of the data: margin")
+    for flag, column in wanted.items():
+        if (given := draft.take(flag)) and given.words and given.words[0].lower() != "none":
+            columns[column] = given.words[0]
+            if not any(note.flag == given.shown for note in draft.notes):
+                draft.note("translated", given.shown, f"{column} of the data")
+    return {"format": "columns", **columns} if columns else {}
+
+
+def _template(draft: Draft) -> str:
+    chat, given = draft.take("apply_chat_template"), draft.take("input_template")
+    if chat:
+        draft.note("translated", chat.shown, "template: chat")
+        if given:
+            draft.note("dropped", given.shown, "--apply_chat_template counts")
+        return "chat"
+    if given and given.words and given.words[0].lower() != "none":
+        template = given.words[0].replace("\\n", "\n")
+        if template.count("{}") == 1:
+            draft.note("translated", given.shown, "template")
+            return template
+        draft.note("approximated", given.shown, "template: '{}', as this one has not exactly one {}")
+        return "{}"
+    if draft.dialect == "flat":
+        draft.note(
+            "approximated",
+            "(no --apply_chat_template)",
+            "template: 'Human: {}\\nAssistant: ', the default of older releases; later ones '{}'",
+        )
+    return PLAIN[draft.dialect]
+
+
+def _held_out(draft: Draft, columns: dict[str, str], template: str) -> None:
+    flag, split = draft.take("eval_dataset"), draft.take("eval_split")
+    if flag and flag.words and draft.has("eval_data"):
+        where = {"split": split.words[0]} if split and split.words else {}
+        data: dict[str, Any] = {"sources": [{"path": path, **columns, **where} for path in listed(flag.words)]}
+        for source in data["sources"]:
+            if len(data["sources"]) > 1:
+                source["probability"] = 1 / len(data["sources"])
+        draft.put("eval_data", data | ({"template": template} if template != "chat" else {}))
+        draft.note("translated", flag.shown, "eval_data")
+    elif flag:
+        draft.note("dropped", flag.shown, "an `evaluation` stage after training judges answers; add one")
+    elif split and draft.has("eval_data"):
+        draft.note("dropped", split.shown, "without a held-out data set nothing is evaluated in training: set eval_data")
+    elif split:
+        draft.note("dropped", split.shown, "an `evaluation` stage after training judges answers")

@@ -1,0 +1,111 @@
+"""A launch script, or Kubernetes YAML with one inside, as a recipe that says what became of every flag."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import ValidationError
+
+from rlhf_core.config import Recipe
+from rlhf_core.migrate.draft import Note
+from rlhf_core.migrate.launches import PROGRAMS, Found, launches_in
+from rlhf_core.migrate.manifests import is_manifest, scripts_of
+from rlhf_core.migrate.shell import Remark, read_script
+from rlhf_core.migrate.stages import stages_of
+from rlhf_core.migrate.variables import Variables
+from rlhf_core.plan import plan
+from rlhf_core.recipe import recipe_of
+
+MAX_REFUSED = 50
+HEADINGS = {
+    "translated": "Translated, flag -> field:",
+    "approximated": "Only alike; look at these:",
+    "dropped": "Dropped, and why:",
+}
+
+
+class Migrated(NamedTuple):
+    """A valid recipe, its YAML with the comments, what became of every flag, and what was odd about the script."""
+
+    recipe: Recipe
+    text: str
+    notes: tuple[Note, ...]
+    remarks: tuple[Remark, ...]
+
+
+def migrate(path: Path, gpus: int = 8) -> Migrated:
+    """The recipe of a script; nothing in it is executed.
+
+    `gpus` is the number of GPUs of one machine, for launchers that take all there are. ValueError, one sentence: no text file, a quote
+    that is never closed, no training command in it, or one without a model or data.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ValueError(f"script {path}: {error.strerror or error}; give the path of a shell script or a Kubernetes manifest") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"script {path} is not a text file; give the path of a shell script or a Kubernetes manifest") from None
+    try:
+        found = _launches(text)
+        if not found.launches:
+            raise ValueError(
+                f"there is no training command in it (one that starts {', '.join(PROGRAMS)}); give the script that launches the training"
+            )
+        raw, notes = stages_of(found.launches, gpus)
+        raw = {"name": _recipe_name(path), **raw}
+        notes += _leave_out_refused(raw)
+        recipe = recipe_of(raw)
+        plan(recipe)
+    except ValueError as error:
+        raise ValueError(f"script {path}: {error}") from None
+    return Migrated(recipe, _text(path, raw, notes, found.remarks), tuple(notes), tuple(found.remarks))
+
+
+def _launches(text: str) -> Found:
+    variables = Variables()
+    scripts = scripts_of(text, variables) if is_manifest(text) else [read_script(text, variables)]
+    found = [launches_in(script, variables) for script in scripts]
+    return Found([launch for one in found for launch in one.launches], [remark for one in found for remark in one.remarks])
+
+
+def _recipe_name(path: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "migrated"
+
+
+def _leave_out_refused(raw: dict[str, Any]) -> list[Note]:
+    """Takes out fields whose values a recipe refuses, one after the other. Returns what is to say of them."""
+    notes: list[Note] = []
+    for _ in range(MAX_REFUSED):
+        try:
+            Recipe.model_validate(raw)
+            break
+        except ValidationError as error:
+            item = next((i for i in error.errors() if i["loc"][:1] == ("stages",) and len(i["loc"]) > 3 and i["type"] != "missing"), None)
+            if item is None:
+                break
+            stage, path = str(item["loc"][1]), item["loc"][3:]
+            node, parent, key = raw["stages"][stage], None, ""
+            for part in path:  # parts that pydantic puts in for the members of unions are in no dictionary
+                if isinstance(node, dict) and part in node:
+                    node, parent, key = node[part], node, str(part)
+                elif isinstance(node, list) and isinstance(part, int):
+                    node = node[part]
+            if parent is None:
+                break
+            del parent[key]
+            notes.append(Note("dropped", stage, f"{'.'.join(map(str, path))}: {node}", f"a recipe refuses it: {item['msg']}", 0))
+    return notes
+
+
+def _text(path: Path, raw: dict[str, Any], notes: list[Note], remarks: list[Remark]) -> str:
+    lines = [f"Made from {path.name} by `alignflow migrate`. Nothing was executed; docs/migration.md says how to go on."]
+    lines += [f"Line {remark.line}: {remark.text}." for remark in remarks]
+    for what, heading in HEADINGS.items():
+        told = [note for note in notes if note.what == what]
+        if told:
+            lines += ["", heading, *(f"  {note.stage}: {note.flag} -> {note.told}" for note in told)]
+    comments = "".join(f"# {line}".rstrip() + "\n" for line in "\n".join(line.replace("\n", "\\n") for line in lines).splitlines())
+    return comments + "\n" + yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, width=120)

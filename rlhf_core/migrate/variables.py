@@ -1,0 +1,120 @@
+"""Shell variables and their expansion: `$A`, `${A:-default}`, `${A##*/}`, `${A[@]}`, `$((A * 2))`. Nothing is ever executed.
+
+What a script does not set stays in the text as `$A`, and so does every command substitution: the caller sees it and says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+NAME = re.compile(r"[A-Za-z_]\w*")
+PARAMETER = re.compile(r"(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?P<index>\[[^\]]*\])?(?P<operation>.*)", re.S)
+UNKNOWN = re.compile(r"\$[A-Za-z_({]|\$\d|`")
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.floordiv,  # of whole numbers, as a shell divides
+    ast.Mod: operator.mod,
+}
+
+
+class Variables:
+    """What a script has set so far. An array is a list of words."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str | list[str]] = {}
+
+    def text(self, name: str) -> str | None:
+        """The value of a variable, of an array its first word; None when it is not set."""
+        value = self.values.get(name)
+        return value if isinstance(value, str) or value is None else next(iter(value), "")
+
+    def words(self, body: str) -> list[str] | None:
+        """The words of `NAME[@]` or `NAME[*]`; None when this is no array that was set."""
+        match = PARAMETER.fullmatch(body)
+        value = self.values.get(match["name"]) if match and match["index"] in ("[@]", "[*]") and not match["operation"] else None
+        return [value] if isinstance(value, str) else value
+
+    def expand(self, body: str) -> str:
+        """The text of `${body}`; `${body}` itself when the script does not say."""
+        whole = "${" + body + "}"
+        match = PARAMETER.fullmatch(body)
+        if not match:
+            return whole
+        name, index, operation = match["name"], match["index"], match["operation"]
+        value = self.text(name)
+        if index in ("[@]", "[*]"):
+            found = self.words(f"{name}{index}")
+            value = None if found is None else " ".join(found)
+        elif index:
+            array, place = self.values.get(name), index[1:-1]
+            value = array[int(place)] if isinstance(array, list) and place.isdigit() and int(place) < len(array) else None
+        return self._operate(name, value, operation, whole)
+
+    def _operate(self, name: str, value: str | None, operation: str, whole: str) -> str:
+        if not operation:
+            return ("$" + name if NAME.fullmatch(name) or name.isdigit() else whole) if value is None else value
+        unset = not value if operation.startswith(":") else value is None
+        match operation.lstrip(":")[:1]:
+            case "-" | "=":
+                default = self.simple(operation.lstrip(":")[1:])
+                if unset and operation.lstrip(":")[0] == "=":
+                    self.values[name] = default
+                return default if unset else value or ""
+            case "+":
+                return "" if unset else self.simple(operation.lstrip(":")[1:])
+            case "?":
+                return whole if unset else value or ""
+        if value is None:
+            return whole
+        return _cut(value, operation, whole)
+
+    def simple(self, text: str) -> str:
+        """Expands `$A` and `${A...}` in a text whose quotes are those of a default: they are left out."""
+        text = re.sub(r"^(['\"])(.*)\1$", r"\2", text, flags=re.S)
+        text = re.sub(r"\$\{([^{}]*)\}", lambda m: self.expand(m[1]), text)
+        return re.sub(r"\$([A-Za-z_]\w*)", lambda m: self.expand(m[1]), text)
+
+    def arithmetic(self, text: str) -> str:
+        """The value of `$((text))`: whole numbers with + - * / %. What cannot be told stays as it is."""
+        plain = self.simple(text)
+        plain = NAME.sub(lambda m: self.text(m[0]) or m[0], plain)
+        try:
+            return str(_number(ast.parse(plain.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return f"$(({text}))"
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left, right = _number(node.left), _number(node.right)
+        if isinstance(node.op, ast.Div | ast.FloorDiv):  # a shell rounds towards zero
+            return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+        return OPERATORS[type(node.op)](left, right)
+    raise ValueError("not a whole number")
+
+
+def _cut(value: str, operation: str, whole: str) -> str:
+    """`${A#pattern}`, `##`, `%`, `%%` cut a beginning or an end; `${A/old/new}` and `//` replace plain text."""
+    for mark, longest in (("##", True), ("#", False), ("%%", True), ("%", False)):
+        if operation.startswith(mark):
+            pattern, ends = operation[len(mark) :], range(len(value) + 1)
+            if mark[0] == "#":
+                hits = [end for end in ends if fnmatchcase(value[:end], pattern)]
+                return value[(max if longest else min)(hits) :] if hits else value
+            hits = [start for start in ends if fnmatchcase(value[start:], pattern)]
+            return value[: (min if longest else max)(hits)] if hits else value
+    if operation.startswith("/"):
+        old, _, new = operation.lstrip("/").partition("/")
+        return value.replace(old, new, -1 if operation.startswith("//") else 1)
+    return whole
