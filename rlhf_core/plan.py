@@ -48,7 +48,15 @@ from rlhf_core.tax_tasks import is_path, read_task, task_name
 STAGE_VERSIONS = {"sft": 1, "reward_model": 1, "dpo": 1, "kto": 1, "preferences": 1, "ppo": 1}
 STAGE_VERSIONS |= {"evaluation": 1, "alignment_tax": 1, "publication": 1}
 # Fields younger than results that exist, left out of digests while they hold what was the only way before.
-LATER: dict[str, Any] = {"branch": "main", "round_branch": None, "proxy": None, "export_at": [], "endpoints": {}, "tensor_parallel_size": 1}
+LATER: dict[str, Any] = {
+    "branch": "main",
+    "round_branch": None,
+    "proxy": None,
+    "export_at": [],
+    "endpoints": {},
+    "tensor_parallel_size": 1,
+    "seed_answers": False,
+}
 NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env", "max_failed_rewards"} | {
     "gates",
     "requests_per_minute",

@@ -33,6 +33,10 @@ class Vllm(Frozen):
     gpus: float = Field(0.0, ge=0, description="GPUs of one engine; with tensor_parallel_size, of each of its processes")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory")
     kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on a CPU machine, GiB")
+    seed_answers: bool = Field(
+        False,
+        description="in ppo on a GPU: a random stream for each answer, which then depends on no other; slower. On CPU it is always so",
+    )
     sleep: bool = Field(
         False, description="in ppo: give the GPU's memory back while the models score and train (weights wait in host memory)"
     )

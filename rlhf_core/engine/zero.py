@@ -78,7 +78,11 @@ class ZeroEngine:
         return values
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
-        return self._deepspeed.zero.GatheredParameters(list(parameters)) if self.zero_stage == 3 else nullcontext()
+        if self.zero_stage < 3:
+            return nullcontext()
+        # A forward pass may have fetched weights ahead for a backward pass that never came: those in flight cannot be gathered.
+        self._engine.optimizer.empty_partition_cache()
+        return self._deepspeed.zero.GatheredParameters(list(parameters))
 
     def save_state(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag="zero", save_latest=False, exclude_frozen_parameters=self._frozen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ def fuse(model: PreTrainedModel) -> PreTrainedModel:
     """Liger Kernel (Hsu et al. 2024, arXiv:2410.10989) in a bf16 model on a GPU, where that package is installed and knows the model."""
     if not torch.cuda.is_available() or model.dtype != torch.bfloat16 or importlib.util.find_spec("liger_kernel") is None:
         return model
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it tells which of its back ends are for other hardware
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
 
     apply = known.get(model.config.model_type)

@@ -245,6 +245,7 @@ def start_fleet(
             trust_remote_code=trust_remote_code,
             can_sleep=config.vllm.sleep,
             tensor_parallel_size=config.vllm.tensor_parallel_size,
+            seed_answers=config.vllm.seed_answers,
         ),
         groups["actor"].build(
             Actor,

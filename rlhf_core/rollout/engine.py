@@ -109,6 +109,7 @@ class Sampler:
                 seed=seed + j if temperature > 0 and not seed_whole else None,
                 stop_token_ids=list(stop_token_ids),
                 logprobs=0,
+                flat_logprobs=True,
                 detokenize=False,
             )
             for seed in seeds
@@ -185,5 +186,7 @@ class Sampler:
 
 def _answer(output: Any) -> Answer:
     tokens = list(output.token_ids)
-    logprobs = [position[token].logprob for position, token in zip(output.logprobs, tokens, strict=True)]
-    return Answer(tokens, logprobs, output.finish_reason == "stop")
+    flat = output.logprobs  # of the sampled tokens and no others
+    if list(flat.token_ids) != tokens:
+        raise RuntimeError("vLLM's log-probs do not speak of the tokens it sampled: this version returns them in another form")
+    return Answer(tokens, list(flat.logprobs), output.finish_reason == "stop")

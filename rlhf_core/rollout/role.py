@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import torch
+
 from rlhf_core.rollout.engine import Answer, Sampler
 from rlhf_core.rollout.transfer import Meeting, Route
 
@@ -23,6 +25,7 @@ class SamplerRole:
         trust_remote_code: bool,
         can_sleep: bool = False,
         tensor_parallel_size: int = 1,
+        seed_answers: bool = False,
     ):
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # The engine is alone in this process: torch.distributed variables of the group would make it wait for others.
@@ -40,6 +43,7 @@ class SamplerRole:
             tensor_parallel_size=tensor_parallel_size,
         )
         self._first = self.rank * tensor_parallel_size
+        self._seed_whole = torch.cuda.is_available() and not seed_answers
 
     def generate(
         self,
@@ -59,6 +63,7 @@ class SamplerRole:
             max_new_tokens=max_new_tokens,
             stop_token_ids=stop_token_ids,
             n=n,
+            seed_whole=self._seed_whole,
         )
         return list(zip(mine, answers, strict=True))
 

@@ -92,7 +92,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "_engine", lambda module, model, training: TorchEngine(module, training.adamw))
+    monkeypatch.setattr(roles, "_engine", lambda module, model, training, offload: TorchEngine(module, training.adamw))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
 

@@ -1,0 +1,98 @@
+"""Weights in buckets: nothing is lost on the way, buckets are bounded, and the route fits the placement."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlhf_core.engine.ranks import free_port
+from rlhf_core.rollout.transfer import ALIGNMENT, Broadcast, Meeting, Route, choose_route, packed, unpacked
+from rlhf_core.rollout.weights import _with_head
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
+
+def some(shapes: list[tuple[int, ...]], seed: int = 0) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(f"w{i}", torch.randn(shape, generator=generator).to(DTYPES[i % len(DTYPES)])) for i, shape in enumerate(shapes)]
+
+
+def assert_same(got: list[tuple[str, Tensor]], sent: list[tuple[str, Tensor]]) -> None:
+    assert [name for name, _ in got] == [name for name, _ in sent]
+    for (name, a), (_, b) in zip(got, sent, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), max_size=12), st.sampled_from([ALIGNMENT, 64, 256, 4096]))
+def test_what_is_packed_comes_out_the_same(shapes: list[tuple[int, ...]], room: int) -> None:
+    weights = some(shapes)
+    got: list[tuple[str, Tensor]] = []
+    for entries, data in packed(iter(weights), CPU, room):
+        assert len(data) <= room or len(entries) == 1, "only a weight that is larger than a bucket may be one"
+        got += [(name, weight.clone()) for name, weight in unpacked(entries, data)]  # the buffer is used again
+    assert_same(got, weights)
+
+
+def test_a_transposed_weight_arrives_as_it_is_read() -> None:
+    weight = torch.arange(12.0).reshape(3, 4).T
+    ((entries, data),) = packed(iter([("w", weight)]), CPU)
+    assert_same(list(unpacked(entries, data)), [("w", weight.contiguous())])
+
+
+def test_one_sender_reaches_all_receivers_and_the_channel_serves_again() -> None:
+    weights, port = some([(40, 3), (7,), (), (5, 5)]), free_port()
+    meeting = Meeting(("127.0.0.1", port), {}, b"", 30)
+    received: dict[int, list[list[tuple[str, Tensor]]]] = {1: [], 2: []}
+
+    def receive(rank: int) -> None:
+        channel = Broadcast("gloo", rank, 3, meeting)
+        for _ in range(2):
+            received[rank].append([(name, weight.clone()) for name, weight in channel.receive()])
+
+    threads = [threading.Thread(target=receive, args=(rank,)) for rank in received]
+    for thread in threads:
+        thread.start()
+    sender = Broadcast("gloo", 0, 3, meeting)
+    sender.send(iter(weights))
+    sender.send(iter(weights[:2]))
+    for thread in threads:
+        thread.join(30)
+    for first, second in received.values():
+        assert_same(first, weights)
+        assert_same(second, weights[:2])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines", "route"),
+    [
+        (["a"], ["a"], Route("cards", 0, 1)),
+        (["a", "b"], ["b", "a"], Route("cards", 0, 2)),
+        (["a", "b"], ["c", "d"], Route("nccl", 0, 2)),
+        (["a", "b"], ["a", "c"], Route("nccl", 1, 2)),  # rank 0 has an engine on its card, NCCL wants cards apart
+        (["a"], ["a", "c"], Route("gloo", 0, 2)),
+        (["a"], ["c", "c"], Route("gloo", 0, 2)),
+        ([None], [None], Route("gloo", 0, 1)),
+    ],
+)
+def test_the_route_fits_the_cards(trainer: list[str | None], engines: list[str | None], route: Route) -> None:
+    assert choose_route(trainer, engines) == route
+
+
+def test_a_tied_head_is_sent_once() -> None:
+    def names(*given: str) -> list[str]:
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            yield from ((name, torch.zeros(1)) for name in given)
+
+        return [name for name, _ in _with_head(weights())]
+
+    assert names("model.embed_tokens.weight", "model.norm.weight")[-1] == "lm_head.weight"
+    for order in (("lm_head.weight", "model.embed_tokens.weight"), ("model.embed_tokens.weight", "lm_head.weight")):
+        assert names(*order) == list(order)
