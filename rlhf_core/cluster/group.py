@@ -43,12 +43,14 @@ class Worker:
 
     def build(
         self, rank: int, world_size: int, local_rank: int, meeting: tuple[str, int], cards: list[str], factory: Any, options: Any
-    ) -> None:
-        """`meeting`: where the ranks meet. `cards`: what this process sees in place of its own card (an engine over several)."""
+    ) -> int:
+        """`meeting`: where the ranks meet. `cards`: what this process sees in place of its own card (an engine over several). Returns the
+        process id."""
         if cards:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
         set_rank_environment(rank, world_size, *meeting, local_rank)
         self.role = factory(**options)
+        return os.getpid()
 
     def call(self, method: str, *args: Any) -> tuple[Any, float]:
         """The method's result and the seconds it took; results lie in host memory, so the device has finished too."""
@@ -136,7 +138,7 @@ class Group:
         self._spent: dict[str, float] = {}
 
     def build(self, factory: Callable[..., Any], timeout: float, **options: Any) -> Pending:
-        """Makes the role's object on every rank; ranks meet at the first one's address."""
+        """Makes the role's object on every rank; ranks meet at the first one's address. The results are process ids."""
         meeting = Pending(self.name, "start", [self._workers[0].address.remote()]).wait(timeout)[0]
         cards = Pending(self.name, "start", [worker.cards.remote() for worker in self._seated]).wait(timeout) if self._span > 1 else []
         refs = []

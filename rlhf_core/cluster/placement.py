@@ -65,4 +65,6 @@ def reserve(layout: Layout, timeout: float) -> Room:
             f"waited {timeout:.0f} s for room for {layout}: free now are {free.get('CPU', 0):g} CPUs and "
             f"{free.get('GPU', 0):g} GPUs, others hold the rest"
         )
-    return Room(group, by_node(layout, placement_group_table(group)["bundles_to_node_id"]))
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    print(f"room for {layout} on {len(set(node_of.values()))} node(s)", flush=True)
+    return Room(group, by_node(layout, node_of))

@@ -264,7 +264,7 @@ def start_fleet(
         )
     for pending in loading:
         print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
-        pending.wait(config.timeout)
+        print(f"{pending.role} is up, process {', '.join(map(str, pending.wait(config.timeout)))}", flush=True)
 
     def decode(tokens: Sequence[int], skip_special_tokens: bool) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))

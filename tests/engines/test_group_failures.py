@@ -1,0 +1,120 @@
+"""What a group of Ray workers says and leaves when a rank raises, runs out of memory, dies or hangs. Ray alone, no models."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import ray
+
+from rlhf_core.cluster.group import Group, RoleFailed, wait_all
+from rlhf_core.cluster.layout import arrange
+from rlhf_core.cluster.placement import connect, passed_environment, reserve
+from rlhf_core.config import Ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's."""
+
+
+def make_role() -> object:
+    class Role:  # defined in a function, so that Ray sends it by value
+        def pid(self) -> int:
+            return os.getpid()
+
+        def raises(self) -> None:
+            raise KeyError("gone")
+
+        def wrong(self) -> None:
+            raise ValueError("the recipe is wrong")
+
+        def full(self) -> None:
+            raise OutOfMemoryError("CUDA out of memory")
+
+        def waits(self, seconds: float) -> str:
+            time.sleep(seconds)
+            return "done"
+
+        def variables(self) -> dict[str, str]:
+            return dict(os.environ)
+
+    return Role()
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[tuple[Group, Group]]:
+    ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["make_role"]))
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    connect()
+    two = Ranks(num_ranks_per_node=2, cpus=0.25)
+    room = reserve(arrange({"critic": two, "actor": two}), 30)
+    made = Group("critic", room, 1), Group("actor", room, 1)
+    for pending in [group.build(make_role, 60) for group in made]:
+        pending.wait(60)
+    yield made
+    ray.shutdown()
+    del os.environ["NCCL_NVLS_ENABLE"]
+
+
+def test_failures_name_the_role_the_phase_and_what_to_do(groups: tuple[Group, Group]) -> None:
+    critic, _ = groups
+    with pytest.raises(RoleFailed, match=r"critic failed in 'train': KeyError\('gone'\)"):
+        critic.call("train", "raises").wait(30)
+    with pytest.raises(ValueError, match="critic: the recipe is wrong"):
+        critic.call("train", "wrong").wait(30)
+    with pytest.raises(RoleFailed, match=r"critic ran out of GPU memory in 'train': lower micro_train_tokens .* adam_offload"):
+        critic.call("train", "full").wait(30)
+
+
+def test_a_rank_that_does_not_answer_is_named_in_time(groups: tuple[Group, Group]) -> None:
+    critic, actor = groups
+    start = time.monotonic()
+    with pytest.raises(RoleFailed, match=r"actor: ranks \[0, 1\] did not finish 'send weights' within 2 s; raise `timeout`"):
+        wait_all([critic.call("score", "waits", 0.1), actor.call("send weights", "waits", 4)], 2)
+    assert time.monotonic() - start < 4
+    assert actor.call("again", "waits", 0).wait(30) == ["done", "done"]
+
+
+def test_the_failure_of_one_group_ends_the_wait_for_another(groups: tuple[Group, Group]) -> None:
+    critic, actor = groups
+    start = time.monotonic()
+    with pytest.raises(RoleFailed, match="critic failed in 'send'"):
+        wait_all([actor.call("receive", "waits", 5), critic.call("send", "raises")], 60)
+    assert time.monotonic() - start < 5, "it waited for the one who waits for the failed one"
+    actor.call("again", "waits", 0).wait(30)
+
+
+def test_work_is_timed_by_phase_and_told_once(groups: tuple[Group, Group]) -> None:
+    critic, _ = groups
+    critic.spent()
+    for _ in range(2):
+        critic.call("score", "waits", 0.2).wait(30)
+    assert 0.4 <= critic.spent()["score"] < 2 and critic.spent() == {}
+
+
+def test_workers_inherit_the_settings_of_the_libraries(groups: tuple[Group, Group]) -> None:
+    """Among them those that keep NVLink multicast off."""
+    for seen in groups[0].call("look", "variables").wait(30):
+        assert seen["NCCL_NVLS_ENABLE"] == "0"
+    os.environ |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    try:
+        assert {"NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"} <= passed_environment().keys()
+    finally:
+        del os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"], os.environ["NVSHMEM_DISABLE_NVLS"]
+
+
+def test_a_rank_that_dies_ends_the_wait_and_is_named(groups: tuple[Group, Group]) -> None:
+    """Last: the group is gone afterwards."""
+    critic, _ = groups
+    victim = critic.call("look", "pid").wait(30)[1]
+    pending = critic.call("train", "waits", 30)
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(RoleFailed, match="a rank of critic died during 'train', often for lack of memory"):
+        pending.wait(25)
+    assert not psutil.pid_exists(victim)
