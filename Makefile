@@ -1,6 +1,6 @@
 # Every target first makes .venv what it needs (requirements/install.sh; a second time this costs nothing).
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test algorithms lint format clean
+.PHONY: help setup setup-dev demo test test-long algorithms lint format clean
 
 export PYTHON  # the interpreter .venv is made with, for machines where it is not found: make demo PYTHON=/path/to/python3.12
 
@@ -10,6 +10,7 @@ REPORT := artifacts/tiny-cpu/report.html
 help:
 	@echo "make demo        the whole lifecycle on this machine, without a GPU; ends with one page: $(REPORT)"
 	@echo "make test        unit tests, flow tests and one short end-to-end run (not those marked gpu)"
+	@echo "make test-long   the long variants of some of these tests"
 	@echo "make algorithms  every algorithm for a short time (half an hour to three quarters); writes the table docs/algorithms-learn.md"
 	@echo "make lint        ruff and mypy"
 	@echo "make format      let ruff format the code"
@@ -28,7 +29,10 @@ demo: setup
 	@echo "The page: $(CURDIR)/$(REPORT)"
 
 test: setup-dev
-	.venv/bin/python -m pytest -m "not gpu"
+	.venv/bin/python -m pytest -m "not gpu and not long"
+
+test-long: setup-dev
+	.venv/bin/python -m pytest -m "long and not gpu"
 
 algorithms: setup
 	.venv/bin/python tests/algorithms/run_all.py

@@ -59,6 +59,7 @@ def generate(
         temperature=temperature,
         max_new_tokens=generate_max_len,
         stop_token_ids=renderer.stop_token_ids,
+        logprobs=False,
     )
     answers = []
     for question, (_, cut), (sample,) in zip(questions, prompts, samples, strict=True):

@@ -32,6 +32,7 @@ from evaluation.curves import (
 from evaluation.dag import HEIGHT, WIDTH, draw
 from evaluation.over_optimisation import FILE as OVER_OPTIMISATION
 from evaluation.over_optimisation import OverOptimisation
+from evaluation.phases import Phase, phases_of, waits_of
 from evaluation.reward_eval import REWARD_MODELS, RewardReports
 from evaluation.summary import Evaluated, Evidence, StageView, as_json, read, read_evaluation, summary_of, trend
 from evaluation.tax_report import TAX, TaxReport
@@ -91,13 +92,15 @@ class PublishedRow(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """The curves of one stage or loop, and its result's metrics (`notes`), which speak of `when`."""
+    """The curves of one stage or loop, and its result's metrics (`notes`), which speak of `when`; of PPO, where the time went."""
 
     title: str
     seconds: float | None
     svg: Markup | None
     when: str
     notes: dict[str, float]
+    phases: list[Phase]
+    waits: dict[str, float]
 
 
 def write_report(out_dir: Path, recipe_name: str, stages: Sequence[StageView]) -> Path:
@@ -378,7 +381,8 @@ def _charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) ->
         results = [member.result for member in chain if member.result]
         seconds = sum(result.seconds for result in results) if results else None
         final = {name: value for name, value in results[-1].metrics.items() if not name.startswith("data/")} if results else {}
-        charts.append(Chart(title, seconds, Markup(svg) if svg else None, "end of the last round" if loop else "end", final))
+        when = "end of the last round" if loop else "end"
+        charts.append(Chart(title, seconds, Markup(svg) if svg else None, when, final, phases_of(final), waits_of(final)))
     return charts
 
 

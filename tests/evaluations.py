@@ -88,8 +88,9 @@ class Double:
         max_new_tokens: int,
         stop_token_ids: Sequence[int],
         n: int,
+        logprobs: bool,
     ) -> list[list[Answer]]:
-        assert n == 1 and len(set(seeds)) == len(prompts)
+        assert not logprobs and n == 1 and len(set(seeds)) == len(prompts)
         self.log.append(("generate", Path(self.model).name))
         tokenizer = load_tokenizer(self.model)
         skill = float((Path(self.model) / SKILL).read_text())

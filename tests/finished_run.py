@@ -124,6 +124,7 @@ def metrics(kind: str, x: float, i: int) -> dict[str, float]:
             "response/truncated": max(0.0, 0.03 - 0.02 * x + 0.01 * wiggle),
             "sampler/gap": 1e-3 + 2e-4 * wiggle,
             **{f"phase/{phase}": seconds * (1 + 0.1 * wiggle) for phase, seconds in PHASES.items()},
+            **{"floor/generate": 0.2, "floor/score": 0.25, "wait/actor": 0.3, "wait/sampler": 0.7},
         }
     if kind == "preferences":
         return {"prompts": 256.0, "pairs": 201.0, "score/best": 0.9, "score/worst": -0.7}

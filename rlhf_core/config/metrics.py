@@ -95,7 +95,7 @@ def _reinforced(config: PPO) -> Iterator[str]:
     yield from ("sampler/gap", "sampler/ratio_gap", "sampler/capped", "sampler/gap_p99", BALANCE, *ANSWERS, *DATA)
     sleep = ("sleep", "wake") if config.vllm.sleep else ()
     yield from (f"phase/{name}" for name in ("generate", "score", "credit", "train", "sync", "probe", *sleep))
-    yield from ("floor/generate", "floor/score", "floor/train", "work/*")
+    yield from ("floor/generate", "floor/score", "floor/train", "work/*", "memory/*")
     yield from (f"wait/{role}" for role in config.placed)
 
 

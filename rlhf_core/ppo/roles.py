@@ -81,6 +81,13 @@ class Resident:
     def card(self) -> str | None:
         return card_id()
 
+    def peak_memory(self) -> int:
+        """Bytes that this process's tensors have taken on its card at most, since asked last."""
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        if peak:
+            torch.cuda.reset_peak_memory_stats()
+        return peak
+
     def shape(self) -> Shape:
         return shape_of(self.module.model)
 

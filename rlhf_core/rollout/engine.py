@@ -95,11 +95,12 @@ class Sampler:
         stop_token_ids: Sequence[int],
         n: int = 1,
         seed_whole: bool = False,
+        logprobs: bool = True,
     ) -> list[list[Answer]]:
         """`n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled with seed `seeds[i] + j`.
 
         With `seed_whole` one stream of random numbers, seeded by all `seeds`, serves all answers: vLLM then draws for the whole batch at
-        once, in place of answer by answer, and what an answer becomes depends on those beside it.
+        once, in place of answer by answer, and what an answer becomes depends on those beside it. Without `logprobs` they are empty.
         """
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(n)]
         params = [
@@ -108,7 +109,7 @@ class Sampler:
                 max_tokens=max_new_tokens,
                 seed=seed + j if temperature > 0 and not seed_whole else None,
                 stop_token_ids=list(stop_token_ids),
-                logprobs=0,
+                logprobs=0 if logprobs else None,
                 flat_logprobs=True,
                 detokenize=False,
             )
@@ -186,6 +187,8 @@ class Sampler:
 
 def _answer(output: Any) -> Answer:
     tokens = list(output.token_ids)
+    if output.logprobs is None:
+        return Answer(tokens, [], output.finish_reason == "stop")
     flat = output.logprobs  # of the sampled tokens and no others
     if list(flat.token_ids) != tokens:
         raise RuntimeError("vLLM's log-probs do not speak of the tokens it sampled: this version returns them in another form")

@@ -1,12 +1,14 @@
 """PPO with all its engines: four models and vLLM on Ray workers, DeepSpeed ZeRO-3 on two actor ranks.
 
-One undisturbed run and one killed with SIGKILL and started again; what must hold is read from their metrics and weights. The same once more
-with dynamic filtering, whose place on the line of prompts is no function of the iteration: GRPO, a function as the only reward.
+One undisturbed run over two Ray nodes and one whose engine is killed, started again; what must hold is read from their metrics and weights.
+One with all groups on the same seats, sent to a cluster by `ray job submit`. Then dynamic filtering, whose place on the line of prompts is
+no function of the iteration: GRPO, a function as the only reward, the stage's own process killed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
 import rlhf_core.reward_model
@@ -33,7 +36,7 @@ ODD = "def odd(responses): return [len(response) % 2 for response in responses]\
 
 
 class Runs(NamedTuple):
-    """The same run undisturbed and killed, with two actor ranks; and with one."""
+    """The same run undisturbed and with its engine killed, with two actor ranks; and with one."""
 
     whole: Path
     killed: Path
@@ -88,23 +91,67 @@ def write_request(folder: Path, config: PPO, inputs: dict[str, str]) -> None:
     RunDir(folder).prepare(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7))
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
+def start(folder: Path, **environment: str) -> subprocess.Popen[bytes]:
     with (folder / "log.txt").open("ab") as log:
         command = [sys.executable, "-m", "rlhf_core", str(folder)]
-        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ | environment
+        )
 
 
-def finish(folder: Path) -> None:
-    code = start(folder).wait(timeout=300)
+def finish(folder: Path, **environment: str) -> None:
+    code = start(folder, **environment).wait(timeout=300)
     assert code == 0, (folder / "log.txt").read_text()[-3000:]
+
+
+def finish_on_two_nodes(folder: Path) -> None:
+    """On a cluster of two raylets, each too small for all roles."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 200 << 20})
+    try:
+        cluster.add_node(num_cpus=1, object_store_memory=200 << 20)
+        finish(folder, RAY_ADDRESS=cluster.address)
+    finally:
+        cluster.shutdown()
+
+
+def finish_as_a_job(folder: Path) -> None:
+    """As `ray job submit` starts it: the stage's process runs inside the cluster."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": True, "dashboard_port": 0})
+    try:
+        where = f"http://{cluster.head_node.webui_url}"
+        command = [sys.executable, "-m", "rlhf_core", str(folder)]
+        submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", where, "--", *command]
+        done = subprocess.run(submit, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0 and "succeeded" in done.stdout, (done.stdout + done.stderr)[-3000:]
+    finally:
+        cluster.shutdown()
+
+
+def kill_the_engine_and_finish(folder: Path) -> None:
+    """Kills vLLM's process past a checkpoint: the run ends by itself, says who died, leaves nothing behind, and can be started again."""
+    process = start(folder)
+    wait_for_checkpoint(folder, process)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    engine = re.search(r"sampler is up, process (\d+)", (folder / "log.txt").read_text())
+    assert engine is not None
+    os.kill(int(engine[1]), signal.SIGKILL)
+    assert process.wait(timeout=60) != 0
+    assert re.search(r"a rank of sampler died during '\w+|sampler.* failed", (folder / "log.txt").read_text())
+    alive = psutil.wait_procs(workers, timeout=20)[1]
+    assert not alive, [worker.cmdline() for worker in alive]
+    finish(folder)
+
+
+def wait_for_checkpoint(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 200
+    while len(read_metrics(folder)) <= SAVED and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def kill_and_finish(folder: Path) -> None:
     """Kills a run with SIGKILL once it is past its checkpoint, and starts it again."""
     process = start(folder)
-    deadline = time.monotonic() + 200
-    while len(read_metrics(folder)) <= SAVED and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_checkpoint(folder, process)
     workers = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -139,9 +186,9 @@ def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         prepare(folder, material, root / "reward_model", actor_ranks=2, colocate_critic_reward=True)
     prepare(runs.one_rank, material, root / "reward_model", actor_ranks=1, colocate_all=True)
 
-    finish(runs.one_rank)
-    finish(runs.whole)
-    kill_and_finish(runs.killed)
+    finish_as_a_job(runs.one_rank)
+    finish_on_two_nodes(runs.whole)
+    kill_the_engine_and_finish(runs.killed)
     return runs
 
 
@@ -170,10 +217,15 @@ def test_the_kl_coefficient_adapts(runs: Runs) -> None:
     assert coefficients[1] == pytest.approx(coefficients[0] * (1 - 0.2 * 16 / 100))
 
 
+def test_roles_are_spread_over_two_nodes(runs: Runs) -> None:
+    assert "on 2 node(s)" in (runs.whole / "log.txt").read_text()
+
+
 def test_a_killed_run_ends_with_the_same_curve_and_weights(runs: Runs) -> None:
     assert_same_end(runs.whole, runs.killed)
 
 
+@pytest.mark.long
 def test_so_does_one_with_dynamic_filtering(material: Path, tmp_path: Path) -> None:
     (tmp_path / "checks.py").write_text(ODD)
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -13,6 +13,7 @@ import pytest
 from evaluation.curves import Run, stage_chart, win_rate_chart
 from evaluation.dag import HEIGHT, WIDTH, draw
 from evaluation.page import verdict, write_report
+from evaluation.phases import phases_of
 from evaluation.summary import StageView, read, read_evaluation
 from evaluation.tax_report import TAX, TaxReport, TaxRow
 from evaluation.words import duration, number, percent
@@ -359,3 +360,11 @@ def test_the_alignment_tax_is_a_table_and_a_chart(tmp_path: Path) -> None:
 def test_metrics_that_are_no_shares_keep_their_unit(tmp_path: Path) -> None:
     made = page(tmp_path, [tax_view(tmp_path, [tax_row("gsm8k", "dpo", -0.5, "perplexity", scale=10.0)])])
     assert "Lost against sft (in the metric's own unit)" in made.text and "-5.000" in made.text
+
+
+def test_the_page_says_where_an_iterations_time_went(tmp_path: Path) -> None:
+    found = phases_of({"phase/generate": 3.0, "phase/score": 1.0, "floor/generate": 1.5, "loss": 9.0})
+    assert [(phase.name, phase.share, phase.times) for phase in found] == [("generate", 0.75, 2.0), ("score", 0.25, None)]
+    page = write_report(tmp_path / "demo", "demo", finished(tmp_path)).read_text(encoding="utf-8")
+    table = page[page.index("Where an iteration's time goes") :].split("</details>")[0]
+    assert "times the floor" in table and "sampler 70 %" in table and table.count("<tr>") == 6

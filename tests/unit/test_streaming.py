@@ -149,7 +149,7 @@ def train_under_limit(kind: str, material: Path, folder: Path, *how: str) -> sub
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.long)])
 def test_a_data_set_larger_than_the_memory_allowed_trains(kind: str, material: Path, tmp_path: Path) -> None:
     """The stage runs under a limit (RLIMIT_DATA) on the memory it may allocate from the start of its work; the set is larger."""
     done = train_under_limit(kind, material, tmp_path)
@@ -159,6 +159,7 @@ def test_a_data_set_larger_than_the_memory_allowed_trains(kind: str, material: P
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_same_data_set_as_a_list_breaks_the_limit(material: Path, tmp_path: Path) -> None:
     done = train_under_limit("sft", material, tmp_path, "in-memory")
     assert done.returncode != 0 and "MemoryError" in done.stderr, done.stderr[-2000:]
