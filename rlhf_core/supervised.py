@@ -23,6 +23,7 @@ from rlhf_core.stage import RunDir
 from rlhf_core.tracking import Tracker
 
 Item = TypeVar("Item")
+LAST_STEPS = 4  # a stage's metrics speak of at least so many steps: the last one may hold a handful of items
 
 
 class Task(NamedTuple):
@@ -37,7 +38,7 @@ class Task(NamedTuple):
 
 
 def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -> dict[str, float]:
-    """Trains to the end of the schedule; returns the mean metrics of the last tenth of the steps, and the evaluation's.
+    """Trains to the end of the schedule; returns the mean metrics of the last tenth of the steps by their items, and the evaluation's.
 
     Raises ValueError when there is nothing to train on, RuntimeError when no step had a gradient.
     """
@@ -47,7 +48,7 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         raise ValueError("the data left no row to train on: see the counts of dropped and truncated rows")
     resume = checkpoint.latest(run)
     first = resume.step if resume else 0
-    recent: list[dict[str, float]] = []
+    recent: list[tuple[int, dict[str, float]]] = []  # items and metrics of the last steps
     evaluation: dict[str, float] = {}
     trained = False
     if resume:
@@ -63,7 +64,7 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         metrics |= {"grad_norm": engine.step(rate), "learning_rate": rate}
         trained = trained or metrics["grad_norm"] > 0
         done = step + 1
-        recent = [*recent, metrics][-max(1, total // 10) :]
+        recent = [*recent, (len(items), metrics)][-max(LAST_STEPS, total // 10) :]
         if task.evaluate and (done == total or (config.eval_steps and done % config.eval_steps == 0)):
             evaluation = task.evaluate(engine)
             metrics = metrics | evaluation
@@ -76,7 +77,8 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         tracker.close()
     if not trained:
         raise RuntimeError(f"none of the {total} steps had a gradient: nothing was trained")
-    means = {name: sum(m[name] for m in recent) / len(recent) for name in recent[0]}
+    whole = sum(count for count, _ in recent)
+    means = {name: sum(count * m[name] for count, m in recent) / whole for name in recent[0][1]}
     return means | evaluation | {"steps": float(total)}
 
 

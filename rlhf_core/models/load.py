@@ -70,14 +70,36 @@ def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperatur
     logits = head(hidden)
     if temperature not in (0.0, 1.0):
         logits = logits.float() / temperature
-    table = torch.log_softmax(logits, -1, dtype=torch.float32)
-    logprobs = table.gather(-1, targets[:, None]).squeeze(-1)
-    if entropy == "no":
-        return logprobs, torch.zeros_like(logprobs)
     if entropy == "gradient" and torch.is_grad_enabled():
-        return logprobs, -(table.exp() * table).sum(-1)
-    with torch.no_grad():
-        return logprobs, -table.exp().mul_(table).sum(-1)
+        table = torch.log_softmax(logits, -1, dtype=torch.float32)
+        return table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
+    logprobs, entropies = _TokenLogprob.apply(logits, targets, entropy != "no")
+    return logprobs, entropies
+
+
+class _TokenLogprob(torch.autograd.Function):
+    """(N, V) logits, (N,) targets -> log-probs and entropies (N,), fp32; the entropies carry no gradient.
+
+    The gradient `(onehot - softmax) g` is written once, in the dtype of the logits. Left alone autograd fills and reads a table of zeros
+    as well, all of it in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+        table = torch.log_softmax(logits, -1, dtype=torch.float32)
+        logprobs = table.gather(-1, targets[:, None]).squeeze(-1)
+        entropies = -table.exp().mul_(table).sum(-1) if entropy else torch.zeros_like(logprobs)
+        ctx.save_for_backward(logits, targets)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets = ctx.saved_tensors
+        shares = torch.softmax(logits, -1, dtype=torch.float32)
+        missing = (1 - shares.gather(-1, targets[:, None])) * grad[:, None]  # in fp32: 1 - p of a likely token has few digits
+        result = torch.mul(shares, -grad[:, None], out=torch.empty_like(logits)).scatter_(-1, targets[:, None], missing.to(logits.dtype))
+        return result, None, None
 
 
 class Scorer(nn.Module):
