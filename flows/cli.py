@@ -20,7 +20,7 @@ from rich.console import Console
 
 from rlhf_core import watch
 from rlhf_core.changes import outlook
-from rlhf_core.check import MachineLacks, check_inputs, check_machine, require_here
+from rlhf_core.check import MachineLacks, check_inputs, check_machine, needs, require_here
 from rlhf_core.gates import GateFailed
 from rlhf_core.launch import ENVIRONMENT, WRONG_INPUT, StageFailed, raised_by_us
 from rlhf_core.plan import Plan, plan
@@ -118,6 +118,28 @@ def validate(recipe: Path, *overrides: str, here: bool = False) -> int:
     if not inputs and not machine:
         console.print(f"{recipe}: ok, {len(planned.nodes)} stages{' and everything they need is here' if here else ''}", markup=False)
     return WRONG_INPUT if inputs else ENVIRONMENT if machine else OK
+
+
+@app.command(name="plan")
+def forecast(recipe: Path, *overrides: str, gpus: int = 0, card_memory: float = 139.8, flops: float = 770, bandwidth: float = 4.3) -> int:
+    """Estimate memory of each card and seconds of an iteration, and say which placement to choose. Starts nothing.
+
+    Parameters
+    ----------
+    recipe: YAML file.
+    overrides: as for run.
+    gpus: cards to place a PPO stage on; default: as many as the recipe asks for.
+    card_memory: GiB of a card; the defaults of these three are those of an H200.
+    flops: TFLOP/s of its bf16 matrix products, as measured.
+    bandwidth: TB/s of its memory, as measured.
+    """
+    from flows.forecast import show_forecast
+    from rlhf_core.forecast.seconds import Card
+
+    planned = plan(load_recipe(recipe, overrides))
+    asked = max((round(needs(node.config).gpus) for node in planned.nodes), default=0)
+    show_forecast(console, planned, gpus or max(1, asked), Card(card_memory * 2**30, flops * 1e12, bandwidth * 1e12))
+    return 0
 
 
 @app.command

@@ -1,0 +1,104 @@
+"""Memory of each card in each phase of PPO, and of a training stage, before anything starts. Torch-free.
+
+Bytes a parameter that is trained in bf16 (Rajbhandari et al. 2020, section 3.1): weights 2, fp32 copy and Adam's two moments 12,
+gradients 2, and their fp32 form during the step 4. ZeRO-1 and 2 keep the weights whole on each rank, ZeRO-3 cuts everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rlhf_core.cluster.layout import Layout
+from rlhf_core.config import PPO, Ranks
+from rlhf_core.forecast.sizes import Size
+
+GIB = 2**30
+CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
+FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once, and its buckets
+CHUNK = 2048  # positions whose logits exist at once (models/load.py)
+
+
+class Held(NamedTuple):
+    """Bytes of one process: always (`still`), besides while it scores, while it trains; engines besides while they generate."""
+
+    still: float
+    scoring: float = 0.0
+    training: float = 0.0
+    generating: float = 0.0
+
+
+class Training(NamedTuple):
+    """What decides the memory of a trained model: ranks, ZeRO stage, share of layers recomputed, tokens of a pass, Adam on the host."""
+
+    ranks: int
+    zero_stage: int
+    recomputed: float
+    tokens: int
+    offload: bool = False
+
+
+def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
+    """A model with its optimiser. `head`: it has the vocabulary as its output (a policy), or one number (a critic)."""
+    count = size.parameters - (0 if head else size.head)
+    per_rank = count / how.ranks
+    weights = 2 * (per_rank if how.zero_stage == 3 else count) + (FETCHED if how.zero_stage == 3 else 0)
+    if how.zero_stage == 0:  # plain torch: moments in the weights' own dtype
+        state, gradients = 4 * count, 2 * count
+    elif how.offload:
+        state, gradients = 0.0, 1e9
+    else:
+        state, gradients = 12 * per_rank, (2 * count if how.zero_stage == 1 else 2 * per_rank) + 4 * per_rank
+    kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
+    logits = CHUNK * size.vocabulary * 10 if head else 0
+    return Held(CONTEXT + weights + state, read(size, scoring_tokens, head).scoring, gradients + how.tokens * kept + logits)
+
+
+def read(size: Size, tokens: int, head: bool, offload: bool = False) -> Held:
+    """A model that is only read; with `offload` its weights are there only while it scores."""
+    weights = 2 * (size.parameters - (0 if head else size.head))
+    passing = tokens * size.passing + (CHUNK * size.vocabulary * 6 if head else 0)
+    return Held(CONTEXT + (0 if offload else weights), passing + (weights if offload else 0))
+
+
+def roles(config: PPO, sizes: Mapping[str, Size], card_bytes: float) -> dict[str, Held]:
+    """What each process of each group holds. `sizes` gives the model of each group of models."""
+    longest = config.prompt_max_len + config.generate_max_len
+    scoring = config.micro_rollout_tokens or config.micro_rollout_batch_size * longest
+    training = config.micro_train_tokens or config.micro_train_batch_size * longest
+    held: dict[str, Held] = {}
+    for name, ranks in config.groups.items():
+        head = name in ("actor", "reference")
+        if name in ("actor", "critic"):
+            how = Training(ranks.world_size, config.zero_stage, config.gradient_checkpointing, training, name in config.adam_offload)
+            held[name] = trained(sizes[name], how, head, scoring)
+        else:
+            held[name] = read(sizes[name], scoring, head, config.ref_reward_offload)
+    awake = config.vllm.gpu_memory_utilization * card_bytes
+    held["sampler"] = Held(1.0 * GIB, generating=awake) if config.vllm.sleep else Held(CONTEXT + awake)
+    return held
+
+
+def cards(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:
+    """Peak bytes of each kind of card: `card 0` of the groups on it. Groups with less than a whole card share one."""
+    on: dict[str, list[str]] = {}
+    for name, seats in layout.seats.items():
+        for seat in seats:
+            place = "shared" if 0 < layout.bundles[seat.bundle].get("GPU", 0.0) < 1 else f"card {seat.bundle}"
+            on.setdefault(place, []).append(name)
+    return {place: (names, peak([held[name] for name in names], config.vllm.sleep)) for place, names in sorted(on.items())}
+
+
+def peak(processes: list[Held], released: bool) -> float:
+    """With `released` memory goes from phase to phase; else each process keeps what its largest phase took."""
+    if released:
+        still = sum(process.still for process in processes)
+        return still + max(sum(p.scoring for p in processes), sum(p.training for p in processes), sum(p.generating for p in processes))
+    return sum(process.still + max(process.scoring, process.training, process.generating) for process in processes)
+
+
+def stage_peak(size: Size, ranks: Ranks, how: Training, reference: bool, head: bool) -> float:
+    """Peak bytes of a card of SFT, reward model, DPO or KTO. `reference`: a second model scored before training, then dropped."""
+    held = trained(size, how, head, how.tokens)
+    scored = read(size, how.tokens, head)
+    return max(held.still + held.training, held.still + scored.still + scored.scoring if reference else 0.0)

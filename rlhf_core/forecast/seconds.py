@@ -1,0 +1,70 @@
+"""Seconds of the phases of a PPO iteration, before anything starts: floors over the efficiency seen in tests/benchmarks/README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rlhf_core.cluster.layout import Layout
+from rlhf_core.config import PPO
+from rlhf_core.forecast.sizes import Size
+
+# Seen on H200s with 1.5B and 7.6B models: share of the matrix ceiling that executed operations reach.
+SCORING = {True: 0.62, False: 0.75}  # with and without a vocabulary head
+TRAINING = {0: 0.65, 1: 0.65, 2: 0.65, 3: 0.48}  # by ZeRO stage
+DECODE_STEP = 0.004  # seconds a step of vLLM takes besides reading weights, keys and values
+HOST_ADAM = 1.5e9  # parameters a second of an optimiser step on the host
+SYNC = 40e9  # bytes a second into the engines
+
+
+class Card(NamedTuple):
+    """Memory in bytes, FLOP/s of bf16 matrix products and bytes/s of memory, as measured rather than as sold."""
+
+    memory: float = 139.8 * 2**30
+    flops: float = 770e12
+    bandwidth: float = 4.3e12
+
+
+def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -> dict[str, float]:
+    """Seconds by phase for full-length answers: an upper bound where answers end early."""
+    answers = config.rollout_batch_size * config.n_samples_per_prompt
+    tokens = answers * (config.prompt_max_len + config.generate_max_len)
+    executed = 6 + 2 * config.gradient_checkpointing
+    scoring, training, host = {}, {}, 0.0
+    for name in config.groups:
+        head = name in ("actor", "reference")
+        count = sizes[name].parameters - (0 if head else sizes[name].head)
+        scoring[name] = 2 * count * tokens / SCORING[head]
+        if name in ("actor", "critic"):
+            training[name] = executed * count * tokens * config.max_epochs / TRAINING[config.zero_stage]
+            steps = answers * config.max_epochs / config.train_batch_size
+            host = max(host, steps * count / config.groups[name].world_size / HOST_ADAM if name in config.adam_offload else 0.0)
+    engine = sizes["actor"]
+    found = {
+        "generate": _generate(config, engine, len(layout.seats["sampler"]), card),
+        "score": _busiest(scoring, layout, card),
+        "train": _busiest(training, layout, card) + host,
+        "sync": 0.1 + 2 * engine.parameters / SYNC / 2,
+    }
+    return found | ({"sleep and wake": 0.3 + 2 * engine.parameters / 25e9 / 2} if config.vllm.sleep else {})
+
+
+def _busiest(work: Mapping[str, float], layout: Layout, card: Card) -> float:
+    """Seconds of the card with the most to do; groups in fractions share one card."""
+    load: dict[object, float] = {}
+    for name, flops in work.items():
+        seats: Sequence[int] = [seat.bundle for seat in layout.seats[name]]
+        for bundle in seats:
+            place: object = "shared" if 0 < layout.bundles[bundle].get("GPU", 0.0) < 1 else bundle
+            load[place] = load.get(place, 0.0) + flops / len(seats)
+    return max(load.values(), default=0.0) / card.flops
+
+
+def _generate(config: PPO, size: Size, processes: int, card: Card) -> float:
+    answers = config.rollout_batch_size * config.n_samples_per_prompt
+    prompt, said = config.prompt_max_len, config.generate_max_len
+    weights = said * 2 * size.parameters / config.vllm.tensor_parallel_size
+    keys = answers * said * (prompt + said / 2) * size.kv / processes
+    prefill = 2 * size.parameters * answers * prompt / processes / card.flops
+    decode = max((weights + keys) / card.bandwidth, 2 * size.parameters * answers * said / processes / card.flops)
+    return prefill + decode + said * DECODE_STEP

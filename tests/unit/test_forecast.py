@@ -1,0 +1,156 @@
+"""What `alignflow plan` foretells, beside what runs on H200s took (tests/benchmarks/README.md)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config, Qwen3MoeConfig
+
+from flows.cli import main
+from rlhf_core.cluster.layout import arrange
+from rlhf_core.config import PPO
+from rlhf_core.forecast.memory import GIB, Training, cards, peak, read, roles, trained
+from rlhf_core.forecast.placements import choose, placements
+from rlhf_core.forecast.seconds import Card, phases
+from rlhf_core.forecast.sizes import size_of, size_of_config
+
+LARGE = {"num_hidden_layers": 28, "vocab_size": 151936}
+SMALL_MODEL = size_of_config(
+    {
+        **LARGE,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    }
+)
+LARGE_MODEL = size_of_config(
+    {**LARGE, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+)
+
+
+def one_card(count: int) -> dict[str, Any]:
+    return {"num_ranks_per_node": count, "gpus": 1}
+
+
+def all_roles(ranks: dict[str, Any]) -> dict[str, Any]:
+    return dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), ranks)
+
+
+def ppo(**fields: Any) -> PPO:
+    common = {"prompts": {"sources": "p.jsonl"}, "prompt_max_len": 256, "dtype": "bfloat16", "reward": "rm"}
+    return PPO.model_validate({**common, **fields})
+
+
+ONE = ppo(
+    **all_roles({"gpus": 0.15}), vllm={"gpus": 0.3, "gpu_memory_utilization": 0.3}, zero_stage=2, rollout_batch_size=128,
+    train_batch_size=128, generate_max_len=512, micro_train_tokens=24576, micro_rollout_tokens=24576, gradient_checkpointing=True, micro_train_batch_size=1,
+)  # fmt: skip
+ALL_ONE = ONE.model_copy(
+    update={
+        **{name: ONE.actor_ranks.model_copy(update={"gpus": 1.0}) for name in all_roles({})}, "colocate_all": True,
+        "ref_reward_offload": True, "adam_offload": ("critic",),
+        "vllm": ONE.vllm.model_copy(update={"gpus": 1.0, "gpu_memory_utilization": 0.45, "sleep": True}),
+    }
+)  # fmt: skip
+SPLIT = ppo(
+    actor_ranks=one_card(2), reference_ranks=one_card(2), critic_ranks=one_card(1), reward_ranks=one_card(1), colocate_actor_ref=True,
+    colocate_critic_reward=True, vllm={"gpus": 1}, adam_offload=["critic"], zero_stage=3, rollout_batch_size=128, train_batch_size=128,
+    generate_max_len=1024, micro_train_tokens=8192, micro_rollout_tokens=16384, gradient_checkpointing=0.5, micro_train_batch_size=1,
+)  # fmt: skip
+ALL_FOUR = ppo(
+    **all_roles(one_card(4)), colocate_all=True, ref_reward_offload=True, zero_stage=3, rollout_batch_size=512, train_batch_size=128,
+    vllm={"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True}, generate_max_len=1024, micro_train_tokens=8192,
+    micro_rollout_tokens=16384, gradient_checkpointing=0.5, micro_train_batch_size=1,
+)  # fmt: skip
+
+
+def sizes(config: PPO, size: Any) -> dict[str, Any]:
+    return dict.fromkeys(config.groups, size)
+
+
+def test_sizes_are_those_of_the_models() -> None:
+    assert SMALL_MODEL.parameters == pytest.approx(1.54e9, rel=0.01) and LARGE_MODEL.parameters == pytest.approx(7.62e9, rel=0.01)
+
+
+@pytest.mark.parametrize("config", [
+    Qwen2Config(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2),
+    Qwen3MoeConfig(vocab_size=500, hidden_size=64, moe_intermediate_size=32, num_experts=8, num_hidden_layers=3, num_attention_heads=4,
+                   num_key_value_heads=2, head_dim=32, intermediate_size=96, decoder_sparse_step=1, mlp_only_layers=[]),
+])  # fmt: skip
+def test_parameters_are_counted_as_transformers_does(config: Any, tmp_path: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config.save_pretrained(tmp_path)
+    real = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    assert size_of(str(tmp_path)).parameters == pytest.approx(real, rel=0.01)  # biases and the norms of heads are left out
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "measured"),
+    [(ONE, SMALL_MODEL, [139.0]), (ALL_ONE, SMALL_MODEL, [88.1]), (SPLIT, LARGE_MODEL, [56.9, 114.6, 116.0, 130.3])],
+)
+def test_peak_memory_is_foretold_within_15_percent(config: PPO, size: Any, measured: list[float]) -> None:
+    layout = arrange(config.placed, config.together)
+    found = cards(config, layout, roles(config, sizes(config, size), Card().memory))
+    assert sorted(bytes_ / GIB for _, bytes_ in found.values()) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "measured"),
+    [
+        (ALL_ONE, SMALL_MODEL, {"score": 2.65, "train": 6.29}),
+        (ONE, SMALL_MODEL, {"score": 2.6, "train": 4.92}),
+        (SPLIT, LARGE_MODEL, {"generate": 9.42, "score": 7.87, "train": 26.77}),
+        (ALL_FOUR, LARGE_MODEL, {"generate": 11.24, "score": 19.67, "train": 49.31}),
+    ],
+)
+def test_phases_are_foretold_within_25_percent(config: PPO, size: Any, measured: dict[str, float]) -> None:
+    found = phases(config, arrange(config.placed, config.together), sizes(config, size), Card())
+    assert {name: found[name] for name in measured} == pytest.approx(measured, rel=0.25)
+
+
+def test_what_saves_memory_does() -> None:
+    plain = trained(LARGE_MODEL, Training(1, 2, 0.0, 8192), True, 8192)
+    for other in (Training(1, 2, 1.0, 8192), Training(4, 2, 0.0, 8192), Training(1, 2, 0.0, 4096), Training(1, 2, 0.0, 8192, offload=True)):
+        held = trained(LARGE_MODEL, other, True, 8192)
+        assert held.still + held.training < plain.still + plain.training, other
+    assert read(LARGE_MODEL, 1000, True, offload=True).still < read(LARGE_MODEL, 1000, True).still
+    awake, asleep = (peak([plain, read(LARGE_MODEL, 1000, True)], released) for released in (False, True))
+    assert asleep <= awake
+
+
+def test_the_fastest_placement_that_fits_is_chosen() -> None:
+    found = placements(ALL_FOUR, 4, sizes(ALL_FOUR, LARGE_MODEL), Card())
+    chosen = choose(found, Card())
+    assert chosen is not None and chosen.fits(Card())
+    assert all(chosen.total <= 1.05 * other.total for other in found if other.fits(Card()))
+    assert any(placement.fields.get("colocate_actor_ref") for placement in found), "cards apart are looked at as well"
+    small = Card(memory=40 * GIB)
+    assert choose(placements(ALL_FOUR, 4, sizes(ALL_FOUR, LARGE_MODEL), small), small) is None
+    alone = Card(memory=80 * GIB)
+    offloaded = choose(placements(ALL_FOUR, 4, sizes(ALL_FOUR, LARGE_MODEL), alone), alone)
+    assert offloaded is not None and offloaded.peak <= 80 * GIB and offloaded.total >= chosen.total
+
+
+def test_the_command_names_every_stage_and_a_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base").mkdir()
+    Qwen2Config(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4, **LARGE).save_pretrained(
+        tmp_path / "base"
+    )
+    (tmp_path / "recipe.yaml").write_text(
+        f"name: big\nbase_model: {tmp_path / 'base'}\nstages:\n"
+        "  sft: {data: {sources: a.jsonl}, zero_stage: 3, ranks: {num_ranks_per_node: 4, gpus: 1}, "
+        "micro_train_tokens: 8192}\n  reward_model: {data: {sources: b.jsonl}, zero_stage: 2}\n"
+        "  ppo: {prompts: {sources: c.jsonl}, zero_stage: 3, micro_train_tokens: 8192, micro_train_batch_size: 1}\n"
+    )
+    assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"sft: [\d.]+ GiB a card on 4", told) and re.search(r"reward_model: 1\d\d\.\d GiB .* and a card has 140", told)
+    assert "choose all together" in told and "actor and reference on 2, critic and reward on 1, vLLM on 1" in told
+    (tmp_path / "base" / "config.json").unlink()
+    assert main(["plan", str(tmp_path / "recipe.yaml")]) == 2
