@@ -48,7 +48,8 @@ def ppo(**fields: Any) -> PPO:
 
 ONE = ppo(
     **all_roles({"gpus": 0.15}), vllm={"gpus": 0.3, "gpu_memory_utilization": 0.3}, zero_stage=2, rollout_batch_size=128,
-    train_batch_size=128, generate_max_len=512, micro_train_tokens=24576, micro_rollout_tokens=24576, gradient_checkpointing=True, micro_train_batch_size=1,
+    train_batch_size=128, generate_max_len=512, micro_train_tokens=24576, micro_rollout_tokens=24576, gradient_checkpointing=True,
+    micro_train_batch_size=1,
 )  # fmt: skip
 ALL_ONE = ONE.model_copy(
     update={
