@@ -25,6 +25,7 @@ from rlhf_core.gates import GateFailed
 from rlhf_core.launch import ENVIRONMENT, WRONG_INPUT, StageFailed, raised_by_us
 from rlhf_core.plan import Plan, plan
 from rlhf_core.recipe import load_recipe
+from rlhf_core.remote_files import StoreFault
 from rlhf_core.revisions import PINS
 from rlhf_core.stage import write_text
 
@@ -92,7 +93,9 @@ def stage(name: str, recipe: Path, *overrides: str) -> int:
     nodes = planned.stages_of(name)
     from flows.alignment import require_parents
     from flows.alignment import stage as flow
+    from tasks.store import bring_parents
 
+    bring_parents(planned, nodes)
     require_parents(planned, nodes)
     require_here(planned, nodes)
     return _run(planned, lambda: flow(planned.recipe, name))
@@ -200,9 +203,11 @@ def runs(artifacts: Path = Path("artifacts")) -> int:
     artifacts: the `artifacts` folder of recipes.
     """
     from flows.history import runs as found
-    from flows.show import show_runs
+    from flows.history import stores
+    from flows.show import show_runs, show_stores
 
     show_runs(console, found(artifacts))
+    show_stores(console, stores(artifacts))
     return OK
 
 
@@ -246,11 +251,12 @@ def gc(artifacts: Path = Path("artifacts"), *, delete: bool = False) -> int:
     artifacts: the `artifacts` folder of recipes.
     delete: remove it; what a process works on stays.
     """
-    from flows.history import garbage, remove
-    from flows.show import show_garbage
+    from flows.history import garbage, remove, stores
+    from flows.show import show_garbage, show_stores
 
     found = garbage(artifacts)
     show_garbage(console, found, {item.path for item in found if remove(item)} if delete else None)
+    show_stores(console, stores(artifacts))
     return OK
 
 
@@ -369,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         errors.print(str(error), markup=False)
         return WRONG_INPUT
-    except MachineLacks as error:
+    except (MachineLacks, StoreFault) as error:
         errors.print(str(error), markup=False)
         return ENVIRONMENT
     except StageFailed as error:
@@ -419,7 +425,7 @@ def _without_trace(record: logging.LogRecord) -> bool:
     """
     if "ook 'tell_state'" in record.getMessage():
         return record.levelno > logging.INFO
-    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed):
+    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed | StoreFault):
         record.exc_info = None
     return True
 

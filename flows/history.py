@@ -131,6 +131,12 @@ def remove(item: Garbage) -> bool:
     return True
 
 
+def stores(artifacts: Path) -> list[str]:
+    """The stores that the recipes of an artifacts folder name. `runs` and `garbage` do not look into them."""
+    found = (_top(file.parent).get("store") for file in sorted(artifacts.glob(f"*/{RECIPE}")))
+    return list(dict.fromkeys(str(store) for store in found if store))
+
+
 def is_locked(folder: Path) -> bool:
     """Whether a process works in a stage's directory, or nobody may tell."""
     if not (folder / LOCK).exists():

@@ -20,7 +20,9 @@ from evaluation.tax_report import TAX, TaxReport
 from rlhf_core.data.report import MARKDOWN as DATA_REPORT
 from rlhf_core.launch import StageFailed, launch
 from rlhf_core.stage import RunDir, StageRequest
+from rlhf_core.store import Store
 from rlhf_core.types import EvalReport, StageResult
+from tasks.store import bring, keep, states_kept
 
 RETRIES, RETRY_DELAY_SECONDS = 1, 5
 LINES_PER_SECOND = 20
@@ -46,18 +48,25 @@ def can_retry(task: Any, task_run: Any, state: Any) -> bool:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def run_stage(request: StageRequest, run_dir: Path) -> Literal["done", "skipped"]:
-    """Does the work of one run directory, or finds that it is done. Raises StageFailed."""
+def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) -> Literal["done", "skipped"]:
+    """Does the work of one run directory, or finds that it is done, here or in the store. Raises StageFailed, and StoreFault."""
     logger = get_run_logger()
     run = RunDir(run_dir)
+    if store and run.result() is None:
+        bring(store, run, request, logger.info)
     if run.result() is not None:
         logger.info("%s is done already: %s", request.name, run.path.name)
+        if store:
+            keep(store, run, logger.info)
         return "skipped"
     run.prepare(request)
     logger.info("%s starts in %s", request.name, run.path)
-    result = launch(module_of(request.config.stage), run.path, request.name, Throttle(logger.info))
+    with states_kept(store, run, logger.warning):
+        result = launch(module_of(request.config.stage), run.path, request.name, Throttle(logger.info))
     logger.info("%s is done in %.0f s", request.name, result.seconds)
     show(result, run.path)
+    if store:
+        keep(store, run, logger.info)
     return "done"
 
 

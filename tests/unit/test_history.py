@@ -161,6 +161,14 @@ def test_the_commands(chain: Chain, capsys: pytest.CaptureFixture[str]) -> None:
     assert "has no folder stages" in capsys.readouterr().err
 
 
+def test_a_store_is_named_and_left_alone(chain: Chain, capsys: pytest.CaptureFixture[str]) -> None:
+    (chain.root / "one").mkdir(exist_ok=True)
+    (chain.root / "one" / "recipe.yaml").write_text("{name: one, store: 's3://bucket/team', stages: {}}")
+    for command in ("runs", "gc"):
+        assert flows.cli.main([command, str(chain.root)]) == 0
+        assert "s3://bucket/team: a store, which was not looked at" in capsys.readouterr().out
+
+
 def test_old_records_are_still_told(chain: Chain) -> None:
     """A key that today's configuration does not know is no reason to forget a run."""
     for name, kind in (("sft", SFT), ("dpo-1", DPO)):
