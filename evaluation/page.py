@@ -34,6 +34,7 @@ from evaluation.over_optimisation import FILE as OVER_OPTIMISATION
 from evaluation.over_optimisation import OverOptimisation
 from evaluation.reward_eval import REWARD_MODELS, RewardReports
 from evaluation.summary import Evaluated, Evidence, StageView, as_json, read, read_evaluation, summary_of, trend
+from evaluation.suspects import suspects
 from evaluation.tax_report import TAX, TaxReport
 from evaluation.words import controlled, duration, interval, number, percent
 from rlhf_core.config import Evaluation, Publication
@@ -137,6 +138,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         total_seconds=sum(stage.result.seconds for stage in stages if stage.result),
         troubles=[(stage, _log_tail(stage)) for stage in stages if stage.view.status == "failed"],
         gates=[verdict for stage in stages for verdict in stage.view.gates],
+        suspects=suspects(stages),
         win_rates=_win_rates(evaluated) if evaluated else None,
         agreement="; ".join(agreement),
         rounds=_rounds_svg(chains, evaluated, stages),
