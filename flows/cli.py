@@ -177,15 +177,18 @@ def doctor() -> int:
 
 @app.command
 def report(run: Path) -> int:
-    """Write the page of a run again.
+    """Write the page of a run again, and the page over all runs beside it.
 
     Parameters
     ----------
-    run: a recipe, or the folder <artifacts>/<recipe name>.
+    run: a recipe, the folder <artifacts>/<recipe name>, or <artifacts> for the page over all runs alone.
     """
-    from tasks.report import found, rewrite, write
+    from evaluation.index import write_index
+    from tasks.report import RUN, found, rewrite, write
 
-    if run.is_dir():
+    if run.is_dir() and not (run / RUN).exists() and any(run.glob(f"*/{RUN}")):
+        page = write_index(run)
+    elif run.is_dir():
         page = rewrite(run)
     else:
         planned = plan(load_recipe(run))
@@ -228,17 +231,27 @@ def diff(before: Path, after: Path) -> int:
 
 
 @app.command
-def lineage(checkpoint: str) -> int:
+def lineage(checkpoint: str, *, out: Path | None = None) -> int:
     """Show what a checkpoint came from: its parents, their data and the versions they were made with.
 
     Parameters
     ----------
     checkpoint: a checkpoint, a stage's directory, or a Hub id.
+    out: also draw it, to this SVG file.
     """
     from flows.history import lineage_of
     from flows.show import show_lineage
 
-    show_lineage(console, lineage_of(checkpoint))
+    found = lineage_of(checkpoint)
+    show_lineage(console, found)
+    if out is not None:
+        from evaluation.family import family_svg
+        from rlhf_core.lineage import data_of
+
+        if not out.absolute().parent.is_dir():
+            raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file")
+        write_text(out, family_svg(found, data_of(found)))
+        console.print(f"\ndrawn in {out}", markup=False, highlight=False)
     return OK
 
 

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.history import Difference, Found, Garbage, data_of
+from flows.history import Difference, Found, Garbage
 from rlhf_core.changes import Outlook
 from rlhf_core.config import STAGE_KINDS, Recipe
 from rlhf_core.gates import gates_of
-from rlhf_core.lineage import Ancestor, stages, tree
+from rlhf_core.lineage import Ancestor, data_of, stages, tree
 from rlhf_core.plan import Plan
 from rlhf_core.recipe import config_class, models_in
 from rlhf_core.stage import RunDir

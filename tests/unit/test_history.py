@@ -10,8 +10,9 @@ import pytest
 from filelock import FileLock
 
 import flows.cli
-from flows.history import Difference, data_of, differences, garbage, is_locked, lineage_of, remove, runs, size_of
+from flows.history import Difference, differences, garbage, is_locked, lineage_of, remove, runs, size_of
 from rlhf_core.config import DPO, SFT
+from rlhf_core.lineage import data_of
 from rlhf_core.stage import LOCK, REQUEST, RESULT, STATE, Outcome, RunDir
 from tests.chain import BASE, Chain, build
 
