@@ -23,6 +23,7 @@ from rlhf_core.changes import outlook
 from rlhf_core.check import MachineLacks, check_inputs, check_machine, require_here
 from rlhf_core.gates import GateFailed
 from rlhf_core.launch import ENVIRONMENT, WRONG_INPUT, StageFailed, raised_by_us
+from rlhf_core.machine import no_room
 from rlhf_core.plan import Plan, plan
 from rlhf_core.recipe import load_recipe
 from rlhf_core.remote_files import StoreFault
@@ -390,6 +391,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG_INPUT
     except (MachineLacks, StoreFault) as error:
         errors.print(str(error), markup=False)
+        return ENVIRONMENT
+    except OSError as error:
+        if not (reason := no_room(error)):
+            raise
+        errors.print(f"{error.filename or 'the artifacts folder'} cannot be written to: {reason}, then run again", markup=False)
         return ENVIRONMENT
     except StageFailed as error:
         errors.print(str(error), markup=False)

@@ -5,7 +5,6 @@ Keys come from the environment, as the URL's client reads them (boto's variables
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import time
@@ -18,18 +17,13 @@ from typing import Any, TypeVar
 import fsspec
 
 from rlhf_core.launch import SECRET_NAME
+from rlhf_core.machine import NO_ROOM
 
 T = TypeVar("T")
 ATTEMPTS, PAUSE = 5, 1.0  # of one file; seconds before the second attempt, doubled each time
 LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, ImportError)
 NO_KEYS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "TokenRetrievalError"}
 NO_WAY = {"ConnectionError", "TimeoutError", "ConnectTimeoutError", "ReadTimeoutError", "ConnectionClosedError", "ClientConnectionError"}
-WHY = {
-    errno.ENOSPC: "there is no room left; make some",
-    errno.EDQUOT: "the quota is used up; make room",
-    errno.EROFS: "it can only be read; give another place",
-    errno.EFBIG: "the file is larger than is allowed there; raise the limit",
-}
 
 
 class StoreFault(RuntimeError):
@@ -101,7 +95,7 @@ class RemoteFiles:
             except Exception as error:  # every client has errors of its own for a network that is not there
                 if missing and isinstance(error, FileNotFoundError | NotADirectoryError):
                     return missing[0]
-                lasting = isinstance(error, LASTING) or getattr(error, "errno", None) in WHY or NO_KEYS & _names(error)
+                lasting = isinstance(error, LASTING) or getattr(error, "errno", None) in NO_ROOM or NO_KEYS & _names(error)
                 if lasting or attempt == self.attempts - 1:
                     raise StoreFault(f"store {self.url}: {what}: {why(error)}") from None
                 time.sleep(self.pause * 2**attempt)
@@ -114,8 +108,8 @@ def why(error: BaseException) -> str:
         return "its client is not installed; for s3:// install alignflow's extra `s3`"
     if NO_KEYS & _names(error):
         return "there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-    if isinstance(error, OSError) and error.errno in WHY:
-        return WHY[error.errno]
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return NO_ROOM[error.errno]
     if isinstance(error, PermissionError):
         return "access is refused; check credentials, and that they may read, write, list and delete"
     if isinstance(error, FileNotFoundError | NotADirectoryError):

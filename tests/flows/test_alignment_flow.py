@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import shutil
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,7 @@ def work(request, run):
         return Outcome({"win_rate": 0.6}, {"report": "report"})
     name = "pairs" if kind == "preferences" else "checkpoint"
     (run / "made").mkdir(exist_ok=True)
+    write_text(run / "metrics.jsonl", "".join(json.dumps({"step": step, "loss": 2 / step}) + "\\n" for step in range(1, 9)))
     write_text(run / "made" / name, request.digest)
     return Outcome({"loss": 1.5}, {name: f"made/{name}"})
 
@@ -150,6 +153,12 @@ def test_a_recipe_runs_in_order_and_again_does_nothing(recipe: Callable[..., Rec
     assert "file://" in found["sft-checkpoint"] and "made/checkpoint" in found["sft-checkpoint"]
     assert "| loop.round2 | rule | 0.600 | 0.550 - 0.650 | 300 |" in found["evaluation-win-rates"]
     assert "report.html" in found["report"]
+    picture = base64.b64decode(found["sft-curves"].removeprefix("data:image/svg+xml;base64,"))
+    assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
+    assert "evaluation-curves" not in found
+    assert 'href="tiny/report.html"' in Path("artifacts/index.html").read_text()
+    times = json.loads(Path("artifacts/tiny/run.json").read_text())
+    assert 0 < times["ended"] - times["started"] < 600
 
     alignment(recipe())
     assert attempts() == ORDER
@@ -208,6 +217,18 @@ def test_one_stage_and_nothing_else(recipe: Callable[..., Recipe]) -> None:
     planned = plan(recipe())
     assert RunDir(planned["evaluation"].run_dir).result() is None
     assert statuses()["loop.round1.dpo"] == "done" and statuses()["evaluation"] == "not run"
+
+
+def test_a_deleted_checkpoint_that_a_later_stage_needs(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+    alignment(recipe())
+    (plan(recipe())["reward_model"].run_dir / "made" / "checkpoint").unlink()
+    before = attempts()
+    assert flows.cli.main(["stage", "loop", "recipe.yaml", "loop.beta=0.7"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.startswith("stage loop.round1.preferences needs reward_model, which is not done: run `alignflow stage reward_model RECIPE`")
+    assert attempts() == before
+    assert flows.cli.main(["run", "recipe.yaml"]) == 0
+    assert attempts() == [*before, "reward_model"], "it alone is made anew"
 
 
 def test_a_run_names_its_stages_from_its_start(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,7 +307,7 @@ def test_a_store_that_cannot_be_written_is_told_before_work(tmp_path: Path, monk
 
     monkeypatch.setattr(type(fsspec.filesystem("file")), "pipe_file", read_only)
     (problem,) = check_machine(plan(load_recipe("r.yaml", [f"store=file://{tmp_path}/new"])), ())
-    assert problem == f"store file://{tmp_path}/new: nothing can be written: it can only be read; give another place"
+    assert problem == f"store file://{tmp_path}/new: nothing can be written: it can only be read; set another folder"
 
 
 def test_a_full_store_loses_nothing(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_full_store_loses_nothing(tmp_path: Path) -> None:
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
-        with pytest.raises(StoreFault, match=r"model\.safetensors cannot be written: the file is larger than is allowed there"):
+        with pytest.raises(StoreFault, match=r"model\.safetensors cannot be written: a file is larger than this process may write"):
             store.put(run)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
