@@ -128,10 +128,7 @@ def curves(result: StageResult, run_dir: Path) -> str | None:
     except Exception:  # a picture is no reason to lose a run
         get_run_logger().exception("the curves of %s could not be drawn", result.name)
         return None
-    if not svg:
-        return None
-    alone = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)  # which a drawing inside a page does without
-    return f"data:image/svg+xml;base64,{b64encode(alone.encode()).decode()}"
+    return f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}" if svg else None
 
 
 def tax_table(report: TaxReport) -> str:
