@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import xml.etree.ElementTree as ElementTree
@@ -14,6 +15,8 @@ from evaluation.family import family_svg
 from evaluation.index import line_of, write_index
 from evaluation.page import write_report
 from rlhf_core.lineage import data_of, lineage
+from rlhf_core.stage import RunDir
+from tasks.stages import curves
 from tests.chain import Chain, build
 from tests.finished_run import finished
 
@@ -91,3 +94,16 @@ def test_a_lineage_is_drawn_with_data_and_digests(chain: Chain, capsys: pytest.C
     assert family_svg(ancestor, []).count("<g ") < family_svg(ancestor, data_of(ancestor)).count("<g ")
     assert flows.cli.main(["lineage", str(chain.checkpoint), "--out", str(chain.root / "none" / "x.svg")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_curves_are_an_image_that_needs_nothing_else(tmp_path: Path) -> None:
+    views = {view.name: view for view in finished(tmp_path)}
+    for name, has in {"sft": True, "ppo": True, "evaluation": False, "publication": False}.items():
+        result = RunDir(views[name].run_dir).result()
+        assert result
+        url = curves(result, views[name].run_dir)
+        assert (url is not None) == has, name
+        if url:
+            kind, _, content = url.partition(";base64,")
+            assert kind == "data:image/svg+xml"
+            assert ElementTree.fromstring(base64.b64decode(content)).tag == "{http://www.w3.org/2000/svg}svg"
