@@ -30,16 +30,19 @@ from evaluation.curves import (
     win_rate_chart,
 )
 from evaluation.dag import HEIGHT, WIDTH, draw
+from evaluation.family import family_svg
 from evaluation.over_optimisation import FILE as OVER_OPTIMISATION
 from evaluation.over_optimisation import OverOptimisation
 from evaluation.phases import Phase, phases_of, waits_of
 from evaluation.reward_eval import REWARD_MODELS, RewardReports
 from evaluation.summary import Evaluated, Evidence, StageView, as_json, read, read_evaluation, summary_of, trend
+from evaluation.suspects import suspects
 from evaluation.tax_report import TAX, TaxReport
 from evaluation.words import controlled, duration, interval, number, percent
 from rlhf_core.config import Evaluation, Publication
 from rlhf_core.data.report import stored_warnings
 from rlhf_core.gates import holding
+from rlhf_core.lineage import TRAINS, data_of, lineage
 from rlhf_core.stage import LOG, write_text
 from rlhf_core.types import Answering, Judging, WinRate
 
@@ -140,6 +143,8 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         total_seconds=sum(stage.result.seconds for stage in stages if stage.result),
         troubles=[(stage, _log_tail(stage)) for stage in stages if stage.view.status == "failed"],
         gates=[verdict for stage in stages for verdict in stage.view.gates],
+        suspects=suspects(stages),
+        families=_families(stages),
         win_rates=_win_rates(evaluated) if evaluated else None,
         agreement="; ".join(agreement),
         rounds=_rounds_svg(chains, evaluated, stages),
@@ -338,6 +343,18 @@ def _answering(evaluated: Evaluated | None) -> dict[str, tuple[Answering, str]]:
         name: (use.model_copy(update={"url": _public(use.url)}), ", ".join(f"{key}={value}" for key, value in use.settings.items()))
         for name, use in found.items()
     }
+
+
+def _families(stages: Sequence[Evidence]) -> list[tuple[str, Markup]]:
+    """The lineage of every trained model that no other stage was trained from, drawn."""
+    models = [stage for stage in stages if stage.result and "checkpoint" in stage.result.outputs and stage.view.kind in TRAINS]
+    used = {parent for stage in models for parent in stage.view.parents}
+    found = []
+    for stage in (stage for stage in models if stage.view.name not in used):
+        run_dir = stage.view.run_dir
+        ancestor = lineage(run_dir)
+        found.append((stage.view.name, Markup(family_svg(ancestor, data_of(ancestor, run_dir.parents[1])))))
+    return found
 
 
 def _taxes(stages: Sequence[Evidence]) -> list[Tax]:

@@ -18,11 +18,13 @@ from rlhf_core.plan import Node, Plan, plan
 from rlhf_core.recipe import load_recipe
 from rlhf_core.revisions import forget
 from rlhf_core.stage import StageRequest
+from rlhf_core.store import store_of
 from tasks.gates import check_gates
 from tasks.keys import provided, variables
 from tasks.notify import tell_gates, tell_stage, tell_state
 from tasks.report import reported, statuses_of
 from tasks.stages import run_stage
+from tasks.store import bring_parents
 
 # The states of a run that its recipe's webhook is told about.
 TOLD: dict[str, Any] = {hook: [tell_state] for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")}
@@ -52,6 +54,7 @@ def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> N
     with provided(variables(loaded)):
         planned = plan(loaded)
         nodes = planned.stages_of(name)
+        bring_parents(planned, nodes)
         require_parents(planned, nodes)
         run_all(planned, nodes)
 
@@ -97,7 +100,7 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
                 held.add(node.name)
                 continue
             statuses[node.name] = "failed"  # until it is done
-            statuses[node.name] = run_stage(request_of(planned, node), node.run_dir)
+            statuses[node.name] = run_stage(request_of(planned, node), node.run_dir, store_of(planned.recipe))
             if statuses[node.name] == "done":
                 tell_stage(planned.recipe, node)
             pass_gates(node)

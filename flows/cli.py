@@ -23,8 +23,10 @@ from rlhf_core.changes import outlook
 from rlhf_core.check import MachineLacks, check_inputs, check_machine, needs, require_here
 from rlhf_core.gates import GateFailed
 from rlhf_core.launch import ENVIRONMENT, WRONG_INPUT, StageFailed, raised_by_us
+from rlhf_core.machine import no_room
 from rlhf_core.plan import Plan, plan
 from rlhf_core.recipe import load_recipe
+from rlhf_core.remote_files import StoreFault
 from rlhf_core.revisions import PINS
 from rlhf_core.stage import write_text
 
@@ -92,7 +94,9 @@ def stage(name: str, recipe: Path, *overrides: str) -> int:
     nodes = planned.stages_of(name)
     from flows.alignment import require_parents
     from flows.alignment import stage as flow
+    from tasks.store import bring_parents
 
+    bring_parents(planned, nodes)
     require_parents(planned, nodes)
     require_here(planned, nodes)
     return _run(planned, lambda: flow(planned.recipe, name))
@@ -196,15 +200,18 @@ def doctor() -> int:
 
 @app.command
 def report(run: Path) -> int:
-    """Write the page of a run again.
+    """Write the page of a run again, and the page over all runs beside it.
 
     Parameters
     ----------
-    run: a recipe, or the folder <artifacts>/<recipe name>.
+    run: a recipe, the folder <artifacts>/<recipe name>, or <artifacts> for the page over all runs alone.
     """
-    from tasks.report import found, rewrite, write
+    from evaluation.index import write_index
+    from tasks.report import RUN, found, rewrite, write
 
-    if run.is_dir():
+    if run.is_dir() and not (run / RUN).exists() and any(run.glob(f"*/{RUN}")):
+        page = write_index(run)
+    elif run.is_dir():
         page = rewrite(run)
     else:
         planned = plan(load_recipe(run))
@@ -222,9 +229,11 @@ def runs(artifacts: Path = Path("artifacts")) -> int:
     artifacts: the `artifacts` folder of recipes.
     """
     from flows.history import runs as found
-    from flows.show import show_runs
+    from flows.history import stores
+    from flows.show import show_runs, show_stores
 
     show_runs(console, found(artifacts))
+    show_stores(console, stores(artifacts))
     return OK
 
 
@@ -245,17 +254,27 @@ def diff(before: Path, after: Path) -> int:
 
 
 @app.command
-def lineage(checkpoint: str) -> int:
+def lineage(checkpoint: str, *, out: Path | None = None) -> int:
     """Show what a checkpoint came from: its parents, their data and the versions they were made with.
 
     Parameters
     ----------
     checkpoint: a checkpoint, a stage's directory, or a Hub id.
+    out: also draw it, to this SVG file.
     """
     from flows.history import lineage_of
     from flows.show import show_lineage
 
-    show_lineage(console, lineage_of(checkpoint))
+    found = lineage_of(checkpoint)
+    show_lineage(console, found)
+    if out is not None:
+        from evaluation.family import family_svg
+        from rlhf_core.lineage import data_of
+
+        if not out.absolute().parent.is_dir():
+            raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file")
+        write_text(out, family_svg(found, data_of(found)))
+        console.print(f"\ndrawn in {out}", markup=False, highlight=False)
     return OK
 
 
@@ -268,11 +287,12 @@ def gc(artifacts: Path = Path("artifacts"), *, delete: bool = False) -> int:
     artifacts: the `artifacts` folder of recipes.
     delete: remove it; what a process works on stays.
     """
-    from flows.history import garbage, remove
-    from flows.show import show_garbage
+    from flows.history import garbage, remove, stores
+    from flows.show import show_garbage, show_stores
 
     found = garbage(artifacts)
     show_garbage(console, found, {item.path for item in found if remove(item)} if delete else None)
+    show_stores(console, stores(artifacts))
     return OK
 
 
@@ -391,8 +411,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         errors.print(str(error), markup=False)
         return WRONG_INPUT
-    except MachineLacks as error:
+    except (MachineLacks, StoreFault) as error:
         errors.print(str(error), markup=False)
+        return ENVIRONMENT
+    except OSError as error:
+        if not (reason := no_room(error)):
+            raise
+        errors.print(f"{error.filename or 'the artifacts folder'} cannot be written to: {reason}, then run again", markup=False)
         return ENVIRONMENT
     except StageFailed as error:
         errors.print(str(error), markup=False)
@@ -441,7 +466,7 @@ def _without_trace(record: logging.LogRecord) -> bool:
     """
     if "ook 'tell_state'" in record.getMessage():
         return record.levelno > logging.INFO
-    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed):
+    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed | StoreFault):
         record.exc_info = None
     return True
 

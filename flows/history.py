@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 from filelock import FileLock, Timeout
 
-from rlhf_core.digests import Digests
-from rlhf_core.lineage import Ancestor, lineage, shown, sources, stage_of
+from rlhf_core.lineage import Ancestor, lineage, stage_of
 from rlhf_core.stage import LOCK, REQUEST, RESULT, STATE, RunDir
 from rlhf_core.tax_tasks import task_name
 
@@ -84,16 +83,6 @@ def differences(before: Path, after: Path) -> list[Difference]:
     return list(_stage_differences(record["name"], first, second))
 
 
-def data_of(ancestor: Ancestor) -> list[tuple[str, str, str, str]]:
-    """Stage, field, data set and the digest of its content today ('' for what is not here) of everything a lineage was trained on."""
-    digests = Digests(Path())
-    rows = []
-    for stage, field, source in sources(ancestor):
-        path = Path(source["path"])
-        rows.append((stage.name, field, shown(source["path"]), digests.of(path)[:16] if path.exists() else ""))
-    return list(dict.fromkeys(rows))
-
-
 def lineage_of(place: str) -> Ancestor:
     """As `rlhf_core.lineage.lineage`; ValueError for what is neither here nor a Hub id."""
     ancestor = lineage(place)
@@ -129,6 +118,12 @@ def remove(item: Garbage) -> bool:
             (folder / RESULT).unlink(missing_ok=True)  # first: what is half gone must not look done
         shutil.rmtree(item.path)
     return True
+
+
+def stores(artifacts: Path) -> list[str]:
+    """The stores that the recipes of an artifacts folder name. `runs` and `garbage` do not look into them."""
+    found = (_top(file.parent).get("store") for file in sorted(artifacts.glob(f"*/{RECIPE}")))
+    return list(dict.fromkeys(str(store) for store in found if store))
 
 
 def is_locked(folder: Path) -> bool:

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.history import Difference, Found, Garbage, data_of
+from flows.history import Difference, Found, Garbage
 from rlhf_core.changes import Outlook
 from rlhf_core.config import STAGE_KINDS, Recipe
 from rlhf_core.gates import gates_of
-from rlhf_core.lineage import Ancestor, stages, tree
+from rlhf_core.lineage import Ancestor, data_of, stages, tree
 from rlhf_core.plan import Plan
 from rlhf_core.recipe import config_class, models_in
 from rlhf_core.stage import RunDir
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # draws in scipy, which a plan does without
     from evaluation.leaderboard import Board
     from rlhf_core.migrate.script import Migrated
 
-COLOURS = {"skip": "green", "resume": "yellow", "run": "cyan", "done": "green", "failed": "red", "not run": "dim"}
+COLOURS = {"skip": "green", "fetch": "green", "resume": "yellow", "run": "cyan", "done": "green", "failed": "red", "not run": "dim"}
 
 
 def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
@@ -40,8 +40,10 @@ def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
         inputs = [*node.models, *node.parents]
         table.add_row(node.name, node.kind, ", ".join(inputs), node.digest, f"[{COLOURS[action]}]{action}[/]", why)
     console.print(table)
-    counts = {action: sum(line.action == action for line in lines) for action in ("run", "resume", "skip")}
-    console.print(f"{counts['run']} to run, {counts['resume']} to resume, {counts['skip']} to skip; artifacts in {plan.artifacts}")
+    counts = {action: sum(line.action == action for line in lines) for action in ("run", "resume", "skip", "fetch")}
+    told = f"{counts['run']} to run, {counts['resume']} to resume, {counts['skip']} to skip"
+    told += f", {counts['fetch']} to fetch from {plan.recipe.store}" if plan.recipe.store else ""
+    console.print(f"{told}; artifacts in {plan.artifacts}")
 
 
 def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
@@ -96,6 +98,12 @@ def show_runs(console: Console, found: Sequence[Found]) -> None:
         table.add_row(escape(run.name), run.kind, run.digest, f"{run.when:%Y-%m-%d %H:%M}", seconds, state, escape(run.metric))
     console.print(table)
     console.print(f"{len(found)} stages, {sum(run.state == 'done' for run in found)} done")
+
+
+def show_stores(console: Console, stores: Sequence[str]) -> None:
+    """That copies elsewhere were neither listed nor removed."""
+    for store in stores:
+        console.print(f"{store}: a store, which was not looked at", markup=False, highlight=False)
 
 
 def show_differences(console: Console, found: Sequence[Difference]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import ValidationError
 
 from rlhf_core.launch import ENVIRONMENT, OURS, WRONG_INPUT, raised_by_us
-from rlhf_core.machine import num_gpus
+from rlhf_core.machine import no_room, num_gpus
 from rlhf_core.stage import RunDir, run_stage
 
 WORK = {
@@ -68,6 +68,10 @@ def main(argv: Sequence[str], work: Mapping[str, str] = WORK) -> int:
         if not raised_by_us(error):
             raise
         return _refuse(" ".join(str(error).split()), WRONG_INPUT)
+    except Exception as error:
+        if reason := no_room(error):
+            return _refuse(f"{argv[0]} cannot be written to: {reason}, then run again: it goes on from its last checkpoint", ENVIRONMENT)
+        raise
     return 0
 
 

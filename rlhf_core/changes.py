@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from rlhf_core.gates import gates_of
 from rlhf_core.plan import Node, Plan
 from rlhf_core.stage import REQUEST, RESULT, RunDir, StageRequest
+from rlhf_core.store import store_of
 
 MOST_CHANGES = 4  # named in one line
 
@@ -18,7 +19,7 @@ class Outlook(NamedTuple):
     """What would happen to a stage. `why` is one line."""
 
     node: Node
-    action: Literal["skip", "resume", "run"]
+    action: Literal["skip", "fetch", "resume", "run"]
     why: str
 
 
@@ -27,12 +28,15 @@ def outlook(plan: Plan) -> list[Outlook]:
     return [Outlook(node, *_action(plan, node)) for node in plan.nodes]
 
 
-def _action(plan: Plan, node: Node) -> tuple[Literal["skip", "resume", "run"], str]:
+def _action(plan: Plan, node: Node) -> tuple[Literal["skip", "fetch", "resume", "run"], str]:
     run = RunDir(node.run_dir)
     result = run.result()
     if result is not None:
         failed = [f"{verdict.gate.metric} fails its gate ({verdict.gate.on_fail})" for verdict in gates_of(node) if not verdict.passed]
         return "skip", ", ".join([f"done in {result.seconds:.0f} s", *failed])
+    store = store_of(plan.recipe)
+    if store is not None and store.has(run.path.name):
+        return "fetch", f"done, in {store.files.url}"
     if (run / RESULT).exists():
         return "run", "its result names files that are missing or cut"
     if (run / REQUEST).exists():

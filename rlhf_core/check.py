@@ -37,7 +37,9 @@ from rlhf_core.data.rows import check_columns, load_rows
 from rlhf_core.machine import num_cpus, num_gpus
 from rlhf_core.plan import Node, Plan, is_remote
 from rlhf_core.recipe import unknown
+from rlhf_core.remote_files import StoreFault
 from rlhf_core.reward_sources import FunctionReward, HttpReward
+from rlhf_core.store import Store
 from rlhf_core.tax_tasks import is_path, read_task
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
 
 def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     """Stages that need more than this machine has, keys that are not set, an artifacts folder that cannot be written to."""
-    problems = _folder_problem(plan.artifacts) + _webhook_problem(plan)
+    problems = _folder_problem(plan.artifacts) + _webhook_problem(plan) + _store_problem(plan)
     cpus, gpus, cluster = num_cpus(), num_gpus(), os.environ.get("RAY_ADDRESS")
     for node in nodes:
         if node.done:
@@ -150,6 +152,16 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         if isinstance(node.config, AlignmentTax) and importlib.util.find_spec("lm_eval") is None:
             problems.append(f"{where} needs the package lm_eval, which is not installed; install alignflow's extra `tax`")
     return list(dict.fromkeys(problems))
+
+
+def _store_problem(plan: Plan) -> list[str]:
+    if plan.recipe.store is None:
+        return []
+    try:
+        Store(plan.recipe.store, attempts=1).files.probe()
+    except StoreFault as fault:
+        return [str(fault)]
+    return []
 
 
 def _webhook_problem(plan: Plan) -> list[str]:

@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rlhf_core.digests import Digests
 from rlhf_core.stage import REQUEST, RESULT, digest, file_digest
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -53,6 +54,15 @@ class Ancestor:
     @property
     def is_stage(self) -> bool:
         return bool(self.config)
+
+
+class Dataset(NamedTuple):
+    """What a stage was trained on, by the field of its config; the digest of its content today, '' for what is not here."""
+
+    stage: str
+    field: str
+    name: str
+    digest: str
 
 
 def lineage(checkpoint: str | Path) -> Ancestor:
@@ -101,6 +111,16 @@ def sources(ancestor: Ancestor) -> list[tuple[Ancestor, str, dict[str, Any]]]:
             elif isinstance(value, dict) and "path" in value and "split" in value:
                 found.append((stage, name, value))
     return found
+
+
+def data_of(ancestor: Ancestor, memory: Path = Path()) -> list[Dataset]:
+    """The data sets of every stage of a lineage; `memory` is a folder whose `Digests` are used."""
+    digests = Digests(memory)
+    found = []
+    for stage, name, source in sources(ancestor):
+        path = Path(source["path"])
+        found.append(Dataset(stage.name, name, shown(source["path"]), digests.of(path)[:16] if path.exists() else ""))
+    return list(dict.fromkeys(found))
 
 
 def shown(place: str) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from prefect.artifacts import create_link_artifact
 
+from evaluation.index import write_index
 from evaluation.summary import StageView, Status
 from rlhf_core.config.gates import Verdict
 from rlhf_core.gates import gates_of
@@ -28,26 +30,31 @@ RECIPE, RUN = "recipe.yaml", "run.json"
 def reported(plan: Plan) -> Iterator[dict[str, Status]]:
     """Yields the status of every stage, to be kept up to date, and writes the report however the block ends."""
     statuses: dict[str, Status] = {node.name: found(node.run_dir) for node in plan.nodes}
-    record(plan, views_of(plan, statuses))  # now already: nothing else says which stages a run in progress needs
+    started = time.time()
+    record(plan, views_of(plan, statuses), started)  # now already: nothing else says which stages a run in progress needs
     try:
         yield statuses
     except BaseException:
         try:
-            write(plan, statuses)
+            write(plan, statuses, started)
         except Exception:  # must not hide what ended the run
             logging.getLogger(__name__).exception("the report of %s could not be written", plan.recipe.name)
         raise
-    page = write(plan, statuses)
+    page = write(plan, statuses, started)
     create_link_artifact(page.as_uri(), link_text=page.name, key="report", description=f"report of {plan.recipe.name}")
 
 
-def write(plan: Plan, statuses: dict[str, Status]) -> Path:
-    """Writes the recipe's folder. Returns the page's path."""
+def write(plan: Plan, statuses: dict[str, Status], started: float | None = None) -> Path:
+    """Writes the recipe's folder, and the page over all runs. Returns the page's path. `started`: when the run began that ends here."""
     views = views_of(plan, statuses)
-    record(plan, views)
+    record(plan, views, started)
     from evaluation.page import write_report  # draws with matplotlib: a second and more to import, not needed before the end
 
-    return write_report(plan.folder, plan.recipe.name, views)
+    page = write_report(plan.folder, plan.recipe.name, views)
+    if started:
+        record(plan, views, started, time.time())
+    write_index(plan.artifacts)
+    return page
 
 
 def views_of(plan: Plan, statuses: dict[str, Status]) -> list[StageView]:
@@ -55,8 +62,8 @@ def views_of(plan: Plan, statuses: dict[str, Status]) -> list[StageView]:
     return [StageView(node.name, node.kind, node.parents, node.run_dir, statuses[node.name], gates_of(node)) for node in plan.nodes]
 
 
-def record(plan: Plan, views: list[StageView]) -> None:
-    """Writes the recipe, and which directories belong to it."""
+def record(plan: Plan, views: list[StageView], started: float | None = None, ended: float | None = None) -> None:
+    """Writes the recipe, which directories belong to it, and when the run began and ended (seconds since 1970; None: as it stood)."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_text(plan.folder / RECIPE, dump_recipe(plan.recipe))
     stages = [
@@ -70,7 +77,16 @@ def record(plan: Plan, views: list[StageView]) -> None:
         }
         for v in views
     ]
-    write_text(plan.folder / RUN, json.dumps({"recipe": plan.recipe.name, "stages": stages}, indent=2) + "\n")
+    times = {"started": started, "ended": ended} if started else _times(plan.folder)
+    write_text(plan.folder / RUN, json.dumps({"recipe": plan.recipe.name, **times, "stages": stages}, indent=2) + "\n")
+
+
+def _times(folder: Path) -> dict[str, float | None]:
+    try:
+        run = json.loads((folder / RUN).read_text())
+        return {name: run.get(name) for name in ("started", "ended")}
+    except (OSError, ValueError, AttributeError):
+        return {"started": None, "ended": None}
 
 
 def rewrite(folder: Path) -> Path:
@@ -92,7 +108,9 @@ def rewrite(folder: Path) -> Path:
         )
         for s in run["stages"]
     ]
-    return write_report(folder, run["recipe"], views)
+    page = write_report(folder, run["recipe"], views)
+    write_index(folder.absolute().parent)
+    return page
 
 
 def statuses_of(folder: Path) -> dict[str, str]:

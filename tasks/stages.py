@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import re
 import time
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.artifacts import create_image_artifact, create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
+from evaluation.summary import StageView, read
 from evaluation.tax_report import TAX, TaxReport
 from rlhf_core.data.report import MARKDOWN as DATA_REPORT
 from rlhf_core.launch import StageFailed, launch
 from rlhf_core.stage import RunDir, StageRequest
+from rlhf_core.store import Store
 from rlhf_core.types import EvalReport, StageResult
+from tasks.store import bring, keep, states_kept
 
 RETRIES, RETRY_DELAY_SECONDS = 1, 5
 LINES_PER_SECOND = 20
@@ -46,18 +50,25 @@ def can_retry(task: Any, task_run: Any, state: Any) -> bool:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def run_stage(request: StageRequest, run_dir: Path) -> Literal["done", "skipped"]:
-    """Does the work of one run directory, or finds that it is done. Raises StageFailed."""
+def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) -> Literal["done", "skipped"]:
+    """Does the work of one run directory, or finds that it is done, here or in the store. Raises StageFailed, and StoreFault."""
     logger = get_run_logger()
     run = RunDir(run_dir)
+    if store and run.result() is None:
+        bring(store, run, request, logger.info)
     if run.result() is not None:
         logger.info("%s is done already: %s", request.name, run.path.name)
+        if store:
+            keep(store, run, logger.info)
         return "skipped"
     run.prepare(request)
     logger.info("%s starts in %s", request.name, run.path)
-    result = launch(module_of(request.config.stage), run.path, request.name, Throttle(logger.info))
+    with states_kept(store, run, logger.warning):
+        result = launch(module_of(request.config.stage), run.path, request.name, Throttle(logger.info))
     logger.info("%s is done in %.0f s", request.name, result.seconds)
     show(result, run.path)
+    if store:
+        keep(store, run, logger.info)
     return "done"
 
 
@@ -92,6 +103,8 @@ def show(result: StageResult, run_dir: Path) -> None:
         create_link_artifact(
             (run_dir / path).resolve().as_uri(), link_text=path, key=f"{key}-{artifact_key(name)}", description=f"{name} of {title}"
         )
+    if picture := curves(result, run_dir):
+        create_image_artifact(picture, key=f"{key}-curves", description=f"curves of {title}")
     if (run_dir / DATA_REPORT).is_file():
         text = (run_dir / DATA_REPORT).read_text()
         create_markdown_artifact(text, key=f"{key}-data", description=f"data of {title}")
@@ -101,6 +114,21 @@ def show(result: StageResult, run_dir: Path) -> None:
     if result.stage == "alignment_tax":
         tax = TaxReport.model_validate_json((run_dir / result.outputs["report"] / TAX).read_text())
         create_markdown_artifact(tax_table(tax), key=f"{key}-tax", description=title)
+
+
+def curves(result: StageResult, run_dir: Path) -> str | None:
+    """The stage's training curves as the URL of an image that holds its own data; None when it has none."""
+    if result.stage in ("evaluation", "alignment_tax", "publication"):
+        return None
+    from evaluation.curves import Run, stage_chart  # matplotlib takes a second to import
+
+    evidence = read(StageView(result.name, result.stage, (), run_dir, "done"))
+    try:
+        svg = stage_chart(result.name, result.stage, [Run("", evidence.curves)])
+    except Exception:  # a picture is no reason to lose a run
+        get_run_logger().exception("the curves of %s could not be drawn", result.name)
+        return None
+    return f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}" if svg else None
 
 
 def tax_table(report: TaxReport) -> str:

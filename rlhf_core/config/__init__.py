@@ -8,8 +8,10 @@ or a local folder / Hub id of a model (`owner/name@REVISION`: at a commit, tag o
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any
 
+from fsspec.registry import known_implementations
 from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Data, Source
@@ -108,10 +110,27 @@ class Recipe(Frozen):
     name: str = Field(description="name of the recipe; artifacts are filed under it", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     base_model: str = Field(description="local folder or Hub id of the model every chain starts from")
     artifacts: str = Field("artifacts", description="folder of all run directories")
+    store: str | None = Field(None, description="bucket or folder that finished stages are copied to and fetched from: s3://bucket/prefix")
+    store_checkpoints: bool = Field(False, description="also copy the newest resume state of a stage at work to the store")
     seed: int = Field(0, ge=0, description="seed of every stage")
     trust_remote_code: bool = Field(False, description="allow model code from the Hub")
     notify: Notify | None = Field(None, description="webhook that is told how the run goes")
     stages: dict[str, StageConfig] = Field(description="stages by name; a stage named like its kind needs no `stage:`", min_length=1)
+
+    @field_validator("store")
+    @classmethod
+    def _check_store(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        protocol, _, place = value.rpartition("://")
+        if not place.strip("/"):
+            raise ValueError(f"{value!r} names no place; give one such as s3://bucket/prefix")
+        if protocol and protocol not in known_implementations and protocol not in ("file", "local"):
+            near = difflib.get_close_matches(protocol, list(known_implementations), n=1)
+            raise ValueError(f"unknown protocol {protocol!r}{f'; did you mean {near[0]}?' if near else '; fsspec does not know it'}")
+        if "@" in place.partition("/")[0] or "?" in place:
+            raise ValueError("leave keys and options out of the URL: they come from the environment, such as AWS_ACCESS_KEY_ID")
+        return value
 
     @field_validator("stages", mode="before")
     @classmethod

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
+import shutil
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +32,10 @@ from rlhf_core.gates import GateFailed
 from rlhf_core.launch import StageFailed
 from rlhf_core.plan import plan
 from rlhf_core.recipe import load_recipe
+from rlhf_core.remote_files import RemoteFiles, StoreFault
 from rlhf_core.stage import RunDir
 from tasks.keys import provided
+from tests.s3_server import s3
 from tests.webhook import TOKEN, receiving
 
 TEXT = """
@@ -85,6 +90,7 @@ def work(request, run):
         return Outcome({"win_rate": 0.6}, {"report": "report"})
     name = "pairs" if kind == "preferences" else "checkpoint"
     (run / "made").mkdir(exist_ok=True)
+    write_text(run / "metrics.jsonl", "".join(json.dumps({"step": step, "loss": 2 / step}) + "\\n" for step in range(1, 9)))
     write_text(run / "made" / name, request.digest)
     return Outcome({"loss": 1.5}, {name: f"made/{name}"})
 
@@ -147,6 +153,12 @@ def test_a_recipe_runs_in_order_and_again_does_nothing(recipe: Callable[..., Rec
     assert "file://" in found["sft-checkpoint"] and "made/checkpoint" in found["sft-checkpoint"]
     assert "| loop.round2 | rule | 0.600 | 0.550 - 0.650 | 300 |" in found["evaluation-win-rates"]
     assert "report.html" in found["report"]
+    picture = base64.b64decode(found["sft-curves"].removeprefix("data:image/svg+xml;base64,"))
+    assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
+    assert "evaluation-curves" not in found
+    assert 'href="tiny/report.html"' in Path("artifacts/index.html").read_text()
+    times = json.loads(Path("artifacts/tiny/run.json").read_text())
+    assert 0 < times["ended"] - times["started"] < 600
 
     alignment(recipe())
     assert attempts() == ORDER
@@ -207,11 +219,23 @@ def test_one_stage_and_nothing_else(recipe: Callable[..., Recipe]) -> None:
     assert statuses()["loop.round1.dpo"] == "done" and statuses()["evaluation"] == "not run"
 
 
+def test_a_deleted_checkpoint_that_a_later_stage_needs(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+    alignment(recipe())
+    (plan(recipe())["reward_model"].run_dir / "made" / "checkpoint").unlink()
+    before = attempts()
+    assert flows.cli.main(["stage", "loop", "recipe.yaml", "loop.beta=0.7"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.startswith("stage loop.round1.preferences needs reward_model, which is not done: run `alignflow stage reward_model RECIPE`")
+    assert attempts() == before
+    assert flows.cli.main(["run", "recipe.yaml"]) == 0
+    assert attempts() == [*before, "reward_model"], "it alone is made anew"
+
+
 def test_a_run_names_its_stages_from_its_start(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     """What `alignflow gc` finds while a run is in progress."""
     named = []
 
-    def listed(request: Any, run_dir: Path) -> str:
+    def listed(request: Any, run_dir: Path, store: object) -> str:
         named.append([entry["name"] for entry in json.loads(Path("artifacts/tiny/run.json").read_text())["stages"]])
         raise KeyboardInterrupt
 
@@ -335,6 +359,58 @@ def test_a_webhook_is_told_of_states_stages_and_gates(
         assert sender.flush(10) and receiver.events == ["running", "crashed"]
     told = "".join(path.read_text(errors="replace") for path in Path("artifacts").rglob("*") if path.is_file())
     assert TOKEN not in told + caplog.text + str(artifacts())
+
+
+def test_another_machine_goes_on_from_the_store(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+    """Run, killed in the middle, the folder wiped, run again: against a real S3 server, through the command."""
+    with s3() as url:
+        command = ["run", "recipe.yaml", f"store={url}"]
+        fault(**{"loop.round1.dpo": ["killed", "killed"]})
+        assert flows.cli.main(command) == 1
+        before = {
+            path.name: (path / "result.json").read_text() for path in Path("artifacts/stages").iterdir() if (path / "result.json").exists()
+        }
+        assert [name.rpartition("-")[0] for name in sorted(before)] == sorted(ORDER[:3])
+        shutil.rmtree("artifacts")
+        Path("attempts.txt").unlink()
+        capsys.readouterr()
+        assert flows.cli.main([*command, "--dry-run"]) == 0
+        assert f"4 to run, 0 to resume, 0 to skip, 3 to fetch from {url}" in " ".join(capsys.readouterr().out.split())
+        assert flows.cli.main([*command, "artifacts=elsewhere"]) == 0
+        assert attempts() == ORDER[3:]
+        for name, result in before.items():
+            assert (Path("elsewhere/stages") / name / "result.json").read_text() == result
+            assert RunDir(Path("elsewhere/stages") / name).result() is not None
+        made = RunDir(plan(recipe("artifacts=elsewhere"))["loop"].run_dir)
+        assert all("elsewhere" in place for place in made.request().inputs.values() if place.startswith("/")), "nothing of the first folder"
+
+        shutil.rmtree("elsewhere")  # one stage alone: what it needs comes from the store
+        assert flows.cli.main(["stage", "evaluation", "recipe.yaml", f"store={url}"]) == 0
+        assert attempts() == ORDER[3:]
+        shutil.rmtree(plan(recipe())["sft"].run_dir / "made")  # a checkpoint that a later stage needs
+        assert flows.cli.main([*command, "loop.beta=0.3"]) == 0
+        assert attempts() == [*ORDER[3:], *ORDER[3:]]
+
+
+def test_a_store_that_goes_away_loses_nothing(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("bucket").mkdir()
+    send, gone = RemoteFiles.send, True
+
+    def fails(self: RemoteFiles, file: Path, place: str) -> None:
+        if gone and "reward_model" in place:
+            raise StoreFault(f"store {self.url}: {place} cannot be written: no connection; check the network")
+        send(self, file, place)
+
+    monkeypatch.setattr(RemoteFiles, "send", fails)
+    assert flows.cli.main(["run", "recipe.yaml", "store=bucket"]) == 3
+    shown = capsys.readouterr()
+    assert "cannot be written: no connection" in shown.err and "Traceback" not in shown.err + shown.out
+    assert attempts() == ORDER[:2]
+    gone = False
+    assert flows.cli.main(["run", "recipe.yaml", "store=bucket"]) == 0
+    assert attempts() == ORDER and len(list(Path("bucket/stages").iterdir())) == len(ORDER)
 
 
 def test_a_bad_receiver_delays_no_flow(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ import pytest
 from filelock import FileLock
 
 import flows.cli
-from flows.history import Difference, data_of, differences, garbage, is_locked, lineage_of, remove, runs, size_of
+from flows.history import Difference, differences, garbage, is_locked, lineage_of, remove, runs, size_of
 from rlhf_core.config import DPO, SFT
+from rlhf_core.lineage import data_of
 from rlhf_core.stage import LOCK, REQUEST, RESULT, STATE, Outcome, RunDir
 from tests.chain import BASE, Chain, build
 
@@ -159,6 +160,14 @@ def test_the_commands(chain: Chain, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(chain.root)
     assert flows.cli.main(["runs", str(chain.root)]) == 2
     assert "has no folder stages" in capsys.readouterr().err
+
+
+def test_a_store_is_named_and_left_alone(chain: Chain, capsys: pytest.CaptureFixture[str]) -> None:
+    (chain.root / "one").mkdir(exist_ok=True)
+    (chain.root / "one" / "recipe.yaml").write_text("{name: one, store: 's3://bucket/team', stages: {}}")
+    for command in ("runs", "gc"):
+        assert flows.cli.main([command, str(chain.root)]) == 0
+        assert "s3://bucket/team: a store, which was not looked at" in capsys.readouterr().out
 
 
 def test_old_records_are_still_told(chain: Chain) -> None:

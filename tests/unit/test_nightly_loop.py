@@ -36,7 +36,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, material: Path) -> I
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setattr(hub, "PATIENCE", ONCE)
 
-    def work(request: StageRequest, run_dir: Path) -> str:
+    def work(request: StageRequest, run_dir: Path, store: object) -> str:
         run = RunDir(run_dir)
         if run.result() is not None:
             return "skipped"

@@ -52,7 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[StageRequest]:
     """What the flow starts; Prefect's logs and artifacts and the report are left out, the decisions are the flow's own."""
     requests: list[StageRequest] = []
 
-    def start(request: StageRequest, run_dir: Path) -> str:
+    def start(request: StageRequest, run_dir: Path, store: object) -> str:
         done = RunDir(run_dir).result() is not None
         requests.extend([] if done else [request])
         return "skipped" if done else "done"

@@ -27,8 +27,7 @@ def test_every_recipe_is_valid_and_named_like_its_file(path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_family_fits_the_demos_material(name: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, demo = (load_recipe(ROOT / "deployments" / "recipes" / f"{stem}.yaml") for stem in (name, "tiny-cpu"))
-    assert recipe.artifacts == demo.artifacts and recipe.stages["sft"] == demo.stages["sft"], "the demo's SFT is found again"
-    assert recipe.stages.get("reward_model", demo.stages["reward_model"]) == demo.stages["reward_model"]
+    assert recipe.artifacts == demo.artifacts
     # The fixture's material has a twentieth of the prompts: their number is not what is tested here.
     place = tmp_path / "demo" / "material"
     place.mkdir(parents=True)
@@ -37,8 +36,11 @@ def test_the_family_fits_the_demos_material(name: str, material: Path, tmp_path:
     (place / "prompts.jsonl").unlink()
     (place / "prompts.jsonl").write_text((material / "prompts.jsonl").read_text() * 20)
     monkeypatch.chdir(tmp_path)
-    planned = plan(recipe)
+    planned, of_demo = plan(recipe), plan(demo)
     assert check_inputs(planned, planned.nodes) == []
+    for stage in {"sft", "reward_model"} & recipe.stages.keys():
+        assert planned[stage].run_dir == of_demo[stage].run_dir, f"the demo's {stage} is found again"
+    assert "sft" in recipe.stages
 
 
 def test_the_table_of_algorithms_names_what_there_is() -> None:

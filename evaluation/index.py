@@ -1,0 +1,111 @@
+"""`<artifacts>/index.html`: every recipe's last run in one table, with a link to its page. Read from `run.json` and `summary.json` alone.
+
+A folder whose records are missing or damaged gets a row that says so; it never keeps the others from being shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import jinja2
+
+from evaluation.words import duration, percent
+from rlhf_core.stage import write_text
+
+INDEX, RUN, SUMMARY, REPORT = "index.html", "run.json", "summary.json", "report.html"
+MAIN = (
+    ("sft", "eval/loss"),
+    ("reward_model", "eval/accuracy"),
+    ("ppo", "reward/last_fifth"),
+    ("dpo", "eval/accuracy"),
+    ("kto", "eval/accuracy"),
+)
+
+
+class Line(NamedTuple):
+    """A recipe's run. `state` is done, failed, stopped at a gate, unfinished or damaged; `gates` are the failed ones in words."""
+
+    name: str
+    page: str
+    state: str
+    when: datetime
+    stages: str
+    time: str
+    metrics: tuple[str, ...]
+    gates: tuple[str, ...]
+    passed: int
+
+
+def write_index(artifacts: Path) -> Path:
+    """Writes the page, atomically, and returns its path. ValueError when the folder holds no runs."""
+    folders = [file.parent for file in artifacts.glob(f"*/{RUN}")]
+    if not folders:
+        raise ValueError(f"{artifacts} holds no runs: give the `artifacts` folder of recipes, or the folder of one run")
+    lines = sorted((line_of(folder) for folder in folders), key=lambda line: line.when, reverse=True)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("index.html.j2").render(lines=lines)
+    write_text(artifacts / INDEX, page.encode("utf-8", "replace").decode())
+    return artifacts / INDEX
+
+
+def line_of(folder: Path) -> Line:
+    """A folder's row. Records of any shape are read; what is not as expected makes it `damaged`."""
+    when = datetime.fromtimestamp((folder / RUN).stat().st_mtime if (folder / RUN).exists() else 0)
+    page = f"{quote(folder.name)}/{REPORT}" if (folder / REPORT).is_file() else ""
+    try:
+        run = json.loads((folder / RUN).read_text())
+        summary = json.loads((folder / SUMMARY).read_text()) if (folder / SUMMARY).is_file() else {"stages": [], "evaluation": None}
+        return _line(folder.name, page, when, run, summary)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return Line(folder.name, page, "damaged", when, "", "", (), (), 0)
+
+
+def _line(name: str, page: str, when: datetime, run: dict[str, Any], summary: dict[str, Any]) -> Line:
+    statuses = [stage["status"] for stage in run["stages"]]
+    gates = [gate | {"stage": stage["name"]} for stage in summary["stages"] for gate in stage["gates"]]
+    failed = [gate for gate in gates if not gate["passed"]]
+    done = sum(status in ("done", "skipped") for status in statuses)
+    if done == len(statuses):
+        state = "done"
+    elif "failed" in statuses:
+        state = "failed"
+    else:
+        state = "stopped at a gate" if any(gate["on_fail"] != "warn" for gate in failed) else "unfinished"
+    seconds = [float(stage["seconds"]) for stage in summary["stages"] if stage["seconds"] is not None]
+    return Line(
+        name,
+        page,
+        state,
+        when,
+        f"{done} of {len(statuses)}",
+        duration(sum(seconds)) if seconds else "",
+        tuple(_metrics(summary)),
+        tuple(f"{gate['stage']}: {gate['metric']} {_number(gate['value'])} ({gate['on_fail']})" for gate in failed),
+        len(gates) - len(failed),
+    )
+
+
+def _metrics(summary: dict[str, Any]) -> list[str]:
+    told = []
+    for kind, metric in MAIN:
+        found = [stage for stage in summary["stages"] if stage["stage"] == kind and stage["metrics"].get(metric) is not None]
+        told += [f"{found[-1]['name']}: {metric} {_number(found[-1]['metrics'][metric])}"] if found else []
+    if won := summary["evaluation"]:
+        interval = f"{percent(float(won['ci_low']))} to {percent(float(won['ci_high']))}"
+        told.insert(0, f"{won['model']} wins {percent(float(won['win_rate']))} ({interval})")
+    return told
+
+
+def _number(value: float | None) -> str:
+    return "missing" if value is None or not math.isfinite(value) else f"{value:.3g}"

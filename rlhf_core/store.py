@@ -1,0 +1,148 @@
+"""A recipe's store: finished stages copied to a bucket or another folder, and fetched where they are missing. Torch-free.
+
+Stages work in the local artifacts folder; `<store>/stages/<stage>-<digest>/` is a copy of a run directory. Its `files.json` holds size and
+SHA-256 of every file, its `result.json` is written last and removed first: a copy without it does not count. What is fetched is checked
+against both lists before the local directory sees it. With `checkpoints` the newest resume state of a stage at work is copied too, to
+`<store>/states/<stage>-<digest>/step-<n>/`, where the state's own mark comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlhf_core.checkpoint import LOOP
+from rlhf_core.config import Recipe
+from rlhf_core.remote_files import RemoteFiles, StoreFault
+from rlhf_core.stage import EXPORTS, METRICS, REQUEST, RESULT, STATE, RunDir, StageRequest, file_digest, write_text
+from rlhf_core.types import FileInfo, StageResult
+
+FILES, FETCHING = "files.json", ".fetching"
+LISTING = TypeAdapter(dict[str, FileInfo])
+
+
+class Store:
+    """Copies of run directories. `checkpoints`: of resume states too. Every method raises StoreFault when the store cannot be used."""
+
+    def __init__(self, url: str, checkpoints: bool = False, **attempts: Any):
+        self.checkpoints = checkpoints
+        self.files = RemoteFiles(url.rstrip("/"), **attempts)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a complete copy of the run directory `name`."""
+        return self._result(name) is not None
+
+    def put(self, run: RunDir) -> bool:
+        """Copies a run directory whose stage is done. False when it is there already."""
+        name = run.path.name
+        if self.files.read(f"stages/{name}/{RESULT}") == (run / RESULT).read_bytes():
+            return False
+        inside = (file.relative_to(run.path) for file in run.path.rglob("*") if file.is_file())
+        files = sorted(file.as_posix() for file in inside if file.parts[0] not in (STATE, RESULT) and not file.parts[0].startswith("."))
+        self._put(f"stages/{name}", run.path, files, RESULT)
+        return True
+
+    def fetch(self, run: RunDir, request: StageRequest) -> bool:
+        """Brings a finished run directory here. False when the store has no complete copy.
+
+        Its `config.json` then names the inputs as they lie here. StoreFault also when the copy is damaged.
+        """
+        result = self._result(run.path.name)
+        if result is None:
+            return False
+        folder = self._get(f"stages/{run.path.name}", run.path, RESULT, result.files)
+        record = json.loads((folder / REQUEST).read_text())
+        write_text(folder / REQUEST, json.dumps(record | {"inputs": request.inputs}, indent=2))
+        _move(folder, run.path, RESULT)
+        return True
+
+    def put_state(self, run: RunDir, step: str) -> None:
+        """Copies the resume state `step-<n>` with the metrics and exports so far, and removes older copies.
+
+        OSError when the stage removes the state meanwhile.
+        """
+        last = f"{STATE}/{step}/{LOOP}"
+        sources = [run / METRICS, *(run / EXPORTS).rglob("*"), *(run / STATE / step).rglob("*")]
+        files = [file.relative_to(run.path).as_posix() for file in sources if file.is_file()]
+        self._put(f"states/{run.path.name}/{step}", run.path, [file for file in files if file != last], last)
+        self.drop_states(run, but=step)
+
+    def fetch_state(self, run: RunDir) -> str | None:
+        """Brings the newest complete resume state here; its name, or None when there is none."""
+        for step in sorted(self._states(run.path.name), key=lambda step: -int(step.removeprefix("step-"))):
+            place, last = f"states/{run.path.name}/{step}", f"{STATE}/{step}/{LOOP}"
+            if self.files.read(f"{place}/{last}") is not None:
+                _move(self._get(place, run.path, last, {}), run.path, last)
+                return step
+        return None
+
+    def drop_states(self, run: RunDir, but: str = "") -> None:
+        """Removes the copies of a stage's resume states, all or all but one."""
+        for step in self._states(run.path.name):
+            if step != but:
+                self.files.remove(f"states/{run.path.name}/{step}/{STATE}/{step}/{LOOP}")
+                self.files.remove(f"states/{run.path.name}/{step}")
+
+    def _put(self, place: str, folder: Path, files: Iterable[str], last: str) -> None:
+        """Copies files of a folder, their list, and `last`, without which nothing counts."""
+        self.files.remove(f"{place}/{last}")
+        listing: dict[str, dict[str, Any]] = {}
+        for file in files:
+            listing[file] = {"size": (folder / file).stat().st_size, "sha256": file_digest(folder / file)}
+            self.files.send(folder / file, f"{place}/{file}")
+        self.files.write(json.dumps(listing, indent=1).encode(), f"{place}/{FILES}")
+        self.files.send(folder / last, f"{place}/{last}")
+
+    def _get(self, place: str, run_dir: Path, last: str, manifest: dict[str, FileInfo]) -> Path:
+        """Fetches into a folder inside the run directory, checks everything, returns the folder."""
+        try:
+            listing = LISTING.validate_json(self.files.read(f"{place}/{FILES}") or b"")
+        except ValidationError:
+            raise self._damaged(place, f"its {FILES} is missing or cannot be read") from None
+        if any(Path(file).is_absolute() or ".." in Path(file).parts for file in listing):
+            raise self._damaged(place, f"its {FILES} names files outside of it")
+        if astray := next((file for file, info in manifest.items() if listing.get(file) != info), None):
+            raise self._damaged(place, f"{RESULT} and {FILES} disagree on {astray}")
+        folder = run_dir / FETCHING
+        shutil.rmtree(folder, ignore_errors=True)  # of a fetch that was cut off
+        for file in [*listing, last]:
+            self.files.get(f"{place}/{file}", folder / file)
+            info = listing.get(file)
+            if info and ((folder / file).stat().st_size != info.size or file_digest(folder / file) != info.sha256):
+                shutil.rmtree(folder)
+                raise self._damaged(place, f"{file} is not what was stored")
+        return folder
+
+    def _result(self, name: str) -> StageResult | None:
+        try:
+            result = StageResult.model_validate_json(self.files.read(f"stages/{name}/{RESULT}") or b"")
+        except ValidationError:
+            return None  # missing, or cut: not complete
+        return result if name == f"{result.name}-{result.digest}" else None
+
+    def _states(self, name: str) -> list[str]:
+        found = self.files.names(f"states/{name}")
+        return [step for step in found if step.startswith("step-") and step.removeprefix("step-").isdigit()]
+
+    def _damaged(self, place: str, what: str) -> StoreFault:
+        return StoreFault(f"store {self.files.url}: the copy {place} is damaged ({what}); remove {place} from the store and run again")
+
+
+def store_of(recipe: Recipe) -> Store | None:
+    """The store of a recipe, if it names one."""
+    return Store(recipe.store, recipe.store_checkpoints) if recipe.store else None
+
+
+def _move(source: Path, target: Path, last: str) -> None:
+    """Moves all files below `source` to the same places below `target`, `last` last."""
+    files = [file.relative_to(source) for file in source.rglob("*") if file.is_file()]
+    for file in sorted(files, key=lambda file: file.as_posix() == last):
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source / file, target / file)
+    shutil.rmtree(source)

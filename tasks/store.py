@@ -1,0 +1,91 @@
+"""The store around a stage's work: what is there is fetched, what was made is copied, resume states while the stage works.
+
+A copy that fails ends the run with a sentence; the stage's own result stands, and the next run copies it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rlhf_core.checkpoint import latest
+from rlhf_core.plan import Node, Plan
+from rlhf_core.remote_files import StoreFault
+from rlhf_core.stage import RunDir, StageRequest
+from rlhf_core.store import Store, store_of
+
+EVERY_SECONDS = 15.0  # between two looks for a new resume state
+WAIT_SECONDS = 20.0  # for a copy under way when the stage ends or is cancelled
+
+
+def bring(store: Store, run: RunDir, request: StageRequest, log: Callable[..., None]) -> None:
+    """Fetches what the store has of a stage that is not done here: its result, else its newest resume state, if none is here.
+
+    Nothing when another process works there: it is waited for by the stage's own process.
+    """
+    try:
+        with run.locked(wait_seconds=0):
+            if run.result() is not None:
+                return
+            if store.fetch(run, request):
+                log("%s was fetched from %s", request.name, store.files.url)
+            elif store.checkpoints and latest(run) is None and (step := store.fetch_state(run)):
+                log("%s goes on from %s of %s", request.name, step, store.files.url)
+    except TimeoutError:
+        return
+
+
+def bring_parents(planned: Plan, nodes: Sequence[Node]) -> None:
+    """Fetches the results of what some stages depend on, directly or not, where they are not here."""
+    store = store_of(planned.recipe)
+    for node in planned.ancestors(nodes) if store else ():
+        if store and not node.done:
+            bring(store, RunDir(node.run_dir), planned.request(node), logging.getLogger(__name__).info)
+
+
+def keep(store: Store, run: RunDir, log: Callable[..., None]) -> None:
+    """Copies a stage that is done, unless it is there."""
+    if store.put(run):
+        log("%s was copied to %s", run.path.name, store.files.url)
+    if store.checkpoints:
+        store.drop_states(run)
+
+
+@contextmanager
+def states_kept(store: Store | None, run: RunDir, warn: Callable[..., None], every: float = EVERY_SECONDS) -> Iterator[None]:
+    """Copies each new resume state while the block runs, and the last one when the stage crashes. A copy that fails is only said."""
+    if store is None or not store.checkpoints:
+        yield
+        return
+    copied, ended = "", threading.Event()
+
+    def copy_newest() -> None:
+        nonlocal copied
+        state = None
+        try:
+            state = latest(run)
+            if state is not None and state.folder.name != copied:
+                store.put_state(run, state.folder.name)
+                copied = state.folder.name
+        except (StoreFault, OSError) as error:
+            if state and state.folder.exists():  # else the stage has removed it for a newer one
+                warn("the resume state %s of %s was not copied: %s", state.folder.name, run.path.name, error)
+
+    def work() -> None:
+        while not ended.wait(every):
+            copy_newest()
+
+    thread = threading.Thread(target=work, name=f"states of {run.path.name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    except Exception:  # the stage crashed; a cancelled run does not wait for copies
+        ended.set()
+        thread.join()
+        copy_newest()
+        raise
+    finally:
+        ended.set()
+        thread.join(WAIT_SECONDS)
