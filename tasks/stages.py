@@ -21,6 +21,7 @@ from rlhf_core.data.report import MARKDOWN as DATA_REPORT
 from rlhf_core.launch import StageFailed, launch
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.types import EvalReport, StageResult
+from tasks.slots import machine
 
 RETRIES, RETRY_DELAY_SECONDS = 1, 5
 LINES_PER_SECOND = 20
@@ -55,7 +56,8 @@ def run_stage(request: StageRequest, run_dir: Path) -> Literal["done", "skipped"
         return "skipped"
     run.prepare(request)
     logger.info("%s starts in %s", request.name, run.path)
-    result = launch(module_of(request.config.stage), run.path, request.name, Throttle(logger.info))
+    with machine():
+        result = launch(module_of(request.config.stage), run.path, request.name, Throttle(logger.info))
     logger.info("%s is done in %.0f s", request.name, result.seconds)
     show(result, run.path)
     return "done"
