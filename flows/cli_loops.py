@@ -127,7 +127,8 @@ def next_of(found: Standing, running: bool) -> str:
     if found.failed:
         return f"Round {found.number} is held by a gate ({found.failed[0].told}): change the recipe, its data or the gate."
     if found.record.begun:
-        return f"Round {found.number} was begun {found.record.begun.at:%Y-%m-%d %H:%M} UTC and is not finished; {part}. The next run goes on with it."
+        when = f"{found.record.begun.at:%Y-%m-%d %H:%M} UTC"
+        return f"Round {found.number} was begun {when} and is not finished; {part}. The next run goes on with it."
     return f"Round {found.number} is next, whenever a run of the flow `loop` is asked for or scheduled."
 
 

@@ -1,6 +1,6 @@
 """Loops as flows: `loop` trains the next round and ends, for a schedule; `iterative_preference` trains round after round.
 
-What is finished and what comes next is on disk (rlhf_core/loops.py), so it does not matter who trained the rounds before, or how they ended.
+What is finished and what comes next is on disk (rlhf_core/loops.py): it does not matter who trained the rounds before, or how they ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def loop(
     max_rounds: int | None = None,
     min_gain: float | None = None,
 ) -> Any:
-    """Trains the next round of a recipe's loop, evaluates and publishes it, and ends. A run that finds nothing to do says why, and completes.
+    """Trains the next round of a recipe's loop, evaluates and publishes it. A run that finds nothing to do says why, and completes.
 
     `stage`: which loop, where a recipe has several. `max_rounds`, `min_gain`: when to stop, as for `iterative_preference`.
     """

@@ -1,7 +1,6 @@
-"""`alignflow serve`: a Prefect server, a process worker, the machine's slot and the deployments of some recipes, on this machine, in one command.
+"""The processes of `alignflow serve`: a Prefect server and a process worker on this machine, for one home.
 
 One home, one `serve`: a file lock says so. Whatever way it ends, its server, worker, flows and stages end with it (rlhf_core/watch.py).
-At its start it marks runs as crashed whose process is gone, and gives all slots back: nothing of this home can be running yet.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def only_one(home: Path) -> Iterator[None]:
 
 
 class Servants:
-    """The server and the worker, as processes of their own sessions: Ctrl-C in the terminal reaches only `serve`, which ends them in order."""
+    """The server and the worker, in sessions of their own: Ctrl-C in the terminal reaches only `serve`, which ends them in order."""
 
     def __init__(self, home: Path, host: str, port: int):
         self.home, self.ui = home, f"http://{host}:{port}"

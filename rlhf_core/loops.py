@@ -152,9 +152,9 @@ def standing(recipe: Recipe, loop: str) -> Standing:
 
 
 def stages_of_round(planned: Plan, loop: str, number: int) -> dict[str, str]:
-    """The digests of a round's stages, and of publications of that round alone."""
+    """The digests of a round's stages, and of publications of that round alone that are done."""
     ours = {node.name: node.digest for node in planned.stages_of(f"{loop}.round{number}")}
-    published = {node.name: node.digest for node in planned.nodes if _publishes(planned, node.name, loop, number)}
+    published = {node.name: node.digest for node in planned.nodes if node.done and _publishes(planned, node.name, loop, number)}
     return ours | published
 
 
@@ -216,7 +216,8 @@ def _check_there(recipe: Recipe, loop: str, kept: Mapping[str, str]) -> None:
     gone = [folder for folder in gone if RunDir(folder).result() is None]
     if gone:
         raise ValueError(
-            f"{gone[0]} of a finished round is gone or not whole: restore it, or remove {folder_of(recipe) / FILE} to train again what is missing"
+            f"{gone[0]} of a finished round is gone or not whole: restore it, or remove {folder_of(recipe) / FILE} to train again what is "
+            "missing"
         )
 
 

@@ -66,11 +66,13 @@ def work(request, run):
         child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
         subprocess.Popen([sys.executable, "-S", "-c", child])
         time.sleep(slow[request.name])
-    made = hashlib.sha256("".join([request.digest, *(content(request.inputs[name]) for name in sorted(request.inputs))]).encode()).hexdigest()
+    inputs = [content(request.inputs[name]) for name in sorted(request.inputs)]
+    made = hashlib.sha256("".join([request.digest, *inputs]).encode()).hexdigest()
     kind = request.config.stage
     if kind == "evaluation":
-        rates = tuple(WinRate(model=m, baseline="sft", judge="rule", win_rate=0.5 + 0.1 * min(i, 2), ci_low=0.4, ci_high=0.9,
-                              num_questions=300, num_failed=0, swap_consistency=1.0, by_category={}) for i, m in enumerate(request.config.models))
+        more = dict(ci_low=0.4, ci_high=0.9, num_questions=300, num_failed=0, swap_consistency=1.0, by_category={})
+        rates = tuple(WinRate(model=model, baseline="sft", judge="rule", win_rate=0.5 + 0.1 * min(i, 2), **more)
+                      for i, model in enumerate(request.config.models))
         (run / "report").mkdir(exist_ok=True)
         report = EvalReport(baseline="sft", judge="rule", win_rates=rates, right={}, mean_tokens={}, truncated={})
         write_text(run / "report" / "eval.json", report.model_dump_json())
