@@ -5,8 +5,8 @@ Runs that somebody asks for go before scheduled ones, however many of those are 
 
 from __future__ import annotations
 
-import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -85,18 +85,20 @@ def prepare(client: SyncPrefectClient) -> None:
             queue = client.create_work_queue(name, work_pool_name=POOL)
         client.update_work_queue(queue.id, priority=priority)
     client.upsert_global_concurrency_limit_by_name(LIMIT, 1)
-    sweep(client)
+    sweep(client, at_start=True)
     for limit in client.read_global_concurrency_limits(limit=200, offset=0):
         client.update_global_concurrency_limit(limit.name, GlobalConcurrencyLimitUpdate(active_slots=0))
     if not client.read_automations_by_name(SILENT.name):
         client.create_automation(SILENT)
 
 
-def sweep(client: SyncPrefectClient) -> int:
-    """Marks runs of deployments as crashed whose process on this machine is gone. How many."""
+def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
+    """Marks runs of deployments as crashed whose process on this machine is gone; at the start of `serve` also those that never had one.
+    How many."""
     unfinished = {"state": {"type": {"any_": [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]}}}
     found = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(unfinished), limit=200)
-    gone = [run for run in found if run.deployment_id and not _process_lives(run)]
+    ours = [run for run in found if run.deployment_id and (run.infrastructure_pid or at_start)]
+    gone = [run for run in ours if not (run.infrastructure_pid and _process_lives(run))]
     for run in gone:
         client.set_flow_run_state(run.id, Crashed(message="its process is gone; run it again to go on"), force=True)
     return len(gone)
@@ -135,17 +137,17 @@ def _apply(flow: Flow[..., Any], entrypoint: str, one: Served, name: str, queue:
 
 
 def _process_lives(run: FlowRun) -> bool:
-    """Whether a run's process, which Prefect calls HOST:PID or PID, lives; True for one of another machine."""
+    """Whether a run's process, which Prefect calls HOST:PID or PID, lives; True for one of another machine. A zombie does not live, and
+    another process that has got its number is not the run's."""
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if host and host != socket.gethostname():
         return True
     try:
-        os.kill(int(pid), 0)
-    except (ValueError, ProcessLookupError):
-        return False
+        return f"PREFECT__FLOW_RUN_ID={run.id}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except PermissionError:
         return True
-    return True
+    except OSError:
+        return sys.platform != "linux"
 
 
 def _events() -> Iterator[str]:

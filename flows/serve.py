@@ -25,7 +25,7 @@ from rlhf_core.launch import ROOT
 from rlhf_core.stage import write_text
 from tasks.slots import LIMIT_ENV
 
-POOL, LIMIT = "alignflow", "alignflow-machine"
+POOL, LIMIT = "alignflow-process", "alignflow-machine"
 START_SECONDS, STOP_SECONDS = 120.0, 20.0
 PLACE, LOCK, LOG = "serve.json", "serve.lock", "serve.log"
 
@@ -132,7 +132,7 @@ class Servants:
         paths += [str(ROOT)] if ROOT.name not in ("site-packages", "dist-packages") else []
         ours = {"PREFECT_HOME": str(self.home), "PREFECT_API_URL": self.api, LIMIT_ENV: LIMIT}
         ours |= {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
-        theirs = {"PREFECT_WORKER_QUERY_SECONDS": "2", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
+        theirs = {"PREFECT_WORKER_QUERY_SECONDS": "3", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
         return theirs | {key: value for key, value in os.environ.items() if key != "PREFECT_API_AUTH_STRING"} | ours
 
 

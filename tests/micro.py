@@ -1,8 +1,8 @@
 """A recipe whose stages are real processes that only write what a stage of their kind writes, also where a worker starts them.
 
 `modules/sitecustomize.py`, on every process's path, has the flows start `micro_stage` in place of `rlhf_core` and `evaluation`. A stage
-writes down that it works (`attempts.txt`), starts a child that ignores SIGTERM, takes as long as `slow.json` says, and its result is a
-digest of its inputs' content: a round made from another round's result has another one.
+writes down that it works (`attempts.txt`), hangs where `slow.json` says (`start`, `middle`, `end`) with a child that ignores SIGTERM, and
+its result is a digest of its inputs' content: a round made from another round's result has another one.
 """
 
 from __future__ import annotations
@@ -62,10 +62,13 @@ def work(request, run):
     with Path("attempts.txt").open("a") as file:
         file.write(f"{request.name} {request.digest} {os.getpid()}\\n")
     slow = json.loads(Path("slow.json").read_text()) if Path("slow.json").exists() else {}
-    if request.name in slow:
-        child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
-        subprocess.Popen([sys.executable, "-S", "-c", child])
-        time.sleep(slow[request.name])
+    def pause(when):
+        if slow.get(request.name) == when:
+            child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+            subprocess.Popen([sys.executable, "-S", "-c", child])
+            time.sleep(250)
+
+    pause("start")
     inputs = [content(request.inputs[name]) for name in sorted(request.inputs)]
     made = hashlib.sha256("".join([request.digest, *inputs]).encode()).hexdigest()
     kind = request.config.stage
@@ -78,8 +81,11 @@ def work(request, run):
         write_text(run / "report" / "eval.json", report.model_dump_json())
         return Outcome({f"win_rate/{rate.model}": rate.win_rate for rate in rates}, {"report": "report"})
     name = "pairs" if kind == "preferences" else "checkpoint"
+    write_text(run / "half", made)
+    pause("middle")
     (run / "made").mkdir(exist_ok=True)
     write_text(run / "made" / name, made)
+    pause("end")
     return Outcome({"loss": 1.5}, {name: f"made/{name}"})
 
 run_stage(sys.argv[1], work)
