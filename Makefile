@@ -1,6 +1,6 @@
 # Every target first makes .venv what it needs (requirements/install.sh; a second time this costs nothing).
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test algorithms lint format clean
+.PHONY: help setup setup-dev demo test algorithms crash lint format clean
 
 export PYTHON  # the interpreter .venv is made with, for machines where it is not found: make demo PYTHON=/path/to/python3.12
 
@@ -11,6 +11,7 @@ help:
 	@echo "make demo        the whole lifecycle on this machine, without a GPU; ends with one page: $(REPORT)"
 	@echo "make test        unit tests, flow tests and one short end-to-end run (not those marked gpu)"
 	@echo "make algorithms  every algorithm for a short time (half an hour to three quarters); writes the table docs/algorithms-learn.md"
+	@echo "make crash       kills every stage at its start, middle and end and runs it again (hours; goes on where it was cut off); writes docs/crash.md"
 	@echo "make lint        ruff and mypy"
 	@echo "make format      let ruff format the code"
 	@echo "make setup       only make .venv"
@@ -32,6 +33,9 @@ test: setup-dev
 
 algorithms: setup
 	.venv/bin/python tests/algorithms/run_all.py
+
+crash: setup-dev
+	.venv/bin/python tests/crash/run_all.py $(if $(ONLY),--only $(ONLY))
 
 lint: setup-dev
 	.venv/bin/ruff check .

@@ -1,8 +1,8 @@
 """A recipe whose stages are real processes that only write what a stage of their kind writes, also where a worker starts them.
 
 `modules/sitecustomize.py`, on every process's path, has the flows start `micro_stage` in place of `rlhf_core` and `evaluation`. A stage
-writes down that it works (`attempts.txt`), hangs where `slow.json` says (`start`, `middle`, `end`) with a child that ignores SIGTERM, and
-its result is a digest of its inputs' content: a round made from another round's result has another one.
+writes down that it works (`attempts.txt`), hangs where `slow.json` says (`start`, `middle`, `end`) with a child (that ignores SIGTERM:
+`stubborn`), and its result is a digest of its inputs' content: a round made from another round's result has another one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def work(request, run):
     slow = json.loads(Path("slow.json").read_text()) if Path("slow.json").exists() else {}
     def pause(when):
         if slow.get(request.name) == when:
-            child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+            ignored = "signal.SIG_IGN" if slow.get("stubborn") else "signal.SIG_DFL"
+            child = f"import signal, time; signal.signal(signal.SIGTERM, {ignored}); time.sleep(300)"
             subprocess.Popen([sys.executable, "-S", "-c", child])
             time.sleep(250)
 
@@ -145,7 +146,7 @@ class Serve:
     def __init__(self, folder: Path, environment: dict[str, str], *given: str):
         self.folder = folder
         command = [sys.executable, "-m", "flows.cli", "serve", "recipe.yaml", "--port", "0", "--home", str(folder / "home"), *given]
-        with (folder / "serve.txt").open("ab") as out:
+        with (folder / "serve.txt").open("wb") as out:
             self.process = subprocess.Popen(
                 command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
             )

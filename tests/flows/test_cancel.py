@@ -62,7 +62,7 @@ class Working:
 
 
 def slow(folder: Path, *stages: str) -> None:
-    (folder / "slow.json").write_text(json.dumps(dict.fromkeys(stages, "middle")))
+    (folder / "slow.json").write_text(json.dumps({"stubborn": True, **dict.fromkeys(stages, "middle")}))
 
 
 def alive(process: psutil.Process) -> bool:
