@@ -121,7 +121,7 @@ def deploy(api: str, one: Served, schedule: Schedule | None) -> list[str]:
 
 
 def _apply(flow: Flow[..., Any], entrypoint: str, one: Served, name: str, queue: str, schedule: Schedule | None = None) -> str:
-    deployment: RunnerDeployment = flow.to_deployment(
+    deployment = flow.to_deployment(
         name,
         schedule=schedule,
         parameters={"recipe": one.path, "overrides": list(one.overrides)},
@@ -130,6 +130,7 @@ def _apply(flow: Flow[..., Any], entrypoint: str, one: Served, name: str, queue:
         work_queue_name=queue,
         job_variables={"working_dir": str(Path.cwd())},  # paths in a recipe are relative to it
     )
+    assert isinstance(deployment, RunnerDeployment)  # not a coroutine: this is called outside of any event loop
     deployment.entrypoint = entrypoint
     identity = deployment.apply()
     assert isinstance(identity, UUID)

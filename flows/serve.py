@@ -96,8 +96,8 @@ class Servants:
         server = self._running.pop("server", None)
         for process in self._running.values():
             process.terminate()
-        for number in (None, signal.SIGTERM, signal.SIGKILL):  # flows end with their worker; what does not is told to
-            for pid in self._others(server) if number else ():
+        for number in (0, signal.SIGTERM, signal.SIGKILL):  # 0 is no signal: flows end with their worker, and what does not is told to
+            for pid in self._others(server):
                 _signal(pid, number)
             deadline = time.monotonic() + STOP_SECONDS
             while time.monotonic() < deadline and self._others(server):

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,18 @@ def wait_until(true: Callable[[], object], what: str, seconds: float = 60, told:
 
 
 def ask(api: str, route: str, body: dict[str, Any] | None = None) -> Any:
+    """What a route of Prefect's API answers. A busy database is asked again, as Prefect's own client does."""
+    for pause in (1, 2, 4, 8):
+        try:
+            return _ask(api, route, body)
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+            time.sleep(pause)
+    return _ask(api, route, body)
+
+
+def _ask(api: str, route: str, body: dict[str, Any] | None) -> Any:
     data = json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(api + route, data=data, headers={"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=20) as answer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,19 @@ def request_of(folder: Path, stage: str) -> StageRequest:
     return StageRequest.model_validate_json(file.read_text())
 
 
-def test_a_manual_run_and_two_rounds_by_the_schedule(tmp_path: Path) -> None:
+def test_the_schedule_a_manual_run_and_the_schedule_again(tmp_path: Path) -> None:
     folder = tmp_path / "here"
-    serve = Serve(folder, micro.build(folder), "--every", "8")
+    serve = Serve(folder, micro.build(folder), "--every", "20")
     try:
         api = serve.ready()
-        asked = serve.run(api, "loop/micro", overrides=["loop.beta=0.3", "loop.learning_rate=1e-6"])
-        wait_until(lambda: len(completed(api)) >= 3, "three rounds", 240, serve.told)
+        wait_until(lambda: completed(api), "the schedule to fire by itself", 120, serve.told)
+        asked = serve.run(api, "loop/micro", overrides=["loop.beta=0.3"])
+        wait_until(lambda: serve.state(api, asked) == "COMPLETED", "the run that was asked for", 120, serve.told)
+        rounds = len(completed(api))
+        wait_until(lambda: len(completed(api)) > rounds, "the schedule to fire again", 120, serve.told)
         runs = completed(api)
-        wait_until(lambda: serve.state(api, asked) == "COMPLETED", "the run that was asked for", 60, serve.told)
         by_itself = [run for run in runs if run["auto_scheduled"]]
-        assert len(by_itself) >= 2, "the schedule fires by itself"
+        assert len(by_itself) >= 2 and asked in {run["id"] for run in runs}
         numbers = [int(run["state"]["message"].split("round ")[1].split()[0]) for run in runs]
         assert numbers == list(range(1, len(runs) + 1)), "no round twice, none left out"
         (deployment,) = {run["deployment_id"] for run in by_itself}
@@ -47,13 +49,15 @@ def test_a_manual_run_and_two_rounds_by_the_schedule(tmp_path: Path) -> None:
         code = serve.stop()
     assert code == 130, serve.told()
     wait_until(lambda: not micro.left(folder), "all processes to end", told=lambda: str(micro.left(folder)))
-    first, second = (request_of(folder, f"loop.round{k}.dpo") for k in (1, 2))
-    assert second.inputs["loop.round1.dpo"].endswith(f"loop.round1.dpo-{first.digest}/made/checkpoint"), "round 2 starts from round 1"
-    record = json.loads((folder / "artifacts/micro/loop.json").read_text())
-    assert [done["stages"]["loop.round1.dpo"] for done in record["rounds"][:1]] == [first.digest]
-    assert len([name for name in micro.begun(folder) if name == "loop.round1.dpo"]) == 1
-    asked_for = 0.3 if asked in {run["id"] for run in runs} else 0.1  # unless a scheduled run was quicker, and trained a round meanwhile
-    assert asked_for in {request_of(folder, f"loop.round{k}.dpo").config.beta for k in numbers}  # type: ignore[union-attr]
+    requests = [request_of(folder, f"loop.round{number}.dpo") for number in numbers]
+    for number, (before, after) in enumerate(pairwise(requests), start=1):
+        made = f"loop.round{number}.dpo-{before.digest}/made/checkpoint"
+        assert after.inputs[f"loop.round{number}.dpo"].endswith(made), "a round starts from the result of the one before it"
+    betas = [request.config.model_dump()["beta"] for request in requests]
+    manual = [run["id"] for run in runs].index(asked)
+    assert betas[manual] == 0.3 and betas.count(0.3) == 1, "the changed parameter is that of the run that was asked for alone"
+    trained = [name for name in micro.begun(folder) if name.startswith("loop.")]
+    assert len(trained) == len(set(trained)), "no stage of a round twice"
 
 
 def test_a_manual_run_does_not_wait_for_late_ones(tmp_path: Path) -> None:
