@@ -18,7 +18,7 @@ from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate, WorkPoolCreate
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy, FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
@@ -78,16 +78,18 @@ def prepare(client: SyncPrefectClient) -> None:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
     except ObjectAlreadyExists:
         pass
-    for priority, name in enumerate((ASKED, SCHEDULED), start=1):
+    # Scheduled runs go one by one. A concurrency limit of their deployment would do that too, but a burst of late runs that it cancels
+    # locks the server's SQLite for a minute.
+    for priority, (name, limit) in enumerate(((ASKED, None), (SCHEDULED, 1)), start=1):
         try:
             queue = client.read_work_queue_by_name(name, work_pool_name=POOL)
         except ObjectNotFound:
             queue = client.create_work_queue(name, work_pool_name=POOL)
-        client.update_work_queue(queue.id, priority=priority)
+        client.update_work_queue(queue.id, priority=priority, concurrency_limit=limit)
     client.upsert_global_concurrency_limit_by_name(LIMIT, 1)
     sweep(client, at_start=True)
-    for limit in client.read_global_concurrency_limits(limit=200, offset=0):
-        client.update_global_concurrency_limit(limit.name, GlobalConcurrencyLimitUpdate(active_slots=0))
+    for slot in client.read_global_concurrency_limits(limit=200, offset=0):
+        client.update_global_concurrency_limit(slot.name, GlobalConcurrencyLimitUpdate(active_slots=0))
     if not client.read_automations_by_name(SILENT.name):
         client.create_automation(SILENT)
 
@@ -125,7 +127,6 @@ def _apply(flow: Flow[..., Any], entrypoint: str, one: Served, name: str, queue:
         name,
         schedule=schedule,
         parameters={"recipe": one.path, "overrides": list(one.overrides)},
-        concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW) if schedule else None,
         work_pool_name=POOL,
         work_queue_name=queue,
         job_variables={"working_dir": str(Path.cwd())},  # paths in a recipe are relative to it

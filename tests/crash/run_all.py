@@ -80,13 +80,13 @@ def stage_process(flow: psutil.Process) -> psutil.Process | None:
     return None
 
 
-def reference(folder: Path, material: Path) -> dict[str, float]:
-    """Runs every stage once; the seconds of each, from its process's start to its result. Goes on where it was cut off."""
+def reference(folder: Path, material: Path, stages: tuple[str, ...]) -> dict[str, float]:
+    """Runs stages once; the seconds of each, from its process's start to its result. Goes on where it was cut off."""
     (folder / "demo").mkdir(parents=True, exist_ok=True)
     if not (folder / "demo" / "material").exists():
         (folder / "demo" / "material").symlink_to(material)
     times: dict[str, float] = json.loads((folder / "times.json").read_text()) if (folder / "times.json").exists() else {}
-    for stage in STAGES:
+    for stage in stages:
         if stage in times and files(folder, stage):
             continue
         print(f"reference: {stage}", flush=True)
@@ -226,10 +226,11 @@ def main() -> int:
     if not (material / "base").exists():
         script = ROOT / "deployments" / "demo" / "make_material.py"
         subprocess.run([sys.executable, str(script), "--out", str(material), "--scale", "0.05"], check=True)
-    times = reference(out / "reference", material)
+    wanted = [name for name in POINTS if name.startswith(tuple(given.only.split(",")))]
+    last = max(STAGES.index(name.split("/")[0]) for name in wanted)
+    times = reference(out / "reference", material, STAGES[: last + 1])
     file = out / "results.json"
     results: dict[str, dict[str, object]] = json.loads(file.read_text()) if file.exists() else {}
-    wanted = [name for name in POINTS if name.startswith(tuple(given.only.split(",")))]
     for name in wanted:
         if name not in results:
             folder = out / "points" / name.replace("/", "-")
