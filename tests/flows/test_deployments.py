@@ -17,7 +17,7 @@ FILE = ROOT / "deployments" / "prefect.yaml"
 
 
 def test_all_deployments_are_made(prefect: str, tmp_path: Path) -> None:
-    environment = build(tmp_path / "here") | {"PREFECT_API_URL": prefect, "ALIGNFLOW_RECIPE": "recipe.yaml"}
+    environment = build(tmp_path / "here") | {"PREFECT_API_URL": prefect, "ALIGNFLOW_RECIPE": "recipe.yaml", "PWD": str(tmp_path / "here")}
     for pool in ("alignflow-process", "alignflow-ray", "alignflow"):
         kind = {"name": pool, "type": "process"}  # the Kubernetes pool's own type needs a package and a cluster
         ask(prefect, "/work_pools/", kind)
