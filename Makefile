@@ -1,6 +1,6 @@
 # Every target first makes .venv what it needs (requirements/install.sh; a second time this costs nothing).
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-long algorithms lint format clean
+.PHONY: help setup setup-dev demo test test-long algorithms crash lint format clean
 
 export PYTHON  # the interpreter .venv is made with, for machines where it is not found: make demo PYTHON=/path/to/python3.12
 
@@ -12,6 +12,7 @@ help:
 	@echo "make test        unit tests, flow tests and one short end-to-end run (not those marked gpu)"
 	@echo "make test-long   the long variants of some of these tests"
 	@echo "make algorithms  every algorithm for a short time (half an hour to three quarters); writes the table docs/algorithms-learn.md"
+	@echo "make crash       kills every stage at its start, middle and end and runs it again (hours; goes on where it was cut off); writes docs/crash.md"
 	@echo "make lint        ruff and mypy"
 	@echo "make format      let ruff format the code"
 	@echo "make setup       only make .venv"
@@ -36,6 +37,9 @@ test-long: setup-dev
 
 algorithms: setup
 	.venv/bin/python tests/algorithms/run_all.py
+
+crash: setup-dev
+	.venv/bin/python tests/crash/run_all.py $(if $(ONLY),--only $(ONLY))
 
 lint: setup-dev
 	.venv/bin/ruff check .

@@ -1,21 +1,23 @@
-"""The flows: a whole recipe, or one of its stages. Read this first.
+"""The flows `alignment`, a whole recipe, and `stage`, one of its stages. Read this first. (loops.py: loops; parts.py: evaluate, publish.)
 
 A stage runs in a process of its own, in a directory named by what decides its result. Whatever is done is recognised and skipped.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from prefect import flow, runtime
 
+from rlhf_core import watch
 from rlhf_core.check import require_here
 from rlhf_core.config import Publication, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.gates import GateFailed, gates_behind, holding, uncheckable
 from rlhf_core.plan import Node, Plan, plan
-from rlhf_core.recipe import load_recipe
+from rlhf_core.recipe import given_recipe
 from rlhf_core.revisions import forget
 from rlhf_core.stage import StageRequest
 from rlhf_core.store import store_of
@@ -26,20 +28,24 @@ from tasks.report import reported, statuses_of
 from tasks.stages import run_stage
 from tasks.store import bring_parents
 
-# The states of a run that its recipe's webhook is told about.
-TOLD: dict[str, Any] = {hook: [tell_state] for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")}
+# Of every flow. Its recipe's webhook is told about the states of a run; parameters are checked by `given_recipe`, in a sentence of ours.
+SETTINGS: dict[str, Any] = {hook: [tell_state] for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")}
+SETTINGS |= {"persist_result": False, "validate_parameters": False}
 
 
 def run_name() -> str:
     """A run is called by its recipe."""
-    recipe = runtime.flow_run.parameters["recipe"]
-    return recipe.name if isinstance(recipe, Recipe) else Path(recipe).stem
+    recipe = runtime.flow_run.parameters.get("recipe")
+    if isinstance(recipe, dict):
+        return str(recipe.get("name"))
+    return recipe.name if isinstance(recipe, Recipe) else Path(str(recipe)).stem
 
 
-@flow(name="alignment", flow_run_name=run_name, persist_result=False, **TOLD)
+@flow(name="alignment", flow_run_name=run_name, **SETTINGS)
 def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: bool = False) -> None:
-    """Runs all stages of a recipe (a file, or the recipe itself), parents first, and writes its report. `latest`: see `look_up_anew`."""
-    loaded = recipe_of(recipe, overrides)
+    """Runs all stages of a recipe (a path, a URI, or the recipe itself), parents first, and writes its report. `latest`: `look_up_anew`."""
+    loaded = given_recipe(recipe, overrides)
+    require_type("latest", latest, bool)
     if latest:
         look_up_anew(loaded)
     with provided(variables(loaded)):
@@ -47,10 +53,11 @@ def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: boo
         run_all(planned, planned.nodes)
 
 
-@flow(name="stage", flow_run_name=run_name, persist_result=False, **TOLD)
+@flow(name="stage", flow_run_name=run_name, **SETTINGS)
 def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> None:
     """Runs one stage of a recipe (or the stages of one loop or round) and no other."""
-    loaded = recipe_of(recipe, overrides)
+    loaded = given_recipe(recipe, overrides)
+    require_type("name", name, str)
     with provided(variables(loaded)):
         planned = plan(loaded)
         nodes = planned.stages_of(name)
@@ -59,8 +66,11 @@ def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> N
         run_all(planned, nodes)
 
 
-def recipe_of(recipe: Recipe | str, overrides: tuple[str, ...]) -> Recipe:
-    return recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+def require_type(name: str, value: object, *kinds: type | None) -> None:
+    """Raises ValueError when a flow's parameter is of none of these types (None: it may be left out)."""
+    if not (value is None and None in kinds) and type(value) not in kinds:
+        wanted = " or ".join("nothing" if kind is None else kind.__name__ for kind in kinds)
+        raise ValueError(f"parameter {name}: give {wanted}, not {str(value)[:60]!r}")
 
 
 def look_up_anew(recipe: Recipe) -> None:
@@ -77,6 +87,8 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
     Raises ValueError or MachineLacks before any work, StageFailed when a stage fails, GateFailed when a gate held stages back.
     """
     require_here(planned, nodes)
+    if "PREFECT__FLOW_RUN_ID" in os.environ:  # a worker started this process: a run of its own does not outlive it
+        watch.end_with_parent()
     failed: list[Verdict] = []  # gates that keep other stages from starting
     held: set[str] = set()  # stages that do not let others start
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from cyclopts import App, CycloptsError
 from rich.console import Console
 
+from flows import cli_loops
 from rlhf_core import watch
 from rlhf_core.changes import outlook
 from rlhf_core.check import MachineLacks, check_inputs, check_machine, needs, require_here
@@ -49,6 +50,8 @@ app = App(
     "Exit codes: 0 ok, 1 a stage or a gate failed, 2 wrong input, 3 machine or environment is not enough, 130 interrupted.",
     version=installed_version,
 )
+app.command(cli_loops.loop_app)
+app.command(cli_loops.serve)
 
 
 @app.command

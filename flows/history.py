@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 from filelock import FileLock, Timeout
 
+from rlhf_core import loops
 from rlhf_core.lineage import Ancestor, lineage, stage_of
 from rlhf_core.stage import LOCK, REQUEST, RESULT, STATE, RunDir
 from rlhf_core.tax_tasks import task_name
@@ -239,9 +240,11 @@ def _content(place: str) -> str:
 
 
 def _referred(artifacts: Path) -> list[Path]:
-    """The stages' directories that the recipe folders name."""
+    """The stages' directories that the recipe folders name, and those of finished rounds of loops."""
     folders = sorted(file.parent for file in artifacts.glob(f"*/{RUN}"))
-    return [(artifacts / stage["run_dir"]).resolve() for folder in folders for stage in _read_run(folder)["stages"]]
+    named = [(artifacts / stage["run_dir"]).resolve() for folder in folders for stage in _read_run(folder)["stages"]]
+    rounds = [name for file in sorted(artifacts.glob(f"*/{loops.FILE}")) for name in loops.directories(file.parent)]
+    return named + [(artifacts / STAGES / name).resolve() for name in rounds]
 
 
 def _closure(folders: list[Path]) -> set[Path]:

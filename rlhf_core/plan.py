@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -189,8 +190,11 @@ class Plan:
         )
 
 
-def plan(recipe: Recipe) -> Plan:
-    """Expands, resolves, orders and names all stages. ValueError: one sentence (a line) for each inconsistency."""
+def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({})) -> Plan:
+    """Expands, resolves, orders and names all stages. ValueError: one sentence (a line) for each inconsistency.
+
+    `kept`: digests of stages that are what they were made as, whatever the recipe says by now (finished rounds of a loop).
+    """
     stages, aliases, rounds = _expand(recipe)
     for name, config in stages.items():
         if isinstance(config, Evaluation):
@@ -228,7 +232,7 @@ def plan(recipe: Recipe) -> Plan:
             "seed": recipe.seed,
             "trust_remote_code": recipe.trust_remote_code,
         }
-        key = digest(decides)
+        key = kept.get(name) or digest(decides)
         nodes[name] = Node(name, config, parents[name], models, key, artifacts / "stages" / f"{name}-{key}")
     digests.save()
     pins.save()

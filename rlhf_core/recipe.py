@@ -25,16 +25,31 @@ TAGS = {"judges": JUDGE_KINDS, "reward": tuple(REWARD_KINDS)}  # fields that hol
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in the YAML file `path`, with `overrides` applied. ValueError: one sentence (a line) for each mistake."""
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise ValueError(f"recipe {path}: {error.strerror or error}; give the path of a YAML file") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"recipe {path} is not a text file; give the path of a YAML file") from None
-    raw = _parse(text, f"recipe {path}")
+    """The recipe in the YAML file `path` (or at a URI that fsspec knows: s3://, https://, file://), with `overrides` applied.
+
+    ValueError: one sentence (a line) for each mistake.
+    """
+    raw = _parse(_text_of(path), f"recipe {path}")
     if not isinstance(raw, dict):
         raise ValueError(f"recipe {path} must be a mapping with name, base_model and stages; it holds {type(raw).__name__}")
+    return _overridden(raw, overrides)
+
+
+def given_recipe(given: object, overrides: object = ()) -> Recipe:
+    """The recipe that a flow's parameters name: a recipe, its mapping, or the path or URI of one. ValueError as `load_recipe`."""
+    if not isinstance(overrides, list | tuple) or not all(isinstance(item, str) for item in overrides):
+        raise ValueError(f"parameter overrides: give a list of texts such as ppo.actor_learning_rate=5e-7, not {_short(overrides)}")
+    if isinstance(given, Recipe):
+        return _overridden(given.model_dump(), overrides) if overrides else given
+    if isinstance(given, dict):
+        return _overridden(given, overrides)
+    if isinstance(given, str | Path):
+        return load_recipe(given, overrides)
+    raise ValueError(f"parameter recipe: give the path or URI of a YAML file, or a recipe as a mapping, not {_short(given)}")
+
+
+def _overridden(given: dict[Any, Any], overrides: Sequence[str]) -> Recipe:
+    raw = dict(given)
     top, nested = _split(overrides)
     for key, value in top:
         if key not in Recipe.model_fields:
@@ -47,6 +62,31 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for keys, value in nested:
         _set(whole["stages"], keys, value)
     return recipe_of(whole)
+
+
+def _text_of(path: str | Path) -> str:
+    try:
+        if isinstance(path, str) and "://" in path:
+            return _fetch(path)
+        return Path(path).read_text()
+    except UnicodeDecodeError:
+        raise ValueError(f"recipe {path} is not a text file; give the path of a YAML file") from None
+    except OSError as error:
+        raise ValueError(f"recipe {path}: {error.strerror or error}; give the path of a YAML file") from None
+
+
+def _fetch(uri: str) -> str:
+    import fsspec  # only for recipes that lie elsewhere
+
+    try:
+        with fsspec.open(uri, "rt", encoding="utf-8") as file:
+            return str(file.read())
+    except ImportError as error:
+        raise ValueError(f"recipe {uri}: {' '.join(str(error).split())}, or copy the recipe here and give its path") from None
+    except (UnicodeDecodeError, OSError):
+        raise
+    except Exception as error:  # each store has errors of its own
+        raise ValueError(f"recipe {uri} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
 
 
 def recipe_of(raw: object) -> Recipe:

@@ -8,6 +8,7 @@ Linux only (/proc); elsewhere nothing is started. Standard library only.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import uuid
 from pathlib import Path
 
 MARK = "ALIGNFLOW_RUN"
+PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 15.0  # more than the reaper's own grace, so that it can do its work first
 GIVE_UP_SECONDS = 60.0
@@ -36,6 +38,12 @@ def start() -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+
+def end_with_parent() -> None:
+    """Has the system send SIGTERM to this process when the one that started it is gone (a worker killed with -9)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def marked(mark: str) -> list[int]:

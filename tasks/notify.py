@@ -28,7 +28,7 @@ from rlhf_core.config import Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.config.notify import Event, Notify
 from rlhf_core.plan import Node
-from rlhf_core.recipe import load_recipe, recipe_of
+from rlhf_core.recipe import given_recipe
 from rlhf_core.stage import RunDir
 
 ATTEMPTS, PAUSE = 3, 1.0  # of one message; seconds before the second attempt, doubled for the third
@@ -181,10 +181,7 @@ def tell_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> No
 
 def recipe_of_run(parameters: dict[str, Any]) -> Recipe | None:
     """The recipe of a flow run, by its parameters; None when it cannot be read, which the flow itself then says."""
-    given = parameters.get("recipe")
     try:
-        if isinstance(given, Recipe):
-            return given
-        return load_recipe(given, tuple(parameters.get("overrides") or ())) if isinstance(given, str) else recipe_of(given)
+        return given_recipe(parameters.get("recipe"), parameters.get("overrides") or ())
     except ValueError:
         return None

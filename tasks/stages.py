@@ -24,6 +24,7 @@ from rlhf_core.launch import StageFailed, launch
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.store import Store
 from rlhf_core.types import EvalReport, StageResult
+from tasks.slots import machine
 from tasks.store import bring, keep, states_kept
 
 RETRIES, RETRY_DELAY_SECONDS = 1, 5
@@ -63,7 +64,7 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
         return "skipped"
     run.prepare(request)
     logger.info("%s starts in %s", request.name, run.path)
-    with states_kept(store, run, logger.warning):
+    with machine(), states_kept(store, run, logger.warning):
         result = launch(module_of(request.config.stage), run.path, request.name, Throttle(logger.info))
     logger.info("%s is done in %.0f s", request.name, result.seconds)
     show(result, run.path)

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ import pytest
 from prefect.blocks.system import Secret
 from prefect.client.orchestration import get_client
 from prefect.runner import Runner
-from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, temporary_settings
-from prefect.testing.utilities import prefect_test_harness
 
 import flows.alignment
 import flows.cli
@@ -38,6 +36,7 @@ from tasks.keys import provided
 from tests.s3_server import s3
 from tests.webhook import TOKEN, receiving
 
+pytestmark = pytest.mark.usefixtures("prefect")
 TEXT = """
 name: tiny
 base_model: org/model
@@ -96,15 +95,6 @@ def work(request, run):
 
 run_stage(sys.argv[1], work)
 """
-
-
-@pytest.fixture(scope="session", autouse=True)
-def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with (
-        temporary_settings({PREFECT_LOCAL_STORAGE_PATH: tmp_path_factory.mktemp("prefect-results")}),
-        prefect_test_harness(server_startup_timeout=120),
-    ):
-        yield
 
 
 @pytest.fixture

@@ -1,0 +1,136 @@
+"""The commands `alignflow serve` and `alignflow loop ...`. Prefect is imported where it is needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from cyclopts import App
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_core.loops import LOCK, Standing, alone, folder_of, loop_of, standing
+from rlhf_core.recipe import load_recipe
+
+CHECK_SECONDS, SWEEP_SECONDS = 0.5, 15.0
+loop_app = App(name="loop", help="A recipe's loop (iterative_dpo, iterative), one round at a time.")
+
+
+def serve(
+    *given: str,
+    home: Path = Path(".alignflow"),
+    host: str = "127.0.0.1",
+    port: int = 4200,
+    schedule: bool = True,
+    cron: str = "0 2 * * *",
+    timezone: str = "UTC",
+    every: float | None = None,
+) -> int:
+    """Start a Prefect server, a worker and the deployments of recipes on this machine; Ctrl-C ends it all.
+
+    Parameters
+    ----------
+    given: YAML files, and overrides (<stage>.<field>=<value>) for all of them.
+    home: folder of the server's database and logs; one `serve` at a time.
+    host: 0.0.0.0 listens to other machines too; there is no authentication.
+    port: of the server and its pages; 0 takes a free one.
+    schedule: let loops train a round when their schedule fires; a recipe without a loop runs as a whole then.
+    cron: minute, hour, day, month, weekday.
+    timezone: of the cron schedule, such as Europe/Berlin.
+    every: seconds; an interval in place of the cron schedule.
+    """
+    from prefect.client.orchestration import SyncPrefectClient
+
+    from flows.deployments import deploy, prepare, schedule_of, served, sweep
+    from flows.serve import Servants, free_port, only_one
+
+    recipes = served([text for text in given if "=" not in text], [text for text in given if "=" in text])
+    if not recipes:
+        raise ValueError("give the recipes to serve: alignflow serve RECIPE...")
+    when = schedule_of(every, cron, timezone) if schedule else None
+    console = Console(soft_wrap=True)
+    with only_one(home.absolute()):
+        servants = Servants(home.absolute(), host, port or free_port(host))
+        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGINT, _interrupt)  # a shell that starts a command in the background has it ignored
+        try:
+            servants.start_server()
+            with SyncPrefectClient(api=servants.api) as client:
+                prepare(client)
+                for name in [name for one in recipes for name in deploy(servants.api, one, when)]:
+                    console.print(f"deployment {name}", markup=False, highlight=False)
+                servants.start_worker()
+                told = f"every {every:g} s" if every is not None else f"'{cron}' {timezone}"
+                console.print(
+                    f"schedule: {told if when else 'none'}\nserving on {servants.ui} (Ctrl-C ends it)", markup=False, highlight=False
+                )
+                console.print(f"from another shell: export PREFECT_API_URL={servants.api}", markup=False, highlight=False)
+                swept = time.monotonic()
+                while True:
+                    time.sleep(CHECK_SECONDS)
+                    servants.check()
+                    if time.monotonic() - swept > SWEEP_SECONDS:
+                        sweep(client)
+                        swept = time.monotonic()
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it running
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            console.print("ending the worker, its runs and the server", markup=False)
+            servants.stop()
+
+
+@loop_app.command
+def status(recipe: Path, *overrides: str, stage: str | None = None) -> int:
+    """Show the rounds of a loop: which are done, when, their win rates, what is next, and why not now.
+
+    Parameters
+    ----------
+    recipe: YAML file.
+    overrides: as for run.
+    stage: which loop, where a recipe has several.
+    """
+    loaded = load_recipe(recipe, overrides)
+    name = loop_of(loaded, stage)
+    show(Console(soft_wrap=True), standing(loaded, name), is_running(folder_of(loaded)))
+    return 0
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a process works on the loop of a recipe's folder."""
+    if not (folder / LOCK).exists():
+        return False
+    with alone(folder) as free:
+        return not free
+
+
+def show(console: Console, found: Standing, running: bool) -> None:
+    """The rounds as a table, and a sentence about the next one."""
+    record = found.record
+    table = Table(title=f"{record.loop} of {found.plan.recipe.name}", title_justify="left", box=None, pad_edge=False)
+    for column in ("round", "ended (UTC)", "win rate", "result"):
+        table.add_column(column, overflow="fold")
+    for number, done in enumerate(record.rounds, start=1):
+        rate = "" if done.win_rate is None else f"{done.win_rate:.3f}"
+        result = os.path.relpath(found.plan[f"{record.loop}.round{number}"].run_dir)
+        table.add_row(str(number), f"{done.ended:%Y-%m-%d %H:%M}", rate, result)
+    console.print(table)
+    console.print(f"{len(record.rounds)} rounds are done. {next_of(found, running)}", markup=False, highlight=False)
+
+
+def next_of(found: Standing, running: bool) -> str:
+    """What comes next, and why it does not come now."""
+    part = f"of its stages done: {', '.join(found.done()) or 'none'}"
+    if running:
+        return f"Round {found.number} is being trained; {part}."
+    if found.failed:
+        return f"Round {found.number} is held by a gate ({found.failed[0].told}): change the recipe, its data or the gate."
+    if found.record.begun:
+        when = f"{found.record.begun.at:%Y-%m-%d %H:%M} UTC"
+        return f"Round {found.number} was begun {when} and is not finished; {part}. The next run goes on with it."
+    return f"Round {found.number} is next, whenever a run of the flow `loop` is asked for or scheduled."
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,39 @@
+"""Parts of a recipe as flows: its evaluations, its publications. What they need must be done; they train nothing."""
+
+from __future__ import annotations
+
+from prefect import flow
+
+from flows.alignment import SETTINGS, require_parents, require_type, run_all, run_name
+from rlhf_core.config import Recipe
+from rlhf_core.plan import plan
+from rlhf_core.recipe import given_recipe, unknown
+from tasks.keys import provided, variables
+
+
+@flow(name="evaluate", flow_run_name=run_name, **SETTINGS)
+def evaluate(recipe: Recipe | str, overrides: tuple[str, ...] = (), name: str | None = None) -> None:
+    """Runs the evaluations and alignment taxes of a recipe, or one of them."""
+    _part(given_recipe(recipe, overrides), ("evaluation", "alignment_tax"), name)
+
+
+@flow(name="publish", flow_run_name=run_name, **SETTINGS)
+def publish(recipe: Recipe | str, overrides: tuple[str, ...] = (), name: str | None = None) -> None:
+    """Runs the publications of a recipe, or one of them."""
+    _part(given_recipe(recipe, overrides), ("publication",), name)
+
+
+def _part(recipe: Recipe, kinds: tuple[str, ...], name: str | None) -> None:
+    require_type("name", name, str, None)
+    with provided(variables(recipe)):
+        planned = plan(recipe)
+        nodes = tuple(node for node in planned.nodes if node.kind in kinds)
+        if name is not None:
+            here = tuple(node for node in nodes if node.name == name or node.name.startswith(f"{name}."))
+            if not here:
+                raise ValueError(f"recipe {recipe.name}: {unknown(name, [node.name for node in nodes], ' or '.join(kinds))}")
+            nodes = here
+        if not nodes:
+            raise ValueError(f"recipe {recipe.name} has no stage of kind {' or '.join(kinds)}: add one")
+        require_parents(planned, nodes)
+        run_all(planned, nodes)

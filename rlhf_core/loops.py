@@ -1,0 +1,240 @@
+"""A loop that goes on by one round each time it is asked: which round is next, told by what lies on disk. Torch-free, without Prefect.
+
+`<artifacts>/<recipe>/loop.json` holds the finished rounds with the digests they were made with, and the round that was begun. Finished
+rounds keep these digests in every later plan: an edited recipe counts for the rounds to come and repeats none. Rounds that another
+command trained (`alignflow run` with more `rounds`) are found by their directories. `loop.lock` lets one process at a time work on a loop;
+the system frees it when that process dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from rlhf_core.config import Evaluation, Loop, Publication, Recipe
+from rlhf_core.config.gates import Verdict
+from rlhf_core.gates import gates_of, holding
+from rlhf_core.plan import Plan, plan
+from rlhf_core.recipe import unknown
+from rlhf_core.stage import RESULT, RunDir, write_text
+from rlhf_core.types import Frozen
+
+FILE, LOCK = "loop.json", "loop.lock"
+
+
+class Round(Frozen):
+    """A finished round. `stages`: the digest of each of its stages; `begun`: when the attempt that finished it began (None: another
+    command did it); `win_rate`: against the baseline, where an evaluation judged it."""
+
+    stages: dict[str, str]
+    begun: datetime | None
+    ended: datetime
+    win_rate: float | None = None
+
+
+class Begun(Frozen):
+    """The round under way: its training stages, and when its last attempt began."""
+
+    stages: dict[str, str]
+    at: datetime
+
+
+class Record(Frozen):
+    """`loop.json`."""
+
+    loop: str
+    rounds: tuple[Round, ...] = ()
+    begun: Begun | None = None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a loop stands: what is finished, and the plan up to the next round. `failed`: gates that hold that round."""
+
+    record: Record
+    number: int
+    plan: Plan
+    failed: tuple[Verdict, ...]
+
+    @property
+    def win_rates(self) -> list[float | None]:
+        return [done.win_rate for done in self.record.rounds]
+
+    def done(self) -> tuple[str, ...]:
+        """Stages of the next round that are done already."""
+        return tuple(node.name for node in self.plan.stages_of(f"{self.record.loop}.round{self.number}") if node.done)
+
+    def why_not(self, max_rounds: int | None = None, min_gain: float | None = None, due: datetime | None = None) -> str:
+        """Why the next round is not to be begun, in a sentence; '' when it is. `due`: what this run was asked for at that time, a round
+        that was begun later has done."""
+        rounds, rates = self.record.rounds, self.win_rates
+        if max_rounds is not None and len(rounds) >= max_rounds:
+            return f"{len(rounds)} rounds are done, and {max_rounds} were asked for"
+        if min_gain is not None and len(rates) > 1:
+            before, last = rates[-2:]
+            if before is not None and last is not None and last - before <= min_gain:
+                return (
+                    f"the win rate went from {before:.3f} to {last:.3f} in round {len(rates)}: it does not rise by more than {min_gain:g}"
+                )
+        if due is not None and rounds and rounds[-1].begun is not None and rounds[-1].begun > due:
+            return f"round {len(rounds)} was begun and finished after {due:%Y-%m-%d %H:%M:%S} UTC, when this run was due"
+        return ""
+
+
+def loop_of(recipe: Recipe, name: str | None = None) -> str:
+    """The loop stage of a recipe. ValueError when there is none of that name, none at all, or several to choose from."""
+    loops = [stage for stage, config in recipe.stages.items() if isinstance(config, Loop)]
+    if name is not None and name not in loops:
+        raise ValueError(f"recipe {recipe.name}: {unknown(name, loops, 'loop')}; name a stage of kind iterative_dpo or iterative")
+    if name is None and len(loops) != 1:
+        what = (
+            f"{len(loops)} loops ({', '.join(loops)}): say which one with `stage`"
+            if loops
+            else "no stage of kind iterative_dpo or iterative"
+        )
+        raise ValueError(f"recipe {recipe.name} has {what}")
+    return name or loops[0]
+
+
+def with_rounds(recipe: Recipe, loop: str, rounds: int) -> Recipe:
+    """The recipe with another number of rounds; the digests of the rounds it had before stay."""
+    return recipe.model_copy(update={"stages": recipe.stages | {loop: recipe.stages[loop].model_copy(update={"rounds": rounds})}})
+
+
+def folder_of(recipe: Recipe) -> Path:
+    return Path(recipe.artifacts).absolute() / recipe.name
+
+
+def read(folder: Path, loop: str) -> Record:
+    """The record of a loop; an empty one when there is none. ValueError when it cannot be read or is of another loop."""
+    try:
+        text = (folder / FILE).read_text()
+    except FileNotFoundError:
+        return Record(loop=loop)
+    try:
+        record = Record.model_validate_json(text)
+    except ValidationError:
+        raise ValueError(f"{folder / FILE} cannot be read: restore it, or remove it to let the stages' directories alone tell") from None
+    if record.loop != loop:
+        raise ValueError(
+            f"{folder / FILE} is of the loop {record.loop}, not of {loop}: rename the stage back, or give the recipe a new name"
+        )
+    return record
+
+
+def standing(recipe: Recipe, loop: str) -> Standing:
+    """Looks at the record and the directories. ValueError when a finished round's directory is gone."""
+    folder = folder_of(recipe)
+    record = read(folder, loop)
+    kept = {name: digest for done in record.rounds for name, digest in done.stages.items()}
+    _check_there(recipe, loop, kept)
+    begun = record.begun.stages if record.begun else {}
+    number = len(record.rounds) + 1
+    if begun and all(RunDir(_run_dir(recipe, name, digest)).result() for name, digest in begun.items()):
+        held = _failed(plan(with_rounds(recipe, loop, number), kept | begun))
+        kept |= {} if held else begun  # trained, but not yet evaluated or published; what a gate held may be trained anew
+    planned = plan(with_rounds(recipe, loop, number), kept)
+    while planned[f"{loop}.round{number}"].done:
+        following = plan(with_rounds(recipe, loop, number + 1), kept)
+        moved_on = following[f"{loop}.round{number + 1}"].done
+        if not moved_on and not (all(node.done for node in planned.nodes) and not _failed(planned)):
+            break
+        kept |= stages_of_round(planned, loop, number)
+        record = record.model_copy(update={"rounds": (*record.rounds, _adopted(planned, loop, number)), "begun": None})
+        number, planned = number + 1, following
+    return Standing(record, number, planned, _failed(planned))
+
+
+def stages_of_round(planned: Plan, loop: str, number: int) -> dict[str, str]:
+    """The digests of a round's stages, and of publications of that round alone that are done."""
+    ours = {node.name: node.digest for node in planned.stages_of(f"{loop}.round{number}")}
+    published = {node.name: node.digest for node in planned.nodes if node.done and _publishes(planned, node.name, loop, number)}
+    return ours | published
+
+
+def begin(standing: Standing) -> None:
+    """Says on disk that the next round is under way."""
+    loop = standing.record.loop
+    stages = {node.name: node.digest for node in standing.plan.stages_of(f"{loop}.round{standing.number}")}
+    _write(standing.plan, standing.record.model_copy(update={"begun": Begun(stages=stages, at=datetime.now(UTC))}))
+
+
+def finish(standing: Standing) -> Round:
+    """Says on disk that the round `begin` began is finished."""
+    planned, record = standing.plan, read(standing.plan.folder, standing.record.loop)
+    assert record.begun is not None
+    done = _adopted(planned, record.loop, standing.number).model_copy(update={"begun": record.begun.at, "ended": datetime.now(UTC)})
+    _write(planned, record.model_copy(update={"rounds": (*record.rounds, done), "begun": None}))
+    return done
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[bool]:
+    """Whether this process may work on the loop of a recipe's folder, until the block ends. Never waits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def directories(folder: Path) -> list[str]:
+    """The stages' directories, `<stage>-<digest>`, that the loop of a recipe's folder needs; for `alignflow gc`."""
+    try:
+        record = Record.model_validate_json((folder / FILE).read_text())
+    except FileNotFoundError:
+        return []
+    except ValidationError:
+        raise ValueError(f"{folder / FILE} cannot be read: restore it, or remove it if nothing needs the loop") from None
+    stages = [done.stages for done in record.rounds] + ([record.begun.stages] if record.begun else [])
+    return [f"{name}-{digest}" for found in stages for name, digest in found.items()]
+
+
+def _write(planned: Plan, record: Record) -> None:
+    planned.folder.mkdir(parents=True, exist_ok=True)
+    write_text(planned.folder / FILE, record.model_dump_json(indent=2) + "\n")
+
+
+def _run_dir(recipe: Recipe, name: str, digest: str) -> Path:
+    return folder_of(recipe).parent / "stages" / f"{name}-{digest}"
+
+
+def _check_there(recipe: Recipe, loop: str, kept: Mapping[str, str]) -> None:
+    gone = [_run_dir(recipe, name, digest) for name, digest in kept.items() if name.startswith(f"{loop}.round")]
+    gone = [folder for folder in gone if RunDir(folder).result() is None]
+    if gone:
+        raise ValueError(
+            f"{gone[0]} of a finished round is gone or not whole: restore it, or remove {folder_of(recipe) / FILE} to train again what is "
+            "missing"
+        )
+
+
+def _publishes(planned: Plan, name: str, loop: str, number: int) -> bool:
+    config = planned[name].config
+    return isinstance(config, Publication) and name.endswith(f".round{number}") and config.model == f"{loop}.round{number}"
+
+
+def _failed(planned: Plan) -> tuple[Verdict, ...]:
+    return tuple(verdict for node in planned.nodes for verdict in holding(gates_of(node)))
+
+
+def _adopted(planned: Plan, loop: str, number: int) -> Round:
+    title = f"{loop}.round{number}"
+    ended = (planned[title].run_dir / RESULT).stat().st_mtime
+    metric = f"win_rate/{title}"
+    results = [RunDir(node.run_dir).result() for node in planned.nodes if isinstance(node.config, Evaluation)]
+    rates = [result.metrics[metric] for result in results if result and metric in result.metrics]
+    stages = stages_of_round(planned, loop, number)
+    return Round(stages=stages, begun=None, ended=datetime.fromtimestamp(ended, UTC), win_rate=rates[0] if rates else None)

@@ -1,0 +1,138 @@
+"""Runs of `alignflow serve` that are cancelled or killed: nothing goes on working, nothing is marked done, the next run finishes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import micro
+from tests.micro import Serve, ask, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LIMIT_SECONDS = 40  # in which everything must be gone
+
+
+class Working:
+    """A run whose stage is at work, for `seed`, which makes all digests its own."""
+
+    def __init__(self, serve: Serve, api: str, seed: int, stage: str = "sft"):
+        self.serve, self.api, self.seed = serve, api, seed
+        slow(serve.folder, stage)
+        self.run = serve.run(api, "alignment/micro", overrides=[f"seed={seed}"])
+        before = len(micro.attempts(serve.folder))
+        wait_until(lambda: stage in micro.begun(serve.folder)[before:], f"{stage} to begin", 90, serve.told)
+        _, self.digest, pid = micro.attempts(serve.folder)[-1]
+        self.stage = psutil.Process(pid)
+        wait_until(self.stage.children, "the stage to start its child")
+        reaper = self.stage.parent()
+        assert reaper is not None and "rlhf_core.reaper" in reaper.cmdline()
+        flow = reaper.parent()
+        assert flow is not None and "prefect.engine" in flow.cmdline()
+        self.flow, self.all = flow, [flow, reaper, self.stage, *self.stage.children()]
+
+    def gone(self) -> None:
+        start = time.monotonic()
+        wait_until(lambda: not [p for p in self.all if alive(p)], "all processes of the run to end", LIMIT_SECONDS, self.serve.told)
+        print(f"gone after {time.monotonic() - start:.1f} s")
+        (folder,) = (self.serve.folder / "artifacts" / "stages").glob(f"*-{self.digest}")
+        assert not (folder / "result.json").exists()
+
+    def ends_as(self, *states: str, seconds: float = 60) -> None:
+        def state() -> str:
+            return self.serve.state(self.api, self.run)
+
+        wait_until(lambda: state() in states, f"the state {states}", seconds, lambda: f"{state()}\n{self.serve.told()}")
+
+    def again(self, serve: Serve, api: str) -> None:
+        """The next run of the same recipe finishes, and does no finished stage twice."""
+        slow(serve.folder)
+        run = serve.run(api, "alignment/micro", overrides=[f"seed={self.seed}"])
+        wait_until(lambda: serve.state(api, run) == "COMPLETED", "the next run", 150, serve.told)
+        done = [name for name, digest, _ in micro.attempts(serve.folder) if digest == self.digest]
+        assert len(done) == 2, "the stage that was cut off, once more and no more"
+
+
+def slow(folder: Path, *stages: str) -> None:
+    (folder / "slow.json").write_text(json.dumps({"stubborn": True, **dict.fromkeys(stages, "middle")}))
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serve, str]]:
+    folder = tmp_path_factory.mktemp("cancel") / "here"
+    serve = Serve(folder, micro.build(folder), "--no-schedule")
+    try:
+        yield serve, serve.ready()
+    finally:
+        if serve.process.poll() is None:
+            serve.stop()
+        wait_until(lambda: not micro.left(folder), "all processes to end", told=lambda: str(micro.left(folder)))
+
+
+def test_cancelled_by_the_command(served: tuple[Serve, str]) -> None:
+    serve, api = served
+    work = Working(serve, api, 1)
+    command = [sys.executable, "-m", "prefect", "flow-run", "cancel", work.run]
+    subprocess.run(command, env=os.environ | {"PREFECT_API_URL": api}, check=True, timeout=60, capture_output=True)
+    work.gone()
+    work.ends_as("CANCELLED")
+    work.again(serve, api)
+
+
+def test_cancelled_by_the_api_in_a_later_stage(served: tuple[Serve, str]) -> None:
+    serve, api = served
+    work = Working(serve, api, 2, "loop.round1.dpo")
+    ask(api, f"/flow_runs/{work.run}/set_state", {"state": {"type": "CANCELLING"}})
+    work.gone()
+    work.ends_as("CANCELLED")
+    work.again(serve, api)
+
+
+def test_the_flow_is_killed(served: tuple[Serve, str]) -> None:
+    serve, api = served
+    work = Working(serve, api, 3)
+    work.flow.kill()
+    work.gone()
+    work.ends_as("CRASHED")
+    work.again(serve, api)
+
+
+def test_serve_or_a_part_of_it_ends(tmp_path: Path) -> None:
+    """Each time the next `serve` on the same home finds the run that was cut off, and finishes its work."""
+    folder = tmp_path / "here"
+    environment = micro.build(folder)
+    work: Working | None = None
+    codes = {"worker": 3, "server": 3, "serve": -9, "ctrl-c": 130}
+    for seed, (who, code) in enumerate(codes.items(), start=1):
+        serve = Serve(folder, environment, "--no-schedule")
+        api = serve.ready()
+        if work:
+            assert serve.state(api, work.run) in ("CRASHED", "CANCELLED", "FAILED"), "a run of yesterday does not stay Running"
+            work.again(serve, api)
+        work = Working(serve, api, seed)
+        if who == "serve":
+            serve.process.kill()
+        elif who == "ctrl-c":
+            serve.process.send_signal(signal.SIGINT)
+        else:
+            children = psutil.Process(serve.process.pid).children(recursive=True)
+            next(child for child in children if child.cmdline()[1:4] == ["-m", "prefect", who]).kill()
+        work.gone()
+        assert serve.process.wait(timeout=60) == code, serve.told()
+        wait_until(lambda: not micro.left(folder), "all processes to end", LIMIT_SECONDS, lambda: str(micro.left(folder)))
+        assert "Traceback" not in (folder / "serve.txt").read_text()

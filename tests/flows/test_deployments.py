@@ -1,0 +1,73 @@
+"""deployments/prefect.yaml through Prefect's own command and a real server, and schedules that are wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.deployments import schedule_of, served
+from tests.micro import ROOT, ask, build
+
+FILE = ROOT / "deployments" / "prefect.yaml"
+
+
+def test_all_deployments_are_made(prefect: str, tmp_path: Path) -> None:
+    environment = build(tmp_path / "here") | {"PREFECT_API_URL": prefect, "ALIGNFLOW_RECIPE": "recipe.yaml", "PWD": str(tmp_path / "here")}
+    for pool in ("alignflow-process", "alignflow-ray", "alignflow"):
+        kind = {"name": pool, "type": "process"}  # the Kubernetes pool's own type needs a package and a cluster
+        ask(prefect, "/work_pools/", kind)
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(FILE)]
+    done = subprocess.run(
+        command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = {item["name"]: item for item in ask(prefect, "/deployments/filter", {"limit": 100})}
+    written = yaml.safe_load(FILE.read_text())["deployments"]
+    assert {item["name"] for item in written} <= set(found)
+    assert all(found[item["name"]]["parameters"]["recipe"] == "recipe.yaml" for item in written)
+    assert all(found[item["name"]]["entrypoint"] == item["entrypoint"] for item in written)
+    assert found["weekly"]["parameters"]["latest"] is True
+    nightly = found["nightly"]
+    (schedule,) = nightly["schedules"]
+    assert schedule["active"] and schedule["schedule"]["cron"] == "0 2 * * *" and schedule["schedule"]["timezone"] == "Europe/Berlin"
+    assert nightly["concurrency_options"]["collision_strategy"] == "CANCEL_NEW" and nightly["global_concurrency_limit"]["limit"] == 1
+    assert nightly["job_variables"]["working_dir"] == str(tmp_path / "here")
+    assert nightly["job_variables"]["env"]["ALIGNFLOW_LIMIT"] == "alignflow-machine"
+    sweep = [entry["parameters"]["overrides"] for entry in found["evaluation-sweep"]["schedules"]]
+    assert sorted(sweep) == [["evaluation.temperature=0"], ["evaluation.temperature=1"]]
+
+
+def test_wrong_schedules_and_recipes_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    build(tmp_path / "here")
+    with pytest.raises(ValueError, match="timezone 'Europe/Berlim' is unknown: give a name such as Europe/Berlin or UTC"):
+        schedule_of(None, "0 2 * * *", "Europe/Berlim")
+    with pytest.raises(ValueError, match="cron '0 25' is no schedule"):
+        schedule_of(None, "0 25", "UTC")
+    with pytest.raises(ValueError, match=r"interval of 0\.1 s is too short"):
+        schedule_of(0.1, "", "UTC")
+    with pytest.raises(ValueError, match="two recipes are called micro"):
+        served(["here/recipe.yaml", f"file://{tmp_path}/here/recipe.yaml"], [])
+
+
+def test_a_second_serve_says_where_the_first_one_is(tmp_path: Path) -> None:
+    build(tmp_path / "here")
+    home = tmp_path / "here" / "home"
+    home.mkdir()
+    script = "import sys, time, pathlib\nfrom flows.serve import only_one\nwith only_one(pathlib.Path(sys.argv[1])):\n"
+    script += "    print('held', flush=True)\n    time.sleep(120)\n"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    first = subprocess.Popen([sys.executable, "-c", script, str(home)], stdout=subprocess.PIPE, env=environment)
+    assert first.stdout is not None and first.stdout.readline() == b"held\n"
+    (home / "serve.json").write_text('{"ui": "http://127.0.0.1:4321", "pid": 77}')
+    command = [sys.executable, "-m", "flows.cli", "serve", "recipe.yaml", "--home", str(home), "--port", "0"]
+    second = subprocess.run(command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=100)
+    first.kill()
+    first.communicate()
+    told = " ".join(second.stderr.split())
+    assert second.returncode == 3 and "is running on" in told and "already, at http://127.0.0.1:4321 (process 77)" in told

@@ -1,0 +1,104 @@
+"""The flows of loops and of parts of a recipe, in processes of their own, against one Prefect server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.recipe import given_recipe, load_recipe
+from tests import micro
+
+CALL = """
+import json, sys
+from prefect import flow
+from flows.alignment import alignment
+from flows.loops import iterative_preference, loop
+from flows.parts import evaluate, publish
+name, parameters = sys.argv[1], json.loads(sys.argv[2])
+state = globals()[name](**parameters, return_state=True)
+print("STATE", state.type.value, state.message)
+"""
+
+
+class Called:
+    """A flow that was called in a process of its own."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], name: str, **parameters: object):
+        command = [sys.executable, "-c", CALL, name, json.dumps(parameters)]
+        self._process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def ended(self) -> str:
+        out = self._process.communicate(timeout=200)[0]
+        assert "STATE " in out, out[-3000:]
+        return out.partition("STATE ")[2].splitlines()[0]
+
+
+@pytest.fixture
+def here(prefect: str, tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    environment = micro.build(tmp_path / "here") | {"PREFECT_API_URL": prefect}
+    return tmp_path / "here", environment
+
+
+def made(folder: Path, number: int) -> str:
+    (file,) = (folder / "artifacts/stages").glob(f"loop.round{number}.dpo-*/made/checkpoint")
+    return file.read_text()
+
+
+def test_three_at_the_same_moment_do_one_round(here: tuple[Path, dict[str, str]]) -> None:
+    folder, environment = here
+    ends = [called.ended() for called in [Called(folder, environment, "loop", recipe="recipe.yaml") for _ in range(3)]]
+    assert sum("loop of micro: round 1 is done, win rate 0.500" in end for end in ends) == 1
+    assert sum("another run is training loop of micro" in end or "when this run was due" in end for end in ends) == 2
+    assert all(end.startswith("COMPLETED ") for end in ends)
+    assert micro.begun(folder) == ["sft", "loop.round1.preferences", "loop.round1.dpo", "evaluation"]
+
+
+def test_rounds_until_the_win_rate_stops_rising_and_parts(here: tuple[Path, dict[str, str]]) -> None:
+    folder, environment = here
+    end = Called(folder, environment, "evaluate", recipe="recipe.yaml").ended()
+    assert "FAILED" in end and "stage evaluation needs loop.round1.dpo, sft, which are not done: run `alignflow stage" in end
+    end = Called(folder, environment, "publish", recipe="recipe.yaml").ended()
+    assert "recipe micro has no stage of kind publication: add one" in end
+    uri = f"file://{folder}/recipe.yaml"
+    end = Called(folder, environment, "iterative_preference", recipe=uri, rounds=9, min_gain=0.0).ended()  # rates: 0.5, 0.6, 0.7, 0.7
+    assert end == "COMPLETED loop of micro: the win rate went from 0.700 to 0.700 in round 4: it does not rise by more than 0"
+    rounds = [name for name in micro.begun(folder) if name.endswith(".dpo")]
+    assert rounds == [f"loop.round{k}.dpo" for k in (1, 2, 3, 4)] and len({made(folder, k) for k in (1, 2, 3, 4)}) == 4
+    end = Called(folder, environment, "evaluate", recipe="recipe.yaml", overrides=["loop.rounds=4", "evaluation.temperature=0.3"]).ended()
+    assert end.startswith("COMPLETED") and micro.begun(folder)[-1] == "evaluation"
+    status = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "loop", "status", "recipe.yaml"], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert "4 rounds are done. Round 5 is next" in status.stdout and "0.700" in status.stdout, status.stdout + status.stderr
+
+
+def test_wrong_parameters_are_one_sentence(here: tuple[Path, dict[str, str]]) -> None:
+    folder, environment = here
+    for name, parameters, sentence in (
+        ("alignment", {"recipe": 5}, "parameter recipe: give the path or URI of a YAML file, or a recipe as a mapping, not 5"),
+        ("loop", {"recipe": "recipe.yaml", "max_rounds": "two"}, "parameter the number of rounds: give int or nothing, not 'two'"),
+    ):
+        end = Called(folder, environment, name, **parameters).ended()
+        assert end == f"FAILED Flow run encountered an exception: ValueError: {sentence}"
+
+
+def test_recipes_of_parameters(tmp_path: Path) -> None:
+    micro.build(tmp_path / "here")
+    path = tmp_path / "here" / "recipe.yaml"
+    plain = load_recipe(path)
+    assert given_recipe(plain) is plain and given_recipe(plain.model_dump(mode="json")) == plain
+    assert load_recipe(f"file://{path}") == plain
+    assert given_recipe(plain, ["loop.beta=0.5"]) == given_recipe(str(path), ["loop.beta=0.5"]) != plain
+    for given, sentence in (
+        (f"file://{path}x", "recipe file://.*: No such file or directory; give the path of a YAML file"),
+        ("nothing://x/y", "recipe nothing://x/y cannot be read: ValueError: Protocol not known: nothing"),
+        ({"name": "x"}, "base_model: missing"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            given_recipe(given)
+    with pytest.raises(ValueError, match="parameter overrides: give a list of texts"):
+        given_recipe(plain, "loop.beta=0.5")

@@ -1,0 +1,192 @@
+"""A recipe whose stages are real processes that only write what a stage of their kind writes, also where a worker starts them.
+
+`modules/sitecustomize.py`, on every process's path, has the flows start `micro_stage` in place of `rlhf_core` and `evaluation`. A stage
+writes down that it works (`attempts.txt`), hangs where `slow.json` says (`start`, `middle`, `end`) with a child (that ignores SIGTERM:
+`stubborn`), and its result is a digest of its inputs' content: a round made from another round's result has another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+RECIPE = """
+name: micro
+base_model: org/model
+stages:
+  sft: {data: {sources: train.jsonl}}
+  loop: {stage: iterative_dpo, reward: org/reward, prompts: {sources: prompts.jsonl}, rounds: 1}
+  evaluation: {models: [loop], baseline: sft, questions: {path: q.jsonl}}
+"""
+CUSTOMIZE = """
+import importlib.abc, importlib.machinery, sys
+
+class Hook(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name not in ("tasks.stages", "flows.alignment"):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            if name == "tasks.stages":
+                module.module_of = lambda kind: "micro_stage"
+            else:
+                module.require_here = lambda planned, nodes: None
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Hook())
+"""
+STAGE = """
+import hashlib, json, os, signal, subprocess, sys, time
+from pathlib import Path
+from rlhf_core.stage import Outcome, run_stage, write_text
+from rlhf_core.types import EvalReport, WinRate
+
+def content(place):
+    return "".join(file.read_text() for file in sorted(Path(place).rglob("*")) if file.is_file()) if Path(place).is_dir() else (
+        Path(place).read_text() if Path(place).is_file() else place)
+
+def work(request, run):
+    with Path("attempts.txt").open("a") as file:
+        file.write(f"{request.name} {request.digest} {os.getpid()}\\n")
+    slow = json.loads(Path("slow.json").read_text()) if Path("slow.json").exists() else {}
+    def pause(when):
+        if slow.get(request.name) == when:
+            ignored = "signal.SIG_IGN" if slow.get("stubborn") else "signal.SIG_DFL"
+            child = f"import signal, time; signal.signal(signal.SIGTERM, {ignored}); time.sleep(300)"
+            subprocess.Popen([sys.executable, "-S", "-c", child])
+            time.sleep(250)
+
+    pause("start")
+    inputs = [content(request.inputs[name]) for name in sorted(request.inputs)]
+    made = hashlib.sha256("".join([request.digest, *inputs]).encode()).hexdigest()
+    kind = request.config.stage
+    if kind == "evaluation":
+        more = dict(ci_low=0.4, ci_high=0.9, num_questions=300, num_failed=0, swap_consistency=1.0, by_category={})
+        rates = tuple(WinRate(model=model, baseline="sft", judge="rule", win_rate=0.5 + 0.1 * min(i, 2), **more)
+                      for i, model in enumerate(request.config.models))
+        (run / "report").mkdir(exist_ok=True)
+        report = EvalReport(baseline="sft", judge="rule", win_rates=rates, right={}, mean_tokens={}, truncated={})
+        write_text(run / "report" / "eval.json", report.model_dump_json())
+        return Outcome({f"win_rate/{rate.model}": rate.win_rate for rate in rates}, {"report": "report"})
+    name = "pairs" if kind == "preferences" else "checkpoint"
+    write_text(run / "half", made)
+    pause("middle")
+    (run / "made").mkdir(exist_ok=True)
+    write_text(run / "made" / name, made)
+    pause("end")
+    return Outcome({"loss": 1.5}, {name: f"made/{name}"})
+
+run_stage(sys.argv[1], work)
+"""
+
+
+def build(folder: Path) -> dict[str, str]:
+    """Writes recipe and modules; the environment of processes that work with them."""
+    (folder / "modules").mkdir(parents=True)
+    (folder / "modules" / "micro_stage.py").write_text(STAGE)
+    (folder / "modules" / "sitecustomize.py").write_text(CUSTOMIZE)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    kept = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
+    return kept | {"PYTHONPATH": f"{folder / 'modules'}{os.pathsep}{ROOT}", "PYTHONUNBUFFERED": "1", "PREFECT_HOME": str(folder / "home")}
+
+
+def attempts(folder: Path) -> list[tuple[str, str, int]]:
+    """(stage, digest, pid) of every stage's process that began to work, in order."""
+    lines = (folder / "attempts.txt").read_text().splitlines() if (folder / "attempts.txt").exists() else []
+    return [(name, digest, int(pid)) for name, digest, pid in (line.split() for line in lines)]
+
+
+def begun(folder: Path) -> list[str]:
+    return [name for name, _, _ in attempts(folder)]
+
+
+def left(folder: Path) -> list[psutil.Process]:
+    """Living processes that were started in a folder, or for it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            ours = str(folder) in " ".join(process.cmdline()) or process.cwd() == str(folder)
+            if ours and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until(true: Callable[[], object], what: str, seconds: float = 60, told: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}\n{told()}"
+        time.sleep(0.1)
+
+
+def ask(api: str, route: str, body: dict[str, Any] | None = None) -> Any:
+    """What a route of Prefect's API answers. A busy database is asked again, as Prefect's own client does."""
+    for pause in (1, 2, 4, 8):
+        try:
+            return _ask(api, route, body)
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+            time.sleep(pause)
+    return _ask(api, route, body)
+
+
+def _ask(api: str, route: str, body: dict[str, Any] | None) -> Any:
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(api + route, data=data, headers={"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)
+
+
+class Serve:
+    """`alignflow serve` as a process, in `folder`."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], *given: str):
+        self.folder = folder
+        command = [sys.executable, "-m", "flows.cli", "serve", "recipe.yaml", "--port", "0", "--home", str(folder / "home"), *given]
+        with (folder / "serve.txt").open("wb") as out:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def told(self) -> str:
+        log = self.folder / "home" / "serve.log"
+        return (self.folder / "serve.txt").read_text()[-3000:] + (log.read_text()[-3000:] if log.exists() else "")
+
+    def ready(self) -> str:
+        """Waits for it. The API's address."""
+
+        def is_ready() -> bool:
+            assert self.process.poll() is None, self.told()
+            return (self.folder / "home" / "serve.json").exists() and "serving on" in (self.folder / "serve.txt").read_text()
+
+        wait_until(is_ready, "serve to start", 90, self.told)
+        return str(json.loads((self.folder / "home" / "serve.json").read_text())["api"])
+
+    def run(self, api: str, deployment: str, **parameters: Any) -> str:
+        """Asks for a run of a deployment; its id."""
+        flow, name = deployment.split("/")
+        identity = ask(api, f"/deployments/name/{flow}/{name}")["id"]
+        return str(ask(api, f"/deployments/{identity}/create_flow_run", {"parameters": parameters, "state": {"type": "SCHEDULED"}})["id"])
+
+    def state(self, api: str, run: str) -> str:
+        return str(ask(api, f"/flow_runs/{run}")["state_type"])
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(timeout=90)
