@@ -72,6 +72,16 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.fixture
+def starts() -> Iterator[list[Serve]]:
+    """Every `serve` put into it is ended with the test, however that ends."""
+    started: list[Serve] = []
+    yield started
+    for serve in started:
+        if serve.process.poll() is None:
+            serve.stop()
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serve, str]]:
     folder = tmp_path_factory.mktemp("cancel") / "here"
@@ -112,7 +122,7 @@ def test_the_flow_is_killed(served: tuple[Serve, str]) -> None:
     work.again(serve, api)
 
 
-def test_serve_or_a_part_of_it_ends(tmp_path: Path) -> None:
+def test_serve_or_a_part_of_it_ends(tmp_path: Path, starts: list[Serve]) -> None:
     """Each time the next `serve` on the same home finds the run that was cut off, and finishes its work."""
     folder = tmp_path / "here"
     environment = micro.build(folder)
@@ -120,6 +130,7 @@ def test_serve_or_a_part_of_it_ends(tmp_path: Path) -> None:
     codes = {"worker": 3, "server": 3, "serve": -9, "ctrl-c": 130}
     for seed, (who, code) in enumerate(codes.items(), start=1):
         serve = Serve(folder, environment, "--no-schedule")
+        starts.append(serve)
         api = serve.ready()
         if work:
             assert serve.state(api, work.run) in ("CRASHED", "CANCELLED", "FAILED"), "a run of yesterday does not stay Running"
