@@ -17,7 +17,7 @@ import pytest
 from tests import micro
 from tests.micro import Serve, ask, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 LIMIT_SECONDS = 40  # in which everything must be gone
 
 

@@ -12,7 +12,7 @@ from rlhf_core.stage import StageRequest
 from tests import micro
 from tests.micro import Serve, ask, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 
 
 def completed(api: str) -> list[dict[str, Any]]:
