@@ -78,8 +78,8 @@ def prepare(client: SyncPrefectClient) -> None:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
     except ObjectAlreadyExists:
         pass
-    # Scheduled runs go one by one. A concurrency limit of their deployment would do that too, but a burst of late runs that it cancels
-    # locks the server's SQLite for a minute.
+    # Scheduled runs go one by one, in a queue of their own. A concurrency limit of their deployment would cancel a burst of late ones at
+    # once, and the server's SQLite was seen to stand still for a minute then (elsewhere too, but less often).
     for priority, (name, limit) in enumerate(((ASKED, None), (SCHEDULED, 1)), start=1):
         try:
             queue = client.read_work_queue_by_name(name, work_pool_name=POOL)

@@ -217,6 +217,16 @@ def test_the_kl_coefficient_adapts(runs: Runs) -> None:
     assert coefficients[1] == pytest.approx(coefficients[0] * (1 - 0.2 * 16 / 100))
 
 
+def test_phases_stand_beside_their_floors_and_work_beside_waiting(runs: Runs) -> None:
+    for line in read_metrics(runs.whole):
+        for phase in ("generate", "score", "train"):
+            assert 0 < line[f"floor/{phase}"] < 10 * line[f"phase/{phase}"], "a processor's ceilings are rough, not made up"
+        for role in ("actor", "critic", "reference", "reward:reward_model", "sampler"):
+            assert 0 <= line[f"wait/{role}"] <= 1
+        assert 0 < line["work/sampler/generate"] <= line["phase/generate"] + 0.1
+        assert {"work/actor/score", "work/reference/score", "work/critic/train"} <= line.keys()
+
+
 def test_roles_are_spread_over_two_nodes(runs: Runs) -> None:
     assert "on 2 node(s)" in (runs.whole / "log.txt").read_text()
 
