@@ -24,17 +24,19 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--generate-len", type=int, default=512)
     parser.add_argument("--memory", type=float, default=0.9)
-    parser.add_argument("--side", choices=("plain", "ours", "whole"))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--side", choices=("plain", "ours", "whole", "greedy", "answers"))
+    parser.add_argument("--sides", nargs="+", default=["plain", "ours", "whole"], help="greedy, answers: the same for an evaluation")
     arguments = parser.parse_args()
     if arguments.side is None:
-        for side in ("plain", "ours", "whole"):
+        for side in arguments.sides:
             subprocess.run([sys.executable, *sys.argv, "--side", side], check=True)
         return
     rng = random.Random(0)
     prompts = [
         [[rng.randrange(100, 200) for _ in range(arguments.prompt_len)] for _ in range(arguments.prompts)] for _ in range(ROUNDS + 1)
     ]
-    generate = plain(arguments) if arguments.side == "plain" else ours(arguments)
+    generate = plain(arguments) if arguments.side in ("plain", "greedy") else ours(arguments)
     seconds = []
     for batch in prompts:
         start = time.perf_counter()
@@ -49,8 +51,9 @@ def plain(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     import vllm
 
     length = arguments.prompt_len + arguments.generate_len
-    llm = vllm.LLM(arguments.model, dtype="bfloat16", max_model_len=length, gpu_memory_utilization=arguments.memory, seed=0)
-    params = vllm.SamplingParams(temperature=1.0, max_tokens=arguments.generate_len, ignore_eos=True, detokenize=False)
+    llm = vllm.LLM(arguments.model, dtype=arguments.dtype, max_model_len=length, gpu_memory_utilization=arguments.memory, seed=0)
+    temperature = 0.0 if arguments.side == "greedy" else 1.0
+    params = vllm.SamplingParams(temperature=temperature, max_tokens=arguments.generate_len, ignore_eos=True, detokenize=False)
 
     def generate(batch: list[list[int]]) -> int:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in batch], params, use_tqdm=False)
@@ -63,7 +66,7 @@ def ours(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     from rlhf_core.rollout.engine import Sampler
 
     length = arguments.prompt_len + arguments.generate_len
-    sampler = Sampler(arguments.model, seed=0, max_model_len=length, dtype="bfloat16", gpu_memory_utilization=arguments.memory)
+    sampler = Sampler(arguments.model, seed=0, max_model_len=length, dtype=arguments.dtype, gpu_memory_utilization=arguments.memory)
     rng = random.Random(1)
 
     def generate(batch: list[list[int]]) -> int:
@@ -72,10 +75,11 @@ def ours(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
         answers = sampler.generate(
             batch,
             seeds=seeds,
-            temperature=1.0,
+            temperature=0.0 if arguments.side == "answers" else 1.0,
             max_new_tokens=arguments.generate_len,
             stop_token_ids=[],
             seed_whole=arguments.side == "whole",
+            logprobs=arguments.side != "answers",
         )
         return sum(len(answer.tokens) for group in answers for answer in group)
 

@@ -29,13 +29,19 @@ REPO = "someone/tiny"
 
 
 @pytest.fixture(autouse=True)
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A Hub of our own; whatever a test publishes, the token is in no file of the run and in none that was sent."""
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with serve() as running:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         yield running
+        sent = [
+            blob.content for repo in running.repositories.values() for commit in repo.commits.values() for blob in commit.files.values()
+        ]
+        written = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+        assert written and not any(TOKEN.encode() in content for content in [*sent, *written])
 
 
 def publish(checkpoint: Path, place: Path, **config: Any) -> RunDir:
