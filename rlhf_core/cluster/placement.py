@@ -39,7 +39,8 @@ def connect() -> None:
         return
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     store = GPU_OBJECT_STORE_BYTES if num_gpus() else OBJECT_STORE_BYTES
-    ray.init(num_cpus=os.cpu_count(), include_dashboard=False, object_store_memory=store, logging_level="WARNING")
+    # "local": without it Ray would join whatever cluster was started last on this machine, somebody else's perhaps.
+    ray.init("local", num_cpus=os.cpu_count(), include_dashboard=False, object_store_memory=store, logging_level="WARNING")
 
 
 def passed_environment() -> dict[str, str]:
