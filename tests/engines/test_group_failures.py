@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 from rlhf_core.cluster.group import Group, RoleFailed, wait_all
 from rlhf_core.cluster.layout import arrange
@@ -51,6 +52,7 @@ def make_role() -> object:
 def groups() -> Iterator[tuple[Group, Group]]:
     ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["make_role"]))
     os.environ["NCCL_NVLS_ENABLE"] = "0"
+    somebody_elses = Cluster(initialize_head=True, head_node_args={"num_cpus": 77, "object_store_memory": 100 << 20})
     connect()
     two = Ranks(num_ranks_per_node=2, cpus=0.25)
     room = reserve(arrange({"critic": two, "actor": two}), 30)
@@ -59,7 +61,12 @@ def groups() -> Iterator[tuple[Group, Group]]:
         pending.wait(60)
     yield made
     ray.shutdown()
+    somebody_elses.shutdown()
     del os.environ["NCCL_NVLS_ENABLE"]
+
+
+def test_a_cluster_that_runs_on_the_machine_already_is_left_alone(groups: tuple[Group, Group]) -> None:
+    assert ray.cluster_resources()["CPU"] == os.cpu_count()
 
 
 def test_failures_name_the_role_the_phase_and_what_to_do(groups: tuple[Group, Group]) -> None:
