@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import fsspec
+import httpx
 import pytest
 
 BUCKET, SECRET = "alignflow-tests", "a-secret-key-that-nobody-may-see"
@@ -32,6 +33,9 @@ def s3() -> Iterator[str]:
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         S3FileSystem.clear_instance_cache()  # clients keep the address and the keys they began with
         try:
+            httpx.post(
+                f"http://{host}:{port}/moto-api/reset", trust_env=False
+            ).raise_for_status()  # servers of one process share what they hold
             fsspec.filesystem("s3").mkdir(BUCKET)
             yield f"s3://{BUCKET}/team"
         finally:
