@@ -121,7 +121,7 @@ def show(line: dict[str, float]) -> None:
 
     phases, floor = named("phase/"), named("floor/")
     told = "  ".join(f"{name} {value}" + (f" (floor {floor[name]})" if name in floor else "") for name, value in phases.items())
-    checks = ("response/length", "sampler/gap", "sampler/gap_p99", "policy/first_ratio", "policy/loss", "value/loss", "sync/probe_gap")
+    checks = ("response/length", "sampler/gap", "sampler/gap_p99", "policy/first_ratio", "policy/grad_norm", "sync/probe_gap")
     print(f"step {line['step']}  {sum(phases.values()):.1f} s  {told}")
     print(
         f"    work {named('work/')}\n    wait {named('wait/')}\n    { ({name: round(line[name], 6) for name in checks if name in line}) }"
