@@ -2,7 +2,7 @@
 
 `modules/sitecustomize.py`, on every process's path, has the flows start `micro_stage` in place of `rlhf_core` and `evaluation`. A stage
 writes down that it works (`attempts.txt`), hangs where `slow.json` says (`start`, `middle`, `end`) with a child (that ignores SIGTERM:
-`stubborn`), and its result is a digest of its inputs' content: a round made from another round's result has another one.
+`stubborn`), waits until there is a file `slow.json` names (`until`), and its result is a digest of its inputs' content: a round made from another round's result has another one.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ def work(request, run):
             subprocess.Popen([sys.executable, "-S", "-c", child])
             time.sleep(250)
 
+    deadline = time.monotonic() + 150
+    while "until" in slow and not Path(slow["until"]).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
     pause("start")
     inputs = [content(request.inputs[name]) for name in sorted(request.inputs)]
     made = hashlib.sha256("".join([request.digest, *inputs]).encode()).hexdigest()
