@@ -44,6 +44,13 @@ settings.register_profile("alignflow", derandomize=True, deadline=None)
 settings.load_profile("alignflow")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What `-n` may run at once: files of unit tests, beside one test with engines and one with a Prefect server."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        item.add_marker(pytest.mark.xdist_group(folder if folder in ("engines", "flows", "gpu") else item.path.name))
+
+
 @pytest.fixture(scope="session")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's base model and a twentieth of its data, made by the demo's own script."""
