@@ -4,7 +4,8 @@
 
 FOLDER of --model holds a transformers checkpoint with a tokenizer (random weights do). Prints, for each step, the seconds of each phase
 beside its floor (operations and bytes at the ceilings measured on the card) and the share of the step in which each role waits; then the
-peak memory of each card, all processes together.
+peak memory of each card, all processes together. A reward of no meaning is added to the reward model's, whose head starts at zero where
+there is none: gradients are not zero, and the weights that travel change. The first step's losses compare placements with each other.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from rlhf_core.config import PPO
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
 
+LETTERS = """
+def letters(responses):
+    return [sum(map(ord, response)) % 101 / 50 - 1 for response in responses]
+"""
 ROLES = ("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks")
 
 
@@ -57,8 +62,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None) -> argparse.ArgumentParser:
+    """The options of a run's size and placement."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--placement", choices=PLACEMENTS, default="one")
@@ -70,19 +76,41 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--zero-stage", type=int, default=2)
     parser.add_argument("--recompute", type=float, default=1.0, help="share of the layers with gradient checkpointing")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = options(__doc__).parse_args()
 
     arguments.out.mkdir(parents=True)
     rng = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
     prompts = ["".join(rng.choice(letters) for _ in range(arguments.prompt_len)) for _ in range(arguments.prompts * arguments.steps)]
     (arguments.out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    config = stage_config(arguments)
+    run = RunDir(arguments.out / "run")
+    run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))
+    peaks = watch_memory()
+    start = time.time()
+    code = subprocess.run([sys.executable, "-m", "rlhf_core", str(run.path)], stdin=subprocess.DEVNULL).returncode
+    lines = read_metrics(run.path)
+    for line in lines:
+        show(line)
+    if lines:
+        first = lines[0]["time"] - sum(value for name, value in lines[0].items() if name.startswith("phase/"))
+        print(f"command to first rollout: {first - start:.0f} s; exit code {code}; peak GiB by card {[round(p / 2**30, 1) for p in peaks]}")
+    sys.exit(code)
+
+
+def stage_config(arguments: argparse.Namespace) -> PPO:
+    """The stage that the options of the command describe."""
+    (arguments.out / "letters.py").write_text(LETTERS)
     settings = json.loads(arguments.set)
     placement = PLACEMENTS[arguments.placement]
-    config = PPO.model_validate(
+    return PPO.model_validate(
         {
             "actor": "base",
-            "reward": "base",
+            "reward": ["base", {"function": f"{arguments.out / 'letters.py'}:letters"}],
             "prompts": {"sources": str(arguments.out / "prompts.jsonl"), "template": "{}"},
             "dtype": "bfloat16",
             "zero_stage": arguments.zero_stage,
@@ -101,18 +129,6 @@ def main() -> None:
             "vllm": placement["vllm"] | settings.get("vllm", {}),
         }
     )
-    run = RunDir(arguments.out / "run")
-    run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))
-    peaks = watch_memory()
-    start = time.time()
-    code = subprocess.run([sys.executable, "-m", "rlhf_core", str(run.path)], stdin=subprocess.DEVNULL).returncode
-    lines = read_metrics(run.path)
-    for line in lines:
-        show(line)
-    if lines:
-        first = lines[0]["time"] - sum(value for name, value in lines[0].items() if name.startswith("phase/"))
-        print(f"command to first rollout: {first - start:.0f} s; exit code {code}; peak GiB by card {[round(p / 2**30, 1) for p in peaks]}")
-    sys.exit(code)
 
 
 def show(line: dict[str, float]) -> None:
@@ -121,7 +137,16 @@ def show(line: dict[str, float]) -> None:
 
     phases, floor = named("phase/"), named("floor/")
     told = "  ".join(f"{name} {value}" + (f" (floor {floor[name]})" if name in floor else "") for name, value in phases.items())
-    checks = ("response/length", "sampler/gap", "sampler/gap_p99", "policy/first_ratio", "policy/grad_norm", "sync/probe_gap")
+    checks = (
+        "response/length",
+        "sampler/gap",
+        "sampler/gap_p99",
+        "policy/first_ratio",
+        "policy/grad_norm",
+        "sync/probe_gap",
+        "policy/loss",
+        "value/loss",
+    )
     print(f"step {line['step']}  {sum(phases.values()):.1f} s  {told}")
     print(
         f"    work {named('work/')}\n    wait {named('wait/')}\n    { ({name: round(line[name], 6) for name in checks if name in line}) }"
