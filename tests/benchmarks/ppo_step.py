@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import openrlhf_ppo
+
 from rlhf_core.config import PPO
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
@@ -80,8 +82,10 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    arguments = options(__doc__).parse_args()
-
+    parser = options(__doc__)
+    parser.add_argument("--peer", action="store_true", help="afterwards the same work in OpenRLHF, where it is installed, and the ratios")
+    parser.add_argument("--peer-seconds", type=int, default=900, help="then the peer is cut off; steps that ended count")
+    arguments = parser.parse_args()
     arguments.out.mkdir(parents=True)
     rng = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -99,7 +103,25 @@ def main() -> None:
     if lines:
         first = lines[0]["time"] - sum(value for name, value in lines[0].items() if name.startswith("phase/"))
         print(f"command to first rollout: {first - start:.0f} s; exit code {code}; peak GiB by card {[round(p / 2**30, 1) for p in peaks]}")
+    if arguments.peer:
+        beside(lines, arguments)
     sys.exit(code)
+
+
+def beside(lines: list[dict[str, float]], arguments: argparse.Namespace) -> None:
+    """Runs the peer on as many cards and prints the last step of both, and the last but one, with their ratios."""
+    if why := openrlhf_ppo.missing():
+        print(why)
+        return
+    theirs = openrlhf_ppo.run(arguments, int(arguments.placement.rpartition("-")[2]) if "-" in arguments.placement else 1)
+    print(f"the peer ended {len(theirs)} steps, of {[step['step'] for step in theirs]} s")
+    for back in range(1, min(3, len(lines) + 1, len(theirs) + 1)):
+        ours = {name: lines[-back].get(f"phase/{name}", 0.0) for name in openrlhf_ppo.PHASES}
+        ours["step"] = sum(value for name, value in lines[-back].items() if name.startswith("phase/"))
+        print(f"steps {len(lines) - back + 1} of ours and {len(theirs) - back + 1} of the peer's: seconds, and the peer's by ours")
+        for name, seconds in ours.items():
+            other = theirs[-back].get(name, float("nan"))
+            print(f"  {name:9} {seconds:7.2f} {other:7.2f} {other / max(seconds, 1e-9):6.2f}")
 
 
 def stage_config(arguments: argparse.Namespace) -> PPO:

@@ -1,0 +1,95 @@
+"""The same PPO work in OpenRLHF 0.11, for `ppo_step.py --peer`: everything on the same cards, engine and models asleep in turn, ZeRO-3."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PHASES = {
+    "generate": "generation",
+    "score": "make_experience",
+    "train": "ppo_train",
+    "sync": "broadcast",
+    "step": "step_total",
+}  # ours: its
+MEASURED = re.compile(r"'timing/(\w+)': ([0-9.]+)")
+
+
+def missing() -> str | None:
+    """Why it cannot run here."""
+    return None if importlib.util.find_spec("openrlhf") else "openrlhf is not installed: the peer is left out"
+
+
+def run(arguments: argparse.Namespace, cards: int) -> list[dict[str, float]]:
+    """Seconds of each phase, a dict a step, under our names for them. A run that its limit cuts off gives the steps that ended."""
+    log = arguments.out / "openrlhf.log"
+    command = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *flags(arguments, cards)]
+    with log.open("wb") as out:
+        try:
+            subprocess.run(
+                command,
+                cwd=arguments.out,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                timeout=arguments.peer_seconds,
+            )
+        except subprocess.TimeoutExpired:
+            print(f"the peer was cut off after {arguments.peer_seconds} s", flush=True)
+        finally:
+            subprocess.run(["ray", "stop", "--force"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return read(log)
+
+
+def read(log: Path) -> list[dict[str, float]]:
+    """The steps that a log tells of."""
+    lines = [dict(MEASURED.findall(line)) for line in log.read_text(errors="replace").splitlines() if "timing/step_total" in line]
+    return [{ours: float(line[its]) for ours, its in PHASES.items() if its in line} for line in lines]
+
+
+def flags(arguments: argparse.Namespace, cards: int) -> list[str]:
+    model = str(arguments.model.absolute())
+    given: dict[str, object] = {f"{role}.num_gpus_per_node": cards for role in ("actor", "critic", "ref", "reward")}
+    given |= {f"{role}.num_nodes": 1 for role in ("actor", "critic", "ref", "reward")}
+    given |= {f"{role}.model_name_or_path": model for role in ("actor", "critic", "reward")}
+    given |= {
+        "vllm.num_engines": cards,
+        "vllm.tensor_parallel_size": 1,
+        "vllm.gpu_memory_utilization": 0.5,
+        "vllm.sync_backend": "nccl",
+        "train.batch_size": min(128, arguments.prompts),
+        "train.max_epochs": 1,
+        "train.max_tokens_per_gpu": min(16384, arguments.micro_tokens),
+        "rollout.batch_size": arguments.prompts,
+        "rollout.n_samples_per_prompt": 1,
+        "rollout.max_new_tokens": arguments.generate_len,
+        "data.max_len": arguments.prompt_len + arguments.generate_len,
+        "data.max_samples": arguments.prompts * arguments.steps,
+        "data.prompt_dataset": str((arguments.out / "prompts.jsonl").absolute()),
+        "data.input_key": "prompt",
+        "ds.zero_stage": 3,
+        "ds.param_dtype": "bf16",
+        "actor.adam.lr": 5e-7,
+        "critic.adam.lr": 9e-6,
+        "algo.kl.init_coef": 0.01,
+        "algo.advantage.is_correction_level": "token",
+        "ckpt.output_dir": "peer-out",
+        "ckpt.path": "peer-states",
+        "logger.logging_steps": 1,
+    }
+    switches = (
+        "train.colocate_all",
+        "train.dynamic_batch_enable",
+        "vllm.enable_sleep",
+        "ds.enable_sleep",
+        "ds.packing_samples",
+        "actor.gradient_checkpointing_enable",
+        "reward.normalize_enable",
+    )
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))] + [f"--{name}" for name in switches]
