@@ -34,8 +34,9 @@ from rlhf_core.config import (
 from rlhf_core.config.groups import Wanted
 from rlhf_core.data.columns import Kind
 from rlhf_core.data.rows import check_columns, load_rows
+from rlhf_core.lineage import is_remote
 from rlhf_core.machine import num_cpus, num_gpus
-from rlhf_core.plan import Node, Plan, is_remote
+from rlhf_core.plan import Node, Plan
 from rlhf_core.recipe import unknown
 from rlhf_core.remote_files import StoreFault
 from rlhf_core.reward_sources import FunctionReward, HttpReward

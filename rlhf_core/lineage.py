@@ -136,6 +136,11 @@ def is_hub_id(place: str) -> bool:
     return bool(HUB_ID.fullmatch(repo_id)) and not repo_id.endswith(DATA_SUFFIXES) and not Path(place).exists()
 
 
+def is_remote(place: str) -> bool:
+    """A Hub id, unless such a file or folder exists. An id of one word (`gpt2`) counts too."""
+    return is_hub_id(place) or ("/" not in place and not place.endswith(DATA_SUFFIXES) and not Path(place).exists())
+
+
 def parted(place: str) -> tuple[str, str | None]:
     """Hub id and revision of `owner/name@REVISION`; anything else as it is, with None."""
     found = AT_REVISION.fullmatch(place)
