@@ -20,6 +20,7 @@ from prefect.runner import Runner
 
 import flows.alignment
 import flows.cli
+import flows.cli_run
 import tasks.notify
 import tasks.stages
 from flows.alignment import alignment, stage
@@ -107,7 +108,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rec
     monkeypatch.setattr(tasks.stages, "module_of", lambda kind: "stage_for_flows")
     monkeypatch.setattr(tasks.stages.run_stage, "retry_delay_seconds", 0)
     monkeypatch.setattr(flows.alignment, "require_here", lambda planned, nodes: None)
-    monkeypatch.setattr(flows.cli, "require_here", lambda planned, nodes: None)
+    monkeypatch.setattr(flows.cli_run, "require_here", lambda planned, nodes: None)
     return lambda *overrides: load_recipe("recipe.yaml", overrides)
 
 

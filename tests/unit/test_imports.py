@@ -29,7 +29,11 @@ HOMES = {
 TORCH_FREE = [
     "flows.alignment",
     "flows.cli",
+    "flows.cli_artifacts",
     "flows.cli_loops",
+    "flows.cli_models",
+    "flows.cli_prepare",
+    "flows.cli_run",
     "flows.deployments",
     "flows.doctor",
     "flows.loops",
