@@ -5,7 +5,6 @@ so that those of an older version can still be told.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 from filelock import FileLock, Timeout
 
+from evaluation.words import without_passwords
 from rlhf_core import loops
 from rlhf_core.lineage import Ancestor, lineage, stage_of
 from rlhf_core.stage import LOCK, REQUEST, RESULT, STATE, RunDir
@@ -230,7 +230,7 @@ def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = value if isinstance(value, str) else json.dumps(value)
-    return re.sub(r"://[^/@\s\"]+@", "://***@", text)  # a password inside a URL is left out
+    return without_passwords(text)
 
 
 def _content(place: str) -> str:
