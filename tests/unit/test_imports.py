@@ -94,7 +94,7 @@ def test_deepspeed_is_in_one_file() -> None:
 
 def test_orchestration_needs_no_torch() -> None:
     absent = ["torch", "transformers", "deepspeed", "ray", "vllm", "datasets", "tokenizers"]
-    ours = [".".join(file.relative_to(ROOT).with_suffix("").parts) for name in ("flows", "tasks") for file in (ROOT / name).glob("[!_]*.py")]
+    ours = [f"{name}.{file.stem}" for name in ("flows", "tasks") for file in (ROOT / name).glob("[!_]*.py")]
     script = f"import importlib, sys\nsys.modules.update(dict.fromkeys({absent}))\n" + "".join(
         f"importlib.import_module({module!r})\n" for module in sorted(ours) + TORCH_FREE
     )
