@@ -90,11 +90,6 @@ def require_here(plan: Plan, nodes: Sequence[Node]) -> None:
         raise MachineLacks("\n".join(problems))
 
 
-def check_here(plan: Plan) -> list[str]:
-    """All problems: of files, data, models and tokenizers first, then of this machine."""
-    return check_inputs(plan, plan.nodes) + check_machine(plan, plan.nodes)
-
-
 def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     """Missing files, unsuitable data, models without what is needed, limits below the template's own length."""
     todo = [node for node in nodes if not node.done]
