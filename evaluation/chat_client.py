@@ -28,6 +28,7 @@ WRONG_REQUEST = (400, 422)
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
+Record = TypeVar("Record", bound=Frozen)
 
 
 class Unreadable(Exception):
@@ -246,9 +247,14 @@ def appending(path: Path) -> Iterator[TextIO]:
         yield file
 
 
-def lines_of(path: Path) -> list[str]:
-    """The lines of such a file, of which one may be cut. (`splitlines` would also cut at U+2028.)"""
-    return path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
+def records_of(path: Path, kind: type[Record]) -> Iterator[Record]:
+    """The whole lines of such a file; one cut by a kill is left out. (`splitlines` would also cut at U+2028.)"""
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else ():
+        try:
+            record = kind.model_validate_json(line)
+        except ValidationError:
+            continue
+        yield record
 
 
 def _as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:

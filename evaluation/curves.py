@@ -22,7 +22,7 @@ from evaluation.summary import Curve
 from rlhf_core.types import WinRate
 
 COLOURS = ("#2563a8", "#d9822b", "#2e8b6f", "#a8437a", "#6f5bb0", "#7a8794", "#b8a11f", "#3aa0b8")
-INK, PALE, RED = "#3c4650", "#dde3e9", "#c0392b"
+INK, RED = "#3c4650", "#c0392b"
 MAX_POINTS = 300
 WIDTH, ROW = 10.95, 2.0  # inches: a stage's figure, and one row of its panels
 STYLE: dict[Any, Any] = {  # matplotlib types its keys as one long Literal

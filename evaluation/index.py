@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-import jinja2
-
+from evaluation.template import fill
 from evaluation.words import duration, percent
 from rlhf_core.stage import write_text
 
@@ -47,15 +46,7 @@ def write_index(artifacts: Path) -> Path:
     if not folders:
         raise ValueError(f"{artifacts} holds no runs: give the `artifacts` folder of recipes, or the folder of one run")
     lines = sorted((line_of(folder) for folder in folders), key=lambda line: line.when, reverse=True)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("index.html.j2").render(lines=lines)
-    write_text(artifacts / INDEX, page.encode("utf-8", "replace").decode())
+    write_text(artifacts / INDEX, fill("index.html.j2", lines=lines))
     return artifacts / INDEX
 
 

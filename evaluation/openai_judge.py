@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from evaluation.chat_client import NO_REPLY, Asking, ChatClient, Reply, appending, lines_of
+from evaluation.chat_client import NO_REPLY, Asking, ChatClient, Reply, appending, records_of
 from evaluation.judge import Match
 from evaluation.judge_prompt import PROMPT_VERSION, REMINDER, judge_prompt, parse_verdict
 from rlhf_core.stage import digest
@@ -108,12 +106,5 @@ class OpenAIJudge:
 
 
 def read_cache(file: Path) -> dict[str, Entry]:
-    """All whole lines of a cache; one cut by a kill is left out."""
-    entries: dict[str, Entry] = {}
-    for line in lines_of(file):
-        try:
-            entry = Entry.model_validate_json(line)
-        except ValidationError:
-            continue
-        entries[entry.key] = entry
-    return entries
+    """The verdicts of a cache by their keys."""
+    return {entry.key: entry for entry in records_of(file, Entry)}

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from evaluation.answers import ModelAnswer
-from evaluation.chat_client import NO_REPLY, Asking, ChatClient, Reply, appending, lines_of, remote
+from evaluation.chat_client import NO_REPLY, Asking, ChatClient, Reply, appending, records_of, remote
 from evaluation.judges import cost_of
 from evaluation.questions import Question
 from rlhf_core.config import Endpoint
@@ -110,15 +108,8 @@ def answering_metrics(answering: dict[str, Answering]) -> dict[str, float]:
 
 
 def read_given(file: Path) -> dict[str, Reply]:
-    """All whole lines; one cut by a kill is left out."""
-    found: dict[str, Reply] = {}
-    for line in lines_of(file):
-        try:
-            given = Given.model_validate_json(line)
-        except ValidationError:
-            continue
-        found[given.key] = given.reply
-    return found
+    """The answers of a file by their keys."""
+    return {given.key: given.reply for given in records_of(file, Given)}
 
 
 async def _answer(asking: Asking, messages: Messages) -> Reply | str:

@@ -122,16 +122,11 @@ def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
     return None
 
 
-def summarise(recipe_name: str, stages: Sequence[StageView]) -> dict[str, Any]:
+def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
     """The content of `summary.json`: per stage its name, kind, status, seconds, checkpoint, digest, final metrics and gates, and the
     win rate of its model against the baseline with a 95 % interval (all in [0, 1]). `evaluation` holds the final model's, and
     every model's under `models`; None when no evaluation finished.
     """
-    return summary_of(recipe_name, [read(view) for view in stages])
-
-
-def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
-    """`summarise` for directories that are already read."""
     evaluated = read_evaluation(stages)
     summary: dict[str, Any] = {
         "recipe": recipe_name,

@@ -13,7 +13,8 @@ from rlhf_core.forecast.memory import GIB, Training, stage_peak
 from rlhf_core.forecast.placements import Placement, choose, placements
 from rlhf_core.forecast.seconds import Card
 from rlhf_core.forecast.sizes import Size, size_of
-from rlhf_core.plan import TRAINED_FROM, Node, Plan
+from rlhf_core.names import TRAINED_FROM
+from rlhf_core.plan import Node, Plan
 from rlhf_core.snapshots import described
 
 SOURCE = {**TRAINED_FROM, "reward_model": "model"}  # the field that names what a stage starts from

@@ -5,7 +5,6 @@ so that those of an older version can still be told.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +15,10 @@ from typing import Any, NamedTuple
 import yaml
 from filelock import FileLock, Timeout
 
+from evaluation.words import without_passwords
 from rlhf_core import loops
 from rlhf_core.lineage import Ancestor, lineage, stage_of
-from rlhf_core.stage import LOCK, REQUEST, RESULT, STATE, RunDir
+from rlhf_core.stage import LOCK, REQUEST, RESULT, STATE, RunDir, read_json
 from rlhf_core.tax_tasks import task_name
 
 STAGES, RUN, RECIPE = "stages", "run.json", "recipe.yaml"
@@ -198,8 +198,8 @@ def _recipe_differences(before: Path, after: Path) -> Iterator[Difference]:
 
 
 def _stage_differences(name: str, before: Path, after: Path) -> Iterator[Difference]:
-    old, new = (_json(folder / REQUEST) for folder in (before, after))
-    results = [_json(folder / RESULT) for folder in (before, after)]
+    old, new = (read_json(folder / REQUEST) for folder in (before, after))
+    results = [read_json(folder / RESULT) for folder in (before, after)]
     parts = {
         "configuration": [{"seed": request.get("seed"), **request.get("config", {})} for request in (old, new)],
         "inputs": [{key: _content(place) for key, place in request.get("inputs", {}).items()} for request in (old, new)],
@@ -230,7 +230,7 @@ def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = value if isinstance(value, str) else json.dumps(value)
-    return re.sub(r"://[^/@\s\"]+@", "://***@", text)  # a password inside a URL is left out
+    return without_passwords(text)
 
 
 def _content(place: str) -> str:
@@ -254,13 +254,13 @@ def _closure(folders: list[Path]) -> set[Path]:
         folder = folders.pop()
         if folder not in kept:
             kept.add(folder)
-            parents = (stage_of(place) for place in _json(folder / REQUEST).get("inputs", {}).values())
+            parents = (stage_of(place) for place in read_json(folder / REQUEST).get("inputs", {}).values())
             folders += [parent[0].resolve() for parent in parents if parent is not None]
     return kept
 
 
 def _read_run(folder: Path) -> dict[str, Any]:
-    run = _json(folder / RUN)
+    run = read_json(folder / RUN)
     if not isinstance(run.get("stages"), list):
         raise ValueError(f"{folder / RUN} cannot be read: run the recipe again, or remove {folder} if nothing needs it")
     return run
@@ -273,11 +273,3 @@ def _top(folder: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError):
         return {}
     return {key: value for key, value in recipe.items() if key != "stages"} if isinstance(recipe, dict) else {}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

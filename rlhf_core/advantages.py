@@ -163,14 +163,6 @@ def reinforce_pp(rewards: Tensor, mask: Tensor, gamma: float, eps: float = 1e-8)
     return whiten(discounted_returns(rewards, mask, gamma), mask, eps)
 
 
-def reinforce_pp_baseline(scores: Tensor, kl: Tensor, coef: float, mask: Tensor, gamma: float, eps: float = 1e-8) -> Tensor:
-    """REINFORCE++ with baseline: the group mean leaves the score first, then as REINFORCE++.
-
-    `scores` (G, n); `kl` and `mask` (G, n, T). Returns (G, n, T).
-    """
-    return reinforce_pp(token_rewards(kl, coef, dr_grpo(scores), mask), mask, gamma, eps)
-
-
 def _check_group(scores: Tensor) -> None:
     if scores.shape[-1] < 2:
         raise ValueError("a group estimator compares answers to one prompt: set n_samples_per_prompt to 2 or more")

@@ -34,8 +34,9 @@ from rlhf_core.config import (
 from rlhf_core.config.groups import Wanted
 from rlhf_core.data.columns import Kind
 from rlhf_core.data.rows import check_columns, load_rows
+from rlhf_core.lineage import is_remote
 from rlhf_core.machine import num_cpus, num_gpus
-from rlhf_core.plan import Node, Plan, is_remote
+from rlhf_core.plan import Node, Plan
 from rlhf_core.recipe import unknown
 from rlhf_core.remote_files import StoreFault
 from rlhf_core.reward_sources import FunctionReward, HttpReward
@@ -87,11 +88,6 @@ def require_here(plan: Plan, nodes: Sequence[Node]) -> None:
         raise ValueError("\n".join(problems))
     if problems := check_machine(plan, nodes):
         raise MachineLacks("\n".join(problems))
-
-
-def check_here(plan: Plan) -> list[str]:
-    """All problems: of files, data, models and tokenizers first, then of this machine."""
-    return check_inputs(plan, plan.nodes) + check_machine(plan, plan.nodes)
 
 
 def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:

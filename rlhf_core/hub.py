@@ -6,7 +6,7 @@ tag means a whole model. Cut off anywhere and run again, it ends with the same c
 used, files that are there are not sent again, a commit whose answer was lost is recognised because nothing is left to change, and
 a tag that stands is checked and left alone. `upload_folder` is not used: with xet it splits a folder into several commits, and
 a reader could then see new weights under an old card. `create_commit` sends large files in the same streamed way.
-A branch that is not there is made first, at the head of the main one; the branches of a loop's rounds are made so (plan.py).
+A branch that is not there is made first, at the head of the main one; the branches of a loop's rounds are made so (expansion.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ older version of a stage can still be told. Nothing here holds a path of the mac
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_core.digests import Digests
-from rlhf_core.stage import REQUEST, RESULT, digest, file_digest
+from rlhf_core.stage import REQUEST, RESULT, digest, file_digest, read_json
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 AT_REVISION = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)@([\w.-]+)")
@@ -136,6 +135,11 @@ def is_hub_id(place: str) -> bool:
     return bool(HUB_ID.fullmatch(repo_id)) and not repo_id.endswith(DATA_SUFFIXES) and not Path(place).exists()
 
 
+def is_remote(place: str) -> bool:
+    """A Hub id, unless such a file or folder exists. An id of one word (`gpt2`) counts too."""
+    return is_hub_id(place) or ("/" not in place and not place.endswith(DATA_SUFFIXES) and not Path(place).exists())
+
+
 def parted(place: str) -> tuple[str, str | None]:
     """Hub id and revision of `owner/name@REVISION`; anything else as it is, with None."""
     found = AT_REVISION.fullmatch(place)
@@ -163,7 +167,7 @@ def tree(ancestor: Ancestor) -> str:
 def stage_of(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
     """The run directory that a path lies in (or is), with its `config.json`; None when it lies in none."""
     for folder in _upwards(Path(path).expanduser().absolute()):
-        record = _json(folder / REQUEST)
+        record = read_json(folder / REQUEST)
         request = {"name": str, "digest": str, "config": dict, "inputs": dict}
         if all(isinstance(record.get(key), kind) for key, kind in request.items()) and "stage" in record["config"]:
             return folder, record
@@ -180,7 +184,7 @@ def _ancestor(place: str, known: dict[str, Ancestor]) -> Ancestor:
     if key not in known:
         # Standing in for itself while its parents are read: a config that names its own directory ends here, not in a recursion.
         known[key] = Ancestor(record["name"], record["config"]["stage"], record["digest"])
-        result = _json(folder / RESULT)
+        result = read_json(folder / RESULT)
         known[key] = Ancestor(
             name=record["name"],
             kind=record["config"]["stage"],
@@ -221,7 +225,7 @@ def _leaf(place: str, path: Path) -> Ancestor:
 
 def pulled(folder: Path) -> tuple[str, str] | None:
     """Hub repository and commit of a folder that `alignflow pull` made; None for another, or when a file has another size since."""
-    record = _json(folder / PULLED)
+    record = read_json(folder / PULLED)
     files = record.get("files")
     if not isinstance(files, dict) or not {"repo_id", "commit"} <= record.keys():
         return None
@@ -232,11 +236,3 @@ def pulled(folder: Path) -> tuple[str, str] | None:
 def _upwards(path: Path) -> Iterator[Path]:
     yield path
     yield from path.parents
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
@@ -150,6 +150,15 @@ def _fetched(request: StageRequest) -> StageRequest:
 def write_text(path: Path, text: str) -> None:
     """Writes a file so that a reader sees the old content or the new, never a part."""
     write_bytes(path, text.encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a file holds; empty when the file is missing or cut, or holds something else."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def write_bytes(path: Path, content: bytes) -> None:

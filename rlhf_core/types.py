@@ -200,6 +200,3 @@ class EvalReport(Frozen):
     style: tuple[StyleEffect, ...] = ()
     judging: Judging | None = None
     answering: dict[str, Answering] = {}
-
-
-StageKind = Literal["sft", "reward_model", "ppo", "dpo", "kto", "preferences", "evaluation", "alignment_tax", "publication"]

@@ -21,7 +21,7 @@ from rlhf_core.config.gates import Verdict
 from rlhf_core.gates import gates_of
 from rlhf_core.plan import Plan
 from rlhf_core.recipe import dump_recipe
-from rlhf_core.stage import REQUEST, RunDir, write_text
+from rlhf_core.stage import REQUEST, RunDir, read_json, write_text
 
 RECIPE, RUN = "recipe.yaml", "run.json"
 
@@ -82,11 +82,8 @@ def record(plan: Plan, views: list[StageView], started: float | None = None, end
 
 
 def _times(folder: Path) -> dict[str, float | None]:
-    try:
-        run = json.loads((folder / RUN).read_text())
-        return {name: run.get(name) for name in ("started", "ended")}
-    except (OSError, ValueError, AttributeError):
-        return {"started": None, "ended": None}
+    run = read_json(folder / RUN)
+    return {name: run.get(name) for name in ("started", "ended")}
 
 
 def rewrite(folder: Path) -> Path:
@@ -115,10 +112,7 @@ def rewrite(folder: Path) -> Path:
 
 def statuses_of(folder: Path) -> dict[str, str]:
     """What the last run of a recipe did with each stage; {} when there was none."""
-    try:
-        return {s["name"]: s["status"] for s in json.loads((folder / RUN).read_text())["stages"]}
-    except (OSError, ValueError):
-        return {}
+    return {s["name"]: s["status"] for s in read_json(folder / RUN).get("stages", [])}
 
 
 def found(run_dir: Path) -> Status:

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.chat_endpoint import SECRET
+
 SEED = 0
 _HOME = tempfile.TemporaryDirectory(prefix="alignflow-tests-", ignore_cleanup_errors=True)
 
@@ -58,6 +60,13 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = Path(__file__).parents[1] / "deployments" / "demo" / "make_material.py"
     subprocess.run([sys.executable, str(script), "--out", str(out), "--scale", "0.05"], check=True, timeout=120, stdin=subprocess.DEVNULL)
     return out
+
+
+@pytest.fixture
+def judge_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of tests/judging.py's judge, whose endpoint is on this machine."""
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import pytest
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, constants, file_download
 from huggingface_hub.utils import _http as client_http
 
 from rlhf_core.config import Publication
@@ -42,7 +44,25 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in has no xet store; the client's own waits between attempts are skipped."""
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(client_http, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+    for module in (client_http, file_download):
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+
+
+@contextmanager
+def serving_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The stand-in as the Hub of this process's environment."""
+    quiet(monkeypatch)
+    with serve() as server:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+def model_to_publish(root: Path) -> Path:
+    """The folder of a tiny model as a publication stage leaves it."""
+    save_model(root / "checkpoint")
+    assemble(root / "checkpoint", root / "published", {"README.md": "---\nlicense: mit\n---\n# tiny\n"}, "publication", "00aa")
+    return root / "published"
 
 
 def api(server: Hub, token: str = TOKEN) -> HfApi:

@@ -30,33 +30,26 @@ def read_groups(draft: Draft) -> None:
                 draft.note("approximated", f"--{role}_num_nodes, --{role}_num_gpus_per_node", told)
         sizes[role] = size
         draft.put(GROUPS[role], {"num_nodes": size[0], "num_ranks_per_node": size[1], "gpus": 1.0})
-    one = nodes is not None or per_node is not None
-    if one and not draft.has("colocate_all"):
-        draft.note("approximated", "--num_nodes, --num_gpus_per_node", "every model has a group of this size of its own: make them smaller")
-    shared = "colocate_all" in draft.left and draft.has("colocate_all")
-    _engines(draft, math.prod(sizes["actor"]), shared, one)
+    _engines(draft, math.prod(sizes["actor"]), "colocate_all" in draft.left, nodes is not None or per_node is not None)
 
 
 def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:
     """The roles that share another role's cards, and whose."""
     if "colocate_critic_reward" in draft.left and not {"critic", "reward"} <= set(here):
         draft.note("dropped", draft.left.pop("colocate_critic_reward").shown, "there is no critic, or no reward model")
-    if "colocate_all" in draft.left and draft.has("colocate_all"):
+    if "colocate_all" in draft.left:
         for flag in ("colocate_actor_ref", "colocate_critic_reward"):
             if given := draft.take(flag):
                 draft.note("translated", given.shown, "part of colocate_all")
         return dict.fromkeys(here[1:], "actor")
     pairs = {"colocate_actor_ref": ("ref", "actor"), "colocate_critic_reward": ("reward", "critic")}
-    return {role: leader for flag, (role, leader) in pairs.items() if flag in draft.left and draft.has(flag)}
+    return {role: leader for flag, (role, leader) in pairs.items() if flag in draft.left}
 
 
 def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
     """vLLM's engines; where they share the models' cards there is one on each card, or on each `tensor_parallel_size` of them."""
-    parallel, given = 1, draft.left.get("vllm_tensor_parallel_size")
-    if given and draft.has("vllm.tensor_parallel_size"):
-        parallel = max(1, _whole_or(given, 1))
-    elif given and _whole_or(given, 0) == 1:
-        draft.note("translated", draft.left.pop("vllm_tensor_parallel_size").shown, "vllm.gpus: 1")
+    given = draft.left.get("vllm_tensor_parallel_size")
+    parallel = max(1, _whole_or(given, 1)) if given else 1
     draft.put("vllm.gpus", 1.0)
     wanted = _whole_or(draft.left["vllm_num_engines"], 0) if "vllm_num_engines" in draft.left else None
     if wanted and not (shared and wanted * parallel != gpus):

@@ -135,10 +135,7 @@ def read_ppo(draft: Draft) -> None:
     _importance(draft)
     offload = [flag for flag in (draft.take("ref_offload"), draft.take("reward_offload")) if flag]
     for flag in offload:
-        if draft.has("ref_reward_offload"):
-            draft.translate(flag, "ref_reward_offload", True, "" if len(offload) == 2 else "both models")
-        else:
-            draft.note("dropped", flag.shown, "a ppo stage has no ref_reward_offload")
+        draft.translate(flag, "ref_reward_offload", True, "" if len(offload) == 2 else "both models")
 
 
 def _lengths(draft: Draft) -> None:

@@ -37,9 +37,9 @@ run_stage(sys.argv[1], work)
 COMMAND = """
 import sys, time
 start = time.time()
-import flows.alignment, flows.cli, tasks.stages
+import flows.alignment, flows.cli, flows.cli_run, tasks.stages
 tasks.stages.module_of = lambda kind: "micro_stage"
-flows.alignment.require_here = flows.cli.require_here = lambda planned, nodes: None
+flows.alignment.require_here = flows.cli_run.require_here = lambda planned, nodes: None
 code = flows.cli.main(["run", "recipe.yaml"])
 sys.exit(code)
 """

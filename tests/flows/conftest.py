@@ -1,12 +1,20 @@
-"""A Prefect server for the whole session, in a process of its own, for flows that run in tests."""
+"""A Prefect server for the whole session, in a process of its own, for flows that run in tests, and the recipe that most of them run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from prefect.settings import PREFECT_API_URL, PREFECT_LOCAL_STORAGE_PATH, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
+
+import flows.alignment
+import flows.cli_run
+import tasks.stages
+from rlhf_core.config import Recipe
+from rlhf_core.recipe import load_recipe
+from tests.writing_stages import STAGE, TEXT
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +25,18 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         prefect_test_harness(server_startup_timeout=120),
     ):
         yield str(PREFECT_API_URL.value())
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
+    """Loads a recipe, with overrides, whose stages are tests/writing_stages.py's; the test works in the recipe's folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "stage_for_flows.py").write_text(STAGE)
+    (tmp_path / "recipe.yaml").write_text(TEXT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    monkeypatch.setattr(tasks.stages, "module_of", lambda kind: "stage_for_flows")
+    monkeypatch.setattr(tasks.stages.run_stage, "retry_delay_seconds", 0)
+    monkeypatch.setattr(flows.alignment, "require_here", lambda planned, nodes: None)
+    monkeypatch.setattr(flows.cli_run, "require_here", lambda planned, nodes: None)
+    return lambda *overrides: load_recipe("recipe.yaml", overrides)

@@ -133,10 +133,7 @@ def test_reinforce_pp_equals_the_loop_and_its_baseline_takes_the_group_mean_off_
                 rewards = reference.token_rewards(kl[g, i].tolist(), 0.1, centred[i], mask[g, i].tolist())
                 rows.append(reference.discounted_returns(rewards, mask[g, i].tolist(), 0.9))
         expected = reference.whiten([value for row in rows for value in row], mask.flatten().tolist(), 1e-8)
-        if baseline:
-            got = adv.reinforce_pp_baseline(scores, kl, 0.1, mask, 0.9)
-        else:
-            got = adv.reinforce_pp(adv.token_rewards(kl, 0.1, scores, mask), mask, 0.9)
+        got = adv.reinforce_pp(adv.token_rewards(kl, 0.1, adv.dr_grpo(scores) if baseline else scores, mask), mask, 0.9)
         assert_close(got.flatten(), tensor(expected))
 
 

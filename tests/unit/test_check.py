@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import check, machine
-from rlhf_core.check import MachineLacks, check_here, needs, require_here
+from rlhf_core.check import MachineLacks, check_inputs, check_machine, needs, require_here
 from rlhf_core.plan import Plan, plan
 from rlhf_core.recipe import load_recipe
 
@@ -56,6 +56,10 @@ def save_tokenizer(folder: Path, template: str | None) -> None:
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     fast.chat_template = template
     fast.save_pretrained(folder)
+
+
+def check_here(plan: Plan) -> list[str]:
+    return check_inputs(plan, plan.nodes) + check_machine(plan, plan.nodes)
 
 
 @pytest.fixture

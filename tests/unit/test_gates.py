@@ -16,9 +16,10 @@ from rlhf_core.config import Recipe, StageConfig
 from rlhf_core.config.gates import Verdict
 from rlhf_core.config.metrics import has_metric, metrics_of
 from rlhf_core.gates import MEANINGS, GateFailed, check, gates_of, holding, meaning_of
-from rlhf_core.plan import STAGE_VERSIONS, Plan, plan
+from rlhf_core.plan import Plan, plan
 from rlhf_core.recipe import dump_recipe, load_recipe, recipe_of
 from rlhf_core.stage import Outcome, RunDir
+from rlhf_core.stage_digest import STAGE_VERSIONS
 from rlhf_core.types import StageResult
 
 TEXT = """

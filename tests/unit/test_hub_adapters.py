@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import HfApi, constants, file_download
-from huggingface_hub.utils import _http as client_http
+from huggingface_hub import HfApi, constants
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,7 +18,6 @@ import rlhf_core.sft
 from rlhf_core import hub
 from rlhf_core.config import Recipe
 from rlhf_core.hub import upload
-from rlhf_core.hub_requests import Patience
 from rlhf_core.lineage import lineage, tree
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.lora import base_of
@@ -30,10 +26,10 @@ from rlhf_core.published import assemble
 from rlhf_core.pull import pull
 from rlhf_core.snapshots import snapshot
 from rlhf_core.stage import RunDir, run_stage
-from tests.hub_server import TOKEN, Blob, Hub, serve
+from tests.hub_server import TOKEN, Blob, Hub
+from tests.publishing import ONCE, serving_hub
 
 BASE, ADAPTER = "someone/base", "someone/adapter"
-ONCE = Patience(attempts=1, wait=0.0)
 TOKENS = torch.tensor([[5, 9, 20, 33, 40, 51, 7]])
 WORK = {"sft": rlhf_core.sft.run, "dpo": rlhf_core.dpo.run, "publication": hub.run}
 
@@ -41,14 +37,8 @@ WORK = {"sft": rlhf_core.sft.run, "dpo": rlhf_core.dpo.run, "publication": hub.r
 @pytest.fixture(autouse=True)
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, material: Path) -> Iterator[Hub]:
     """A Hub with the demo's base model."""
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    for module in (client_http, file_download):
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
-    with serve() as running:
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
+    with serving_hub(monkeypatch) as running:
         assemble(material / "base", tmp_path / "base", {"README.md": "---\nlicense: apache-2.0\n---\n"}, "publication", "0")
         upload(HfApi(endpoint=running.url, token=TOKEN), tmp_path / "base", BASE, True, "v1", ONCE)
         yield running

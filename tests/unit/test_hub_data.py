@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from datasets import load_dataset
 from huggingface_hub import HfApi, constants
-from huggingface_hub.utils import _http as client_http
 from pydantic import ValidationError
 
 from evaluation.arena_files import judgment_lines, read_judgments
@@ -26,7 +23,8 @@ from rlhf_core.published import read_marker
 from rlhf_core.stage import RunDir, StageRequest, run_stage
 from rlhf_core.types import Game, Judgment, LabelledAnswer, PreferencePair
 from tests.chain import Chain, build, save_model
-from tests.hub_server import TOKEN, Blob, Hub, Repository, serve
+from tests.hub_server import TOKEN, Blob, Hub, Repository
+from tests.publishing import serving_hub
 
 REPO = "someone/rows"
 TAG = "publication-00aa"
@@ -63,14 +61,9 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 @pytest.fixture(autouse=True)
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(client_http, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setattr(hub, "PATIENCE", Patience(attempts=3, wait=0.0))
-    with serve() as running:
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
+    with serving_hub(monkeypatch) as running:
         yield running
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -23,7 +23,8 @@ from rlhf_core.models.load import load_scorer
 from rlhf_core.models.scoring import score_documents
 from rlhf_core.published import adapter_base
 from rlhf_core.stage import RunDir, StageRequest, run_stage
-from tests.hub_server import TOKEN, Hub, serve
+from tests.hub_server import TOKEN, Hub
+from tests.publishing import serving_hub
 
 REPO = "someone/tiny"
 
@@ -31,11 +32,7 @@ REPO = "someone/tiny"
 @pytest.fixture(autouse=True)
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     """A Hub of our own; whatever a test publishes, the token is in no file of the run and in none that was sent."""
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with serve() as running:
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
+    with serving_hub(monkeypatch) as running:
         yield running
         sent = [
             blob.content for repo in running.repositories.values() for commit in repo.commits.values() for blob in commit.files.values()

@@ -10,20 +10,11 @@ from typing import Any
 
 import pytest
 
-from evaluation.openai_judge import OpenAIJudge
-from tests.unit.test_judges import (  # noqa: F401  # _environment: the key, for every test here
-    SECRET,
-    Reply,
-    _environment,
-    completion,
-    error,
-    matches,
-    openai_judge,
-    read_cache,
-    scores,
-    serving,
-)
+from evaluation.openai_judge import OpenAIJudge, read_cache
+from tests.chat_endpoint import SECRET, Reply, completion, error, serving
+from tests.judging import matches, openai_judge, scores
 
+pytestmark = pytest.mark.usefixtures("judge_key")
 GAMES = 60
 HALF = (200, {"content-type": "application/json", "content-length": "1000"}, b'{"choices": [{"message": {"content": "[[A>')
 # What comes before a verdict, and goes away when it is asked again.

@@ -22,8 +22,8 @@ from rlhf_core.plan import Plan, plan
 from rlhf_core.published import assemble
 from rlhf_core.stage import RunDir, StageRequest, run_stage
 from tasks.report import found, record, views_of
-from tests.hub_server import TOKEN, Hub, Repository, serve
-from tests.publishing import ONCE, THREE, quiet
+from tests.hub_server import TOKEN, Hub, Repository
+from tests.publishing import ONCE, THREE, serving_hub
 
 REPO = "me/model"
 WORK = {"sft": rlhf_core.sft.run, "publication": hub.run}
@@ -32,7 +32,6 @@ WORK = {"sft": rlhf_core.sft.run, "publication": hub.run}
 @pytest.fixture(autouse=True)
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, material: Path) -> Iterator[Hub]:
     """A Hub whose repository holds the model of the first night's beginning; the flow without Prefect's logs, artifacts and page."""
-    quiet(monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setattr(hub, "PATIENCE", ONCE)
 
@@ -55,9 +54,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, material: Path) -> I
     monkeypatch.setattr(flows.alignment, "run_stage", work)
     monkeypatch.setattr(flows.alignment, "check_gates", gates_of)
     monkeypatch.setattr(flows.alignment, "reported", recorded)
-    with serve() as running:
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
+    with serving_hub(monkeypatch) as running:
         assemble(material / "base", tmp_path / "start", {"README.md": "---\nlicense: mit\n---\n"}, "publication", "0")
         upload(HfApi(endpoint=running.url, token=TOKEN), tmp_path / "start", REPO, True, "start", THREE)
         yield running

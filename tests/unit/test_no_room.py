@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import flows.cli
+import flows.cli_prepare
 from rlhf_core.config import SFT
 from rlhf_core.machine import no_room
 from rlhf_core.stage import RunDir, StageRequest
@@ -75,7 +76,7 @@ def test_the_command_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text("{name: t, base_model: org/m, stages: {sft: {data: {sources: d.jsonl}}}}")
-    monkeypatch.setattr(flows.cli, "plan", full)
+    monkeypatch.setattr(flows.cli_prepare, "plan", full)
     assert flows.cli.main(["validate", "r.yaml"]) == 3
     told = "artifacts/t/run.json cannot be written to: there is no room left on its disk; make some, then run again"
     assert " ".join(capsys.readouterr().err.split()) == told

@@ -12,7 +12,8 @@ import pytest
 
 from evaluation.curves import Run, stage_chart, win_rate_chart
 from evaluation.dag import HEIGHT, WIDTH, draw
-from evaluation.page import verdict, write_report
+from evaluation.page import write_report
+from evaluation.page_verdict import verdict
 from evaluation.phases import phases_of
 from evaluation.summary import StageView, read, read_evaluation
 from evaluation.tax_report import TAX, TaxReport, TaxRow

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import HfApi, constants
-from huggingface_hub.utils import _http as client_http
+from huggingface_hub import HfApi
 from pydantic import ValidationError
 
 from rlhf_core import hub
@@ -24,9 +21,9 @@ from rlhf_core.recipe import load_recipe
 from rlhf_core.stage import RunDir, StageRequest, run_stage
 from tests.chain import Chain, build, save_model
 from tests.hub_server import TOKEN, Blob, Hub, Repository, serve
+from tests.publishing import ONCE, THREE, quiet
 
 REPO = "someone/tiny"
-ONCE, THREE = Patience(attempts=1, wait=0.0), Patience(attempts=3, wait=0.0)
 ROUNDS = (("round-1", "publication.round1-aa"), ("round-2", "publication.round2-bb"), ("main", "publication-cc"))
 TEXT = """
 name: tiny
@@ -42,9 +39,7 @@ stages:
 
 @pytest.fixture(autouse=True)
 def client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(client_http, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+    quiet(monkeypatch)
 
 
 # The plan

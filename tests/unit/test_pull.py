@@ -3,46 +3,33 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import HfApi, constants, file_download
-from huggingface_hub.utils import _http as client_http
+from huggingface_hub import HfApi
 
 from flows.cli import main
 from rlhf_core import pull as pulling
-from rlhf_core.hub import Patience, upload
+from rlhf_core.hub import upload
 from rlhf_core.lineage import PULLED, lineage, pulled
-from rlhf_core.published import adapter_base, assemble, model_files
+from rlhf_core.published import adapter_base, model_files
 from rlhf_core.pull import pull
-from tests.chain import save_model
-from tests.hub_server import TOKEN, Blob, Hub, Repository, serve
+from tests.hub_server import TOKEN, Blob, Hub, Repository
+from tests.publishing import ONCE, THREE, model_to_publish, serving_hub
 
 REPO, TAG = "someone/tiny", "round-1"
-ONCE, THREE = Patience(attempts=1, wait=0.0), Patience(attempts=3, wait=0.0)
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("model")
-    save_model(root / "checkpoint")
-    assemble(root / "checkpoint", root / "published", {"README.md": "---\nlicense: mit\n---\n# tiny\n"}, "publication", "00aa")
-    return root / "published"
+    return model_to_publish(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def server(published: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub with the model under a tag; main has moved on since."""
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for module in (client_http, file_download):
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
-    with serve() as running:
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
+    with serving_hub(monkeypatch) as running:
         upload(HfApi(endpoint=running.url, token=TOKEN), published, REPO, True, TAG, THREE)
         repository = running.repositories[REPO]
         later = dict(repository.commits[repository.tags[TAG]].files) | {"README.md": Blob(b"---\n---\nlater\n", False)}

@@ -12,8 +12,8 @@ from evaluation.questions import Question
 from evaluation.remote_answers import answer_remotely, answering_metrics, read_given
 from rlhf_core.config import Endpoint
 from rlhf_core.digests import Digests
-from rlhf_core.plan import _deciding
 from rlhf_core.recipe import recipe_of
+from rlhf_core.stage_digest import deciding
 from tests.chat_endpoint import SECRET, Reply, completion, error, serving
 
 
@@ -139,7 +139,7 @@ def test_an_endpoint_decides_the_digest_by_what_is_asked_only() -> None:
 def test_an_evaluation_without_endpoints_is_the_one_it_was_before_there_were_any() -> None:
     """What decides its digest names neither endpoints nor a server's patience, so finished work is found again."""
     recipes = recipe_of(recipe(models=["sft"], endpoints={})), recipe_of(recipe())
-    decides = [json.dumps(_deciding(found.stages["evaluation"], Digests(Path()))) for found in recipes]
+    decides = [json.dumps(deciding(found.stages["evaluation"], Digests(Path()))) for found in recipes]
     assert ["endpoints" in text for text in decides] == [False, True] and "start_timeout" not in "".join(decides)
 
 

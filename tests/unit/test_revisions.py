@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.utils import _http as client_http
 
 import flows.cli
 from flows.alignment import look_up_anew
@@ -23,13 +20,12 @@ from rlhf_core.hub_requests import Patience
 from rlhf_core.licenses import upstream_licenses
 from rlhf_core.lineage import is_hub_id, lineage, parted, tree
 from rlhf_core.plan import Plan, plan
-from rlhf_core.published import assemble
 from rlhf_core.recipe import load_recipe
 from rlhf_core.revisions import PINS
 from rlhf_core.snapshots import fetched, snapshot
 from rlhf_core.stage import Outcome, RunDir
-from tests.chain import save_model
-from tests.hub_server import TOKEN, Blob, Hub, Repository, serve
+from tests.hub_server import TOKEN, Blob, Hub, Repository
+from tests.publishing import model_to_publish, serving_hub
 
 REPO, OTHER = "someone/tiny", "ab" * 20
 TEXT = """
@@ -45,22 +41,14 @@ Planned = Callable[..., Plan]
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("model")
-    save_model(root / "checkpoint")
-    assemble(root / "checkpoint", root / "published", {"README.md": "---\nlicense: mit\n---\n# tiny\n"}, "publication", "00aa")
-    return root / "published"
+    return model_to_publish(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def server(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub with a model under the tag v1, and data."""
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    monkeypatch.setattr(client_http, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
-    with serve() as running:
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
+    with serving_hub(monkeypatch) as running:
         upload(HfApi(endpoint=running.url, token=TOKEN), published, REPO, True, "v1", Patience(1, 0.0))
         running.repositories["datasets/someone/rows"] = Repository(private=True)
         running.heal()

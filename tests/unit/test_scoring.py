@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.scoring import Clusters, agreement, arena_clusters, interval, plain_clusters, swap, win_rate
+from evaluation.scoring import Clusters, agreement, arena_clusters, interval, plain_clusters, win_rate
 from rlhf_core.types import Game, Judgment, Label
 
 LABELS: tuple[Label, ...] = ("A>>B", "A>B", "A=B", "B>A", "B>>A")
@@ -49,6 +49,13 @@ def test_a_win_rate_computed_by_hand() -> None:
 def test_nothing_judged_is_an_error_and_not_a_score() -> None:
     with pytest.raises(ValueError, match="no game has a verdict"):
         win_rate([battle("1", None, None)], rounds=10, seed=0)
+
+
+def swap(judgment: Judgment) -> Judgment:
+    """The same battle seen from the baseline's side: its game 0 (A is the baseline) is the other side's game 1."""
+    return judgment.model_copy(
+        update={"model": judgment.baseline, "baseline": judgment.model, "games": (judgment.games[1], judgment.games[0])}
+    )
 
 
 @given(verdicts)

@@ -7,12 +7,17 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from evaluation.summary import as_json, read, read_evaluation, summarise, trend
+from evaluation.summary import StageView, as_json, read, read_evaluation, summary_of, trend
 from rlhf_core.stage import METRICS, RunDir
 from tests.finished_run import CONFIGS, DIGESTS, MODELS, QUESTIONS, RATES, ROUND2, SECONDS, finish, finished, run_dir, view
+
+
+def summarise(name: str, stages: list[StageView]) -> dict[str, Any]:
+    return summary_of(name, [read(stage) for stage in stages])
 
 
 def test_every_stage_with_its_numbers_and_the_evaluation(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""The commands on models and their judgments: `alignflow pull`, `serve-reward` and `leaderboard`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from flows.terminal import OK, console
+from rlhf_core.check import MachineLacks
+from rlhf_core.stage import write_text
+
+
+def pull(model: str, folder: Path) -> int:
+    """Download a model of the Hub at one commit, to start a stage from. A private one needs a token in HF_TOKEN.
+
+    Parameters
+    ----------
+    model: owner/name, or owner/name@REVISION with a branch, a tag or a commit.
+    folder: where to; give it as base_model, or as a stage's model.
+    """
+    from rlhf_core.pull import pull as fetch
+
+    try:
+        commit = fetch(model, folder)
+    except ConnectionError as error:
+        raise MachineLacks(str(error)) from None
+    console.print(f"{folder}: {model.partition('@')[0]} at {commit}", markup=False, highlight=False)
+    return OK
+
+
+def serve_reward(checkpoint: str, *, port: int = 8000, host: str = "127.0.0.1", template: str = "chat", micro_batch_size: int = 8) -> int:
+    """Serve a reward model over HTTP, for `reward: http://HOST:PORT` of other runs. Ends with Ctrl-C.
+
+    Parameters
+    ----------
+    checkpoint: folder or Hub id of a reward model.
+    port: 0 takes a free one and says which.
+    host: 0.0.0.0 listens to other machines too; there is no authentication.
+    template: 'chat': the tokenizer's chat template; else a plain one with one {} for the prompt.
+    micro_batch_size: documents of one forward pass.
+    """
+    if "{}" not in template and template != "chat":
+        raise ValueError(f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt")
+    from rlhf_core.reward_server import reward_server
+
+    try:
+        server = reward_server(checkpoint, host, port, template, micro_batch_size)
+    except OSError as error:
+        raise MachineLacks(f"nothing can be served on {host}:{port} ({error.strerror}); give another --port or --host") from None
+    console.print(f"serving {checkpoint} on http://{host}:{server.server_address[1]}", markup=False)
+    with server:
+        server.serve_forever()
+    return OK
+
+
+def leaderboard(
+    folder: Path,
+    *,
+    answers: Path | None = None,
+    control: tuple[Literal["length", "markdown"], ...] = ("length", "markdown"),
+    category: tuple[str, ...] = (),
+    reference: bool = False,
+    tokenizer: str | None = None,
+    rounds: int = 1000,
+    seed: int = 0,
+    max_failed: float = 0.02,
+    json: Path | None = None,
+) -> int:
+    """Score a folder of judgments, ours or published ones of Arena-Hard. Asks no model.
+
+    Parameters
+    ----------
+    folder: a benchmark with model_judgment/ and model_answer/, an evaluation's run directory or report, or any folder of judgments.
+    answers: folder of the answers, for style control; default: beside the judgments.
+    control: styles to control for.
+    category: only these categories.
+    reference: also show arena-hard-auto's own statistics (its bootstraps, seeded).
+    tokenizer: counts the length of answers whose file does not say it: gpt-4o (tiktoken, a download) or a model's folder or Hub id.
+    rounds: bootstrap resamples of the questions.
+    seed: seed of the bootstraps.
+    max_failed: share of games without a verdict above which there is no score.
+    json: file to write the boards to.
+    """
+    from evaluation.arena_files import folders, read_judgments, read_styles, token_counter
+    from evaluation.leaderboard import as_json, boards
+    from flows.show import show_board
+
+    places = folders(folder)
+    judgments = [judgment for judgment in read_judgments(places.judgments) if not category or judgment.category in category]
+    if not judgments:
+        raise ValueError(f"{places.judgments}: there are no judgments of the categories {', '.join(category)}: correct --category")
+    place = answers or places.answers
+    styles = read_styles(place, token_counter(tokenizer) if tokenizer else None) if place and control else None
+    found = boards(judgments, styles, control, "ours", rounds, seed, max_failed)
+    if reference:
+        found += boards(judgments, styles, control, "reference", rounds, seed, max_failed)
+    for board in found:
+        show_board(console, board)
+    if styles is None and control:
+        console.print("no style control: there are no answers beside the judgments (--answers FOLDER)", markup=False)
+    if json:
+        write_text(json, as_json(found))
+    return OK

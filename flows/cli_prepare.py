@@ -1,0 +1,111 @@
+"""The commands for before a run: `alignflow migrate`, `config-docs`, `validate`, `plan`, `data` and `doctor`. They start nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flows.terminal import OK, console, errors, tell_pins
+from rlhf_core.check import check_inputs, check_machine, needs
+from rlhf_core.launch import ENVIRONMENT, WRONG_INPUT
+from rlhf_core.plan import plan
+from rlhf_core.recipe import load_recipe
+from rlhf_core.stage import write_text
+
+
+def migrate(script: Path, *, out: Path = Path("recipe.yaml"), gpus: int = 8) -> int:
+    """Turn a launch script of OpenRLHF, in its flat or its dotted flags, into a recipe. Executes nothing of it.
+
+    Parameters
+    ----------
+    script: shell script, or Kubernetes YAML with one inside.
+    out: recipe to write; it must not exist yet. Its comments say what became of every flag.
+    gpus: GPUs of one machine, for launchers that take all there are.
+    """
+    from flows.show import show_migration
+    from rlhf_core.migrate.script import migrate as read
+
+    if gpus < 1:
+        raise ValueError(f"--gpus {gpus}: give the number of GPUs of one machine, 1 or more")
+    if out.exists():
+        raise ValueError(f"{out} exists already: give another --out, or remove it")
+    found = read(script, gpus)
+    write_text(out, found.text)
+    show_migration(console, out, found)
+    return OK
+
+
+def config_docs() -> int:
+    """Print all fields of a recipe as markdown."""
+    from flows.show import config_docs
+
+    print(config_docs())
+    return OK
+
+
+def validate(recipe: Path, *overrides: str, here: bool = False) -> int:
+    """Check a recipe: keys, values, and that its stages fit together. Needs none of its files, and a network only to look up branches and
+    tags of the Hub.
+
+    Parameters
+    ----------
+    recipe: YAML file.
+    overrides: as for run.
+    here: also check files, columns, tokenizer, limits and this machine's resources, as run does before any work.
+    """
+    planned = plan(load_recipe(recipe, overrides))
+    tell_pins(planned)
+    inputs = check_inputs(planned, planned.nodes) if here else []
+    machine = check_machine(planned, planned.nodes) if here else []
+    for problem in inputs + machine:
+        errors.print(problem, markup=False)
+    if not inputs and not machine:
+        console.print(f"{recipe}: ok, {len(planned.nodes)} stages{' and everything they need is here' if here else ''}", markup=False)
+    return WRONG_INPUT if inputs else ENVIRONMENT if machine else OK
+
+
+def forecast(recipe: Path, *overrides: str, gpus: int = 0, card_memory: float = 139.8, flops: float = 770, bandwidth: float = 4.3) -> int:
+    """Estimate memory of each card and seconds of an iteration, and say which placement to choose. Starts nothing.
+
+    Parameters
+    ----------
+    recipe: YAML file.
+    overrides: as for run.
+    gpus: cards to place a PPO stage on; default: as many as the recipe asks for.
+    card_memory: GiB of a card; the defaults of these three are those of an H200.
+    flops: TFLOP/s of its bf16 matrix products, as measured.
+    bandwidth: TB/s of its memory, as measured.
+    """
+    from flows.forecast import show_forecast
+    from rlhf_core.forecast.seconds import Card
+
+    planned = plan(load_recipe(recipe, overrides))
+    asked = max((round(needs(node.config).gpus) for node in planned.nodes), default=0)
+    show_forecast(console, planned, gpus or max(1, asked), Card(card_memory * 2**30, flops * 1e12, bandwidth * 1e12))
+    return 0
+
+
+def data(recipe: Path, *overrides: str) -> int:
+    """Report on the data of a recipe without training: rows, lengths, duplicates, balance and faults. Needs files and tokenizers.
+
+    Parameters
+    ----------
+    recipe: YAML file.
+    overrides: as for run.
+    """
+    from rlhf_core.data.examine import examine
+    from rlhf_core.data.report import markdown
+
+    for name, surveys in examine(plan(load_recipe(recipe, overrides))):
+        console.print(f"# Data of {name}\n\n{markdown(surveys)}", markup=False, highlight=False)
+    return OK
+
+
+def doctor() -> int:
+    """Show versions and devices, and what is missing."""
+    from flows.doctor import examine
+
+    findings = examine()
+    for level, what, value in findings:
+        mark = {"ok": "[green]ok  [/]", "warn": "[yellow]warn[/]", "bad": "[red]bad [/]"}[level]
+        console.print(f"{mark} {what:22} {value}", highlight=False)
+    return ENVIRONMENT if any(finding.level == "bad" for finding in findings) else OK

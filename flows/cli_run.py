@@ -1,0 +1,103 @@
+"""The commands that run stages: `alignflow run` and `alignflow stage`. Prefect is imported where it is needed."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from flows.terminal import OK, TERMINATED, console, tell_pins
+from rlhf_core import watch
+from rlhf_core.changes import outlook
+from rlhf_core.check import MachineLacks, require_here
+from rlhf_core.gates import GateFailed
+from rlhf_core.launch import StageFailed
+from rlhf_core.plan import Plan, plan
+from rlhf_core.recipe import load_recipe
+from rlhf_core.remote_files import StoreFault
+
+
+def run(recipe: Path, *overrides: str, dry_run: bool = False, latest: bool = False) -> int:
+    """Run all stages of a recipe that are not done yet.
+
+    Parameters
+    ----------
+    recipe: YAML file.
+    overrides: <stage>.<field>=<value>, such as ppo.actor_learning_rate=5e-7, or seed=1.
+    dry_run: only show the stages, what would be skipped and why.
+    latest: look up branches and tags of the Hub anew, unless the last run of this recipe is still to be finished.
+    """
+    loaded = load_recipe(recipe, overrides)
+    if latest and not dry_run:
+        from flows.alignment import look_up_anew
+
+        look_up_anew(loaded)
+    planned = plan(loaded)
+    tell_pins(planned)
+    if dry_run:
+        from flows.show import show_plan
+
+        show_plan(console, planned, outlook(planned))
+        return OK
+    require_here(planned, planned.nodes)
+    from flows.alignment import alignment
+
+    return _run(planned, lambda: alignment(planned.recipe))
+
+
+def stage(name: str, recipe: Path, *overrides: str) -> int:
+    """Run one stage of a recipe and nothing else; its parents must be done. The name of a loop runs all of its stages.
+
+    Parameters
+    ----------
+    name: name of the stage, as `alignflow run RECIPE --dry-run` shows it.
+    recipe: YAML file.
+    overrides: as for run.
+    """
+    planned = plan(load_recipe(recipe, overrides))
+    nodes = planned.stages_of(name)
+    from flows.alignment import require_parents
+    from flows.alignment import stage as flow
+    from tasks.store import bring_parents
+
+    bring_parents(planned, nodes)
+    require_parents(planned, nodes)
+    require_here(planned, nodes)
+    return _run(planned, lambda: flow(planned.recipe, name))
+
+
+def _run(planned: Plan, flow: Callable[[], object]) -> int:
+    """Runs a flow and shows how it ended."""
+    from flows.show import show_end
+    from tasks.report import statuses_of
+
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_without_trace)
+    signal.signal(signal.SIGTERM, _terminate)
+    watch.start()
+    try:
+        flow()
+    except RuntimeError as error:
+        if not str(error).startswith("Failed to reach API"):
+            raise
+        raise MachineLacks(f"no Prefect server answers ({error}): start it, or unset PREFECT_API_URL to use a temporary one") from error
+    finally:
+        show_end(console, planned, statuses_of(planned.folder))
+    return OK
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise SystemExit(TERMINATED)
+
+
+def _without_trace(record: logging.LogRecord) -> bool:
+    """A failed stage has its own log, and a gate its sentence: the traceback of the flow around it would only hide that.
+
+    What Prefect says of its hooks at every state is left out.
+    """
+    if "ook 'tell_state'" in record.getMessage():
+        return record.levelno > logging.INFO
+    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed | StoreFault):
+        record.exc_info = None
+    return True

@@ -1,0 +1,67 @@
+"""Gates in a flow: what a failed one stops, what goes on beside it, and how the command tells it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import flows.cli
+from flows.alignment import alignment, stage
+from rlhf_core.config import Recipe
+from rlhf_core.gates import GateFailed
+from tests.writing_stages import ORDER, TEXT, artifacts, attempts, statuses
+
+pytestmark = pytest.mark.usefixtures("prefect")
+
+
+def test_a_gate_stops_the_chain_and_a_relaxed_one_lets_it_go_on(recipe: Callable[..., Recipe]) -> None:
+    gate = "reward_model.gates=[{metric: loss, max: 1.0}]"
+    told = "^stage reward_model: loss is 1.5, and the gate asks for at most 1: what depends on it was not started. The reward model did not"
+    for _ in range(2):  # also when the stage is found done
+        with pytest.raises(GateFailed, match=told):
+            alignment(recipe(gate))
+        assert attempts() == ["sft", "reward_model"]
+    assert statuses() == {"sft": "skipped", "reward_model": "skipped"} | dict.fromkeys(ORDER[2:], "not run")
+    page = Path("artifacts/tiny/report.html").read_text()
+    assert "The run stopped after reward_model, which did not pass a gate" in page and "failed: the run stopped here" in page
+    assert "| loss | 1.5 | at most 1 | failed | stop |" in artifacts()["reward-model-gates"]
+    with pytest.raises(GateFailed, match="reward_model"):
+        stage(recipe(gate), "loop.round1")  # its parents' gates count too
+    assert attempts() == ["sft", "reward_model"]
+
+    alignment(recipe("reward_model.gates=[{metric: loss, max: 2.0}]"))
+    assert attempts() == ORDER
+    summary = json.loads(Path("artifacts/tiny/summary.json").read_text())
+    assert [gate["passed"] for gate in summary["stages"][1]["gates"]] == [True]
+
+
+def test_a_warning_goes_on_and_a_branch_leaves_out_what_depends_on_it(recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(GateFailed, match=r"stage reward_model: loss is 1\.5") as held:
+        alignment(
+            recipe("sft.gates=[{metric: loss, max: 1, on_fail: warn}]", "reward_model.gates=[{metric: loss, max: 1, on_fail: branch}]")
+        )
+    assert "sft" not in str(held.value).partition(":")[0]
+    assert attempts() == ["sft", "reward_model"]  # everything else needs the reward model
+
+    Path("recipe.yaml").write_text(TEXT + "  more: {stage: dpo, data: {sources: pairs.jsonl}}\n")
+    with pytest.raises(GateFailed, match="stage reward_model"):
+        alignment(recipe("reward_model.gates=[{metric: loss, max: 1, on_fail: branch}]"))
+    assert attempts() == ["sft", "reward_model", "more"]
+    assert statuses()["more"] == "done" and statuses()["evaluation"] == "not run"
+
+
+def test_a_gate_in_the_terminal(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+    gate = "sft.gates=[{metric: steps, min: 1}]"  # the stages of this test write no steps
+    assert flows.cli.main(["validate", "recipe.yaml", gate]) == 0
+    assert flows.cli.main(["validate", "recipe.yaml", "sft.gates=[{metric: eval/loss, max: 1}]"]) == 2
+    assert "stages.sft.gates.0.metric: unknown metric 'eval/loss'" in capsys.readouterr().err
+    assert flows.cli.main(["run", "recipe.yaml", gate]) == 1
+    shown = capsys.readouterr()
+    assert "stage sft: its result has no metric steps, and the gate asks for at least 1: what depends on it was not started." in shown.err
+    assert "Traceback" not in shown.err and "gate failed (stop) stage sft" in shown.out
+    assert attempts() == ["sft"]
+    assert flows.cli.main(["run", "recipe.yaml", "sft.gates=[{metric: steps, min: 1, on_fail: warn}]"]) == 0
+    assert attempts() == ORDER and "gate failed (warn) stage sft" in capsys.readouterr().out

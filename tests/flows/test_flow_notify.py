@@ -1,0 +1,84 @@
+"""A webhook hears of a flow: every state, stage and gate once, and a receiver that hangs delays nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.runner import Runner
+
+import flows.alignment
+import tasks.notify
+from flows.alignment import alignment, stage
+from rlhf_core.config import Recipe
+from rlhf_core.engine.ranks import free_port
+from rlhf_core.gates import GateFailed
+from tests.webhook import TOKEN, receiving
+from tests.writing_stages import ORDER, artifacts
+
+pytestmark = pytest.mark.usefixtures("prefect")
+
+
+def test_a_webhook_is_told_of_states_stages_and_gates(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    notify, gate = "notify={url_env: HOOK}", "sft.gates=[{metric: loss, max: 2}]"
+    with receiving() as receiver:
+        monkeypatch.setenv("HOOK", receiver.url)
+        alignment(recipe(notify, gate))
+        sender = tasks.notify._senders[receiver.url]
+        assert sender.flush(10)
+        assert receiver.events == ["running", "stage", "gate", *["stage"] * (len(ORDER) - 1), "completed"]
+        assert [message["stage"] for message in receiver.got if message["event"] == "stage"] == ORDER
+        passed = receiver.got[2]
+        assert (passed["stage"], passed["metric"], passed["value"], passed["passed"]) == ("sft", "loss", 1.5, True)
+        assert len({message["run_id"] for message in receiver.got}) == 1 and receiver.got[0]["run_id"]
+
+        receiver.got.clear()
+        with pytest.raises(GateFailed):
+            alignment("recipe.yaml", (notify, "sft.gates=[{metric: loss, max: 1}]"))
+        assert sender.flush(10) and receiver.events == ["running", "gate", "failed"]
+
+        receiver.got.clear()
+        monkeypatch.setattr(flows.alignment, "run_stage", lambda *_: (_ for _ in ()).throw(SystemExit(1)))
+        with pytest.raises(SystemExit):
+            stage(recipe(notify, "sft.max_len=100"), "sft")
+        assert sender.flush(10) and receiver.events == ["running", "crashed"]
+    told = "".join(path.read_text(errors="replace") for path in Path("artifacts").rglob("*") if path.is_file())
+    assert TOKEN not in told + caplog.text + str(artifacts())
+
+
+def test_a_bad_receiver_delays_no_flow(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(*overrides: str) -> float:
+        start = time.monotonic()
+        alignment(recipe(*overrides))
+        return time.monotonic() - start
+
+    alignment(recipe())  # from now on all is skipped
+    plain = min(seconds() for _ in range(2))
+    with receiving() as receiver:
+        receiver.hang = True
+        for url in (receiver.url, f"http://127.0.0.1:{free_port()}/"):
+            monkeypatch.setenv("HOOK", url)
+            assert seconds("notify={url_env: HOOK, timeout: 60}") < plain + 1
+
+
+def test_a_scheduled_run_tells_each_of_its_states_once(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    alignment(recipe())  # the run below finds all done
+    root = Path(flows.alignment.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", f"{Path('modules').absolute()}{os.pathsep}{root}")
+    with receiving() as receiver:
+        monkeypatch.setenv("HOOK", receiver.url)
+        deployment = alignment.to_deployment("night", parameters={"recipe": "recipe.yaml", "overrides": ["notify={url_env: HOOK}"]})
+        deployment.entrypoint = "flows.alignment.alignment"
+        identity = deployment.apply()
+        with get_client(sync_client=True) as client:
+            run = client.create_flow_run_from_deployment(identity)
+        asyncio.run(Runner().execute_flow_run(run.id))
+        assert receiver.events == ["scheduled", "running", "completed"]
+        assert {message["run_id"] for message in receiver.got} == {str(run.id)}

@@ -1,0 +1,71 @@
+"""A flow with a store: another machine goes on from it, and one that goes away loses nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import flows.cli
+from rlhf_core.config import Recipe
+from rlhf_core.plan import plan
+from rlhf_core.remote_files import RemoteFiles, StoreFault
+from rlhf_core.stage import RunDir
+from tests.s3_server import s3
+from tests.writing_stages import ORDER, attempts, fault
+
+pytestmark = pytest.mark.usefixtures("prefect")
+
+
+def test_another_machine_goes_on_from_the_store(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+    """Run, killed in the middle, the folder wiped, run again: against a real S3 server, through the command."""
+    with s3() as url:
+        command = ["run", "recipe.yaml", f"store={url}"]
+        fault(**{"loop.round1.dpo": ["killed", "killed"]})
+        assert flows.cli.main(command) == 1
+        before = {
+            path.name: (path / "result.json").read_text() for path in Path("artifacts/stages").iterdir() if (path / "result.json").exists()
+        }
+        assert [name.rpartition("-")[0] for name in sorted(before)] == sorted(ORDER[:3])
+        shutil.rmtree("artifacts")
+        Path("attempts.txt").unlink()
+        capsys.readouterr()
+        assert flows.cli.main([*command, "--dry-run"]) == 0
+        assert f"4 to run, 0 to resume, 0 to skip, 3 to fetch from {url}" in " ".join(capsys.readouterr().out.split())
+        assert flows.cli.main([*command, "artifacts=elsewhere"]) == 0
+        assert attempts() == ORDER[3:]
+        for name, result in before.items():
+            assert (Path("elsewhere/stages") / name / "result.json").read_text() == result
+            assert RunDir(Path("elsewhere/stages") / name).result() is not None
+        made = RunDir(plan(recipe("artifacts=elsewhere"))["loop"].run_dir)
+        assert all("elsewhere" in place for place in made.request().inputs.values() if place.startswith("/")), "nothing of the first folder"
+
+        shutil.rmtree("elsewhere")  # one stage alone: what it needs comes from the store
+        assert flows.cli.main(["stage", "evaluation", "recipe.yaml", f"store={url}"]) == 0
+        assert attempts() == ORDER[3:]
+        shutil.rmtree(plan(recipe())["sft"].run_dir / "made")  # a checkpoint that a later stage needs
+        assert flows.cli.main([*command, "loop.beta=0.3"]) == 0
+        assert attempts() == [*ORDER[3:], *ORDER[3:]]
+
+
+def test_a_store_that_goes_away_loses_nothing(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("bucket").mkdir()
+    send, gone = RemoteFiles.send, True
+
+    def fails(self: RemoteFiles, file: Path, place: str) -> None:
+        if gone and "reward_model" in place:
+            raise StoreFault(f"store {self.url}: {place} cannot be written: no connection; check the network")
+        send(self, file, place)
+
+    monkeypatch.setattr(RemoteFiles, "send", fails)
+    assert flows.cli.main(["run", "recipe.yaml", "store=bucket"]) == 3
+    shown = capsys.readouterr()
+    assert "cannot be written: no connection" in shown.err and "Traceback" not in shown.err + shown.out
+    assert attempts() == ORDER[:2]
+    gone = False
+    assert flows.cli.main(["run", "recipe.yaml", "store=bucket"]) == 0
+    assert attempts() == ORDER and len(list(Path("bucket/stages").iterdir())) == len(ORDER)
