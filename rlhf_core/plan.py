@@ -57,6 +57,7 @@ LATER: dict[str, Any] = {
     "endpoints": {},
     "tensor_parallel_size": 1,
     "seed_answers": False,
+    "one_step_off_policy": False,
 }
 NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env", "max_failed_rewards"} | {
     "gates",

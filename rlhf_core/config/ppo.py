@@ -90,6 +90,11 @@ class PPO(Gated, Sampling):
         True, description="advantages of gae get mean 0 and std 1 over the whole rollout (reinforce_pp*: always; group estimators: never)"
     )
     freezing_actor_steps: int = Field(0, ge=0, description="first N iterations train only the critic")
+    one_step_off_policy: bool = Field(
+        False,
+        description="asynchronous training, one step deep: engines on cards of their own answer the next iteration's prompts while this "
+        "one trains, so answers are from weights one update old; sampler_is corrects it",
+    )
     sampler_is: Literal["truncate", "clamp", "off"] = Field(
         "truncate", description="importance weights trainer / sampler: capped at sampler_is_cap, kept within sampler_is_clamp, or none"
     )
@@ -181,6 +186,25 @@ class PPO(Gated, Sampling):
             raise ValueError(f"overlong_buffer={self.overlong_buffer} must be below generate_max_len={self.generate_max_len}")
         if not 0 < self.sampler_is_clamp[0] <= 1 <= self.sampler_is_clamp[1]:
             raise ValueError(f"sampler_is_clamp={list(self.sampler_is_clamp)} must be two numbers around 1, such as [0.5, 5]")
+        return self
+
+    @model_validator(mode="after")
+    def _check_ahead(self) -> PPO:
+        if self.one_step_off_policy and (self.colocate_all or self.vllm.sleep):
+            raise ValueError(
+                "one_step_off_policy generates while the models train, so engines need cards of their own: leave out colocate_all and "
+                "vllm.sleep, or one_step_off_policy"
+            )
+        if self.one_step_off_policy and self.sampler_is == "off":
+            raise ValueError(
+                "one_step_off_policy trains on answers of older weights, which importance weights correct: set sampler_is to truncate or "
+                "clamp"
+            )
+        if self.one_step_off_policy and self.dynamic_filtering:
+            raise ValueError(
+                "dynamic_filtering needs the rewards of answers to know how many are missing, and with one_step_off_policy the models "
+                "still work for the iteration before: leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

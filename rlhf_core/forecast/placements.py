@@ -46,7 +46,7 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], card: Card) -
     for name, fields in _options(config, count).items():
         try:
             changed = PPO.model_validate(config.model_dump() | fields)
-        except ValidationError:  # the batch sizes do not fit so many ranks
+        except ValidationError:  # the batch sizes do not fit so many ranks, or the engines are to work beside the models
             continue
         found.append(forecast(name, changed, fields, sizes, card))
     return found

@@ -63,10 +63,22 @@ class Fleet:
         stop_token_ids: Sequence[int],
     ) -> list[list[Answer]]:
         """`n` answers to each prompt, in order."""
+        return self.ask(prompts, seeds, n, temperature, max_new_tokens, stop_token_ids)()
+
+    def ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        n: int,
+        temperature: float,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> Callable[[], list[list[Answer]]]:
+        """Lets the engines begin; what is returned waits for the answers, as `sample` gives them."""
         pending = self.sampler.call(
             "generate", "generate", share(list(prompts)), list(seeds), temperature, max_new_tokens, list(stop_token_ids), n
         )
-        return _in_order(pending.wait(self.timeout))
+        return lambda: _in_order(pending.wait(self.timeout))
 
     def score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int) -> Scores:
         """All models read the same documents side by side, and the sources outside are asked; one wait. Rewards already known stay."""
@@ -208,9 +220,9 @@ def start_fleet(
     config: PPO, paths: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, seed: int, room: Room, trust_remote_code: bool
 ) -> Fleet:
     """Starts all roles side by side and waits until each has loaded its model. `paths` gives each role's model."""
-    # Sampling has the machine to itself; the others work two and two.
-    spans = {"sampler": config.vllm.tensor_parallel_size}
-    groups = {name: Group(name, room, cpu_threads(1 if name == "sampler" else 2), spans.get(name, 1)) for name in config.placed}
+    # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
+    spans, alone = {"sampler": config.vllm.tensor_parallel_size}, () if config.one_step_off_policy else ("sampler",)
+    groups = {name: Group(name, room, cpu_threads(1 if name in alone else 2), spans.get(name, 1)) for name in config.placed}
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
     training = Training(
         adamw,

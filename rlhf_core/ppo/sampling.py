@@ -57,12 +57,16 @@ class Filtering(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """An iteration's rollouts, `n` of each prompt in a row; their rewards where filtering asked for them; the next position; metrics."""
+    """An iteration's rollouts, `n` of each prompt in a row; their rewards where filtering asked for them; the next position; metrics.
+
+    `age`: updates of the actor since the weights that answered.
+    """
 
     rollouts: list[Rollout]
     rewards: Rewards | None
     position: int
     metrics: dict[str, float]
+    age: int = 0
 
 
 def sample(fleet: Fleet, line: Line, position: int, sampling: Sampling, filtering: Filtering | None, allowed_failures: int) -> Sampled:

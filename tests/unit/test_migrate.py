@@ -283,6 +283,24 @@ def test_ppo_with_everything_colocated(tmp_path: Path) -> None:
             assert dropped[flag] == f"a ppo stage has no {name}"
 
 
+def test_asynchronous_training(tmp_path: Path) -> None:
+    def read(flags: str) -> tuple[PPO, Migrated]:
+        _, found = migrated(tmp_path, f"python train_ppo_ray.py {REQUIRED['train_ppo_ray']} {flags}")
+        ppo = found.recipe.stages["ppo"]
+        assert isinstance(ppo, PPO)
+        return ppo, found
+
+    ppo, found = read("--async_train")
+    assert (ppo.one_step_off_policy, ppo.sampler_is) == (True, "truncate")
+    assert told(found, "approximated")["--async_train"] == "one_step_off_policy: answers one update old, with sampler_is: truncate"
+    ppo, found = read("--train.async_enable --enable_vllm_is_correction")
+    assert ppo.one_step_off_policy and "--train.async_enable" in told(found, "translated")
+    ppo, found = read("--async_train --colocate_all_models --vllm_enable_sleep")
+    assert ppo.colocate_all and not ppo.one_step_off_policy
+    assert told(found, "dropped")["--async_train"] == "one_step_off_policy does not go with colocate_all and vllm.sleep"
+    assert not read("--async_train False")[0].one_step_off_policy
+
+
 def test_colocation_is_translated_when_the_config_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import rlhf_core.migrate.draft as draft
 
@@ -559,7 +577,7 @@ def test_the_tables_name_real_fields() -> None:
     from rlhf_core.recipe import config_class
 
     planned = {"adam_offload", "ref_offload", "ref_reward_offload", "colocate_all", "colocate_actor_ref", "colocate_critic_reward"}
-    planned |= {"vllm.tensor_parallel_size", "deepspeed_enable_sleep", "async_train", "compute_fp32_loss"}
+    planned |= {"vllm.tensor_parallel_size", "deepspeed_enable_sleep", "compute_fp32_loss"}
     missing = {rule.name for rule in FIELDS.values() if all(find_field(config_class(kind), rule.name) is None for kind in STAGE_KINDS)}
     assert missing <= planned
     assert all(DROPPED.values())
