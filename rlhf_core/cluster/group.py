@@ -41,6 +41,12 @@ class Worker:
         """The GPUs of this process, as its node counts them."""
         return [str(card) for card in ray.get_gpu_ids()]
 
+    def card_bytes(self) -> int:
+        """Memory of this process's GPU; 0 without one."""
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
+
     def build(
         self, rank: int, world_size: int, local_rank: int, meeting: tuple[str, int], cards: list[str], factory: Any, options: Any
     ) -> int:
@@ -153,6 +159,10 @@ class Group:
         """The node of a rank and a free port there."""
         return Pending(self.name, "address", [self._workers[rank].address.remote()]).wait(timeout)[0]
 
+    def card_bytes(self, timeout: float) -> int:
+        """Memory of the smallest GPU of the group; 0 without GPUs."""
+        return min(Pending(self.name, "start", [worker.card_bytes.remote() for worker in self._workers]).wait(timeout))
+
     def call(self, phase: str, method: str, *args: Any) -> Pending:
         """Runs `method(*args)` on every rank."""
         return Pending(self.name, phase, [worker.call.remote(method, *args) for worker in self._workers], self._spent)
@@ -184,10 +194,14 @@ class StageRank:
         return self._work(self._request, RunDir(self._path))
 
 
-def run_on_group(work: Callable[[StageRequest, RunDir], Outcome], request: StageRequest, run: RunDir, ranks: Ranks) -> Outcome:
-    """Runs `work` on every rank of a worker group and returns rank 0's outcome."""
+def run_on_group(
+    work: Callable[[StageRequest, RunDir], Outcome], name: str, run: RunDir, ranks: Ranks, settle: Callable[[int], StageRequest]
+) -> Outcome:
+    """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `settle` gives the request, from the bytes of
+    the group's smallest GPU (0: there is none)."""
     connect()
-    room = reserve(arrange({request.name: ranks}), timeout=600)
-    group = Group(request.name, room, cpu_threads(ranks.world_size))
+    room = reserve(arrange({name: ranks}), timeout=600)
+    group = Group(name, room, cpu_threads(ranks.world_size))
+    request = settle(group.card_bytes(600))
     group.build(StageRank, 600, work=work, request=request, path=str(run.path)).wait(600)
     return group.call("train", "run").wait(timeout=7 * 24 * 3600)[0]

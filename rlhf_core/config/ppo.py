@@ -109,7 +109,9 @@ class PPO(Gated, Sampling):
     keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
     gradient_checkpointing: Recomputed = Field(0.0, description=RECOMPUTED)
-    zero_stage: Literal[1, 2, 3] = Field(3, description="DeepSpeed ZeRO stage of actor and critic")
+    zero_stage: Literal["auto", 1, 2, 3] = Field(
+        "auto", description="DeepSpeed ZeRO stage of actor and critic; auto: the lowest that fits their GPUs, without GPUs 3"
+    )
     timeout: Positive = Field(600, description="seconds any role may stay silent before the run stops and names it")
 
     lora: Lora | None = Field(None, description="actor and critic train low-rank adapters; default: all weights")

@@ -30,6 +30,7 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
     training, what those do not cover."""
     answers = config.rollout_batch_size * config.n_samples_per_prompt
     tokens = answers * (config.prompt_max_len + config.generate_max_len)
+    assert config.zero_stage != "auto", "decided before (zero.py)"
     executed = 6 + 2 * config.gradient_checkpointing
     scoring, training, host = {}, {}, 0.0
     for name in config.groups:

@@ -19,6 +19,7 @@ from rlhf_core.cluster.placement import Room
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.engine.base import AdamW
+from rlhf_core.forecast.zero import Chosen, size_at, stage_of_ppo
 from rlhf_core.ppo.floors import Machine, floors
 from rlhf_core.ppo.objective import Objective
 from rlhf_core.ppo.roles import Actor, Critic, Model, Reference, Reward, Training, Update
@@ -51,6 +52,7 @@ class Fleet:
     timeout: float
     dtype: str
     sleeps: bool = False
+    zero_stage: int = 3
     machine: Machine | None = None  # once it has looked around
 
     def sample(
@@ -217,24 +219,19 @@ def objective_of(config: PPO) -> Objective:
 
 
 def start_fleet(
-    config: PPO, paths: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, seed: int, room: Room, trust_remote_code: bool
+    config: PPO,
+    paths: Mapping[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    room: Room,
+    trust_remote_code: bool,
+    kept_stage: int | None = None,
 ) -> Fleet:
-    """Starts all roles side by side and waits until each has loaded its model. `paths` gives each role's model."""
+    """Starts all roles side by side and waits until each has loaded its model. `paths` gives each role's model; `kept_stage`: the ZeRO
+    stage of a resume state, which counts where the recipe leaves it open."""
     # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
     spans, alone = {"sampler": config.vllm.tensor_parallel_size}, () if config.one_step_off_policy else ("sampler",)
     groups = {name: Group(name, room, cpu_threads(1 if name in alone else 2), spans.get(name, 1)) for name in config.placed}
-    adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
-    training = Training(
-        adamw,
-        config.zero_stage,
-        config.micro_train_batch_size,
-        config.gradient_checkpointing,
-        config.timeout,
-        config.lora,
-        seed,
-        config.micro_train_tokens,
-        config.adam_offload,
-    )
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
     def model(role: str) -> Model:
@@ -263,6 +260,24 @@ def start_fleet(
             tensor_parallel_size=config.vllm.tensor_parallel_size,
             seed_answers=config.vllm.seed_answers,
         ),
+        groups["reference"].build(Reference, config.timeout, model=model("reference"), temperature=config.temperature, offload=offload),
+        *(group.build(Reward, config.timeout, model=model(group.name), offload=offload) for group in rewards.values()),
+    ]
+    chosen = zero_stage_of(config, paths, groups, kept_stage)
+    print(f"actor{' and critic' if config.has_critic else ''}: {chosen}", flush=True)
+    adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
+    training = Training(
+        adamw,
+        chosen.stage,
+        config.micro_train_batch_size,
+        config.gradient_checkpointing,
+        config.timeout,
+        config.lora,
+        seed,
+        config.micro_train_tokens,
+        config.adam_offload,
+    )
+    loading.append(
         groups["actor"].build(
             Actor,
             config.timeout,
@@ -270,10 +285,8 @@ def start_fleet(
             training=training,
             objective=objective_of(config),
             temperature=config.temperature,
-        ),
-        groups["reference"].build(Reference, config.timeout, model=model("reference"), temperature=config.temperature, offload=offload),
-        *(group.build(Reward, config.timeout, model=model(group.name), offload=offload) for group in rewards.values()),
-    ]
+        )
+    )
     if "critic" in groups:
         loading.append(
             groups["critic"].build(Critic, config.timeout, model=model("critic"), training=training, value_clip=config.value_clip)
@@ -296,9 +309,22 @@ def start_fleet(
         timeout=config.timeout,
         dtype=config.dtype,
         sleeps=config.vllm.sleep,
+        zero_stage=chosen.stage,
     )
     fleet.open_channel()
     return replace(fleet, machine=fleet.look_around())
+
+
+def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Group], kept_stage: int | None) -> Chosen:
+    """The ZeRO stage of actor and critic; where the recipe leaves it open, by the smallest of their GPUs."""
+    if config.zero_stage == "auto" and kept_stage:
+        return Chosen(kept_stage, "as its resume state")
+    if config.zero_stage != "auto" or not config.actor_ranks.gpus:
+        return stage_of_ppo(config, None, 0)
+    sizes = {name: size_at(paths[name]) for name in config.groups}
+    known = {name: size for name, size in sizes.items() if size is not None}
+    card_bytes = min(groups[name].card_bytes(config.timeout) for name in ("actor", "critic") if name in groups)
+    return stage_of_ppo(config, known if len(known) == len(sizes) else None, card_bytes)
 
 
 def check_gap(gap: float, tolerance: float) -> None:

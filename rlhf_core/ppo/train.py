@@ -45,10 +45,11 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
     connect()
     room = reserve(arrange(config.placed, config.together), config.timeout)
-    fleet = start_fleet(config, paths, tokenizer, request.seed, room, request.trust_remote_code)
+    resume = checkpoint.latest(run)
+    kept_stage = resume.loop.get("zero_stage", 3) if resume else None
+    fleet = start_fleet(config, paths, tokenizer, request.seed, room, request.trust_remote_code, kept_stage)
     print(f"all roles are up after {time.monotonic() - start:.0f} s", flush=True)
 
-    resume = checkpoint.latest(run)
     first = resume.step if resume else 0
     kl = kl_controller(config.init_kl_coef, config.kl_target, config.kl_horizon)
     carried = Carried(0, {})
@@ -70,7 +71,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         if done in config.export_at:  # before the resume state, so that a run that goes on after this iteration finds it exported
             export(fleet, run / EXPORTS / f"iteration{done}")
         if config.save_steps and done % config.save_steps == 0 and done < iterations:
-            checkpoint.save(run, done, config.keep_checkpoints, loop_state(kl, carried), partial(save_state, fleet, carried))
+            state = loop_state(kl, carried) | {"zero_stage": fleet.zero_stage}
+            checkpoint.save(run, done, config.keep_checkpoints, state, partial(save_state, fleet, carried))
     tracker.close()
     fleet.outside.close()
     export(fleet, run / "checkpoint")

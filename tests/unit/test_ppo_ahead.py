@@ -38,7 +38,7 @@ class Fleet:
     An answer's last token but one tells the weights that gave it.
     """
 
-    sleeps = False
+    sleeps, zero_stage = False, 3
 
     def __init__(self, killed_at: int | None):
         self.killed_at, self.outside = killed_at, SimpleNamespace(close=lambda: None)
