@@ -58,6 +58,7 @@ LATER: dict[str, Any] = {
     "tensor_parallel_size": 1,
     "seed_answers": False,
     "one_step_off_policy": False,
+    "stream_batch_size": None,
 }
 NO_RESULT = {"logging_steps", "save_steps", "keep_checkpoints", "timeout", "concurrency", "api_key_env", "max_failed_rewards"} | {
     "gates",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -63,6 +63,12 @@ class Worker:
         start = time.monotonic()
         result = getattr(self.role, method)(*args)
         return result, time.monotonic() - start
+
+    def stream(self, method: str, *args: Any) -> Iterator[tuple[Any, float]]:
+        """What the method yields, each with the seconds since it began."""
+        start = time.monotonic()
+        for item in getattr(self.role, method)(*args):
+            yield item, time.monotonic() - start
 
 
 class Pending(NamedTuple):
@@ -166,6 +172,26 @@ class Group:
     def call(self, phase: str, method: str, *args: Any) -> Pending:
         """Runs `method(*args)` on every rank."""
         return Pending(self.name, phase, [worker.call.remote(method, *args) for worker in self._workers], self._spent)
+
+    def stream(self, phase: str, method: str, timeout: float, *args: Any) -> Iterator[Any]:
+        """What `method(*args)` yields on the ranks, as it comes, each within `timeout` seconds of the one before. Raises RoleFailed."""
+        working = [worker.stream.options(num_returns="streaming").remote(method, *args) for worker in self._workers]
+        waiting, work, slowest = list(working), Pending(self.name, phase, working), 0.0
+        while waiting:
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout, fetch_local=False)
+            if not ready:
+                silent = [rank for rank, generator in enumerate(working) if generator in waiting]
+                raise RoleFailed(
+                    f"{self.name}: nothing came of '{phase}' from ranks {silent} within {timeout:.0f} s; raise `timeout` if this is normal"
+                )
+            try:
+                item, seconds = work.get(next(ready[0]))
+            except StopIteration:
+                waiting.remove(ready[0])
+                continue
+            slowest = max(slowest, seconds)
+            yield item
+        self._spent[phase] = self._spent.get(phase, 0.0) + slowest
 
     def spent(self) -> dict[str, float]:
         """Seconds of work by phase since this was asked last: the slowest rank's, without waiting for other groups."""

@@ -89,6 +89,11 @@ class PPO(Gated, Sampling):
     whiten_advantages: bool = Field(
         True, description="advantages of gae get mean 0 and std 1 over the whole rollout (reinforce_pp*: always; group estimators: never)"
     )
+    stream_batch_size: Positive | None = Field(
+        None,
+        description="prompts whose answers are scored together, as soon as engines on cards of their own have finished these, while they "
+        "answer others; default: all of the iteration, after the last answer",
+    )
     freezing_actor_steps: int = Field(0, ge=0, description="first N iterations train only the critic")
     one_step_off_policy: bool = Field(
         False,
@@ -191,21 +196,27 @@ class PPO(Gated, Sampling):
         return self
 
     @model_validator(mode="after")
-    def _check_ahead(self) -> PPO:
-        if self.one_step_off_policy and (self.colocate_all or self.vllm.sleep):
+    def _check_overlap(self) -> PPO:
+        for field, what in (("one_step_off_policy", "trains"), ("stream_batch_size", "scores")):
+            if getattr(self, field) and (self.colocate_all or self.vllm.sleep):
+                raise ValueError(
+                    f"{field} {what} while engines generate, so they need cards of their own: leave out colocate_all and vllm.sleep, or "
+                    f"{field}"
+                )
+            if getattr(self, field) and self.dynamic_filtering:
+                raise ValueError(
+                    f"dynamic_filtering needs the rewards of all answers to know how many are missing, and with {field} engines and models "
+                    f"work on different ones: leave one of them out"
+                )
+        if self.one_step_off_policy and self.stream_batch_size:
             raise ValueError(
-                "one_step_off_policy generates while the models train, so engines need cards of their own: leave out colocate_all and "
-                "vllm.sleep, or one_step_off_policy"
+                "with one_step_off_policy answers are there before the weights that score them, so there is nothing to stream: leave out "
+                "stream_batch_size"
             )
         if self.one_step_off_policy and self.sampler_is == "off":
             raise ValueError(
                 "one_step_off_policy trains on answers of older weights, which importance weights correct: set sampler_is to truncate or "
                 "clamp"
-            )
-        if self.one_step_off_policy and self.dynamic_filtering:
-            raise ValueError(
-                "dynamic_filtering needs the rewards of answers to know how many are missing, and with one_step_off_policy the models "
-                "still work for the iteration before: leave one of them out"
             )
         return self
 

@@ -6,7 +6,7 @@ Verbs that concern several roles start all of them and wait once. Every wait has
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,28 +82,54 @@ class Fleet:
         )
         return lambda: _in_order(pending.wait(self.timeout))
 
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        n: int,
+        temperature: float,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> Iterator[tuple[int, list[Answer]]]:
+        """The answers of `sample`, prompt by prompt in the order in which engines finish them, each with the prompt's index."""
+        how = (share(list(prompts)), list(seeds), temperature, max_new_tokens, list(stop_token_ids), n)
+        return self.sampler.stream("generate", "stream", self.timeout, *how)
+
     def score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int) -> Scores:
         """All models read the same documents side by side, and the sources outside are asked; one wait. Rewards already known stay."""
+        return self.start_score(rollouts, rewards, allowed_failures)()
+
+    def start_score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int) -> Callable[[], Scores]:
+        """Lets all begin; what is returned waits for the scores."""
         documents = share([rollout.document for rollout in rollouts])
         pending = {"logprobs": self.actor.call("score", "logprobs", documents)}
         pending["ref_logprobs"] = self.reference.call("score", "logprobs", documents)
         if self.critic is not None:
             pending["values"] = self.critic.call("score", "values", documents)
-        if rewards is None:
-            rewards = self._reward(rollouts, documents, allowed_failures)
-        scored = {name: _in_order(work.wait(self.timeout)) for name, work in pending.items()}
-        values = scored.pop("values", None) or [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
-        return Scores(**scored, values=values, rewards=rewards)
+        asked = None if rewards is not None else self._start_reward(rollouts, documents, allowed_failures)
+
+        def wait() -> Scores:
+            known = asked() if asked is not None else rewards
+            assert known is not None
+            scored = {name: _in_order(work.wait(self.timeout)) for name, work in pending.items()}
+            values = scored.pop("values", None) or [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
+            return Scores(**scored, values=values, rewards=known)
+
+        return wait
 
     def reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards:
         """Rewards of all sources. Raises RewardsFailed when one leaves more than `allowed_failures` answers without."""
-        return self._reward(rollouts, share([rollout.document for rollout in rollouts]), allowed_failures)
+        return self._start_reward(rollouts, share([rollout.document for rollout in rollouts]), allowed_failures)()
 
-    def _reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int) -> Rewards:
+    def _start_reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int) -> Callable[[], Rewards]:
         models = {title: group.call("score", "scores", documents) for title, group in self.rewards.items()}  # all start, then one wait
         asked = self.outside.start([self._sample(rollout) for rollout in rollouts], allowed) if self.outside else {}
-        scored = ((title, np.concatenate(_in_order(pending.wait(self.timeout)))) for title, pending in models.items())
-        return collect(scored, asked, allowed)
+
+        def wait() -> Rewards:
+            scored = ((title, np.concatenate(_in_order(pending.wait(self.timeout)))) for title, pending in models.items())
+            return collect(scored, asked, allowed)
+
+        return wait
 
     def _sample(self, rollout: Rollout) -> Sample:
         tokens, mask = rollout.document.tokens, rollout.document.mask

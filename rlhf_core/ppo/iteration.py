@@ -33,7 +33,8 @@ class Optimisation(NamedTuple):
 class Setup(NamedTuple):
     """What stays the same over the iterations of a run. `allowed_failures`: answers a reward source may fail on in one iteration.
 
-    `one_step_off`: the engines answer the next iteration's prompts while this one trains (ahead.py).
+    `one_step_off`: the engines answer the next iteration's prompts while this one trains (ahead.py). `part`: prompts whose answers are
+    scored while engines work on others.
     """
 
     line: Line
@@ -43,6 +44,7 @@ class Setup(NamedTuple):
     probe: Sequence[Document]
     allowed_failures: int
     one_step_off: bool = False
+    part: int | None = None
 
 
 class Carried(NamedTuple):
@@ -72,14 +74,15 @@ def ppo_iteration(
     phases: dict[str, float] = {}
     start = time.monotonic()
     with _phase(phases, "generate"):
-        sampled = carried.ahead or sample(fleet, setup.line, carried.position, setup.sampling, setup.filtering, setup.allowed_failures)
+        how = (setup.line, carried.position, setup.sampling, setup.filtering, setup.allowed_failures, setup.part)
+        sampled = carried.ahead or sample(fleet, *how)
         rollouts = sampled.rollouts
     asked = ask_ahead(fleet, setup.line, sampled.position, setup.sampling) if setup.one_step_off and not last else None
     if fleet.sleeps:
         with _phase(phases, "sleep"):
             fleet.sleep()
     with _phase(phases, "score"):
-        scores = fleet.score(rollouts, sampled.rewards, setup.allowed_failures)
+        scores = sampled.scores() if sampled.scores else fleet.score(rollouts, sampled.rewards, setup.allowed_failures)
     with _phase(phases, "credit"):
         credited = credit(rollouts, scores, kl_coef, carried.statistics, setup.shaping)
     with _phase(phases, "train"):
@@ -127,7 +130,7 @@ def minibatches(usable: Sequence[int], optimisation: Optimisation) -> list[list[
 @contextmanager
 def _phase(phases: dict[str, float], name: str) -> Iterator[None]:
     """Wall seconds of a phase, all its parts. Every phase ends with a wait for its workers' results, so no work leaks into the next; what
-    is sampled ahead runs beside others, and only the wait for it counts."""
+    is sampled ahead, or scored meanwhile, runs beside others, and only the wait for it counts."""
     start = time.monotonic()
     yield
     phases[name] = phases.get(name, 0.0) + time.monotonic() - start

@@ -133,6 +133,7 @@ def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], s
         probe,
         int(config.max_failed_rewards * config.rollout_batch_size * n),
         config.one_step_off_policy,
+        config.stream_batch_size,
     )
 
 

@@ -123,8 +123,9 @@ def config(**fields: Any) -> PPO:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"colocate_all": True}, "engines need cards of their own: leave out colocate_all and vllm.sleep"),
-        ({"vllm": {"gpus": 1, "sleep": True}}, "engines need cards of their own: leave out colocate_all and vllm.sleep"),
+        ({"colocate_all": True}, "trains while engines generate, so they need cards of their own: leave out colocate_all and vllm.sleep"),
+        ({"vllm": {"gpus": 1, "sleep": True}}, "they need cards of their own: leave out colocate_all and vllm.sleep"),
+        ({"stream_batch_size": 4}, "there is nothing to stream: leave out stream_batch_size"),
         ({"sampler_is": "off"}, "set sampler_is to truncate or clamp"),
         ({"dynamic_filtering": True}, "dynamic_filtering needs the rewards .* leave one of them out"),
     ],
