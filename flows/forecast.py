@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf_core.config import DPO, KTO, PPO, Trainable
-from rlhf_core.forecast.memory import GIB, Training, stage_peak
+from rlhf_core.config import PPO, Trainable
+from rlhf_core.forecast.memory import GIB
 from rlhf_core.forecast.placements import Placement, choose, placements
 from rlhf_core.forecast.seconds import Card
 from rlhf_core.forecast.sizes import Size, size_of
+from rlhf_core.forecast.zero import peak_of_training, stage_of_training
 from rlhf_core.names import TRAINED_FROM
 from rlhf_core.plan import Node, Plan
 from rlhf_core.snapshots import described
@@ -29,14 +30,10 @@ def show_forecast(console: Console, planned: Plan, count: int, card: Card) -> No
             _show_ppo(console, node.name, placements(node.config, count, sizes_of(planned, node, node.config), card), card)
         elif isinstance(node.config, Trainable):
             size, config = model_size(planned, node, getattr(node.config, SOURCE[node.kind])), node.config
-            how = Training(
-                config.ranks.world_size,
-                config.zero_stage,
-                config.gradient_checkpointing,
-                config.micro_train_tokens or config.micro_train_batch_size * config.max_len,
-            )
-            held = stage_peak(size, config.ranks, how, isinstance(config, DPO | KTO), node.kind != "reward_model") / GIB
-            told = f"[bold]{escape(node.name)}[/]: {held:.1f} GiB a card on {how.ranks} card(s){_too_much(held, card)}"
+            chosen = stage_of_training(config, size, card.memory)
+            held = peak_of_training(config, size, chosen.stage) / GIB
+            zero = f", zero_stage {chosen.stage}" if config.zero_stage == "auto" else ""
+            told = f"[bold]{escape(node.name)}[/]: {held:.1f} GiB a card on {config.ranks.world_size} card(s){zero}{_too_much(held, card)}"
             console.print(told, highlight=False)
 
 

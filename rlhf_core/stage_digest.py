@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import AlignmentTax, Preferences, Recipe, StageConfig
+from rlhf_core.config import PPO, AlignmentTax, Preferences, Recipe, StageConfig
 from rlhf_core.digests import ABSENT, Digests
 from rlhf_core.lineage import is_remote
 from rlhf_core.reward_sources import FunctionReward, ModelReward
@@ -30,6 +30,8 @@ LATER: dict[str, Any] = {
     "endpoints": {},
     "tensor_parallel_size": 1,
     "seed_answers": False,
+    "one_step_off_policy": False,
+    "stream_batch_size": None,
 }
 NO_RESULT = {
     "adam_offload",
@@ -83,6 +85,8 @@ def deciding(config: StageConfig, digests: Digests) -> Any:
         return [strip(item) for item in value] if isinstance(value, list) else value
 
     content = strip(config.model_dump(mode="json"))
+    if content.get("zero_stage") == "auto":  # counts as what was there before: plain torch, and ZeRO-3 in PPO
+        content["zero_stage"] = 3 if isinstance(config, PPO) else 0
     if isinstance(config, AlignmentTax):
         content["tasks"] = [_task_content(task, digests) if is_path(task) else task for task in config.tasks]
     reward = config.reward[0] if isinstance(config, Preferences) and len(config.reward) == 1 else None

@@ -71,7 +71,7 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         if tracker and (done % config.logging_steps == 0 or done == total):
             tracker.log(done, metrics, show=task.show)
         if config.save_steps and done % config.save_steps == 0 and done < total:
-            loop = {"recent": recent, "evaluation": evaluation, "trained": trained}
+            loop = {"recent": recent, "evaluation": evaluation, "trained": trained, "zero_stage": config.zero_stage}
             save_on_all_ranks(engine, run, done, config.keep_checkpoints, loop)
     if tracker:
         tracker.close()

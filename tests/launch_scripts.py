@@ -191,6 +191,13 @@ spec:
     --reward_pretrain acme/rm
     --prompt_data p.jsonl --bf16
 """
+REQUIRED = {
+    "train_sft": "--pretrain a/b --dataset c",
+    "train_rm": "--model.model_name_or_path a/b --data.dataset c",
+    "train_dpo": "--pretrain a/b --dataset c",
+    "train_kto": "--pretrain a/b --dataset c",
+    "train_ppo_ray": "--pretrain a/b --reward_pretrain a/rm --prompt_data c",
+}
 
 
 def migrated(tmp_path: Path, text: str, name: str = "launch.sh") -> tuple[dict[str, Any], Migrated]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -41,6 +41,12 @@ class Worker:
         """The GPUs of this process, as its node counts them."""
         return [str(card) for card in ray.get_gpu_ids()]
 
+    def card_bytes(self) -> int:
+        """Memory of this process's GPU; 0 without one."""
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
+
     def build(
         self, rank: int, world_size: int, local_rank: int, meeting: tuple[str, int], cards: list[str], factory: Any, options: Any
     ) -> int:
@@ -57,6 +63,12 @@ class Worker:
         start = time.monotonic()
         result = getattr(self.role, method)(*args)
         return result, time.monotonic() - start
+
+    def stream(self, method: str, *args: Any) -> Iterator[tuple[Any, float]]:
+        """What the method yields, each with the seconds since it began."""
+        start = time.monotonic()
+        for item in getattr(self.role, method)(*args):
+            yield item, time.monotonic() - start
 
 
 class Pending(NamedTuple):
@@ -153,9 +165,33 @@ class Group:
         """The node of a rank and a free port there."""
         return Pending(self.name, "address", [self._workers[rank].address.remote()]).wait(timeout)[0]
 
+    def card_bytes(self, timeout: float) -> int:
+        """Memory of the smallest GPU of the group; 0 without GPUs."""
+        return min(Pending(self.name, "start", [worker.card_bytes.remote() for worker in self._workers]).wait(timeout))
+
     def call(self, phase: str, method: str, *args: Any) -> Pending:
         """Runs `method(*args)` on every rank."""
         return Pending(self.name, phase, [worker.call.remote(method, *args) for worker in self._workers], self._spent)
+
+    def stream(self, phase: str, method: str, timeout: float, *args: Any) -> Iterator[Any]:
+        """What `method(*args)` yields on the ranks, as it comes, each within `timeout` seconds of the one before. Raises RoleFailed."""
+        working = [worker.stream.options(num_returns="streaming").remote(method, *args) for worker in self._workers]
+        waiting, work, slowest = list(working), Pending(self.name, phase, working), 0.0
+        while waiting:
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout, fetch_local=False)
+            if not ready:
+                silent = [rank for rank, generator in enumerate(working) if generator in waiting]
+                raise RoleFailed(
+                    f"{self.name}: nothing came of '{phase}' from ranks {silent} within {timeout:.0f} s; raise `timeout` if this is normal"
+                )
+            try:
+                item, seconds = work.get(next(ready[0]))
+            except StopIteration:
+                waiting.remove(ready[0])
+                continue
+            slowest = max(slowest, seconds)
+            yield item
+        self._spent[phase] = self._spent.get(phase, 0.0) + slowest
 
     def spent(self) -> dict[str, float]:
         """Seconds of work by phase since this was asked last: the slowest rank's, without waiting for other groups."""
@@ -184,10 +220,14 @@ class StageRank:
         return self._work(self._request, RunDir(self._path))
 
 
-def run_on_group(work: Callable[[StageRequest, RunDir], Outcome], request: StageRequest, run: RunDir, ranks: Ranks) -> Outcome:
-    """Runs `work` on every rank of a worker group and returns rank 0's outcome."""
+def run_on_group(
+    work: Callable[[StageRequest, RunDir], Outcome], name: str, run: RunDir, ranks: Ranks, settle: Callable[[int], StageRequest]
+) -> Outcome:
+    """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `settle` gives the request, from the bytes of
+    the group's smallest GPU (0: there is none)."""
     connect()
-    room = reserve(arrange({request.name: ranks}), timeout=600)
-    group = Group(request.name, room, cpu_threads(ranks.world_size))
+    room = reserve(arrange({name: ranks}), timeout=600)
+    group = Group(name, room, cpu_threads(ranks.world_size))
+    request = settle(group.card_bytes(600))
     group.build(StageRank, 600, work=work, request=request, path=str(run.path)).wait(600)
     return group.call("train", "run").wait(timeout=7 * 24 * 3600)[0]

@@ -92,6 +92,8 @@ def _reinforced(config: PPO) -> Iterator[str]:
         yield from (f"value/{name}" for name in ("loss", "clip_share", "grad_norm", "learning_rate", "explained_variance"))
     if config.dynamic_filtering:
         yield from ("filter/rounds", "filter/accepted", "filter/groups")
+    if config.one_step_off_policy:
+        yield "rollout/age"
     yield from ("sampler/gap", "sampler/ratio_gap", "sampler/capped", "sampler/gap_p99", BALANCE, *ANSWERS, *DATA)
     sleep = ("sleep", "wake") if config.vllm.sleep else ()
     yield from (f"phase/{name}" for name in ("generate", "score", "credit", "train", "sync", "probe", *sleep))

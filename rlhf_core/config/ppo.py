@@ -89,7 +89,17 @@ class PPO(Gated, Sampling):
     whiten_advantages: bool = Field(
         True, description="advantages of gae get mean 0 and std 1 over the whole rollout (reinforce_pp*: always; group estimators: never)"
     )
+    stream_batch_size: Positive | None = Field(
+        None,
+        description="prompts whose answers are scored together, as soon as engines on cards of their own have finished these, while they "
+        "answer others; default: all of the iteration, after the last answer",
+    )
     freezing_actor_steps: int = Field(0, ge=0, description="first N iterations train only the critic")
+    one_step_off_policy: bool = Field(
+        False,
+        description="asynchronous training, one step deep: engines on cards of their own answer the next iteration's prompts while this "
+        "one trains, so answers are from weights one update old; sampler_is corrects it",
+    )
     sampler_is: Literal["truncate", "clamp", "off"] = Field(
         "truncate", description="importance weights trainer / sampler: capped at sampler_is_cap, kept within sampler_is_clamp, or none"
     )
@@ -104,7 +114,9 @@ class PPO(Gated, Sampling):
     keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
     gradient_checkpointing: Recomputed = Field(0.0, description=RECOMPUTED)
-    zero_stage: Literal[1, 2, 3] = Field(3, description="DeepSpeed ZeRO stage of actor and critic")
+    zero_stage: Literal["auto", 1, 2, 3] = Field(
+        "auto", description="DeepSpeed ZeRO stage of actor and critic; auto: the lowest that fits their GPUs, without GPUs 3"
+    )
     timeout: Positive = Field(600, description="seconds any role may stay silent before the run stops and names it")
 
     lora: Lora | None = Field(None, description="actor and critic train low-rank adapters; default: all weights")
@@ -181,6 +193,31 @@ class PPO(Gated, Sampling):
             raise ValueError(f"overlong_buffer={self.overlong_buffer} must be below generate_max_len={self.generate_max_len}")
         if not 0 < self.sampler_is_clamp[0] <= 1 <= self.sampler_is_clamp[1]:
             raise ValueError(f"sampler_is_clamp={list(self.sampler_is_clamp)} must be two numbers around 1, such as [0.5, 5]")
+        return self
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> PPO:
+        for field, what in (("one_step_off_policy", "trains"), ("stream_batch_size", "scores")):
+            if getattr(self, field) and (self.colocate_all or self.vllm.sleep):
+                raise ValueError(
+                    f"{field} {what} while engines generate, so they need cards of their own: leave out colocate_all and vllm.sleep, or "
+                    f"{field}"
+                )
+            if getattr(self, field) and self.dynamic_filtering:
+                raise ValueError(
+                    f"dynamic_filtering needs the rewards of all answers to know how many are missing, and with {field} engines and models "
+                    f"work on different ones: leave one of them out"
+                )
+        if self.one_step_off_policy and self.stream_batch_size:
+            raise ValueError(
+                "with one_step_off_policy answers are there before the weights that score them, so there is nothing to stream: leave out "
+                "stream_batch_size"
+            )
+        if self.one_step_off_policy and self.sampler_is == "off":
+            raise ValueError(
+                "one_step_off_policy trains on answers of older weights, which importance weights correct: set sampler_is to truncate or "
+                "clamp"
+            )
         return self
 
     @model_validator(mode="after")

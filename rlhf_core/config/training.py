@@ -53,7 +53,9 @@ class Trainable(Gated):
     keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
     gradient_checkpointing: Recomputed = Field(0.0, description=RECOMPUTED)
-    zero_stage: Literal[0, 1, 2, 3] = Field(0, description="0: plain torch, one rank; 1-3: DeepSpeed ZeRO")
+    zero_stage: Literal["auto", 0, 1, 2, 3] = Field(
+        "auto", description="0: plain torch, one rank; 1-3: DeepSpeed ZeRO; auto: 0 on one rank, on several the lowest that fits their GPUs"
+    )
     lora: Lora | None = Field(None, description="train low-rank adapters; default: all weights")
     ranks: Ranks = Field(Ranks(), description="processes of this stage")
 
@@ -73,12 +75,12 @@ def check_batch(whole_name: str, whole: int, micro_name: str, micro: int, ranks:
         )
 
 
-def check_zero(zero_stage: int, ranks: Ranks) -> None:
+def check_zero(zero_stage: int | str, ranks: Ranks) -> None:
     if zero_stage == 0 and ranks.world_size > 1:
-        raise ValueError(f"zero_stage=0 trains on one rank, ranks ask for {ranks.world_size}: set zero_stage to 1, 2 or 3")
+        raise ValueError(f"zero_stage=0 trains on one rank, ranks ask for {ranks.world_size}: set zero_stage to 1, 2, 3 or auto")
 
 
-def check_lora(lora: Lora | None, zero_stage: int) -> None:
+def check_lora(lora: Lora | None, zero_stage: int | str) -> None:
     if lora is not None and lora.quantize != "none" and zero_stage == 3:
         raise ValueError(
             f"lora.quantize={lora.quantize} cannot be trained with zero_stage=3, which would cut 4-bit weights into shards: "

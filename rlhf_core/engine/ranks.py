@@ -10,19 +10,25 @@ from pathlib import Path
 
 from torch import nn
 
+from rlhf_core import checkpoint
 from rlhf_core.config import DPO, KTO, SFT, Lora, RewardModel, Trainable
 from rlhf_core.data.report import JSON
 from rlhf_core.engine.base import AdamW, Engine, TorchEngine, on_cpu
+from rlhf_core.forecast.zero import Chosen, size_at, stage_of_training
 from rlhf_core.models.memory import recompute
 from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
+from rlhf_core.names import TRAINED_FROM
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
 
 
 def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
-    """Runs `rank` in this process when the stage has one rank, else on a Ray worker group; returns rank 0's outcome."""
+    """Runs `rank` in this process when the stage has one rank, else on a Ray worker group; returns rank 0's outcome.
+
+    The group decides on a ZeRO stage that the recipe leaves open.
+    """
     config = request.config
     assert isinstance(config, (SFT, RewardModel, DPO, KTO))
     if config.ranks.world_size == 1:
@@ -30,18 +36,32 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
         return rank(request, run)
     from rlhf_core.cluster.group import run_on_group
 
-    return run_on_group(rank, request, run, config.ranks)
+    return run_on_group(rank, request.name, run, config.ranks, lambda card_bytes: with_zero_stage(request, run, config, card_bytes))
+
+
+def with_zero_stage(request: StageRequest, run: RunDir, config: Trainable, card_bytes: int) -> StageRequest:
+    """The request with a ZeRO stage where the recipe leaves it open: that of the resume state, else by `card_bytes` of a GPU (0: none)."""
+    if config.zero_stage != "auto":
+        return request
+    resume = checkpoint.latest(run)
+    kept = resume.loop.get("zero_stage") if resume else None
+    source = request.inputs[getattr(config, TRAINED_FROM.get(request.config.stage, "model"))]
+    chosen = Chosen(kept, "as its resume state") if kept else stage_of_training(config, size_at(source), card_bytes)
+    print(chosen, flush=True)
+    return request.model_copy(update={"config": config.model_copy(update={"zero_stage": chosen.stage})})
 
 
 def make_engine(module: nn.Module, config: Trainable) -> Engine:
-    """The engine of one rank: plain torch for `zero_stage` 0, DeepSpeed otherwise."""
+    """The engine of one rank: plain torch for `zero_stage` 0 (and for auto on one rank), DeepSpeed otherwise."""
+    assert config.zero_stage != "auto" or config.ranks.world_size == 1, "decided before (with_zero_stage)"
     recompute(module.model, config.gradient_checkpointing)
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
-    if config.zero_stage == 0:
+    zero_stage = 0 if config.zero_stage == "auto" else config.zero_stage
+    if zero_stage == 0:
         return TorchEngine(module, adamw)
     from rlhf_core.engine.zero import ZeroEngine
 
-    return ZeroEngine(module, adamw, config.zero_stage, config.dtype, config.micro_train_batch_size, timeout=1800)
+    return ZeroEngine(module, adamw, zero_stage, config.dtype, config.micro_train_batch_size, timeout=1800)
 
 
 def finish_training(

@@ -16,6 +16,7 @@ from rlhf_core.forecast.sizes import Size
 GIB = 2**30
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
 FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once, and its buckets
+ROOM = 0.95  # of a card; the rest is lost to fragmentation
 CHUNK = 2048  # positions whose logits exist at once (models/load.py)
 
 
@@ -29,13 +30,15 @@ class Held(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What decides the memory of a trained model: ranks, ZeRO stage, share of layers recomputed, tokens of a pass, Adam on the host."""
+    """What decides the memory of a trained model: ranks, ZeRO stage, share of layers recomputed, tokens of a pass, Adam on the host, and
+    whether only adapters are trained, whose own few bytes are left out."""
 
     ranks: int
     zero_stage: int
     recomputed: float
     tokens: int
     offload: bool = False
+    adapters: bool = False
 
 
 def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
@@ -43,7 +46,9 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     count = size.parameters - (0 if head else size.head)
     per_rank = count / how.ranks
     weights = 2 * (per_rank if how.zero_stage == 3 else count) + (FETCHED if how.zero_stage == 3 else 0)
-    if how.zero_stage == 0:  # plain torch: moments in the weights' own dtype
+    if how.adapters:
+        state, gradients = 0.0, 0.0
+    elif how.zero_stage == 0:  # plain torch: moments in the weights' own dtype
         state, gradients = 4 * count, 2 * count
     elif how.offload:
         state, gradients = 0.0, 1e9
@@ -70,7 +75,9 @@ def roles(config: PPO, sizes: Mapping[str, Size], card_bytes: float) -> dict[str
     for name, ranks in config.groups.items():
         head = name in ("actor", "reference")
         if name in ("actor", "critic"):
-            how = Training(ranks.world_size, config.zero_stage, config.gradient_checkpointing, training, name in config.adam_offload)
+            assert config.zero_stage != "auto", "decided before (zero.py)"
+            share, offload = config.gradient_checkpointing, name in config.adam_offload
+            how = Training(ranks.world_size, config.zero_stage, share, training, offload, config.lora is not None)
             held[name] = trained(sizes[name], how, head, scoring)
         else:
             held[name] = read(sizes[name], scoring, head, config.ref_reward_offload)

@@ -9,11 +9,11 @@ from pydantic import ValidationError
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
-from rlhf_core.forecast.memory import cards, roles
+from rlhf_core.forecast.memory import ROOM, cards, roles
 from rlhf_core.forecast.seconds import Card, phases
 from rlhf_core.forecast.sizes import Size
+from rlhf_core.forecast.zero import stage_of_ppo
 
-ROOM = 0.95  # of a card; the rest is lost to fragmentation
 RANKS = ("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks")
 
 
@@ -35,6 +35,7 @@ class Placement(NamedTuple):
 
 
 def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], card: Card) -> Placement:
+    config = config.model_copy(update={"zero_stage": stage_of_ppo(config, sizes, card.memory).stage})
     layout = arrange(config.placed, config.together)
     found = cards(config, layout, roles(config, sizes, card.memory))
     return Placement(name, fields, max(held for _, held in found.values()), found, phases(config, layout, sizes, card))
@@ -46,7 +47,7 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], card: Card) -
     for name, fields in _options(config, count).items():
         try:
             changed = PPO.model_validate(config.model_dump() | fields)
-        except ValidationError:  # the batch sizes do not fit so many ranks
+        except ValidationError:  # the batch sizes do not fit so many ranks, or the engines are to work beside the models
             continue
         found.append(forecast(name, changed, fields, sizes, card))
     return found

@@ -26,9 +26,11 @@ class Card(NamedTuple):
 
 
 def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -> dict[str, float]:
-    """Seconds by phase for full-length answers: an upper bound where answers end early."""
+    """Seconds by phase for full-length answers: an upper bound where answers end early. Of generation that runs beside scoring and
+    training, what those do not cover."""
     answers = config.rollout_batch_size * config.n_samples_per_prompt
     tokens = answers * (config.prompt_max_len + config.generate_max_len)
+    assert config.zero_stage != "auto", "decided before (zero.py)"
     executed = 6 + 2 * config.gradient_checkpointing
     scoring, training, host = {}, {}, 0.0
     for name in config.groups:
@@ -46,6 +48,8 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
         "train": _busiest(training, layout, card) + host,
         "sync": 0.1 + 2 * engine.parameters / SYNC / 2,
     }
+    if config.one_step_off_policy:
+        found["generate"] = max(0.0, found["generate"] - found["score"] - found["train"])
     return found | ({"sleep and wake": 0.3 + 2 * engine.parameters / 25e9 / 2} if config.vllm.sleep else {})
 
 

@@ -213,7 +213,6 @@ FIELDS: dict[str, Field] = {
     "vllm_gpu_memory_utilization": Field("vllm.gpu_memory_utilization", fraction),
     "vllm_enable_sleep": Field("vllm.sleep", true),
     "deepspeed_enable_sleep": Field("deepspeed_enable_sleep", true),
-    "async_train": Field("async_train", true),
 }
 
 PPO_ONLY = {"gamma", "lambd"}  # a dpo stage has fields of these names for SimPO and ORPO
@@ -252,8 +251,9 @@ DROPPED: dict[str, str] = {
     "save_value_network": "the critic stays in the stage's resume checkpoints",
     "label_key": "a reward function receives the whole row, with this column",
     "agent_func_path": "multi-turn agents are not part of a recipe",
-    "async_queue_size": "sampling and training take turns",
-    "partial_rollout_enable": "sampling and training take turns",
+    "async_train": "only ppo samples ahead",
+    "async_queue_size": "answers are sampled one iteration ahead at most, by one_step_off_policy",
+    "partial_rollout_enable": "an answer comes from one set of weights",
     "full_determinism": "runs are seeded, and reproducible on CPUs",
     "use_ms": "models come from a folder or the Hugging Face Hub",
     "optim": "the optimiser is AdamW",
@@ -263,7 +263,6 @@ DROPPED: dict[str, str] = {
     "vanilla_loss": "KTO is always that of its paper",
     "compute_fp32_loss": "the loss is always computed in float32",
     "dynamic_filtering_reward_range": "dynamic_filtering looks at the spread of a group's rewards",
-    "async_train": "sampling and training take turns",
     "vllm_tensor_parallel_size": "a vLLM engine has one GPU here",
 }
 

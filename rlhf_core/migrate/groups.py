@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rlhf_core.migrate.draft import Draft, Flag
+from rlhf_core.migrate.flags import true
 from rlhf_core.migrate.values import whole
 
 GROUPS = {"actor": "actor_ranks", "critic": "critic_ranks", "ref": "reference_ranks", "reward": "reward_ranks"}
@@ -31,6 +32,23 @@ def read_groups(draft: Draft) -> None:
         sizes[role] = size
         draft.put(GROUPS[role], {"num_nodes": size[0], "num_ranks_per_node": size[1], "gpus": 1.0})
     _engines(draft, math.prod(sizes["actor"]), "colocate_all" in draft.left, nodes is not None or per_node is not None)
+
+
+def read_async(draft: Draft) -> None:
+    """Sampling ahead, where the stage's other settings leave it room; they have been read by now."""
+    flag = draft.take("async_train")
+    if flag is None:
+        return
+    if not true(flag.words):
+        draft.translate(flag, "one_step_off_policy", False)
+        return
+    if in_the_way := [name for name in ("colocate_all", "vllm.sleep", "dynamic_filtering") if draft.get(name)]:
+        draft.note("dropped", flag.shown, f"one_step_off_policy does not go with {' and '.join(in_the_way)}")
+        return
+    without = draft.get("sampler_is") == "off"
+    if without:
+        draft.put("sampler_is", "truncate")
+    draft.translate(flag, "one_step_off_policy", True, "answers one update old, with sampler_is: truncate" if without else "")
 
 
 def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rlhf_core.migrate.draft import Draft, Note, draft_of
-from rlhf_core.migrate.groups import fit, read_groups, read_ranks
+from rlhf_core.migrate.groups import fit, read_async, read_groups, read_ranks
 from rlhf_core.migrate.inputs import Chain, plain, read_data, read_models
 from rlhf_core.migrate.launches import Launch
 from rlhf_core.migrate.sampling import preferences, task_of
@@ -76,6 +76,8 @@ def _read_training(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> Non
     else:
         read_ranks(draft, launch.gpus, gpus)
     draft.read_fields()
+    if draft.kind == "ppo":
+        read_async(draft)
     put_defaults(draft)
     read_adapters(draft)
     fit(draft)

@@ -6,7 +6,7 @@ Verbs that concern several roles start all of them and wait once. Every wait has
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rlhf_core.cluster.placement import Room
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.engine.base import AdamW
+from rlhf_core.forecast.zero import Chosen, size_at, stage_of_ppo
 from rlhf_core.ppo.floors import Machine, floors
 from rlhf_core.ppo.objective import Objective
 from rlhf_core.ppo.roles import Actor, Critic, Model, Reference, Reward, Training, Update
@@ -51,6 +52,7 @@ class Fleet:
     timeout: float
     dtype: str
     sleeps: bool = False
+    zero_stage: int = 3
     machine: Machine | None = None  # once it has looked around
 
     def sample(
@@ -63,33 +65,71 @@ class Fleet:
         stop_token_ids: Sequence[int],
     ) -> list[list[Answer]]:
         """`n` answers to each prompt, in order."""
+        return self.ask(prompts, seeds, n, temperature, max_new_tokens, stop_token_ids)()
+
+    def ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        n: int,
+        temperature: float,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> Callable[[], list[list[Answer]]]:
+        """Lets the engines begin; what is returned waits for the answers, as `sample` gives them."""
         pending = self.sampler.call(
             "generate", "generate", share(list(prompts)), list(seeds), temperature, max_new_tokens, list(stop_token_ids), n
         )
-        return _in_order(pending.wait(self.timeout))
+        return lambda: _in_order(pending.wait(self.timeout))
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        n: int,
+        temperature: float,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> Iterator[tuple[int, list[Answer]]]:
+        """The answers of `sample`, prompt by prompt in the order in which engines finish them, each with the prompt's index."""
+        how = (share(list(prompts)), list(seeds), temperature, max_new_tokens, list(stop_token_ids), n)
+        return self.sampler.stream("generate", "stream", self.timeout, *how)
 
     def score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int) -> Scores:
         """All models read the same documents side by side, and the sources outside are asked; one wait. Rewards already known stay."""
+        return self.start_score(rollouts, rewards, allowed_failures)()
+
+    def start_score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int) -> Callable[[], Scores]:
+        """Lets all begin; what is returned waits for the scores."""
         documents = share([rollout.document for rollout in rollouts])
         pending = {"logprobs": self.actor.call("score", "logprobs", documents)}
         pending["ref_logprobs"] = self.reference.call("score", "logprobs", documents)
         if self.critic is not None:
             pending["values"] = self.critic.call("score", "values", documents)
-        if rewards is None:
-            rewards = self._reward(rollouts, documents, allowed_failures)
-        scored = {name: _in_order(work.wait(self.timeout)) for name, work in pending.items()}
-        values = scored.pop("values", None) or [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
-        return Scores(**scored, values=values, rewards=rewards)
+        asked = None if rewards is not None else self._start_reward(rollouts, documents, allowed_failures)
+
+        def wait() -> Scores:
+            known = asked() if asked is not None else rewards
+            assert known is not None
+            scored = {name: _in_order(work.wait(self.timeout)) for name, work in pending.items()}
+            values = scored.pop("values", None) or [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
+            return Scores(**scored, values=values, rewards=known)
+
+        return wait
 
     def reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards:
         """Rewards of all sources. Raises RewardsFailed when one leaves more than `allowed_failures` answers without."""
-        return self._reward(rollouts, share([rollout.document for rollout in rollouts]), allowed_failures)
+        return self._start_reward(rollouts, share([rollout.document for rollout in rollouts]), allowed_failures)()
 
-    def _reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int) -> Rewards:
+    def _start_reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int) -> Callable[[], Rewards]:
         models = {title: group.call("score", "scores", documents) for title, group in self.rewards.items()}  # all start, then one wait
         asked = self.outside.start([self._sample(rollout) for rollout in rollouts], allowed) if self.outside else {}
-        scored = ((title, np.concatenate(_in_order(pending.wait(self.timeout)))) for title, pending in models.items())
-        return collect(scored, asked, allowed)
+
+        def wait() -> Rewards:
+            scored = ((title, np.concatenate(_in_order(pending.wait(self.timeout)))) for title, pending in models.items())
+            return collect(scored, asked, allowed)
+
+        return wait
 
     def _sample(self, rollout: Rollout) -> Sample:
         tokens, mask = rollout.document.tokens, rollout.document.mask
@@ -205,24 +245,19 @@ def objective_of(config: PPO) -> Objective:
 
 
 def start_fleet(
-    config: PPO, paths: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, seed: int, room: Room, trust_remote_code: bool
+    config: PPO,
+    paths: Mapping[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    room: Room,
+    trust_remote_code: bool,
+    kept_stage: int | None = None,
 ) -> Fleet:
-    """Starts all roles side by side and waits until each has loaded its model. `paths` gives each role's model."""
-    # Sampling has the machine to itself; the others work two and two.
-    spans = {"sampler": config.vllm.tensor_parallel_size}
-    groups = {name: Group(name, room, cpu_threads(1 if name == "sampler" else 2), spans.get(name, 1)) for name in config.placed}
-    adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
-    training = Training(
-        adamw,
-        config.zero_stage,
-        config.micro_train_batch_size,
-        config.gradient_checkpointing,
-        config.timeout,
-        config.lora,
-        seed,
-        config.micro_train_tokens,
-        config.adam_offload,
-    )
+    """Starts all roles side by side and waits until each has loaded its model. `paths` gives each role's model; `kept_stage`: the ZeRO
+    stage of a resume state, which counts where the recipe leaves it open."""
+    # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
+    spans, alone = {"sampler": config.vllm.tensor_parallel_size}, () if config.one_step_off_policy else ("sampler",)
+    groups = {name: Group(name, room, cpu_threads(1 if name in alone else 2), spans.get(name, 1)) for name in config.placed}
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
     def model(role: str) -> Model:
@@ -251,6 +286,24 @@ def start_fleet(
             tensor_parallel_size=config.vllm.tensor_parallel_size,
             seed_answers=config.vllm.seed_answers,
         ),
+        groups["reference"].build(Reference, config.timeout, model=model("reference"), temperature=config.temperature, offload=offload),
+        *(group.build(Reward, config.timeout, model=model(group.name), offload=offload) for group in rewards.values()),
+    ]
+    chosen = zero_stage_of(config, paths, groups, kept_stage)
+    print(f"actor{' and critic' if config.has_critic else ''}: {chosen}", flush=True)
+    adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
+    training = Training(
+        adamw,
+        chosen.stage,
+        config.micro_train_batch_size,
+        config.gradient_checkpointing,
+        config.timeout,
+        config.lora,
+        seed,
+        config.micro_train_tokens,
+        config.adam_offload,
+    )
+    loading.append(
         groups["actor"].build(
             Actor,
             config.timeout,
@@ -258,10 +311,8 @@ def start_fleet(
             training=training,
             objective=objective_of(config),
             temperature=config.temperature,
-        ),
-        groups["reference"].build(Reference, config.timeout, model=model("reference"), temperature=config.temperature, offload=offload),
-        *(group.build(Reward, config.timeout, model=model(group.name), offload=offload) for group in rewards.values()),
-    ]
+        )
+    )
     if "critic" in groups:
         loading.append(
             groups["critic"].build(Critic, config.timeout, model=model("critic"), training=training, value_clip=config.value_clip)
@@ -284,9 +335,22 @@ def start_fleet(
         timeout=config.timeout,
         dtype=config.dtype,
         sleeps=config.vllm.sleep,
+        zero_stage=chosen.stage,
     )
     fleet.open_channel()
     return replace(fleet, machine=fleet.look_around())
+
+
+def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Group], kept_stage: int | None) -> Chosen:
+    """The ZeRO stage of actor and critic; where the recipe leaves it open, by the smallest of their GPUs."""
+    if config.zero_stage == "auto" and kept_stage:
+        return Chosen(kept_stage, "as its resume state")
+    if config.zero_stage != "auto" or not config.actor_ranks.gpus:
+        return stage_of_ppo(config, None, 0)
+    sizes = {name: size_at(paths[name]) for name in config.groups}
+    known = {name: size for name, size in sizes.items() if size is not None}
+    card_bytes = min(groups[name].card_bytes(config.timeout) for name in ("actor", "critic") if name in groups)
+    return stage_of_ppo(config, known if len(known) == len(sizes) else None, card_bytes)
 
 
 def check_gap(gap: float, tolerance: float) -> None:

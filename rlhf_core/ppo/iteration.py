@@ -10,10 +10,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from rlhf_core.data.documents import Document
+from rlhf_core.ppo.ahead import ask_ahead
 from rlhf_core.ppo.credit import Shaping, credit
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.roles import Update
-from rlhf_core.ppo.sampling import Filtering, Line, Sampling, sample
+from rlhf_core.ppo.sampling import Filtering, Line, Sampled, Sampling, sample
 from rlhf_core.rewards.combine import Running
 
 
@@ -30,7 +31,11 @@ class Optimisation(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What stays the same over the iterations of a run. `allowed_failures`: answers a reward source may fail on in one iteration."""
+    """What stays the same over the iterations of a run. `allowed_failures`: answers a reward source may fail on in one iteration.
+
+    `one_step_off`: the engines answer the next iteration's prompts while this one trains (ahead.py). `part`: prompts whose answers are
+    scored while engines work on others.
+    """
 
     line: Line
     sampling: Sampling
@@ -38,13 +43,17 @@ class Setup(NamedTuple):
     shaping: Shaping
     probe: Sequence[Document]
     allowed_failures: int
+    one_step_off: bool = False
+    part: int | None = None
 
 
 class Carried(NamedTuple):
-    """What an iteration takes from the one before: the place on the line of prompts, and the running statistics of rewards."""
+    """What an iteration takes from the one before: the place on the line of prompts, the running statistics of rewards, and its answers
+    if they were sampled ahead."""
 
     position: int
     statistics: Mapping[str, Running]
+    ahead: Sampled | None = None
 
 
 class Iteration(NamedTuple):
@@ -55,18 +64,25 @@ class Iteration(NamedTuple):
     carried: Carried
 
 
-def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, optimisation: Optimisation) -> Iteration:
-    """Samples answers, scores them with all models and reward sources, credits each token, trains, and publishes the actor."""
+def ppo_iteration(
+    fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, optimisation: Optimisation, last: bool = False
+) -> Iteration:
+    """Samples answers, scores them with all models and reward sources, credits each token, trains, and publishes the actor.
+
+    `last`: no iteration follows whose answers could be sampled ahead.
+    """
     phases: dict[str, float] = {}
     start = time.monotonic()
     with _phase(phases, "generate"):
-        sampled = sample(fleet, setup.line, carried.position, setup.sampling, setup.filtering, setup.allowed_failures)
+        how = (setup.line, carried.position, setup.sampling, setup.filtering, setup.allowed_failures, setup.part)
+        sampled = carried.ahead or sample(fleet, *how)
         rollouts = sampled.rollouts
+    asked = ask_ahead(fleet, setup.line, sampled.position, setup.sampling) if setup.one_step_off and not last else None
     if fleet.sleeps:
         with _phase(phases, "sleep"):
             fleet.sleep()
     with _phase(phases, "score"):
-        scores = fleet.score(rollouts, sampled.rewards, setup.allowed_failures)
+        scores = sampled.scores() if sampled.scores else fleet.score(rollouts, sampled.rewards, setup.allowed_failures)
     with _phase(phases, "credit"):
         credited = credit(rollouts, scores, kl_coef, carried.statistics, setup.shaping)
     with _phase(phases, "train"):
@@ -80,6 +96,12 @@ def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, 
         with _phase(phases, "wake"):
             fleet.wake()
     metrics = credited.metrics | sampled.metrics | {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    if setup.one_step_off:
+        metrics["rollout/age"] = float(sampled.age)
+    ahead = None
+    if asked is not None:  # before the weights change
+        with _phase(phases, "generate"):
+            ahead = asked()._replace(age=int("actor" in updates))
     if "actor" in updates:
         metrics["policy/first_ratio"] = steps[0]["policy/ratio"]
         with _phase(phases, "sync"):
@@ -90,7 +112,7 @@ def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, 
     metrics["tokens"] = float(sum(len(r.document.tokens) for r in rollouts))
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
     metrics |= fleet.accounts(rollouts, list(updates), optimisation.max_epochs, time.monotonic() - start)
-    return Iteration(metrics, credited.kl, Carried(sampled.position, credited.statistics))
+    return Iteration(metrics, credited.kl, Carried(sampled.position, credited.statistics, ahead))
 
 
 def minibatches(usable: Sequence[int], optimisation: Optimisation) -> list[list[int]]:
@@ -107,7 +129,8 @@ def minibatches(usable: Sequence[int], optimisation: Optimisation) -> list[list[
 
 @contextmanager
 def _phase(phases: dict[str, float], name: str) -> Iterator[None]:
-    """Wall seconds of a phase. Every phase ends with a wait for its workers' results, so no work leaks into the next."""
+    """Wall seconds of a phase, all its parts. Every phase ends with a wait for its workers' results, so no work leaks into the next; what
+    is sampled ahead, or scored meanwhile, runs beside others, and only the wait for it counts."""
     start = time.monotonic()
     yield
-    phases[name] = time.monotonic() - start
+    phases[name] = phases.get(name, 0.0) + time.monotonic() - start

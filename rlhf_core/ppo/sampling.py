@@ -7,14 +7,14 @@ it goes on taking as many as are missing, over the end of an episode too, so not
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.types import Rollout
+from rlhf_core.ppo.types import Rollout, Scores
 from rlhf_core.rewards.asking import Rewards, check_failures, join
 from rlhf_core.rewards.combine import Term, plain_sum
 from rlhf_core.rollout.engine import Answer
@@ -57,19 +57,28 @@ class Filtering(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """An iteration's rollouts, `n` of each prompt in a row; their rewards where filtering asked for them; the next position; metrics."""
+    """An iteration's rollouts, `n` of each prompt in a row; their rewards where filtering asked for them; the next position; metrics.
+
+    `age`: updates of the actor since the weights that answered. `scores` waits for scores that are under way.
+    """
 
     rollouts: list[Rollout]
     rewards: Rewards | None
     position: int
     metrics: dict[str, float]
+    age: int = 0
+    scores: Callable[[], Scores] | None = None
 
 
-def sample(fleet: Fleet, line: Line, position: int, sampling: Sampling, filtering: Filtering | None, allowed_failures: int) -> Sampled:
+def sample(
+    fleet: Fleet, line: Line, position: int, sampling: Sampling, filtering: Filtering | None, allowed_failures: int, part: int | None = None
+) -> Sampled:
     """Answers to a batch of prompts. With filtering: of as many rounds as it takes, at most `rounds`; then with what there is.
 
-    Raises ValueError when no group has a signal.
+    `part`: prompts whose answers go to scoring while others are sampled (`stream`). Raises ValueError when no group has a signal.
     """
+    if part is not None:
+        return stream(fleet, line, position, sampling, part, allowed_failures)
     if filtering is None:
         return Sampled(_answer(fleet, line.take(position, line.batch), sampling), None, position + line.batch, {})
     kept: list[Rollout] = []
@@ -94,6 +103,40 @@ def sample(fleet: Fleet, line: Line, position: int, sampling: Sampling, filterin
     accepted = len(kept) // sampling.n
     metrics = {"filter/rounds": float(rounds), "filter/accepted": accepted / (position - start), "filter/groups": float(accepted)}
     return Sampled(kept, join(rewards), position, metrics)
+
+
+def stream(fleet: Fleet, line: Line, position: int, sampling: Sampling, part: int, allowed_failures: int) -> Sampled:
+    """Answers to a batch of prompts, each `part` of which is scored as soon as its last answer is there.
+
+    The parts are cut by the prompts' places, not by what arrives first, so that what is scored together, and with it every bit of the
+    scores, is the same in each run.
+    """
+    taken = line.take(position, line.batch)
+    groups: list[list[Rollout]] = [[] for _ in taken]
+    begun: dict[int, Callable[[], Scores]] = {}
+    for index, answers in fleet.stream([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], *sampling):
+        groups[index] = [rollout(taken[index][0], answer) for answer in answers]
+        start = index // part * part
+        if all(groups[start : start + part]):
+            whole = [found for group in groups[start : start + part] for found in group]
+            begun[start] = fleet.start_score(whole, None, allowed_failures)
+    rollouts = [found for group in groups for found in group]
+
+    def scores() -> Scores:
+        return join_scores([begun[start]() for start in sorted(begun)], allowed_failures)
+
+    return Sampled(rollouts, None, position + line.batch, {}, scores=scores)
+
+
+def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
+    """The scores of all parts, in order. RewardsFailed when a source left more than `allowed_failures` answers of all without a reward."""
+    rewards = join([part.rewards for part in parts])
+    for source, failed in rewards.failed().items():
+        check_failures(source, failed, allowed_failures, len(rewards), rewards.errors.get(source, ""))
+    logprobs, references, values = (
+        [array for part in parts for array in getattr(part, name)] for name in ("logprobs", "ref_logprobs", "values")
+    )
+    return Scores(logprobs, references, values, rewards)
 
 
 def with_signal(rewards: np.ndarray, n: int, min_spread: float) -> list[int]:

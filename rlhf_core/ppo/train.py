@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,6 +19,7 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.engine.base import learning_rate
+from rlhf_core.ppo.ahead import read_ahead, write_ahead
 from rlhf_core.ppo.credit import Overlong, Shaping
 from rlhf_core.ppo.fleet import Fleet, start_fleet
 from rlhf_core.ppo.iteration import Carried, Optimisation, Setup, ppo_iteration
@@ -43,10 +45,11 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
     connect()
     room = reserve(arrange(config.placed, config.together), config.timeout)
-    fleet = start_fleet(config, paths, tokenizer, request.seed, room, request.trust_remote_code)
+    resume = checkpoint.latest(run)
+    kept_stage = resume.loop.get("zero_stage", 3) if resume else None
+    fleet = start_fleet(config, paths, tokenizer, request.seed, room, request.trust_remote_code, kept_stage)
     print(f"all roles are up after {time.monotonic() - start:.0f} s", flush=True)
 
-    resume = checkpoint.latest(run)
     first = resume.step if resume else 0
     kl = kl_controller(config.init_kl_coef, config.kl_target, config.kl_horizon)
     carried = Carried(0, {})
@@ -54,24 +57,34 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         fleet.load_state(resume.folder)
         fleet.publish_weights()
         kl, carried = restore(kl, resume.loop)
+        carried = carried._replace(ahead=read_ahead(resume.folder, setup.line, setup.sampling.n))
         print(f"resumed after iteration {first} of {iterations}", flush=True)
     fleet.probe(setup.probe)
     tracker = Tracker(run, iterations, first)
     for step in range(first, iterations):
-        metrics, mean_kl, carried = ppo_iteration(fleet, setup, carried, kl.coef, optimisation(config, step, iterations, request.seed))
-        kl = kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
         done = step + 1
+        how = optimisation(config, step, iterations, request.seed)
+        metrics, mean_kl, carried = ppo_iteration(fleet, setup, carried, kl.coef, how, done == iterations)
+        kl = kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
         if done % config.logging_steps == 0 or done == iterations:
             tracker.log(done, metrics, show=SHOWN)
         if done in config.export_at:  # before the resume state, so that a run that goes on after this iteration finds it exported
             export(fleet, run / EXPORTS / f"iteration{done}")
         if config.save_steps and done % config.save_steps == 0 and done < iterations:
-            checkpoint.save(run, done, config.keep_checkpoints, loop_state(kl, carried), fleet.save_state)
+            state = loop_state(kl, carried) | {"zero_stage": fleet.zero_stage}
+            checkpoint.save(run, done, config.keep_checkpoints, state, partial(save_state, fleet, carried))
     tracker.close()
     fleet.outside.close()
     export(fleet, run / "checkpoint")
     outputs = {"checkpoint": "checkpoint", "data_report": JSON} | ({EXPORTS: EXPORTS} if config.export_at else {})
     return Outcome(final_metrics(read_metrics(run.path)) | data.report.metrics("data"), outputs)
+
+
+def save_state(fleet: Fleet, carried: Carried, folder: Path) -> None:
+    """The roles' part of a resume state, and the answers that wait for their iteration."""
+    fleet.save_state(folder)
+    if carried.ahead is not None:
+        write_ahead(folder, carried.ahead)
 
 
 def export(fleet: Fleet, folder: Path) -> None:
@@ -119,6 +132,8 @@ def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], s
         shaping,
         probe,
         int(config.max_failed_rewards * config.rollout_batch_size * n),
+        config.one_step_off_policy,
+        config.stream_batch_size,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -102,8 +102,53 @@ class Sampler:
         With `seed_whole` one stream of random numbers, seeded by all `seeds`, serves all answers: vLLM then draws for the whole batch at
         once, in place of answer by answer, and what an answer becomes depends on those beside it. Without `logprobs` they are empty.
         """
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(n)]
-        params = [
+        requests = _requests(prompts, n)
+        params = self._params(seeds, n, temperature, max_new_tokens, stop_token_ids, seed_whole, logprobs)
+        outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
+        answers = [_answer(output.outputs[0]) for output in outputs]
+        return [answers[i : i + n] for i in range(0, len(answers), n)]
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seeds: Sequence[int],
+        temperature: float,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+        n: int = 1,
+        seed_whole: bool = False,
+    ) -> Iterator[tuple[int, list[Answer]]]:
+        """The answers of `generate`, prompt by prompt as they are finished: the prompt's index and its `n` answers."""
+        engine, whole = self.llm.llm_engine, self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        params = self._params(seeds, n, temperature, max_new_tokens, stop_token_ids, seed_whole, True)
+        for i, (request, how) in enumerate(zip(_requests(prompts, n), params, strict=True)):
+            how.output_kind = whole
+            engine.add_request(str(i), request, how)
+        found: dict[int, dict[int, Answer]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    prompt, which = divmod(int(output.request_id), n)
+                    group = found.setdefault(prompt, {})
+                    group[which] = _answer(output.outputs[0])
+                    if len(group) == n:
+                        yield prompt, [answer for _, answer in sorted(found.pop(prompt).items())]
+
+    def _params(
+        self,
+        seeds: Sequence[int],
+        n: int,
+        temperature: float,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+        seed_whole: bool,
+        logprobs: bool,
+    ) -> list[Any]:
+        """vLLM's parameters of each answer; with `seed_whole` the engine itself is seeded."""
+        if seed_whole:
+            self.llm.collective_rpc("seed", args=(random.Random(repr(list(seeds))).getrandbits(48),))
+        return [
             self._vllm.SamplingParams(
                 temperature=temperature,
                 max_tokens=max_new_tokens,
@@ -116,11 +161,6 @@ class Sampler:
             for seed in seeds
             for j in range(n)
         ]
-        if seed_whole:
-            self.llm.collective_rpc("seed", args=(random.Random(repr(list(seeds))).getrandbits(48),))
-        outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
-        answers = [_answer(output.outputs[0]) for output in outputs]
-        return [answers[i : i + n] for i in range(0, len(answers), n)]
 
     def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-prob of every token of each document given those before it (0 for the first): what a weight sync is probed with."""
@@ -183,6 +223,10 @@ class Sampler:
         engine: Any = self.llm.llm_engine
         engine.engine_core.shutdown()
         del self.llm
+
+
+def _requests(prompts: Sequence[Sequence[int]], n: int) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(n)]
 
 
 def _answer(output: Any) -> Answer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -66,6 +66,28 @@ class SamplerRole:
             seed_whole=self._seed_whole,
         )
         return list(zip(mine, answers, strict=True))
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        temperature: float,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+        n: int,
+    ) -> Iterator[tuple[int, list[Answer]]]:
+        """As `generate`, prompt by prompt as their answers are finished."""
+        mine = range(self.rank, len(prompts), self.world_size)
+        answers = self.sampler.stream(
+            [prompts[i] for i in mine],
+            seeds=[seeds[i] for i in mine],
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids,
+            n=n,
+            seed_whole=self._seed_whole,
+        )
+        yield from ((mine[i], group) for i, group in answers)
 
     def cards(self) -> list[str | None]:
         return self.sampler.cards()

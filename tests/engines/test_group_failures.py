@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psutil
 import pytest
@@ -41,6 +41,13 @@ def make_role() -> object:
         def waits(self, seconds: float) -> str:
             time.sleep(seconds)
             return "done"
+
+        def counts(self, pauses: Sequence[float], then: str = "") -> Iterator[int]:
+            for number, pause in enumerate(pauses):
+                time.sleep(pause)
+                yield number
+            if then:
+                raise KeyError(then)
 
         def variables(self) -> dict[str, str]:
             return dict(os.environ)
@@ -97,6 +104,27 @@ def test_the_failure_of_one_group_ends_the_wait_for_another(groups: tuple[Group,
     actor.call("again", "waits", 0).wait(30)
 
 
+def test_a_stream_comes_while_the_ranks_still_work(groups: tuple[Group, Group]) -> None:
+    critic, _ = groups
+    critic.spent()
+    start, seen = time.monotonic(), []
+    for number in critic.stream("generate", "counts", 30, [0.1, 0.1, 1.5]):
+        seen.append((number, time.monotonic() - start))
+    assert sorted(number for number, _ in seen) == [0, 0, 1, 1, 2, 2], "all that both ranks yield"
+    first, last = seen[0][1], seen[-1][1]
+    assert last - first > 1, "the first is not held back for the last"
+    assert 1.7 <= critic.spent()["generate"] <= last and critic.spent() == {}
+
+
+def test_a_stream_that_fails_or_falls_silent_names_its_role(groups: tuple[Group, Group]) -> None:
+    critic, actor = groups
+    with pytest.raises(RoleFailed, match=r"critic failed in 'generate': KeyError\('gone'\)"):
+        list(critic.stream("generate", "counts", 30, [0.1], "gone"))
+    with pytest.raises(RoleFailed, match=r"actor: nothing came of 'generate' from ranks \[0, 1\] within 1 s; raise `timeout`"):
+        list(actor.stream("generate", "counts", 1, [0.1, 4]))
+    assert actor.call("again", "waits", 0).wait(30) == ["done", "done"]
+
+
 def test_work_is_timed_by_phase_and_told_once(groups: tuple[Group, Group]) -> None:
     critic, _ = groups
     critic.spent()
@@ -125,3 +153,14 @@ def test_a_rank_that_dies_ends_the_wait_and_is_named(groups: tuple[Group, Group]
     with pytest.raises(RoleFailed, match="a rank of critic died during 'train', often for lack of memory"):
         pending.wait(25)
     assert not psutil.pid_exists(victim)
+
+
+def test_a_rank_that_dies_ends_a_stream_and_is_named(groups: tuple[Group, Group]) -> None:
+    """Last of all, for the same reason."""
+    _, actor = groups
+    victim = actor.call("look", "pid").wait(30)[1]
+    stream = actor.stream("generate", "counts", 60, [0, 30])
+    assert next(stream) == 0
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(RoleFailed, match="a rank of actor died during 'generate', often for lack of memory"):
+        list(stream)

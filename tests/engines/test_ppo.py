@@ -150,6 +150,11 @@ def wait_for_checkpoint(folder: Path, process: subprocess.Popen[bytes]) -> None:
 
 def kill_and_finish(folder: Path) -> None:
     """Kills a run with SIGKILL once it is past its checkpoint, and starts it again."""
+    kill_past_checkpoint(folder)
+    finish(folder)
+
+
+def kill_past_checkpoint(folder: Path) -> None:
     process = start(folder)
     wait_for_checkpoint(folder, process)
     workers = psutil.Process(process.pid).children(recursive=True)
@@ -158,7 +163,6 @@ def kill_and_finish(folder: Path) -> None:
     for survivor in psutil.wait_procs(workers, timeout=5)[1]:  # Ray's agents would stay for a minute
         survivor.kill()
     assert RunDir(folder).result() is None, "the run ended before it could be killed"
-    finish(folder)
 
 
 def assert_same_end(whole: Path, killed: Path) -> None:

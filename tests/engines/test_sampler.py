@@ -73,6 +73,15 @@ def test_a_seed_fixes_the_answer(setting: Setting) -> None:
     assert setting.generate() != setting.generate(first_seed=1)
 
 
+def test_a_stream_gives_each_prompts_answers_once_they_are_all_there(setting: Setting) -> None:
+    how = {"temperature": 1.0, "max_new_tokens": 12, "stop_token_ids": setting.renderer.stop_token_ids, "n": 2}
+    seeds = [10 * i for i in range(len(setting.prompts))]
+    for _ in range(2):  # the second time over the prefixes of the first
+        streamed = list(setting.sampler.stream(setting.prompts, seeds=seeds, **how))
+        assert sorted(index for index, _ in streamed) == list(range(len(setting.prompts)))
+        assert [answers for _, answers in sorted(streamed, key=lambda item: item[0])] == setting.generate()
+
+
 def test_answers_keep_the_order_of_prompts_and_their_number(setting: Setting) -> None:
     answers = setting.generate(n=3)
     assert [len(group) for group in answers] == [3] * 5

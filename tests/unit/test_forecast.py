@@ -115,6 +115,16 @@ def test_phases_are_foretold_within_25_percent(config: PPO, size: Any, measured:
     assert {name: found[name] for name in measured} == pytest.approx(measured, rel=0.25)
 
 
+def test_generation_beside_training_costs_what_is_left_of_it() -> None:
+    layout, models = arrange(SPLIT.placed, SPLIT.together), sizes(SPLIT, LARGE_MODEL)
+    few_and_long = SPLIT.model_copy(update={"rollout_batch_size": 4, "generate_max_len": 16384})
+    for config, covered in ((SPLIT, True), (few_and_long, False)):
+        turns, ahead = (phases(config.model_copy(update={"one_step_off_policy": on}), layout, models, Card()) for on in (False, True))
+        assert {name: ahead[name] for name in ahead if name != "generate"} == {name: turns[name] for name in turns if name != "generate"}
+        left = turns["generate"] - turns["score"] - turns["train"]
+        assert (left <= 0) is covered and ahead["generate"] == max(0.0, left)
+
+
 def test_what_saves_memory_does() -> None:
     plain = trained(LARGE_MODEL, Training(1, 2, 0.0, 8192), True, 8192)
     for other in (Training(1, 2, 1.0, 8192), Training(4, 2, 0.0, 8192), Training(1, 2, 0.0, 4096), Training(1, 2, 0.0, 8192, offload=True)):

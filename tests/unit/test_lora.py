@@ -167,7 +167,7 @@ def test_four_bits_are_refused_with_a_reason(material: Path, monkeypatch: pytest
     with pytest.raises(ValidationError, match=r"cannot be trained with zero_stage=3.*set zero_stage to 2 or less"):
         config_of("sft", material, lora, zero_stage=3)
     with pytest.raises(ValidationError, match="cannot be trained with zero_stage=3"):
-        PPO(prompts=Data(sources="prompts.jsonl"), lora=lora)
+        PPO(prompts=Data(sources="prompts.jsonl"), lora=lora, zero_stage=3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="needs an NVIDIA GPU"):
         trained_policy(str(material / "base"), "float32", False, lora, seed=0)

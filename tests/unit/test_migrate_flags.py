@@ -16,15 +16,8 @@ from rlhf_core.migrate.script import migrate
 from rlhf_core.migrate.shell import read_script
 from rlhf_core.migrate.variables import Variables
 from rlhf_core.recipe import config_class
-from tests.launch_scripts import DPO, KTO, PPO_COLOCATED, PPO_GROUPS, REWARD_MODEL, SFT, migrated
+from tests.launch_scripts import DPO, KTO, PPO_COLOCATED, PPO_GROUPS, REQUIRED, REWARD_MODEL, SFT, migrated
 
-REQUIRED = {
-    "train_sft": "--pretrain a/b --dataset c",
-    "train_rm": "--model.model_name_or_path a/b --data.dataset c",
-    "train_dpo": "--pretrain a/b --dataset c",
-    "train_kto": "--pretrain a/b --dataset c",
-    "train_ppo_ray": "--pretrain a/b --reward_pretrain a/rm --prompt_data c",
-}
 OTHERS = (
     "bf16 param_dtype lora_rank lora_alpha target_modules load_in_4bit lr_scheduler use_dynamic_batch train_max_tokens_per_gpu ipo seed "
     "eps_clip_low_high reward_clip_range use_kl_loss enable_vllm_is_correction is_correction_type vllm_is_truncated_threshold max_samples "
@@ -50,7 +43,7 @@ def test_every_flag_of_a_script_is_accounted_for(tmp_path: Path) -> None:
 
 def test_the_tables_name_real_fields() -> None:
     missing = {rule.name for rule in FIELDS.values() if all(find_field(config_class(kind), rule.name) is None for kind in STAGE_KINDS)}
-    assert missing <= {"ref_offload", "deepspeed_enable_sleep", "async_train", "compute_fp32_loss"}  # told as what we do not have
+    assert missing <= {"ref_offload", "deepspeed_enable_sleep", "compute_fp32_loss"}  # told as what we do not have
     assert all(DROPPED.values())
 
 

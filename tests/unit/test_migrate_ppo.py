@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import PPO
-from tests.launch_scripts import PPO_COLOCATED, PPO_GROUPS, migrated, told
+from rlhf_core.migrate.script import Migrated
+from tests.launch_scripts import PPO_COLOCATED, PPO_GROUPS, REQUIRED, migrated, told
 
 
 def test_ppo_with_four_groups(tmp_path: Path) -> None:
@@ -132,3 +133,21 @@ def test_an_estimator_without_a_critic(tmp_path: Path) -> None:
     assert isinstance(ppo, PPO) and (ppo.advantage_estimator, ppo.critic, ppo.freezing_actor_steps) == ("grpo", None, 0)
     dropped = told(found, "dropped")
     assert dropped["--critic.model_name_or_path a/c"] == "grpo has no critic" and "--rollout.top_p 0.9" in dropped
+
+
+def test_asynchronous_training(tmp_path: Path) -> None:
+    def read(flags: str) -> tuple[PPO, Migrated]:
+        _, found = migrated(tmp_path, f"python train_ppo_ray.py {REQUIRED['train_ppo_ray']} {flags}")
+        ppo = found.recipe.stages["ppo"]
+        assert isinstance(ppo, PPO)
+        return ppo, found
+
+    ppo, found = read("--async_train")
+    assert (ppo.one_step_off_policy, ppo.sampler_is) == (True, "truncate")
+    assert told(found, "approximated")["--async_train"] == "one_step_off_policy: answers one update old, with sampler_is: truncate"
+    ppo, found = read("--train.async_enable --enable_vllm_is_correction")
+    assert ppo.one_step_off_policy and "--train.async_enable" in told(found, "translated")
+    ppo, found = read("--async_train --colocate_all_models --vllm_enable_sleep")
+    assert ppo.colocate_all and not ppo.one_step_off_policy
+    assert told(found, "dropped")["--async_train"] == "one_step_off_policy does not go with colocate_all and vllm.sleep"
+    assert not read("--async_train False")[0].one_step_off_policy

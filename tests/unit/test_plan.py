@@ -192,6 +192,9 @@ def test_digests_change_with_what_decides_the_result_and_with_nothing_else(plann
     assert changed(p, planned("seed=1")) == everything
     for free in ("ppo.logging_steps=7", "ppo.save_steps=2", "ppo.keep_checkpoints=3", "ppo.timeout=9", "artifacts=elsewhere", "name=other"):
         assert changed(p, planned(free)) == set(), free
+    assert changed(p, planned("ppo.zero_stage=3", "sft.zero_stage=0")) == set(), "auto counts as what was there before it"
+    assert changed(p, planned("ppo.zero_stage=2")) == below_ppo
+    assert changed(p, planned("ppo.one_step_off_policy=false")) == set() != changed(p, planned("ppo.one_step_off_policy=true"))
     judged = planned("evaluation.judges=[{kind: openai, model: m}]")
     for free in ("requests_per_minute: 9", "input_price: 1.5", "output_price: 2", "verdict_cache: verdicts", "concurrency: 2"):
         assert changed(judged, planned(f"evaluation.judges=[{{kind: openai, model: m, {free}}}]")) == set(), free

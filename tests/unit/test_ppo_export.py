@@ -17,7 +17,7 @@ class Roles:
     """Stands for the fleet: its weights are the number of iterations done."""
 
     def __init__(self) -> None:
-        self.weights, self.outside = 0, SimpleNamespace(close=lambda: None)
+        self.weights, self.zero_stage, self.outside = 0, 3, SimpleNamespace(close=lambda: None)
 
     def export_actor(self, folder: Path) -> None:
         folder.mkdir(parents=True)

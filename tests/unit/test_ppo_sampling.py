@@ -53,6 +53,10 @@ class Fleet:
         self.said.append("sample")
         return [[Answer([prompt[0], j, 0], [-1.0, -1.0, -1.0], True) for j in range(n)] for prompt in prompts]
 
+    def ask(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *how: Any) -> Callable[[], list[list[Answer]]]:
+        self.said.append("ask")
+        return lambda: self.sample(prompts, seeds, *how)
+
     def reward(self, rollouts: Sequence[Rollout], allowed: int) -> Rewards:
         values = [self.score_of(rollout.document.tokens[1], rollout.document.tokens[2]) for rollout in rollouts]
         return Rewards({"reward_model": np.array(values)}, {"reward_model": "the last error"} if np.isnan(values).any() else {})

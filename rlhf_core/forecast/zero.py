@@ -1,0 +1,84 @@
+"""The ZeRO stage where a recipe leaves it open: the lowest that fits. A higher one saves memory and sends more between cards. Torch-free.
+
+The estimates are for bfloat16. Without a GPU, or a model whose size is told, it is the highest, which needs the least memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rlhf_core.cluster.layout import arrange
+from rlhf_core.config import DPO, KTO, PPO, Lora, RewardModel, Trainable
+from rlhf_core.forecast.memory import GIB, ROOM, Training, cards, roles, stage_peak
+from rlhf_core.forecast.sizes import Size, size_of
+from rlhf_core.snapshots import described
+
+
+class Chosen(NamedTuple):
+    """A ZeRO stage and, in words, why it was taken."""
+
+    stage: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"zero_stage {self.stage}: {self.why}"
+
+
+def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, card_bytes: float) -> Chosen:
+    """For actor and critic, beside all that shares their GPUs. `sizes`: of each group's model, None if unknown; `card_bytes`: 0: no GPU."""
+    if config.zero_stage != "auto":
+        return Chosen(config.zero_stage, "as the recipe says")
+    if sizes is None or not card_bytes or config.dtype != "bfloat16":
+        return _unknown(sizes, card_bytes, config.lora)
+    known, layout = sizes, arrange(config.placed, config.together)
+
+    def peak(stage: int) -> float:
+        found = cards(config, layout, roles(config.model_copy(update={"zero_stage": stage}), known, card_bytes))
+        return max(held for names, held in found.values() if {"actor", "critic"} & set(names))
+
+    # What Adam on the host leaves on the card is known of stages 2 and 3.
+    return _lowest((2, 3) if config.adam_offload else (1, 2, 3), config, peak, card_bytes)
+
+
+def stage_of_training(config: Trainable, size: Size | None, card_bytes: float) -> Chosen:
+    """For SFT, reward model, DPO and KTO; as `stage_of_ppo`."""
+    if config.zero_stage != "auto":
+        return Chosen(config.zero_stage, "as the recipe says")
+    if config.ranks.world_size == 1:
+        return Chosen(0, "one rank has nothing to share out")
+    if size is None or not card_bytes or config.dtype != "bfloat16":
+        return _unknown(size, card_bytes, config.lora)
+    known = size
+    return _lowest((1, 2, 3), config, lambda stage: peak_of_training(config, known, stage), card_bytes)
+
+
+def peak_of_training(config: Trainable, size: Size, stage: int) -> float:
+    """Bytes of a card of SFT, reward model, DPO or KTO under a ZeRO stage."""
+    tokens = config.micro_train_tokens or config.micro_train_batch_size * config.max_len
+    how = Training(config.ranks.world_size, stage, config.gradient_checkpointing, tokens, adapters=config.lora is not None)
+    return stage_peak(size, config.ranks, how, isinstance(config, DPO | KTO), not isinstance(config, RewardModel))
+
+
+def size_at(place: str) -> Size | None:
+    """The size of a model in a folder or on the Hub; None when its config.json does not tell."""
+    try:
+        return size_of(place if Path(place).is_dir() else str(described(place)))
+    except ValueError:
+        return None
+
+
+def _lowest(stages: Sequence[int], config: PPO | Trainable, peak: Callable[[int], float], card_bytes: float) -> Chosen:
+    quantized = config.lora is not None and config.lora.quantize != "none"  # 4-bit weights are not cut into shards
+    peaks = {stage: peak(stage) for stage in stages if not (stage == 3 and quantized)}
+    stage = next((stage for stage, held in peaks.items() if held <= ROOM * card_bytes), max(peaks))
+    fits = "the lowest that fits" if peaks[stage] <= ROOM * card_bytes else "none is estimated to fit"
+    told = ", ".join(f"{held / GIB:.1f} GiB with {number}" for number, held in peaks.items() if number <= stage)
+    return Chosen(stage, f"{fits} a GPU of {card_bytes / GIB:.1f} GiB ({told})")
+
+
+def _unknown(sizes: object, card_bytes: float, lora: Lora | None) -> Chosen:
+    stage = 2 if lora is not None and lora.quantize != "none" else 3
+    unknown = "a model's config.json does not tell its size" if sizes is None else "it is not bfloat16"
+    return Chosen(stage, f"memory cannot be foretold, as {unknown if card_bytes else 'there is no GPU'}")

@@ -1,0 +1,114 @@
+"""PPO one step off policy, with all its engines: vLLM answers the next prompts while the models train on the last answers.
+
+One undisturbed run, and one killed and started again. What must hold is read from their metrics, from the answers that waited in the killed
+run's state, and from the actors exported on the way.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_core.config import PPO, Ranks
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document
+from rlhf_core.data.sources import prompts
+from rlhf_core.models.load import load_policy
+from rlhf_core.ppo.ahead import read_ahead
+from rlhf_core.ppo.fleet import PROBE_TOLERANCE
+from rlhf_core.ppo.sampling import Line, Sampled
+from rlhf_core.tracking import read_metrics
+from tests.engines.test_ppo import SAVED, SHARE, assert_same_end, common, finish, kill_past_checkpoint, write_request
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ITERATIONS, SEED = 16, 7
+# A third of the letters that a model without training writes are in it.
+EARLY = "def early(responses): return [sum(c in 'abcdefghijklm' for c in text) / max(1, len(text)) for text in responses]\n"
+
+
+class Runs(NamedTuple):
+    """Folders of the runs, and the answers that waited when one of them was killed."""
+
+    ahead: Path
+    killed: Path
+    waiting: Sampled
+
+
+def ppo(material: Path, function: Path) -> PPO:
+    here = {"max_steps": ITERATIONS, "num_episodes": ITERATIONS, "export_at": (SAVED - 1, SAVED), "max_epochs": 1, "min_lr_ratio": 1}
+    sizes = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "train_batch_size": 16, "micro_train_batch_size": 8}
+    how = {"advantage_estimator": "grpo", "reward": f"{function}:early", "actor_ranks": Ranks(cpus=SHARE), "one_step_off_policy": True}
+    return PPO(**{**common(material), **here, **sizes, **how})
+
+
+@pytest.fixture(scope="module")
+def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    root = tmp_path_factory.mktemp("ppo_ahead")
+    (root / "checks.py").write_text(EARLY)
+    config, ahead, killed = ppo(material, root / "checks.py"), root / "ahead", root / "killed"
+    for folder in (ahead, killed):
+        write_request(folder, config, {"base": str(material / "base")})
+    finish(ahead)
+    kill_past_checkpoint(killed)
+    renderer = Renderer(load_tokenizer(str(material / "base")), config.prompts.template)
+    line = Line(prompts(config.prompts, renderer, config.prompt_max_len, SEED).items, config.rollout_batch_size, SEED)
+    waiting = read_ahead(killed / "state" / f"step-{SAVED}", line, config.n_samples_per_prompt)
+    assert waiting is not None
+    finish(killed)
+    return Runs(ahead, killed, waiting)
+
+
+def logprobs(model: Path, documents: list[Document]) -> list[np.ndarray]:
+    policy = load_policy(str(model))
+    with torch.no_grad():
+        batches = [collate([[document]], 0) for document in documents]
+        return [policy(b.tokens, b.positions, b.documents, 1.0).logprobs[b.documents >= 0].numpy() for b in batches]
+
+
+def test_it_learns(runs: Runs) -> None:
+    lines = read_metrics(runs.ahead)
+    assert len(lines) == ITERATIONS
+    first, last = (np.array([(line["reward/mean"], line["reward/std"]) for line in part]) for part in (lines[:4], lines[-4:]))
+    error = np.sqrt(sum((part[:, 1] ** 2).mean() for part in (first, last)) / (4 * 32))  # of the difference of two means of 4 x 32 answers
+    assert last[:, 0].mean() - first[:, 0].mean() > 4 * error, [line["reward/mean"] for line in lines]
+
+
+def test_answers_that_wait_are_those_of_the_weights_before_the_last_update(runs: Runs) -> None:
+    rollouts = runs.waiting.rollouts
+    assert runs.waiting.age == 1 and len(rollouts) == 32
+
+    def gap(step: int) -> float:
+        found = logprobs(runs.killed / "exports" / f"iteration{step}", [rollout.document for rollout in rollouts])
+        pairs = zip(found, rollouts, strict=True)
+        return max(float(np.abs(got - r.sampler_logprobs)[np.array(r.document.mask)].max()) for got, r in pairs)
+
+    assert gap(SAVED - 1) < PROBE_TOLERANCE["float32"] < 10 * PROBE_TOLERANCE["float32"] < gap(SAVED)
+
+
+def test_the_log_tells_their_age_and_how_far_the_weights_have_moved(runs: Runs) -> None:
+    lines = read_metrics(runs.ahead)
+    assert [line["rollout/age"] for line in lines] == [0] + [1] * (ITERATIONS - 1)
+    assert lines[0]["sampler/ratio_gap"] < 1e-3 < min(line["sampler/ratio_gap"] for line in lines[1:])
+    for line in lines:  # engines and trainer agree once the weights have been sent, and training is on policy with itself
+        assert line["sync/probe_gap"] < 1e-3 and line["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+
+
+def test_a_killed_run_ends_with_the_same_curve_and_weights(runs: Runs) -> None:
+    assert_same_end(runs.ahead, runs.killed)
+
+
+def test_the_wait_for_answers_is_told_apart_from_the_engines_work(runs: Runs) -> None:
+    lines = read_metrics(runs.ahead)
+    for line in lines[:-1]:
+        assert 0 < line["work/sampler/generate"]
+        assert line["phase/generate"] < line["work/sampler/generate"] + 0.1
+    assert "work/sampler/generate" not in lines[-1], "nothing is answered that nobody trains on"
+    for before, line in pairwise(lines):
+        phases = sum(seconds for name, seconds in line.items() if name.startswith("phase/"))
+        assert phases <= line["time"] - before["time"]

@@ -1,0 +1,143 @@
+"""Which ZeRO stage is taken where a recipe leaves it open, and that an explicit one, a resume state and the digests are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core import checkpoint
+from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
+from rlhf_core.engine.ranks import with_zero_stage
+from rlhf_core.forecast.memory import GIB, ROOM
+from rlhf_core.forecast.placements import forecast
+from rlhf_core.forecast.seconds import Card
+from rlhf_core.forecast.sizes import Size, size_of_config
+from rlhf_core.forecast.zero import Chosen, peak_of_training, size_at, stage_of_ppo, stage_of_training
+from rlhf_core.ppo.fleet import zero_stage_of
+from rlhf_core.stage import RunDir, StageRequest
+
+SHAPE = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+BIG = size_of_config({**SHAPE, "vocab_size": 152064})  # 7.6 billion parameters
+DATA = Data(sources="d.jsonl")
+FOUR = Ranks(num_ranks_per_node=4, gpus=1)
+
+
+def sft(**fields: Any) -> SFT:
+    return SFT(data=DATA, **{"ranks": FOUR, "dtype": "bfloat16", "micro_train_tokens": 4096, "gradient_checkpointing": 1, **fields})
+
+
+def ppo(**fields: Any) -> PPO:
+    shared = {**dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), FOUR), "vllm": {"gpus": 1}}
+    tokens = {"micro_train_tokens": 4096, "micro_rollout_tokens": 4096, "gradient_checkpointing": 1}
+    return PPO.model_validate({"prompts": DATA, "reward": "rm", "dtype": "bfloat16", **shared, **tokens, **fields})
+
+
+def sizes(config: PPO) -> dict[str, Size]:
+    return dict.fromkeys(config.groups, BIG)
+
+
+def test_the_lowest_stage_that_fits_is_taken() -> None:
+    taken = {memory: stage_of_training(sft(), BIG, memory * GIB).stage for memory in (100, 60, 48)}
+    assert taken == {100: 1, 60: 2, 48: 3}
+    for memory, stage in taken.items():
+        assert peak_of_training(sft(), BIG, stage) <= ROOM * memory * GIB
+        assert stage == 1 or peak_of_training(sft(), BIG, stage - 1) > ROOM * memory * GIB
+    chosen = stage_of_training(sft(), BIG, 20 * GIB)
+    assert chosen.stage == 3 and "none is estimated to fit a GPU of 20.0 GiB (" in chosen.why and "GiB with 3)" in chosen.why
+    assert str(stage_of_training(sft(), BIG, 100 * GIB)).startswith("zero_stage 1: the lowest that fits a GPU of 100.0 GiB (")
+
+
+def test_a_reference_model_counts_where_there_is_one() -> None:
+    small = size_of_config({**SHAPE, "vocab_size": 152064, "num_hidden_layers": 2})
+    how: dict[str, Any] = {"data": DATA, "ranks": FOUR, "dtype": "bfloat16", "micro_train_tokens": 65536}
+    assert peak_of_training(DPO(**how), small, 3) >= peak_of_training(RewardModel(**how), small, 3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_explicit_stage_is_obeyed(stage: Any) -> None:
+    assert stage_of_training(sft(zero_stage=stage), BIG, 10 * GIB) == Chosen(stage, "as the recipe says")
+    assert stage_of_ppo(ppo(zero_stage=stage), sizes(ppo()), 10 * GIB).stage == stage
+
+
+def test_one_rank_trains_without_zero() -> None:
+    assert stage_of_training(sft(ranks=Ranks(gpus=1)), BIG, 10 * GIB).stage == 0
+    assert sft(ranks=Ranks()).zero_stage == "auto"
+
+
+@pytest.mark.parametrize(
+    ("size", "memory", "dtype", "why"),
+    [
+        (BIG, 0, "bfloat16", "as there is no GPU"),
+        (None, 80 * GIB, "bfloat16", "does not tell its size"),
+        (BIG, 80 * GIB, "float32", "as it is not bfloat16"),
+    ],
+)
+def test_what_cannot_be_foretold_takes_the_least_memory(size: Size | None, memory: float, dtype: str, why: str) -> None:
+    config = ppo(dtype=dtype)
+    for chosen in (stage_of_training(sft(dtype=dtype), size, memory), stage_of_ppo(config, sizes(config) if size else None, memory)):
+        assert chosen.stage == 3 and why in chosen.why
+
+
+def test_adapters_need_little_and_4_bit_weights_are_never_cut() -> None:
+    assert stage_of_training(sft(lora=Lora()), BIG, 48 * GIB).stage == 1 < stage_of_training(sft(), BIG, 48 * GIB).stage
+    quantized = Lora(quantize="nf4")
+    assert stage_of_training(sft(lora=quantized), BIG, 4 * GIB).stage == stage_of_training(sft(lora=quantized), BIG, 0).stage == 2
+    assert stage_of_ppo(ppo(lora=quantized), sizes(ppo()), 0).stage == 2
+
+
+def test_ppo_counts_all_that_shares_the_cards_of_actor_and_critic() -> None:
+    memory = 100 * GIB
+    assert stage_of_ppo(ppo(), sizes(ppo()), memory).stage == 1
+    beside = ppo(colocate_actor_ref=True, colocate_critic_reward=True)
+    together = ppo(colocate_all=True, vllm={"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3})
+    stages = [stage_of_ppo(config, sizes(config), memory).stage for config in (ppo(), beside, together)]
+    assert stages == sorted(stages) and stages[0] < stages[-1] == 3
+    assert stage_of_ppo(ppo(adam_offload=True), sizes(ppo()), memory).stage == 2
+    placed = forecast("as in the recipe", beside, {}, sizes(beside), Card(memory=memory))
+    explicit = ppo(colocate_actor_ref=True, colocate_critic_reward=True, zero_stage=stages[1])
+    assert placed == forecast("as in the recipe", explicit, {}, sizes(beside), Card(memory=memory)), "`alignflow plan` takes the same"
+
+
+def test_ppo_asks_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
+
+    class Group:
+        def __init__(self, memory: float):
+            self.memory = memory
+
+        def card_bytes(self, timeout: float) -> float:
+            return self.memory * GIB
+
+    config = ppo()
+    groups: Any = {"actor": Group(100), "critic": Group(48)}
+    paths = dict.fromkeys(config.groups, str(tmp_path))
+    assert zero_stage_of(config, paths, groups, None).stage == 3, "the smaller GPU decides"
+    groups["critic"] = Group(100)
+    assert zero_stage_of(config, paths, groups, None).stage == 1
+    assert zero_stage_of(config, paths, groups, 3) == Chosen(3, "as its resume state")
+    assert zero_stage_of(ppo(zero_stage=2), paths, groups, 3).stage == 2
+    on_cpu = ppo(**dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks()), vllm={})
+    assert zero_stage_of(on_cpu, paths, {}, None).stage == 3
+
+
+def test_a_group_gets_a_request_with_a_stage(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+
+    def settled(config: Trainable, memory: int) -> Any:
+        request = StageRequest(name="sft", digest="0", config=config, inputs={"base": str(tmp_path)}, seed=0)
+        return with_zero_stage(request, run, config, memory * GIB).config.zero_stage  # type: ignore[union-attr]
+
+    assert (settled(sft(), 100), settled(sft(), 48), settled(sft(zero_stage=2), 100)) == (1, 3, 2)
+    checkpoint.save(run, 3, 1, {"zero_stage": 2}, lambda folder: None)
+    assert settled(sft(), 100) == 2, "other cards do not change what a state was made with"
+
+
+def test_a_folder_that_tells_no_size(tmp_path: Path) -> None:
+    assert size_at(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text("{}")
+    assert size_at(str(tmp_path)) is None
