@@ -13,8 +13,8 @@ from markupsafe import Markup
 
 from evaluation import page_models, page_stages
 from evaluation.battles import examples
-from evaluation.curves import calibration_chart, over_optimisation_chart
 from evaluation.dag import HEIGHT, WIDTH, draw
+from evaluation.model_charts import calibration_chart, over_optimisation_chart
 from evaluation.page_rounds import rounds, rounds_svg
 from evaluation.page_verdict import tiles, verdict
 from evaluation.summary import Evidence, StageView, as_json, read, read_evaluation, summary_of

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 from pydantic import ValidationError
 
-from evaluation.curves import Lost, tax_chart, win_rate_chart
+from evaluation.model_charts import Lost, tax_chart, win_rate_chart
 from evaluation.over_optimisation import FILE as OVER_OPTIMISATION
 from evaluation.over_optimisation import OverOptimisation
 from evaluation.reward_eval import REWARD_MODELS, RewardReports

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from evaluation.curves import rounds_chart
+from evaluation.model_charts import rounds_chart
 from evaluation.summary import Evaluated, Evidence
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from evaluation.curves import over_optimisation_chart
 from evaluation.kl import Reading, log_ratios
+from evaluation.model_charts import over_optimisation_chart
 from evaluation.over_optimisation import FILE, Measured, OverOptimisation, battle_scores, curve, metrics, suspicion_of
 from evaluation.questions import Question
 from rlhf_core.config.metrics import has_metric

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from evaluation.curves import Run, stage_chart, win_rate_chart
+from evaluation.curves import Run, stage_chart
 from evaluation.dag import HEIGHT, WIDTH, draw
+from evaluation.model_charts import win_rate_chart
 from evaluation.page import write_report
 from evaluation.page_verdict import verdict
 from evaluation.phases import phases_of
