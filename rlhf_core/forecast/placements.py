@@ -43,7 +43,8 @@ def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str,
 
 def placements(config: PPO, count: int, sizes: Mapping[str, Size], card: Card) -> list[Placement]:
     """The recipe's own placement first, then what could be had on `count` cards."""
-    found = [forecast("as in the recipe", config, {}, sizes, card)] if config.actor_ranks.gpus else []
+    taken = f", zero_stage {stage_of_ppo(config, sizes, card.memory).stage}" if config.zero_stage == "auto" else ""
+    found = [forecast(f"as in the recipe{taken}", config, {}, sizes, card)] if config.actor_ranks.gpus else []
     for name, fields in _options(config, count).items():
         try:
             changed = PPO.model_validate(config.model_dump() | fields)

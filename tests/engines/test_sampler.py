@@ -80,6 +80,11 @@ def test_a_stream_gives_each_prompts_answers_once_they_are_all_there(setting: Se
         streamed = list(setting.sampler.stream(setting.prompts, seeds=seeds, **how))
         assert sorted(index for index, _ in streamed) == list(range(len(setting.prompts)))
         assert [answers for _, answers in sorted(streamed, key=lambda item: item[0])] == setting.generate()
+    often = how | {"stop_token_ids": list(range(0, 400, 8)), "max_new_tokens": 24}  # so that some answers end long before others
+    lengths = [
+        max(len(answer.tokens) for answer in answers) for _, answers in setting.sampler.stream(setting.prompts, seeds=seeds, **often)
+    ]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1], "what is finished first comes first"
 
 
 def test_answers_keep_the_order_of_prompts_and_their_number(setting: Setting) -> None:

@@ -12,7 +12,7 @@ from rlhf_core import checkpoint
 from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
 from rlhf_core.engine.ranks import with_zero_stage
 from rlhf_core.forecast.memory import GIB, ROOM
-from rlhf_core.forecast.placements import forecast
+from rlhf_core.forecast.placements import forecast, placements
 from rlhf_core.forecast.seconds import Card
 from rlhf_core.forecast.sizes import Size, size_of_config
 from rlhf_core.forecast.zero import Chosen, peak_of_training, size_at, stage_of_ppo, stage_of_training
@@ -99,6 +99,8 @@ def test_ppo_counts_all_that_shares_the_cards_of_actor_and_critic() -> None:
     placed = forecast("as in the recipe", beside, {}, sizes(beside), Card(memory=memory))
     explicit = ppo(colocate_actor_ref=True, colocate_critic_reward=True, zero_stage=stages[1])
     assert placed == forecast("as in the recipe", explicit, {}, sizes(beside), Card(memory=memory)), "`alignflow plan` takes the same"
+    assert placements(beside, 4, sizes(beside), Card(memory=memory))[0].name == f"as in the recipe, zero_stage {stages[1]}"
+    assert placements(explicit, 4, sizes(beside), Card(memory=memory))[0].name == "as in the recipe"
 
 
 def test_ppo_asks_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path) -> None:
