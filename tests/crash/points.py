@@ -28,6 +28,7 @@ WHEN = {"start": 0.1, "middle": 0.5, "end": 0.9}  # shares of a stage's time, se
 POINTS = tuple(f"{stage}/{who}/{when}" for stage in STAGES for who in WHO if who != "ray" or stage == "ppo" for when in WHEN)
 END_SECONDS = 40.0  # in which everything must be gone
 RETRIED = ("stage", "ray")  # victims after which the flow itself starts the stage once more
+OWN_SERVER = ("flow", "server")  # victims whose command starts its own Prefect server
 UNEQUAL = ("eval.json", ".md", ".html")  # names of files that hold seconds or times of day
 
 
@@ -65,16 +66,17 @@ def prepare(folder: Path, material: Path, home: Path | None = None) -> None:
         shutil.copy(home / "prefect.db", folder / "home" / "prefect.db")
 
 
-def environment(folder: Path) -> dict[str, str]:
+def environment(folder: Path, api: str | None = None) -> dict[str, str]:
+    """Of a point's processes. Without the address of a Prefect server a command starts its own."""
     ours = {"PYTHONPATH": str(ROOT), "PREFECT_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     ours |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "HF_HUB_OFFLINE": "1"}
-    return {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"} | ours
+    return {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"} | ours | ({"PREFECT_API_URL": api} if api else {})
 
 
-def start(folder: Path, stage: str) -> subprocess.Popen[bytes]:
+def start(folder: Path, stage: str, api: str | None = None) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "flows.cli", "stage", stage, "recipe.yaml"]
     with (folder / "out.txt").open("ab") as out:
-        return subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(command, cwd=folder, env=environment(folder, api), stdout=out, stderr=out, stdin=subprocess.DEVNULL)
 
 
 def directory(folder: Path, stage: str) -> Path | None:
@@ -105,10 +107,10 @@ def starts(folder: Path) -> dict[str, int]:
     return {stage: sum(row.startswith("--- ") for row in log.read_text().splitlines()) for stage, log in logs.items() if log.exists()}
 
 
-def measure(folder: Path, stage: str) -> dict[str, Moment]:
+def measure(folder: Path, stage: str, api: str) -> dict[str, Moment]:
     """Runs a stage undisturbed; the moments to kill it at."""
     trace: list[tuple[float, int, int]] = []
-    run = start(folder, stage)
+    run = start(folder, stage, api)
     while run.poll() is None and not files(folder, stage):
         if (now := lines(folder, stage)) is not None and (not trace or now != trace[-1][1:]):
             trace.append((time.monotonic(), *now))
@@ -142,8 +144,8 @@ def reached(folder: Path, stage: str, moment: Moment) -> bool:
     return now is not None and sum(now) >= moment.lines
 
 
-def point(name: str, reference: Path, folder: Path, moment: Moment) -> Outcome:
-    """Does one point in a new folder; what became of it."""
+def point(name: str, reference: Path, folder: Path, moment: Moment, api: str) -> Outcome:
+    """Does one point in a new folder; what became of it. `api`: a Prefect server for all commands but those that are to have their own."""
     stage, who, _ = name.split("/")
     prepare(folder, reference / "demo" / "material", reference / "home")
     before = STAGES[: STAGES.index(stage)]
@@ -157,7 +159,7 @@ def point(name: str, reference: Path, folder: Path, moment: Moment) -> Outcome:
         serve.run(serve.ready(), "alignment/crash")
         run = serve.process
     else:
-        run = start(folder, stage)
+        run = start(folder, stage, None if who in OWN_SERVER else api)
     until(lambda: reached(folder, stage, moment) or run.poll() is not None, 300)
     time.sleep(moment.seconds)
     victim = find(psutil.Process(run.pid), who)
@@ -171,7 +173,7 @@ def point(name: str, reference: Path, folder: Path, moment: Moment) -> Outcome:
     if not gone:
         print(f"  {name}: left are {[' '.join(command_of(process))[-100:] for process in left(folder)]}", flush=True)
     finished, first = bool(files(folder, stage)), starts(folder)
-    again = start(folder, stage).wait(600)
+    again = start(folder, stage, api).wait(600)
     gone = until(lambda: not left(folder), END_SECONDS) and gone
     last = starts(folder)
     of_first = 2 if who in RETRIED and hit and not at_kill else 1

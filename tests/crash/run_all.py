@@ -18,10 +18,12 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
+from flows.serve import Servants, free_port
 from rlhf_core.stage import write_text
 from tests.crash.points import POINTS, ROOT, STAGES, WHEN, WHO, Moment, Outcome, files, measure, point, prepare
 
@@ -37,7 +39,7 @@ def material(out: Path) -> Path:
     return made
 
 
-def reference(out: Path, stages: tuple[str, ...]) -> dict[str, dict[str, Moment]]:
+def reference(out: Path, stages: tuple[str, ...], api: str) -> dict[str, dict[str, Moment]]:
     """Runs stages once, undisturbed; the moments to kill each at. Goes on where it was cut off."""
     folder, record = out / "reference", out / "moments.json"
     if not folder.exists():
@@ -49,7 +51,7 @@ def reference(out: Path, stages: tuple[str, ...]) -> dict[str, dict[str, Moment]
     for stage in stages:
         if stage not in moments or not files(folder, stage):
             print(f"reference: {stage}", flush=True)
-            moments[stage] = measure(folder, stage)
+            moments[stage] = measure(folder, stage, api)
             write_text(record, json.dumps(moments, indent=2))
     return moments
 
@@ -82,6 +84,14 @@ def page(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
+def spread(points: list[str]) -> list[str]:
+    """In an order in which every stage and victim has its turn before any has its second: much is known before all is done."""
+    rows = sorted({point.rpartition("/")[0] for point in points}, key=[point.rpartition("/")[0] for point in POINTS].index)
+    order = list(WHEN)
+    turns = [[f"{row}/{order[(number + turn) % len(order)]}" for number, row in enumerate(rows)] for turn in range(len(order))]
+    return [point for turn in turns for point in turn if point in points]
+
+
 def told(result: Outcome | None) -> str:
     if result is None:
         return "not run"
@@ -101,7 +111,6 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     wanted = [name for name in POINTS if name.startswith(tuple(given.only.split(",")))]
     last = max(STAGES.index(name.split("/")[0]) for name in wanted)
-    moments = reference(out, STAGES[: last + 1])
     file, writing = out / "results.json", Lock()
     results = {name: Outcome(**found) for name, found in json.loads(file.read_text()).items()} if file.exists() else {}
 
@@ -109,15 +118,22 @@ def main() -> int:
         folder = out / "points" / name.replace("/", "-")
         shutil.rmtree(folder, ignore_errors=True)
         stage, _, when = name.split("/")
-        results[name] = point(name, out / "reference", folder, moments[stage][when])
-        print(f"{name}: {results[name]}", flush=True)
+        begin = time.monotonic()
+        results[name] = point(name, out / "reference", folder, moments[stage][when], server.api)
+        print(f"{name}: {time.monotonic() - begin:.0f} s, {results[name]}", flush=True)
         with writing:
             write_text(file, json.dumps({name: result._asdict() for name, result in sorted(results.items())}, indent=2))
         if results[name].ok:
             shutil.rmtree(folder)
 
-    with ThreadPoolExecutor(given.at_once) as pool:
-        list(pool.map(do, [name for name in wanted if name not in results]))
+    server = Servants(out / "home", "127.0.0.1", free_port("127.0.0.1"))
+    try:
+        server.start_server()
+        moments = reference(out, STAGES[: last + 1], server.api)
+        with ThreadPoolExecutor(given.at_once) as pool:
+            list(pool.map(do, [name for name in spread(wanted) if name not in results]))
+    finally:
+        server.stop()
     given.page.write_text(page(results))
     return 0 if all(results[name].ok for name in wanted) else 1
 
