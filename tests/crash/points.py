@@ -10,15 +10,18 @@ import bisect
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from flows.serve import Servants
 from tests.micro import Serve
 
 ROOT = Path(__file__).parents[2]
@@ -57,13 +60,14 @@ class Outcome(NamedTuple):
 
 
 def prepare(folder: Path, material: Path, home: Path | None = None) -> None:
-    """Recipe, data and, of an earlier run, Prefect's database, which takes a third of a minute to make."""
+    """Recipe, data and a copy of the Prefect database in `home`: an empty one takes a third of a minute to make."""
     (folder / "demo").mkdir(parents=True)
     (folder / "demo" / "material").symlink_to(material.resolve())
     shutil.copy(ROOT / "tests" / "crash" / "recipe.yaml", folder / "recipe.yaml")
     if home is not None:
         (folder / "home").mkdir()
-        shutil.copy(home / "prefect.db", folder / "home" / "prefect.db")
+        with closing(sqlite3.connect(home / "prefect.db")) as made, closing(sqlite3.connect(folder / "home" / "prefect.db")) as new:
+            made.backup(new)
 
 
 def environment(folder: Path, api: str | None = None) -> dict[str, str]:
@@ -144,10 +148,10 @@ def reached(folder: Path, stage: str, moment: Moment) -> bool:
     return now is not None and sum(now) >= moment.lines
 
 
-def point(name: str, reference: Path, folder: Path, moment: Moment, api: str) -> Outcome:
-    """Does one point in a new folder; what became of it. `api`: a Prefect server for all commands but those that are to have their own."""
+def point(name: str, reference: Path, folder: Path, moment: Moment, server: Servants) -> Outcome:
+    """Does one point in a new folder; what became of it. `server`: for all commands but those that are to have their own."""
     stage, who, _ = name.split("/")
-    prepare(folder, reference / "demo" / "material", reference / "home")
+    prepare(folder, reference / "demo" / "material", server.home)
     before = STAGES[: STAGES.index(stage)]
     for earlier in before:
         source = directory(reference, earlier)
@@ -159,7 +163,7 @@ def point(name: str, reference: Path, folder: Path, moment: Moment, api: str) ->
         serve.run(serve.ready(), "alignment/crash")
         run = serve.process
     else:
-        run = start(folder, stage, None if who in OWN_SERVER else api)
+        run = start(folder, stage, None if who in OWN_SERVER else server.api)
     until(lambda: reached(folder, stage, moment) or run.poll() is not None, 300)
     time.sleep(moment.seconds)
     victim = find(psutil.Process(run.pid), who)
@@ -173,7 +177,7 @@ def point(name: str, reference: Path, folder: Path, moment: Moment, api: str) ->
     if not gone:
         print(f"  {name}: left are {[' '.join(command_of(process))[-100:] for process in left(folder)]}", flush=True)
     finished, first = bool(files(folder, stage)), starts(folder)
-    again = start(folder, stage, api).wait(600)
+    again = start(folder, stage, server.api).wait(600)
     gone = until(lambda: not left(folder), END_SECONDS) and gone
     last = starts(folder)
     of_first = 2 if who in RETRIED and hit and not at_kill else 1

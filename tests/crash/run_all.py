@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=1, help="points at a time")
     given = parser.parse_args()
     out = given.out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
+    (out / "home").mkdir(parents=True, exist_ok=True)
     wanted = [name for name in POINTS if name.startswith(tuple(given.only.split(",")))]
     last = max(STAGES.index(name.split("/")[0]) for name in wanted)
     file, writing = out / "results.json", Lock()
@@ -119,7 +119,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
         stage, _, when = name.split("/")
         begin = time.monotonic()
-        results[name] = point(name, out / "reference", folder, moments[stage][when], server.api)
+        results[name] = point(name, out / "reference", folder, moments[stage][when], server)
         print(f"{name}: {time.monotonic() - begin:.0f} s, {results[name]}", flush=True)
         with writing:
             write_text(file, json.dumps({name: result._asdict() for name, result in sorted(results.items())}, indent=2))
