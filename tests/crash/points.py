@@ -1,38 +1,32 @@
 """One point of the crash matrix: start, wait for the moment, kill, look what is left, run again, compare.
 
 Everything of a point lies in a folder of its own, which is also the working directory and holds PREFECT_HOME: that is how its processes
-are found, whoever their parents are by then.
+are found, whoever their parents are by then. The recipe is given (`Chain`): run_all.py has one of real stages, tests/flows/test_crash.py
+one of stages that only write what a stage writes.
 """
 
 from __future__ import annotations
 
 import bisect
 import json
-import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from flows.serve import Servants
 from tests.micro import Serve
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("sft", "reward_model", "ppo", "iterative_dpo.round1.preferences", "iterative_dpo.round1.dpo", "evaluation", "publication")
 WHO = ("flow", "worker", "stage", "ray", "server")
 WHEN = {"start": 0.1, "middle": 0.5, "end": 0.9}  # shares of a stage's time, see `moments_of`
-POINTS = tuple(f"{stage}/{who}/{when}" for stage in STAGES for who in WHO if who != "ray" or stage == "ppo" for when in WHEN)
 END_SECONDS = 40.0  # in which everything must be gone
 RETRIED = ("stage", "ray")  # victims after which the flow itself starts the stage once more
 OWN_SERVER = ("flow", "server")  # victims whose command starts its own Prefect server
-UNEQUAL = ("eval.json", ".md", ".html")  # names of files that hold seconds or times of day
 
 
 class Moment(NamedTuple):
@@ -40,6 +34,15 @@ class Moment(NamedTuple):
 
     lines: int
     seconds: float
+
+
+class Chain(NamedTuple):
+    """A recipe's name and stages, and what makes a folder with recipe.yaml and all that it needs and gives the environment of commands
+    there, with the folder's `home` as PREFECT_HOME."""
+
+    name: str
+    stages: tuple[str, ...]
+    prepare: Callable[[Path], dict[str, str]]
 
 
 class Outcome(NamedTuple):
@@ -59,28 +62,12 @@ class Outcome(NamedTuple):
         return self.gone and self.again == 0 and self.same and self.once
 
 
-def prepare(folder: Path, material: Path, home: Path | None = None) -> None:
-    """Recipe, data and a copy of the Prefect database in `home`: an empty one takes a third of a minute to make."""
-    (folder / "demo").mkdir(parents=True)
-    (folder / "demo" / "material").symlink_to(material.resolve())
-    shutil.copy(ROOT / "tests" / "crash" / "recipe.yaml", folder / "recipe.yaml")
-    if home is not None:
-        (folder / "home").mkdir()
-        with closing(sqlite3.connect(home / "prefect.db")) as made, closing(sqlite3.connect(folder / "home" / "prefect.db")) as new:
-            made.backup(new)
-
-
-def environment(folder: Path, api: str | None = None) -> dict[str, str]:
-    """Of a point's processes. Without the address of a Prefect server a command starts its own."""
-    ours = {"PYTHONPATH": str(ROOT), "PREFECT_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    ours |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "HF_HUB_OFFLINE": "1"}
-    return {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"} | ours | ({"PREFECT_API_URL": api} if api else {})
-
-
-def start(folder: Path, stage: str, api: str | None = None) -> subprocess.Popen[bytes]:
+def start(folder: Path, environment: dict[str, str], stage: str, api: str | None = None) -> subprocess.Popen[bytes]:
+    """`alignflow stage`; without the address of a Prefect server it starts its own."""
     command = [sys.executable, "-m", "flows.cli", "stage", stage, "recipe.yaml"]
+    environment = environment | ({"PREFECT_API_URL": api} if api else {})
     with (folder / "out.txt").open("ab") as out:
-        return subprocess.Popen(command, cwd=folder, env=environment(folder, api), stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
 
 
 def directory(folder: Path, stage: str) -> Path | None:
@@ -88,12 +75,12 @@ def directory(folder: Path, stage: str) -> Path | None:
 
 
 def files(folder: Path, stage: str) -> dict[str, str]:
-    """The sha256 of everything a stage made that is the same in each run of it. Empty when it is not done."""
+    """The sha256 of everything a stage made. Empty when it is not done."""
     found = directory(folder, stage)
     if found is None or not (found / "result.json").exists():
         return {}
     manifest = json.loads((found / "result.json").read_text())["files"]
-    return {f"{found.name}/{name}": info["sha256"] for name, info in manifest.items() if not name.endswith(UNEQUAL)}
+    return {f"{found.name}/{name}": info["sha256"] for name, info in manifest.items()}
 
 
 def lines(folder: Path, stage: str) -> tuple[int, int] | None:
@@ -106,15 +93,15 @@ def lines(folder: Path, stage: str) -> tuple[int, int] | None:
 
 
 def starts(folder: Path) -> dict[str, int]:
-    """How often each stage's process was started."""
-    logs = {stage: found / "log.txt" for stage in STAGES if (found := directory(folder, stage)) is not None}
-    return {stage: sum(row.startswith("--- ") for row in log.read_text().splitlines()) for stage, log in logs.items() if log.exists()}
+    """How often each stage's process was started, by the name of its directory."""
+    logs = folder.glob("artifacts/stages/*/log.txt")
+    return {log.parent.name: sum(row.startswith("--- ") for row in log.read_text().splitlines()) for log in logs}
 
 
-def measure(folder: Path, stage: str, api: str) -> dict[str, Moment]:
+def measure(folder: Path, environment: dict[str, str], stage: str, api: str) -> dict[str, Moment]:
     """Runs a stage undisturbed; the moments to kill it at."""
     trace: list[tuple[float, int, int]] = []
-    run = start(folder, stage, api)
+    run = start(folder, environment, stage, api)
     while run.poll() is None and not files(folder, stage):
         if (now := lines(folder, stage)) is not None and (not trace or now != trace[-1][1:]):
             trace.append((time.monotonic(), *now))
@@ -148,43 +135,48 @@ def reached(folder: Path, stage: str, moment: Moment) -> bool:
     return now is not None and sum(now) >= moment.lines
 
 
-def point(name: str, reference: Path, folder: Path, moment: Moment, server: Servants) -> Outcome:
-    """Does one point in a new folder; what became of it. `server`: for all commands but those that are to have their own."""
+def point(name: str, chain: Chain, reference: Path, folder: Path, moment: Moment, api: str) -> Outcome:
+    """Does one point in a new folder; what became of it. `api`: a Prefect server for all commands but those that are to have their own."""
     stage, who, _ = name.split("/")
-    prepare(folder, reference / "demo" / "material", server.home)
-    before = STAGES[: STAGES.index(stage)]
-    for earlier in before:
+    environment = chain.prepare(folder)
+    for earlier in chain.stages[: chain.stages.index(stage)]:
         source = directory(reference, earlier)
-        assert source is not None
+        assert source is not None, f"the reference has no {earlier}"
         shutil.copytree(source, folder / "artifacts" / "stages" / source.name)
     prebuilt = starts(folder)
     if who == "worker":
-        serve = Serve(folder, environment(folder), "--no-schedule")
-        serve.run(serve.ready(), "alignment/crash")
+        serve = Serve(folder, environment, "--no-schedule")
+        serve.run(serve.ready(), f"alignment/{chain.name}")
         run = serve.process
     else:
-        run = start(folder, stage, None if who in OWN_SERVER else server.api)
+        run = start(folder, environment, stage, None if who in OWN_SERVER else api)
     until(lambda: reached(folder, stage, moment) or run.poll() is not None, 300)
     time.sleep(moment.seconds)
     victim = find(psutil.Process(run.pid), who)
     if victim is not None:
         print(f"  {name}: killing {' '.join(command_of(victim))[-100:]}", flush=True)
         victim.kill()
-    hit = victim is not None
     at_kill = bool(files(folder, stage))
     code = run.wait(600)
+    gone = nothing_left(folder)
+    finished, first = bool(files(folder, stage)), starts(folder)
+    again = start(folder, environment, stage, api).wait(600)
+    gone = nothing_left(folder) and gone
+    last = starts(folder)
+    own = found.name if (found := directory(folder, stage)) else ""
+    by_first, by_both = first.get(own, 0), last.get(own, 0)
+    once = by_first <= (2 if who in RETRIED and victim and not at_kill else 1) and by_both - by_first == (0 if finished else 1)
+    once = once and prebuilt == {name: count for name, count in last.items() if name != own}
+    same = bool(files(folder, stage)) and files(folder, stage) == files(reference, stage)
+    return Outcome(victim is not None, gone, code, again, same, finished, (by_first, by_both), once)
+
+
+def nothing_left(folder: Path) -> bool:
+    """Whether all processes of a point have ended in time; else it says which have not."""
     gone = until(lambda: not left(folder), END_SECONDS)
     if not gone:
-        print(f"  {name}: left are {[' '.join(command_of(process))[-100:] for process in left(folder)]}", flush=True)
-    finished, first = bool(files(folder, stage)), starts(folder)
-    again = start(folder, stage, server.api).wait(600)
-    gone = until(lambda: not left(folder), END_SECONDS) and gone
-    last = starts(folder)
-    of_first = 2 if who in RETRIED and hit and not at_kill else 1
-    once = first.get(stage, 0) <= of_first and last.get(stage, 0) - first.get(stage, 0) == (0 if finished else 1)
-    once = once and last == prebuilt | {stage: last.get(stage, 0)}
-    same = bool(files(folder, stage)) and files(folder, stage) == files(reference, stage)
-    return Outcome(hit, gone, code, again, same, finished, (first.get(stage, 0), last.get(stage, 0)), once)
+        print(f"  {folder.name}: left are {[' '.join(command_of(process))[-100:] for process in left(folder)]}", flush=True)
+    return gone
 
 
 def find(run: psutil.Process, who: str) -> psutil.Process | None:
