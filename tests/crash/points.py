@@ -152,7 +152,7 @@ def point(name: str, chain: Chain, reference: Path, folder: Path, moment: Moment
         run = start(folder, environment, stage, None if who in OWN_SERVER else api)
     until(lambda: reached(folder, stage, moment) or run.poll() is not None, 300)
     time.sleep(moment.seconds)
-    victim = find(psutil.Process(run.pid), who)
+    victim = find(run.pid, who)
     if victim is not None:
         print(f"  {name}: killing {' '.join(command_of(victim))[-100:]}", flush=True)
         victim.kill()
@@ -179,11 +179,15 @@ def nothing_left(folder: Path) -> bool:
     return gone
 
 
-def find(run: psutil.Process, who: str) -> psutil.Process | None:
-    """The process to kill: what was started last of those that fit."""
+def find(run: int, who: str) -> psutil.Process | None:
+    """The process to kill: what was started last of those that fit. None when the run is over."""
+    try:
+        command = psutil.Process(run)
+        below = command.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return None
     if who == "flow":
-        return run
-    below = run.children(recursive=True) if run.is_running() else []
+        return command
     fits: dict[str, Callable[[psutil.Process], bool]] = {
         "worker": lambda process: command_of(process)[1:4] == ["-m", "prefect", "worker"],
         "stage": lambda process: "rlhf_core.reaper" in parent_command(process),
