@@ -154,7 +154,7 @@ def point(name: str, chain: Chain, reference: Path, folder: Path, moment: Moment
     time.sleep(moment.seconds)
     victim = find(run.pid, who)
     if victim is not None:
-        print(f"  {name}: killing {' '.join(command_of(victim))[-100:]}", flush=True)
+        print(f"  {name}: killing {' '.join(command_of(victim)).strip()[-100:]}", flush=True)
         victim.kill()
     at_kill = bool(files(folder, stage))
     code = run.wait(600)
