@@ -39,7 +39,7 @@ algorithms: setup
 	.venv/bin/python tests/algorithms/run_all.py
 
 crash: setup-dev
-	.venv/bin/python tests/crash/run_all.py $(if $(ONLY),--only $(ONLY))
+	.venv/bin/python -m tests.crash.run_all $(if $(ONLY),--only $(ONLY))
 
 lint: setup-dev
 	.venv/bin/ruff check .

@@ -27,6 +27,7 @@ from tasks.notify import tell_gates, tell_stage, tell_state
 from tasks.report import reported, statuses_of
 from tasks.stages import run_stage
 from tasks.store import bring_parents
+from tasks.temporary_server import watch_server
 
 # Of every flow. Its recipe's webhook is told about the states of a run; parameters are checked by `given_recipe`, in a sentence of ours.
 SETTINGS: dict[str, Any] = {hook: [tell_state] for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")}
@@ -89,6 +90,7 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
     require_here(planned, nodes)
     if "PREFECT__FLOW_RUN_ID" in os.environ:  # a worker started this process: a run of its own does not outlive it
         watch.end_with_parent()
+    watch_server()
     failed: list[Verdict] = []  # gates that keep other stages from starting
     held: set[str] = set()  # stages that do not let others start
 

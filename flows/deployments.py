@@ -37,7 +37,7 @@ from rlhf_core.plan import plan
 from rlhf_core.recipe import load_recipe
 
 ASKED, SCHEDULED = "asked", "scheduled"  # queues
-SILENT_SECONDS = 90  # three heartbeats
+SILENT_SECONDS = 540  # three heartbeats of runs that were given no other frequency: Prefect's is 180 s
 
 
 class Served(NamedTuple):
@@ -90,7 +90,14 @@ def prepare(client: SyncPrefectClient) -> None:
     sweep(client, at_start=True)
     for slot in client.read_global_concurrency_limits(limit=200, offset=0):
         client.update_global_concurrency_limit(slot.name, GlobalConcurrencyLimitUpdate(active_slots=0))
-    if not client.read_automations_by_name(SILENT.name):
+    watch_silent_runs(client)
+
+
+def watch_silent_runs(client: SyncPrefectClient) -> None:
+    """Makes the automation, or brings that of an earlier version up to date."""
+    if there := client.read_automations_by_name(SILENT.name):
+        client.update_automation(there[0].id, SILENT)
+    else:
         client.create_automation(SILENT)
 
 
@@ -160,7 +167,7 @@ def _events() -> Iterator[str]:
 # A run that was heard of and then is silent is marked as crashed: its process was killed with -9 where no worker watched it.
 SILENT = AutomationCore(
     name="alignflow: crashed runs",
-    description="A flow run without a heartbeat for 90 s is marked as crashed.",
+    description=f"A flow run without a heartbeat for {SILENT_SECONDS} s is marked as crashed.",
     trigger=EventTrigger(
         after={"prefect.flow-run.heartbeat"},
         expect=set(_events()),

@@ -132,7 +132,7 @@ class Servants:
         paths += [str(ROOT)] if ROOT.name not in ("site-packages", "dist-packages") else []
         ours = {"PREFECT_HOME": str(self.home), "PREFECT_API_URL": self.api, LIMIT_ENV: LIMIT}
         ours |= {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
-        theirs = {"PREFECT_WORKER_QUERY_SECONDS": "3", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
+        theirs = {"PREFECT_WORKER_QUERY_SECONDS": "3"}
         return theirs | {key: value for key, value in os.environ.items() if key != "PREFECT_API_AUTH_STRING"} | ours
 
 

@@ -71,6 +71,7 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
     try:
         with (run / LOG).open("a") as log:
             log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {name}\n")
+            log.flush()  # each start is on record, also one that is killed before it says anything
             for line in _lines(process):
                 for secret in secrets:
                     line = line.replace(secret, "***")

@@ -26,6 +26,7 @@ from rlhf_core.store import Store
 from rlhf_core.types import EvalReport, StageResult
 from tasks.slots import machine
 from tasks.store import bring, keep, states_kept
+from tasks.temporary_server import keep_server
 
 RETRIES, RETRY_DELAY_SECONDS = 1, 5
 LINES_PER_SECOND = 20
@@ -66,6 +67,7 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
     logger.info("%s starts in %s", request.name, run.path)
     with machine(), states_kept(store, run, logger.warning):
         result = launch(module_of(request.config.stage), run.path, request.name, Throttle(logger.info))
+    keep_server()  # what follows asks it
     logger.info("%s is done in %.0f s", request.name, result.seconds)
     show(result, run.path)
     if store:

@@ -2,8 +2,8 @@
 
 `modules/sitecustomize.py`, on every process's path, has the flows start `micro_stage` in place of `rlhf_core` and `evaluation`. A stage
 writes down that it works (`attempts.txt`), hangs where `slow.json` says (`start`, `middle`, `end`) with a child (that ignores SIGTERM:
-`stubborn`), waits until there is a file `slow.json` names (`until`), and its result is a digest of its inputs' content: a round made from
-another round's result has another one.
+`stubborn`; at the first attempt only, for so many seconds: `once`), waits until there is a file `slow.json` names (`until`), and its result
+is a digest of its inputs' content: a round made from another round's result has another one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import importlib.abc, importlib.machinery, sys
 
 class Hook(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name not in ("tasks.stages", "flows.alignment"):
+        if name not in ("tasks.stages", "rlhf_core.check"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
@@ -64,12 +64,14 @@ def work(request, run):
     with Path("attempts.txt").open("a") as file:
         file.write(f"{request.name} {request.digest} {os.getpid()}\\n")
     slow = json.loads(Path("slow.json").read_text()) if Path("slow.json").exists() else {}
+    again = Path("attempts.txt").read_text().count(request.digest) > 1
     def pause(when):
-        if slow.get(request.name) == when:
+        print(when, flush=True)
+        if slow.get(request.name) == when and not (again and "once" in slow):
             ignored = "signal.SIG_IGN" if slow.get("stubborn") else "signal.SIG_DFL"
             child = f"import signal, time; signal.signal(signal.SIGTERM, {ignored}); time.sleep(300)"
             subprocess.Popen([sys.executable, "-S", "-c", child])
-            time.sleep(250)
+            time.sleep(slow.get("once", 250))
 
     deadline = time.monotonic() + 150
     while "until" in slow and not Path(slow["until"]).exists() and time.monotonic() < deadline:

@@ -1,82 +1,71 @@
-"""Six points of the crash matrix (tests/crash/run_all.py has the others): kill -9 of the flow or of the stage's process, at its start, in
-its middle and just before its end. The next run ends with the digests and contents of a run that nobody disturbed."""
+"""Six points of the crash matrix, and the matrix's own code: kill -9 of each kind of victim, at the start, in the middle and at the end of
+stages that only write what a stage writes (tests/crash/run_all.py has all points, with real stages)."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests import micro
+from tests.crash.points import Chain, Moment, Outcome, files, moments_of, point
 
 pytestmark = pytest.mark.timeout(300)
-CALL = "from flows.alignment import alignment\nalignment('recipe.yaml')"
-STAGES = {"start": "sft", "middle": "loop.round1.preferences", "end": "loop.round1.dpo"}  # where it is killed
-Start = Callable[[Path], "subprocess.Popen[bytes]"]
+STAGES = ("sft", "loop.round1.preferences", "loop.round1.dpo", "evaluation")
+LINES = {"start": 2, "middle": 3, "end": 4}  # of the log: its head, and one before each place where a stage may hang
+HANGS_SECONDS = 15
 
 
 @pytest.fixture(scope="module")
-def start(prefect: str) -> Start:
-    def call(folder: Path) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "PYTHONPATH": f"{folder / 'modules'}{os.pathsep}{micro.ROOT}", "PREFECT_API_URL": prefect}
-        with (folder / "out.txt").open("ab") as out:
-            return subprocess.Popen([sys.executable, "-c", CALL], cwd=folder, env=environment, stdout=out, stderr=out)
-
-    return call
-
-
-def results(folder: Path) -> dict[str, str]:
-    """Every file that a finished stage made, by name; but for times and the path of the folder."""
-    found = {}
-    for manifest in (folder / "artifacts" / "stages").glob("*/result.json"):
-        files = json.loads(manifest.read_text())["files"]
-        found |= {f"{manifest.parent.name}/{name}": info["sha256"] for name, info in files.items()}
-    return found
-
-
-@pytest.fixture(scope="module")
-def undisturbed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(prefect: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed") / "here"
-    micro.build(folder)
-    assert start(folder).wait(120) == 0, (folder / "out.txt").read_text()[-3000:]
-    assert len(results(folder)) == 4
+    environment = micro.build(folder)
+    command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml"]
+    subprocess.run(command, cwd=folder, env=environment | {"PREFECT_API_URL": prefect}, check=True, timeout=120)
+    assert all(files(folder, stage) for stage in STAGES)
     return folder
 
 
-@pytest.mark.parametrize("who", ["flow", "stage"])
-@pytest.mark.parametrize("when", ["start", "middle", "end"])
-def test_killed_and_run_again(start: Start, undisturbed: Path, tmp_path: Path, who: str, when: str) -> None:
-    folder, stage = tmp_path / "here", STAGES[when]
-    micro.build(folder)
-    for done in (undisturbed / "artifacts" / "stages").iterdir():  # what came before it is prebuilt
-        if list(STAGES.values()).index(stage) > 0 and done.name.startswith(
-            tuple(list(STAGES.values())[: list(STAGES.values()).index(stage)])
-        ):
-            shutil.copytree(done, folder / "artifacts" / "stages" / done.name)
-    (folder / "slow.json").write_text(json.dumps({stage: when}))
-    flow = start(folder)
-    micro.wait_until(lambda: stage in micro.begun(folder), "the stage to begin", 60, lambda: (folder / "out.txt").read_text()[-2000:])
-    process = psutil.Process(micro.attempts(folder)[-1][2])
-    micro.wait_until(process.children, "the stage to get there")
-    (folder / "slow.json").unlink()
-    everything = [psutil.Process(flow.pid), *psutil.Process(flow.pid).children(recursive=True)]
-    if who == "flow":
-        flow.kill()
-    else:
-        process.send_signal(signal.SIGKILL)  # the flow itself tries again
-    assert (flow.wait(120) == 0) == (who == "stage"), (folder / "out.txt").read_text()[-3000:]
-    micro.wait_until(lambda: not [p for p in everything if p.is_running() and p.status() != "zombie"], "all to end", 40)
-    if who == "flow":
-        assert not list((folder / "artifacts" / "stages").glob(f"{stage}-*/result.json")), "nothing half done is marked done"
-        assert start(folder).wait(120) == 0, (folder / "out.txt").read_text()[-3000:]
-    assert results(folder) == results(undisturbed)
-    begun = micro.begun(folder)
-    assert begun.count(stage) == 2 and len(begun) == len(set(begun)) + 1, "no other stage was done twice"
+@pytest.mark.parametrize(
+    ("name", "finished", "starts"),
+    [
+        ("sft/flow/middle", False, (1, 2)),
+        ("sft/server/middle", True, (1, 1)),  # a server beside the flow is started again, and the flow ends well
+        ("loop.round1.preferences/stage/start", True, (2, 2)),  # the flow itself tries again
+        ("loop.round1.dpo/worker/end", False, (1, 2)),
+        ("loop.round1.dpo/stage/end", True, (2, 2)),
+        ("evaluation/flow/start", False, (1, 2)),
+    ],
+)
+def test_killed_and_run_again(prefect: str, undisturbed: Path, tmp_path: Path, name: str, finished: bool, starts: tuple[int, int]) -> None:
+    stage, who, when = name.split("/")
+    folder = tmp_path / "here"
+
+    def prepare(folder: Path) -> dict[str, str]:
+        environment = micro.build(folder)
+        (folder / "slow.json").write_text(json.dumps({stage: when, "once": HANGS_SECONDS}))
+        return environment
+
+    outcome = point(name, Chain("micro", STAGES, prepare), undisturbed, folder, Moment(LINES[when], 0.5), prefect)
+    told = f"{outcome}\n{(folder / 'out.txt').read_text()[-3000:]}"
+    assert outcome.ok and outcome.killed, told
+    assert (outcome.finished, outcome.starts) == (finished, starts), told
+    assert (outcome.code == 0) == finished and (who != "worker" or outcome.code == 3), told
+
+
+def test_a_stage_done_twice_or_otherwise_is_seen() -> None:
+    good = Outcome(killed=True, gone=True, code=1, again=0, same=True, finished=False, starts=(1, 2), once=True)
+    assert good.ok
+    assert not any(
+        bad.ok for bad in (good._replace(gone=False), good._replace(again=1), good._replace(same=False), good._replace(once=False))
+    )
+
+
+def test_the_moments_lie_between_the_first_step_and_the_result() -> None:
+    steps = [(10.0, 1, 0), (20.0, 2, 0), (60.0, 3, 1), (70.0, 4, 2), (79.0, 5, 3)]
+    assert moments_of(steps, 80.0) == {"start": Moment(1, 7.0), "middle": Moment(6, 0.0), "end": Moment(6, 8.0)}
+    none = [(10.0, 1, 0), (20.0, 2, 0), (60.0, 3, 0)]
+    assert moments_of(none, 80.0) == {"start": Moment(1, 7.0), "middle": Moment(2, 25.0), "end": Moment(3, 13.0)}

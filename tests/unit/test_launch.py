@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,9 @@ def pid(folder):
 
 def work(request, run):
     pid(run.path)
+    if request.name == "silent":
+        while not (run / "go on").exists():
+            time.sleep(0.05)
     print("first line", flush=True)
     if request.name in ("daemon", "stubborn"):
         if os.fork() == 0:  # a daemon in a session of its own, whose parent is gone
@@ -107,6 +111,19 @@ def wait_until(true: object, what: str, seconds: float = 30) -> None:
     while not true():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.05)
+
+
+def test_a_start_is_on_record_before_the_stage_says_anything(prepare: Prepare) -> None:
+    run_dir, lines = prepare("silent"), list[str]()
+    working = threading.Thread(target=start, args=(run_dir, lines))
+    working.start()
+    try:
+        wait_until(lambda: (run_dir / "pids").exists(), "the stage to begin")
+        assert (run_dir / "log.txt").read_text().startswith("--- ") and not lines
+    finally:
+        (run_dir / "go on").touch()
+        working.join(30)
+    assert lines == ["first line"]
 
 
 def test_success_relays_and_keeps_the_log(prepare: Prepare) -> None:

@@ -1,0 +1,81 @@
+"""Runs that no worker watches, on the server of an `alignflow serve`: one that is killed is marked as crashed, one that lives is not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.events.schemas.automations import AutomationCore, EventTrigger
+from prefect.settings.models.flows import FlowsSettings
+
+from flows.deployments import SILENT, SILENT_SECONDS, watch_silent_runs
+from tests import micro
+from tests.micro import Serve, ask, wait_until
+
+HEARTBEAT_SECONDS, WINDOW_SECONDS, HANGS_SECONDS = 30, 65, 110
+
+
+def within(seconds: int) -> AutomationCore:
+    """The automation with another window."""
+    return SILENT.model_copy(update={"trigger": SILENT.trigger.model_copy(update={"within": timedelta(seconds=seconds)})})
+
+
+def window(automation: AutomationCore) -> float:
+    assert isinstance(automation.trigger, EventTrigger)
+    return automation.trigger.within.total_seconds()
+
+
+def test_silence_is_more_than_two_heartbeats_were_lost() -> None:
+    default = FlowsSettings.model_fields["heartbeat_frequency"].default
+    assert window(SILENT) == SILENT_SECONDS >= 3 * default
+
+
+def test_an_earlier_automation_is_brought_up_to_date(prefect: str) -> None:
+    with SyncPrefectClient(api=prefect) as client:
+        client.create_automation(within(90))
+        watch_silent_runs(client)
+        watch_silent_runs(client)
+        (found,) = client.read_automations_by_name(SILENT.name)
+        assert window(found) == SILENT_SECONDS
+        client.delete_automation(found.id)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_killed_run_is_marked_and_a_living_one_is_not(tmp_path: Path) -> None:
+    """With shorter times: nine minutes are the product's."""
+    folder = tmp_path / "here"
+    environment = micro.build(folder)
+    (folder / "slow.json").write_text(json.dumps({"sft": "middle", "once": HANGS_SECONDS}))
+    serve = Serve(folder, environment, "--no-schedule")
+    runs: list[subprocess.Popen[bytes]] = []
+
+    def states() -> dict[str, str]:
+        found = ask(api, "/flow_runs/filter", {"limit": 10})
+        return {str(run["parameters"]["recipe"]["seed"]): run["state_type"] for run in found}
+
+    try:
+        api = serve.ready()
+        with SyncPrefectClient(api=api) as client:
+            (there,) = client.read_automations_by_name(SILENT.name)
+            client.update_automation(there.id, within(WINDOW_SECONDS))
+        beating = environment | {"PREFECT_API_URL": api, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
+        for seed in ("1", "2"):
+            command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", f"seed={seed}"]
+            with (folder / f"out{seed}.txt").open("wb") as out:
+                runs.append(subprocess.Popen(command, cwd=folder, env=beating, stdout=out, stderr=out))
+        wait_until(lambda: len(micro.begun(folder)) == 2, "both runs to work", 120, serve.told)
+        runs[1].kill()
+        wait_until(lambda: states().get("2") == "CRASHED", "the killed run to be marked", 200, lambda: str(states()))
+        assert runs[0].wait(300) == 0, (folder / "out1.txt").read_text()[-3000:]
+        assert states() == {"1": "COMPLETED", "2": "CRASHED"}
+    finally:
+        for run in runs:
+            run.kill()
+        serve.stop()

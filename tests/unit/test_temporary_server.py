@@ -1,0 +1,75 @@
+"""When Prefect's temporary server is started again, and when not. (tests/flows/test_crash.py kills a real one.)"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import prefect.server.api.server
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tasks import temporary_server
+from tasks.temporary_server import RESTARTS, keep_server
+
+
+class Server:
+    """Prefect's, as far as it is used here: of the process that stands for it only the end counts."""
+
+    def __init__(self) -> None:
+        self.server_process: subprocess.Popen[bytes] | None = None
+        self.running, self.starts, self.answers = False, 0, True
+
+    def start(self) -> None:
+        if not self.running:
+            self.running, self.starts = True, self.starts + 1
+            self.server_process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+            if not self.answers:
+                raise RuntimeError("Timed out while attempting to connect to ephemeral Prefect API server.")
+
+    def kill(self) -> None:
+        assert self.server_process is not None
+        self.server_process.kill()
+        self.server_process.communicate()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    made = Server()
+    monkeypatch.setattr(prefect.server.api.server, "SubprocessASGIServer", lambda: made)
+    monkeypatch.setattr(temporary_server, "_ended", [])
+    monkeypatch.setattr(temporary_server, "_over", threading.Event())
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        made.start()
+        yield made
+    made.kill()
+
+
+def test_one_that_ends_is_started_again_three_times(server: Server) -> None:
+    keep_server()
+    assert server.starts == 1, "one that lives is left alone"
+    for count in range(1, RESTARTS + 3):
+        server.kill()
+        keep_server()
+        assert server.starts == 1 + min(count, RESTARTS)
+
+
+def test_one_that_does_not_answer_is_tried_again(server: Server) -> None:
+    server.answers = False
+    server.kill()
+    keep_server()
+    server.kill()
+    server.answers = True
+    keep_server()
+    assert server.starts == 3 and server.running
+
+
+def test_nothing_is_started_where_none_was_or_at_the_end(server: Server) -> None:
+    server.kill()
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        keep_server()
+    temporary_server._over.set()
+    keep_server()
+    assert server.starts == 1
