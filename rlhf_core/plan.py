@@ -1,9 +1,10 @@
 """The DAG of a recipe: stages expanded, names resolved, order and digests known before anything runs. Torch-free, offline.
 
 An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.preferences, ...; X.round1 stands for the model
-of that round and X for the model of the last; an evaluation that names X judges the model of every round. An `iterative` stage
-does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft. A publication P of X with `round_branch` also
-becomes P.round1, P.round2, ...; each is done as soon as what it names is. P.iteration10 is the actor of a `ppo` stage P at that iteration.
+of that round and X for the model of the last; an evaluation that names X judges the model of every round, and a gate of it that names X
+speaks of the last. An `iterative` stage does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft.
+A publication P of X with `round_branch` also becomes P.round1, P.round2, ...; each is done as soon as what it names is. P.iteration10 is
+the actor of a `ppo` stage P at that iteration.
 A stage's digest covers what decides its result: its configuration, the digests of its parents, of its local data and model
 folders, the seed, and STAGE_VERSIONS. Cadence of logs and saves, gates, and the limits at which a stage stops are not in it. Hub ids count
 by name: a repository that moves on is not noticed; `owner/name@REVISION` counts by its commit (revisions.py).
@@ -27,6 +28,7 @@ from rlhf_core.config import (
     SFT,
     AlignmentTax,
     Evaluation,
+    Gate,
     Loop,
     Preferences,
     Publication,
@@ -203,7 +205,8 @@ def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({})) -> Plan
             against = _parents(last_mention, config.baseline, stages, aliases) if config.parents is None else config.parents
             if strange := [model for model in against if model not in last_mention]:
                 raise ValueError(f"stages.{name}.parents: {unknown(strange[0], last_mention, 'judged model')}")
-            stages[name] = config.model_copy(update={"models": last_mention, "parents": against})
+            gates = tuple(_of_last_round(gate, rounds) for gate in config.gates)
+            stages[name] = config.model_copy(update={"models": last_mention, "parents": against, "gates": gates})
     problems = [problem for name, config in stages.items() for problem in _misnamed(name, config, stages, aliases)]
     problems += [problem for name, config in recipe.stages.items() for problem in _misgated(name, config, stages)]
     problems += [
@@ -372,11 +375,17 @@ def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig])
         return
     gated = [c for stage, c in stages.items() if stage == name or (isinstance(config, Loop) and stage.startswith(f"{name}.round1."))]
     known = [metric for planned in gated if not isinstance(planned, Loop) for metric in metrics_of(planned)]
-    for i, gate in enumerate(config.gates):
+    for i, gate in enumerate(config.gates if isinstance(config, Loop) else stages[name].gates):
         if not any(fnmatchcase(gate.metric, metric) for metric in known):
             held_out = getattr(config, "eval_data", True) is None or isinstance(config, Loop)
             why = "; there is no eval_data, and eval/... is measured on it" if held_out and gate.metric.startswith("eval/") else ""
             yield f"stages.{name}.gates.{i}.metric: {unknown(gate.metric, known, 'metric')}{why}"
+
+
+def _of_last_round(gate: Gate, rounds: Mapping[str, tuple[str, ...]]) -> Gate:
+    """A gate on a loop's model, `win_rate/LOOP`, speaks of its last round: it holds for every round of a loop that grows."""
+    first, _, model = gate.metric.partition("/")
+    return gate.model_copy(update={"metric": f"{first}/{rounds[model][-1]}"}) if model in rounds else gate
 
 
 def _ordered(parents: Mapping[str, Mapping[str, str]]) -> list[str]:
