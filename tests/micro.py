@@ -2,7 +2,8 @@
 
 `modules/sitecustomize.py`, on every process's path, has the flows start `micro_stage` in place of `rlhf_core` and `evaluation`. A stage
 writes down that it works (`attempts.txt`), hangs where `slow.json` says (`start`, `middle`, `end`) with a child (that ignores SIGTERM:
-`stubborn`), waits until there is a file `slow.json` names (`until`), and its result is a digest of its inputs' content: a round made from another round's result has another one.
+`stubborn`), waits until there is a file `slow.json` names (`until`), and its result is a digest of its inputs' content: a round made from
+another round's result has another one.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ def test_the_demos_loop_can_be_scheduled_which_begins_with_one_round() -> None:
         assert plan(with_rounds(recipe, loop_of(recipe), rounds))["evaluation"].config.gates
 
 
-
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_family_fits_the_demos_material(name: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, demo = (load_recipe(ROOT / "deployments" / "recipes" / f"{stem}.yaml") for stem in (name, "tiny-cpu"))
