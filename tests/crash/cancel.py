@@ -211,7 +211,7 @@ def main() -> int:
         environment |= {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
         serve = Serve(folder, environment, "--no-schedule", *SMALL)
         try:
-            api = serve.ready()
+            api = serve.ready(300)
             for stage, how in POINTS:
                 name = f"{stage} by {how}"
                 if name not in results:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+import flows.serve
 from flows.deployments import schedule_of, served
-from tests.micro import ROOT, ask, build
+from flows.serve import LOG, Servants
+from tests.micro import ROOT, ask, build, wait_until
 
 FILE = ROOT / "deployments" / "prefect.yaml"
 
@@ -71,3 +73,19 @@ def test_a_second_serve_says_where_the_first_one_is(tmp_path: Path) -> None:
     first.communicate()
     told = " ".join(second.stderr.split())
     assert second.returncode == 3 and "is running on" in told and "already, at http://127.0.0.1:4321 (process 77)" in told
+
+
+def test_the_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flows.serve, "LOG_BYTES", 1000)
+    servants, log = Servants(tmp_path, "127.0.0.1", 0), tmp_path / LOG
+    command = "import sys\nfor line in sys.stdin: print('x' * 600, line, flush=True)"  # appends, as server and worker do
+    with log.open("ab") as out, subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=out) as writer:
+        assert writer.stdin is not None
+        for number, (size, copy) in enumerate([(604, False), (0, True), (604, True)]):
+            writer.stdin.write(b"%d\n" % number)
+            writer.stdin.flush()
+            wait_until(lambda text=f" {number}\n": text in log.read_text(), "the line")
+            servants.bound_log()
+            assert (log.stat().st_size, (tmp_path / f"{LOG}.1").exists()) == (size, copy)
+        writer.stdin.close()
+    assert (tmp_path / f"{LOG}.1").read_text().split()[1::2] == ["0", "1"] and log.read_text().endswith(" 2\n\n")
