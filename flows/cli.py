@@ -436,6 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(planned: Plan, flow: Callable[[], object]) -> int:
     """Runs a flow and shows how it ended."""
     from flows.show import show_end
+    from flows.temporary import start_server
     from tasks.report import statuses_of
 
     for name in ("prefect.flow_runs", "prefect.task_runs"):
@@ -443,6 +444,7 @@ def _run(planned: Plan, flow: Callable[[], object]) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     watch.start()
     try:
+        start_server()
         flow()
     except RuntimeError as error:
         if not str(error).startswith("Failed to reach API"):

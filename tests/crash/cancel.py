@@ -125,7 +125,14 @@ def interrupted(folder: Path, environment: dict[str, str], stage: str) -> dict[s
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", *SMALL]
     with (folder / "run.txt").open("wb") as out:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background processes ignore
         )
 
     def told() -> str:

@@ -36,6 +36,7 @@ TORCH_FREE = [
     "flows.parts",
     "flows.serve",
     "flows.show",
+    "flows.temporary",
     "tasks.report",
     "tasks.slots",
     "tasks.stages",
