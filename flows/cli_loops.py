@@ -73,6 +73,7 @@ def serve(
                     servants.check()
                     if time.monotonic() - swept > SWEEP_SECONDS:
                         sweep(client)
+                        servants.bound_log()
                         swept = time.monotonic()
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it running

@@ -71,12 +71,14 @@ def _run(planned: Plan, flow: Callable[[], object]) -> int:
     """Runs a flow and shows how it ended."""
     from flows.show import show_end
     from tasks.report import statuses_of
+    from tasks.temporary_server import start_server
 
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_trace)
     signal.signal(signal.SIGTERM, _terminate)
     watch.start()
     try:
+        start_server()
         flow()
     except RuntimeError as error:
         if not str(error).startswith("Failed to reach API"):

@@ -25,7 +25,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.schedules import Schedule
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Crashed
+from prefect.states import Cancelled, Crashed
 from prefect.workers.process import ProcessWorker
 
 from flows.alignment import alignment
@@ -38,6 +38,7 @@ from rlhf_core.recipe import load_recipe
 
 ASKED, SCHEDULED = "asked", "scheduled"  # queues
 SILENT_SECONDS = 540  # three heartbeats of runs that were given no other frequency: Prefect's is 180 s
+UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
 
 class Served(NamedTuple):
@@ -102,14 +103,16 @@ def watch_silent_runs(client: SyncPrefectClient) -> None:
 
 
 def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
-    """Marks runs of deployments as crashed whose process on this machine is gone; at the start of `serve` also those that never had one.
-    How many."""
-    unfinished = {"state": {"type": {"any_": [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]}}}
-    found = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(unfinished), limit=200)
+    """Marks runs of deployments whose process on this machine is gone as crashed, or as cancelled when they were being cancelled; at the
+    start of `serve` also those that never had one. How many."""
+    found = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": UNFINISHED}}}), limit=200)
     ours = [run for run in found if run.deployment_id and (run.infrastructure_pid or at_start)]
     gone = [run for run in ours if not (run.infrastructure_pid and _process_lives(run))]
+    gone = [client.read_flow_run(run.id) for run in gone]  # again: it may have said its end, and gone, after the list was read
+    gone = [run for run in gone if run.state_type in UNFINISHED]
     for run in gone:
-        client.set_flow_run_state(run.id, Crashed(message="its process is gone; run it again to go on"), force=True)
+        ended = Cancelled if run.state_type == StateType.CANCELLING else Crashed
+        client.set_flow_run_state(run.id, ended(message="its process is gone; run it again to go on"), force=True)
     return len(gone)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from tasks.slots import LIMIT_ENV
 POOL, LIMIT = "alignflow-process", "alignflow-machine"
 START_SECONDS, STOP_SECONDS = 120.0, 20.0
 PLACE, LOCK, LOG = "serve.json", "serve.lock", "serve.log"
+LOG_BYTES = 20_000_000  # on SQLite Prefect 3.7 logs a traceback at each poll of a worker, ten megabytes an hour
 
 
 @contextmanager
@@ -90,6 +92,13 @@ class Servants:
                     f"Prefect's {name} ended with code {process.returncode}, so serve ends too (log: {self.home / LOG}): start it again, "
                     "finished stages stay finished"
                 )
+
+    def bound_log(self) -> None:
+        """Empties a log that has grown too long, and keeps one copy of it. Server and worker append, so it may be emptied under them."""
+        log = self.home / LOG
+        if log.stat().st_size > LOG_BYTES:
+            shutil.copyfile(log, self.home / f"{LOG}.1")
+            os.truncate(log, 0)
 
     def stop(self) -> None:
         """Ends the worker, then the flows and their stages, while the server still notes how; then the server."""

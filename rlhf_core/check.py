@@ -36,6 +36,7 @@ from rlhf_core.data.columns import Kind
 from rlhf_core.data.rows import check_columns, load_rows
 from rlhf_core.lineage import is_remote
 from rlhf_core.machine import num_cpus, num_gpus
+from rlhf_core.mirror import KEY_ENV, MODE_ENV
 from rlhf_core.plan import Node, Plan
 from rlhf_core.recipe import unknown
 from rlhf_core.remote_files import StoreFault
@@ -123,7 +124,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
 
 def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     """Stages that need more than this machine has, keys that are not set, an artifacts folder that cannot be written to."""
-    problems = _folder_problem(plan.artifacts) + _webhook_problem(plan) + _store_problem(plan)
+    problems = _folder_problem(plan.artifacts) + _webhook_problem(plan) + _store_problem(plan) + _wandb_problem(plan)
     cpus, gpus, cluster = num_cpus(), num_gpus(), os.environ.get("RAY_ADDRESS")
     for node in nodes:
         if node.done:
@@ -157,6 +158,17 @@ def _store_problem(plan: Plan) -> list[str]:
         Store(plan.recipe.store, attempts=1).files.probe()
     except StoreFault as fault:
         return [str(fault)]
+    return []
+
+
+def _wandb_problem(plan: Plan) -> list[str]:
+    if plan.recipe.wandb is None:
+        return []
+    package = importlib.util.find_spec("wandb")
+    if package is None or package.origin is None:  # without an origin it is a folder that W&B's client left here
+        return ["wandb: the package wandb is not installed; install alignflow's extra `wandb`, or leave wandb out of the recipe"]
+    if not os.environ.get(KEY_ENV) and os.environ.get(MODE_ENV) not in ("offline", "disabled"):
+        return [f"wandb: the environment variable {KEY_ENV} is empty; set it, or set {MODE_ENV}=offline to send the metrics later"]
     return []
 
 

@@ -57,7 +57,7 @@ def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig])
         return
     gated = [c for stage, c in stages.items() if stage == name or (isinstance(config, Loop) and stage.startswith(f"{name}.round1."))]
     known = [metric for planned in gated if not isinstance(planned, Loop) for metric in metrics_of(planned)]
-    for i, gate in enumerate(config.gates):
+    for i, gate in enumerate(config.gates if isinstance(config, Loop) else stages[name].gates):
         if not any(fnmatchcase(gate.metric, metric) for metric in known):
             held_out = getattr(config, "eval_data", True) is None or isinstance(config, Loop)
             why = "; there is no eval_data, and eval/... is measured on it" if held_out and gate.metric.startswith("eval/") else ""

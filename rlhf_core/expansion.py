@@ -1,9 +1,10 @@
 """A recipe's loops, publications and evaluations as the single stages they stand for. Torch-free, offline.
 
 An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.preferences, ...; X.round1 stands for the model
-of that round and X for the model of the last; an evaluation that names X judges the model of every round. An `iterative` stage
-does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft. A publication P of X with `round_branch` also
-becomes P.round1, P.round2, ...; each is done as soon as what it names is. P.iteration10 is the actor of a `ppo` stage P at that iteration.
+of that round and X for the model of the last; an evaluation that names X judges the model of every round, and a gate of it that names X
+speaks of the last. An `iterative` stage does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft.
+A publication P of X with `round_branch` also becomes P.round1, P.round2, ...; each is done as soon as what it names is. P.iteration10 is
+the actor of a `ppo` stage P at that iteration.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rlhf_core.config import DPO, KTO, PPO, SFT, Evaluation, Loop, Preferences, Publication, Recipe, StageConfig
+from rlhf_core.config import DPO, KTO, PPO, SFT, Evaluation, Gate, Loop, Preferences, Publication, Recipe, StageConfig
 from rlhf_core.config.metrics import has_metric
 from rlhf_core.names import TRAINED_FROM
 from rlhf_core.recipe import unknown
@@ -91,7 +92,14 @@ def _judging(name: str, config: Evaluation, expanded: Expanded) -> Evaluation:
     against = _parents(last_mention, config.baseline, stages, aliases) if config.parents is None else config.parents
     if strange := [model for model in against if model not in last_mention]:
         raise ValueError(f"stages.{name}.parents: {unknown(strange[0], last_mention, 'judged model')}")
-    return config.model_copy(update={"models": last_mention, "parents": against})
+    gates = tuple(_of_last_round(gate, rounds) for gate in config.gates)
+    return config.model_copy(update={"models": last_mention, "parents": against, "gates": gates})
+
+
+def _of_last_round(gate: Gate, rounds: Mapping[str, tuple[str, ...]]) -> Gate:
+    """A gate on a loop's model, `win_rate/LOOP`, speaks of its last round: it holds for every round of a loop that grows."""
+    first, _, model = gate.metric.partition("/")
+    return gate.model_copy(update={"metric": f"{first}/{rounds[model][-1]}"}) if model in rounds else gate
 
 
 def _parents(models: tuple[str, ...], baseline: str, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]) -> dict[str, str]:

@@ -95,6 +95,7 @@ class Plan:
         return {**node.models, **{name: str(_output(self[stage], name)) for name, stage in node.stages.items()}}
 
     def request(self, node: Node) -> StageRequest:
+        shown = self.recipe.wandb
         return StageRequest(
             name=node.name,
             digest=node.digest,
@@ -102,6 +103,7 @@ class Plan:
             inputs=self.inputs(node),
             seed=self.recipe.seed,
             trust_remote_code=self.recipe.trust_remote_code,
+            wandb=shown and shown.model_copy(update={"group": shown.group or self.recipe.name}),
         )
 
 

@@ -21,17 +21,19 @@ from rlhf_core.reward_sources import REWARD_KINDS
 
 STAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
 JUDGE_KINDS = ("rule", "reward", "openai", "vllm")
+DOWNLOAD_SECONDS = 30.0
 TAGS = {"judges": JUDGE_KINDS, "reward": tuple(REWARD_KINDS)}  # fields that hold a union, and the kinds it knows
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in the YAML file `path` (or at a URI that fsspec knows: s3://, https://, file://), with `overrides` applied.
+    """The recipe in the YAML file `path` (or at a URI: https://, or what fsspec knows, such as s3://), with `overrides` applied.
 
     ValueError: one sentence (a line) for each mistake.
     """
-    raw = _parse(_text_of(path), f"recipe {path}")
+    shown = _shown(path)
+    raw = _parse(_text_of(path, shown), f"recipe {shown}")
     if not isinstance(raw, dict):
-        raise ValueError(f"recipe {path} must be a mapping with name, base_model and stages; it holds {type(raw).__name__}")
+        raise ValueError(f"recipe {shown} must be a mapping with name, base_model and stages; it holds {type(raw).__name__}")
     return _overridden(raw, overrides)
 
 
@@ -64,29 +66,52 @@ def _overridden(given: dict[Any, Any], overrides: Sequence[str]) -> Recipe:
     return recipe_of(whole)
 
 
-def _text_of(path: str | Path) -> str:
+def _text_of(path: str | Path, shown: str) -> str:
     try:
         if isinstance(path, str) and "://" in path:
-            return _fetch(path)
+            return _fetch(path, shown)
         return Path(path).read_text()
     except UnicodeDecodeError:
-        raise ValueError(f"recipe {path} is not a text file; give the path of a YAML file") from None
+        raise ValueError(f"recipe {shown} is not a text file; give the path of a YAML file") from None
     except OSError as error:
-        raise ValueError(f"recipe {path}: {error.strerror or error}; give the path of a YAML file") from None
+        why = error.strerror or (str(error) if str(error) not in str(path) else "there is no such file")  # fsspec may say only the place
+        raise ValueError(f"recipe {shown}: {why}; give the path of a YAML file") from None
 
 
-def _fetch(uri: str) -> str:
+def _fetch(uri: str, shown: str) -> str:
+    if uri.startswith(("http://", "https://")):
+        return _download(uri, shown)
     import fsspec  # only for recipes that lie elsewhere
 
     try:
         with fsspec.open(uri, "rt", encoding="utf-8") as file:
             return str(file.read())
     except ImportError as error:
-        raise ValueError(f"recipe {uri}: {' '.join(str(error).split())}, or copy the recipe here and give its path") from None
+        raise ValueError(f"recipe {shown}: {' '.join(str(error).split())}, or copy the recipe here and give its path") from None
     except (UnicodeDecodeError, OSError):
         raise
     except Exception as error:  # each store has errors of its own
-        raise ValueError(f"recipe {uri} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(f"recipe {shown} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+
+
+def _download(uri: str, shown: str) -> str:
+    import httpx  # fsspec's client for https is a package more, and does not say why it found nothing
+
+    try:
+        answer = httpx.get(uri, timeout=DOWNLOAD_SECONDS, follow_redirects=True)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"recipe {shown} cannot be read ({reason[:200]}); correct the address, or give the path of a file") from None
+    if not answer.is_success:
+        told = f"{answer.status_code} {answer.reason_phrase}"
+        raise ValueError(f"recipe {shown} cannot be read (the server says {told}); correct the address, or give the path of a file")
+    return answer.content.decode()
+
+
+def _shown(path: str | Path) -> str:
+    """As messages show it: without a password or a signature in a URI."""
+    text = str(path)
+    return re.sub(r"://[^/@\s]+@", "://***@", text).partition("?")[0] if "://" in text else text
 
 
 def recipe_of(raw: object) -> Recipe:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
-from rlhf_core.config import StageConfig
+from rlhf_core.config import StageConfig, Wandb
 from rlhf_core.config.gates import Verdict
 from rlhf_core.types import FileInfo, Frozen, StageResult
 
@@ -37,7 +37,7 @@ class StageRequest(Frozen):
     """Everything a stage's process needs; `config.json`.
 
     `inputs` maps what the config names (`base`, `sft`, a path) to the folder or Hub id it stands for. `gates`, of a publication: the
-    verdicts on all stages it depends on, for its card.
+    verdicts on all stages it depends on, for its card. `wandb`: where its metrics are shown as well.
     """
 
     name: str
@@ -47,6 +47,7 @@ class StageRequest(Frozen):
     seed: int
     trust_remote_code: bool = False
     gates: tuple[Verdict, ...] = ()
+    wandb: Wandb | None = None
 
 
 class Outcome(NamedTuple):

@@ -1,4 +1,4 @@
-"""Metrics of a stage: `metrics.jsonl` is the truth, TensorBoard files and a progress line stand beside it."""
+"""Metrics of a stage: `metrics.jsonl` is the truth, TensorBoard files, W&B when asked for, and a progress line stand beside it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlhf_core.mirror import mirror_of
 from rlhf_core.stage import METRICS, RunDir, write_text
 
 
@@ -24,6 +25,7 @@ class Tracker:
         write_text(run / METRICS, "".join(json.dumps(line) + "\n" for line in keep))
         self._file = (run / METRICS).open("a")
         self._board = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1 if first_step else None)
+        self._mirror = mirror_of(run)
 
     def log(self, step: int, metrics: Mapping[str, float], show: tuple[str, ...] = ()) -> None:
         """Records the metrics of one step; those named in `show` are printed."""
@@ -38,6 +40,8 @@ class Tracker:
     def close(self) -> None:
         self._file.close()
         self._board.close()
+        if self._mirror:
+            self._mirror.close()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:

@@ -19,8 +19,9 @@ AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def variables(recipe: Recipe) -> tuple[str, ...]:
-    """The environment variables whose keys a recipe may need: the Hub's token, the store's, judges' and rewards' keys."""
+    """The environment variables whose keys a recipe may need: the Hub's token, the store's, W&B's, judges' and rewards' keys."""
     names = ["HF_TOKEN", *(AWS_KEYS if (recipe.store or "").startswith(("s3:", "s3a:")) else ())]
+    names += ["WANDB_API_KEY"] if recipe.wandb else []
     for config in recipe.stages.values():
         if isinstance(config, Evaluation):
             names += [judge.api_key_env for judge in config.judges if isinstance(judge, OpenAIJudge)]

@@ -1,21 +1,33 @@
-"""Prefect's temporary server, which it starts beside a flow that was given no other: it is started again when it ends before the flow.
+"""Prefect's temporary server, beside a flow that was given no other: out of reach of Ctrl-C, started again when it ends before the flow.
 
-It only notes what happens. Without this, a run whose temporary server was killed works on to the end of its stage and then fails, after
-minutes of trying to note that end.
+It only notes what happens, but a run without it tries for minutes to note its end, and then fails. A terminal sends Ctrl-C to all processes
+of a command: so the server is started with that signal blocked, which it inherits, and ends when the command does.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import signal
 import threading
 from functools import cache
 
+from prefect.client.base import ServerType, determine_server_type
 from prefect.logging import get_logger
 from prefect.settings import PREFECT_API_URL
 
 POLL_SECONDS, RESTARTS = 0.5, 3
 _turn, _over = threading.Lock(), threading.Event()
 _ended: list[int] = []  # exit codes of servers that were replaced
+
+
+def start_server() -> None:
+    """Starts the temporary server that Prefect would start a little later; does nothing where a server is named.
+
+    A server that does not start is left to Prefect, which tries again and says why.
+    """
+    if determine_server_type() == ServerType.EPHEMERAL:
+        _start()
 
 
 @cache
@@ -41,13 +53,25 @@ def keep_server() -> None:
         _ended.append(process.returncode)
         get_logger("alignflow").warning("Prefect's temporary server ended with code %d: it is started again", process.returncode)
         server.running = False
-        try:
-            server.start()
-        except RuntimeError as error:  # it did not answer in time; the next look tries once more
-            get_logger("alignflow").warning("%s", error)
+        _start()
         atexit.register(_over.set)  # before what `start` has registered
 
 
 def _watch() -> None:
     while not _over.wait(POLL_SECONDS):
         keep_server()
+
+
+def _start() -> None:
+    """In a thread: a thread has its own blocked signals, and the main one can still be interrupted while it waits."""
+    starter = threading.Thread(target=_start_deaf, daemon=True)
+    starter.start()
+    starter.join()
+
+
+def _start_deaf() -> None:
+    from prefect.server.api.server import SubprocessASGIServer
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    with contextlib.suppress(Exception):
+        SubprocessASGIServer().start()

@@ -175,14 +175,14 @@ class Serve:
         log = self.folder / "home" / "serve.log"
         return (self.folder / "serve.txt").read_text()[-3000:] + (log.read_text()[-3000:] if log.exists() else "")
 
-    def ready(self) -> str:
+    def ready(self, seconds: float = 90) -> str:
         """Waits for it. The API's address."""
 
         def is_ready() -> bool:
             assert self.process.poll() is None, self.told()
             return (self.folder / "home" / "serve.json").exists() and "serving on" in (self.folder / "serve.txt").read_text()
 
-        wait_until(is_ready, "serve to start", 90, self.told)
+        wait_until(is_ready, "serve to start", seconds, self.told)
         return str(json.loads((self.folder / "home" / "serve.json").read_text())["api"])
 
     def run(self, api: str, deployment: str, **parameters: Any) -> str:

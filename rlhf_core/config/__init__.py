@@ -35,6 +35,7 @@ from rlhf_core.config.preference import DPO, KTO, REFERENCE_FREE, PreferenceLoss
 from rlhf_core.config.rounds import POST_PROCESSOR_FIELDS, Iterative, IterativeDPO, Loop, PostProcessor, Preferences, Rounds, Sampling, Vllm
 from rlhf_core.config.supervised import SFT, RewardModel
 from rlhf_core.config.tax import AlignmentTax
+from rlhf_core.config.tracked import Wandb
 from rlhf_core.config.training import Lora, Trainable
 from rlhf_core.types import Frozen, Ranks
 
@@ -83,6 +84,7 @@ __all__ = [
     "UnpairedLoss",
     "Vllm",
     "VllmJudge",
+    "Wandb",
 ]
 
 StageConfig = Annotated[
@@ -115,6 +117,7 @@ class Recipe(Frozen):
     seed: int = Field(0, ge=0, description="seed of every stage")
     trust_remote_code: bool = Field(False, description="allow model code from the Hub")
     notify: Notify | None = Field(None, description="webhook that is told how the run goes")
+    wandb: Wandb | None = Field(None, description="project in Weights & Biases that shows the metrics of every stage")
     stages: dict[str, StageConfig] = Field(description="stages by name; a stage named like its kind needs no `stage:`", min_length=1)
 
     @field_validator("store")

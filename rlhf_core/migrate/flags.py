@@ -220,7 +220,7 @@ PPO_ONLY = {"gamma", "lambd"}  # a dpo stage has fields of these names for SimPO
 ALWAYS = "not needed: alignflow always does this"
 BUILT_IN = "not needed: alignflow chooses this itself"
 ARTIFACTS = "checkpoints lie in the stage's run directory, artifacts/stages/<stage>-<digest>/"
-WANDB = "TensorBoard files and metrics.jsonl are always written; there is no setting for this in a recipe"
+WANDB = "write `wandb: {project: ...}` into the recipe for this, with the key in WANDB_API_KEY; TensorBoard files are always written"
 DROPPED: dict[str, str] = {
     **dict.fromkeys(("flash_attn", "attn_implementation", "ring_head_stride", "experts_implementation"), BUILT_IN),
     **dict.fromkeys(("vllm_sync_backend", "vllm_sync_with_ray", "enforce_eager", "enable_prefix_caching", "overlap_comm"), BUILT_IN),

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from uuid import UUID
 
 import pytest
 import yaml
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun
 
-from flows.deployments import schedule_of, served
-from tests.micro import ROOT, ask, build
+import flows.serve
+from flows.deployments import schedule_of, served, sweep
+from flows.serve import LOG, Servants
+from tests.micro import ROOT, ask, build, wait_until
 
 FILE = ROOT / "deployments" / "prefect.yaml"
 
@@ -71,3 +78,53 @@ def test_a_second_serve_says_where_the_first_one_is(tmp_path: Path) -> None:
     first.communicate()
     told = " ".join(second.stderr.split())
     assert second.returncode == 3 and "is running on" in told and "already, at http://127.0.0.1:4321 (process 77)" in told
+
+
+@pytest.mark.parametrize(
+    ("listed", "now", "told"),
+    [
+        ("RUNNING", "RUNNING", "CRASHED"),
+        ("PENDING", "PENDING", "CRASHED"),
+        ("CANCELLING", "CANCELLING", "CANCELLED"),  # the worker has ended it, and has not said so yet
+        ("CANCELLING", "CANCELLED", "CANCELLED"),
+        ("RUNNING", "COMPLETED", "COMPLETED"),  # it ended well after the list was read
+    ],
+)
+def test_runs_whose_process_is_gone(prefect: str, listed: str, now: str, told: str) -> None:
+    identity = ask(prefect, "/flows/", {"name": "gone"})["id"]
+    deployment = ask(prefect, "/deployments/", {"name": f"{listed}-{now}", "flow_id": identity})["id"]
+    run = ask(prefect, f"/deployments/{deployment}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+
+    class Client(SyncPrefectClient):
+        def read_flow_runs(self, **given: Any) -> list[FlowRun]:
+            found = [one for one in super().read_flow_runs(**given) if str(one.id) == run]
+            say(now)
+            return found
+
+    def say(state: str) -> None:
+        ask(prefect, f"/flow_runs/{run}/set_state", {"state": {"type": state}, "force": True})
+
+    with Client(api=prefect) as client:
+        say("RUNNING")
+        client.update_flow_run(UUID(run), infrastructure_pid=f"{socket.gethostname()}:{ended.stdout.strip()}")
+        say(listed)
+        assert sweep(client) == (now == listed)
+        assert ask(prefect, f"/flow_runs/{run}")["state_type"] == told
+        say("COMPLETED")
+
+
+def test_the_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flows.serve, "LOG_BYTES", 1000)
+    servants, log = Servants(tmp_path, "127.0.0.1", 0), tmp_path / LOG
+    command = "import sys\nfor line in sys.stdin: print('x' * 600, line, flush=True)"  # appends, as server and worker do
+    with log.open("ab") as out, subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=out) as writer:
+        assert writer.stdin is not None
+        for number, (size, copy) in enumerate([(604, False), (0, True), (604, True)]):
+            writer.stdin.write(b"%d\n" % number)
+            writer.stdin.flush()
+            wait_until(lambda text=f" {number}\n": text in log.read_text(), "the line")
+            servants.bound_log()
+            assert (log.stat().st_size, (tmp_path / f"{LOG}.1").exists()) == (size, copy)
+        writer.stdin.close()
+    assert (tmp_path / f"{LOG}.1").read_text().split()[1::2] == ["0", "1"] and log.read_text().endswith(" 2\n\n")

@@ -75,6 +75,12 @@ def test_a_loops_gates_go_to_the_stage_that_has_the_metric(planned: Planned) -> 
     assert gated == {f"loop.round{k}.{stage}": metrics for k in (1, 2) for stage, metrics in each.items()}
 
 
+def test_a_gate_that_names_a_loop_speaks_of_its_last_round(planned: Planned) -> None:
+    for rounds in (1, 2, 3):
+        found = planned("evaluation.gates=[{metric: win_rate/loop, min: 0.5}]", f"loop.rounds={rounds}")
+        assert [gate.metric for gate in found["evaluation"].config.gates] == [f"win_rate/loop.round{rounds}"]
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_core import config
 from rlhf_core.check import check_inputs
+from rlhf_core.loops import loop_of, with_rounds
 from rlhf_core.plan import plan
 from rlhf_core.recipe import load_recipe
 
@@ -22,6 +23,12 @@ FAMILY = ("dpo", "ipo", "simpo", "orpo", "kto", "iterative-kto", "rejection-samp
 def test_every_recipe_is_valid_and_named_like_its_file(path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.name == path.stem and plan(recipe).nodes
+
+
+def test_the_demos_loop_can_be_scheduled_which_begins_with_one_round() -> None:
+    recipe = load_recipe(ROOT / "deployments" / "recipes" / "tiny-cpu.yaml")
+    for rounds in (1, 3):
+        assert plan(with_rounds(recipe, loop_of(recipe), rounds))["evaluation"].config.gates
 
 
 @pytest.mark.parametrize("name", FAMILY)
