@@ -145,7 +145,10 @@ def point(name: str, chain: Chain, reference: Path, folder: Path, moment: Moment
     for earlier in chain.stages[: chain.stages.index(stage)]:
         source = directory(reference, earlier)
         assert source is not None, f"the reference has no {earlier}"
-        shutil.copytree(source, folder / "artifacts" / "stages" / source.name)
+        copy = folder / "artifacts" / "stages" / source.name
+        shutil.copytree(source, copy)
+        request = copy / "config.json"  # names its inputs by their paths, as they lie here now
+        request.write_text(request.read_text().replace(str(reference.resolve()), str(folder.resolve())))
     prebuilt = starts(folder)
     if who == "worker":
         serve = Serve(folder, environment, "--no-schedule")
