@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import signal
+import sys
 import threading
 from functools import cache
 
@@ -41,11 +42,10 @@ def watch_server() -> None:
 def keep_server() -> None:
     """Starts the temporary server again, at its address and with its database, when it has ended; three times at most. Returns when it
     answers: a client that is made while there is none would fail at once."""
-    if PREFECT_API_URL.value():
+    module = sys.modules.get("prefect.server.api.server")  # seconds to import: it is there once such a server was started
+    if PREFECT_API_URL.value() or module is None:
         return
-    from prefect.server.api.server import SubprocessASGIServer  # seconds to import, for those alone who have such a server
-
-    server = SubprocessASGIServer()  # the one of this process, which Prefect starts and ends
+    server = module.SubprocessASGIServer()  # the one of this process, which Prefect starts and ends
     with _turn:
         process = server.server_process
         if process is None or process.poll() is None or len(_ended) == RESTARTS or _over.is_set():

@@ -8,6 +8,7 @@ one of stages that only write what a stage writes.
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
 import shutil
 import subprocess
@@ -75,12 +76,14 @@ def directory(folder: Path, stage: str) -> Path | None:
 
 
 def files(folder: Path, stage: str) -> dict[str, str]:
-    """The sha256 of everything a stage made. Empty when it is not done."""
+    """The sha256 of everything a stage made, the path of the folder left out of it: a report of data names its files. Empty when it is
+    not done."""
     found = directory(folder, stage)
     if found is None or not (found / "result.json").exists():
         return {}
-    manifest = json.loads((found / "result.json").read_text())["files"]
-    return {f"{found.name}/{name}": info["sha256"] for name, info in manifest.items()}
+    names = json.loads((found / "result.json").read_text())["files"]
+    place = str(folder.resolve()).encode()
+    return {f"{found.name}/{name}": hashlib.sha256((found / name).read_bytes().replace(place, b"")).hexdigest() for name in names}
 
 
 def lines(folder: Path, stage: str) -> tuple[int, int] | None:
@@ -142,7 +145,10 @@ def point(name: str, chain: Chain, reference: Path, folder: Path, moment: Moment
     for earlier in chain.stages[: chain.stages.index(stage)]:
         source = directory(reference, earlier)
         assert source is not None, f"the reference has no {earlier}"
-        shutil.copytree(source, folder / "artifacts" / "stages" / source.name)
+        copy = folder / "artifacts" / "stages" / source.name
+        shutil.copytree(source, copy)
+        request = copy / "config.json"  # names its inputs by their paths, as they lie here now
+        request.write_text(request.read_text().replace(str(reference.resolve()), str(folder.resolve())))
     prebuilt = starts(folder)
     if who == "worker":
         serve = Serve(folder, environment, "--no-schedule")
