@@ -15,8 +15,8 @@ from evaluation.over_optimisation import OverOptimisation
 from evaluation.reward_eval import REWARD_MODELS, RewardReports
 from evaluation.summary import Evaluated, Evidence
 from evaluation.tax_report import TAX, TaxReport
-from evaluation.words import without_passwords
 from rlhf_core.config import Evaluation
+from rlhf_core.passwords import without_passwords
 from rlhf_core.types import Answering, Judging, WinRate
 
 JUDGES_TOLD = {

@@ -15,10 +15,10 @@ from evaluation.curves import Run, stage_chart
 from evaluation.family import family_svg
 from evaluation.phases import Phase, phases_of, waits_of
 from evaluation.summary import Evidence
-from evaluation.words import without_passwords
 from rlhf_core.config import Publication
 from rlhf_core.data.report import stored_warnings
 from rlhf_core.lineage import TRAINS, data_of, lineage
+from rlhf_core.passwords import without_passwords
 from rlhf_core.stage import LOG
 
 LOG_LINES = 25

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 from rlhf_core.types import WinRate
 
@@ -39,8 +38,3 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
-def without_passwords(text: str) -> str:
-    """Text without the passwords inside its URLs."""
-    return re.sub(r"://[^/@\s\"]+@", "://***@", text)

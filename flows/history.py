@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import yaml
 from filelock import FileLock, Timeout
 
-from evaluation.words import without_passwords
 from rlhf_core import loops
 from rlhf_core.lineage import Ancestor, lineage, stage_of
+from rlhf_core.passwords import without_passwords
 from rlhf_core.stage import LOCK, REQUEST, RESULT, STATE, RunDir, read_json
 from rlhf_core.tax_tasks import task_name
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 
+from rlhf_core.passwords import without_passwords
 from rlhf_core.stage import METRICS, REQUEST, RunDir, write_text
 
 FOLDER = ".wandb"  # W&B's client takes it where it is there, else `wandb`; copies of stages in a store are without dotted names
@@ -71,7 +72,7 @@ def send(run: RunDir) -> None:
             id=_identity(run, request.digest),
             resume="allow",
             dir=str(run.path),
-            config=request.config.model_dump(mode="json") | {"seed": request.seed, "digest": request.digest},
+            config=json.loads(without_passwords(request.config.model_dump_json())) | {"seed": request.seed, "digest": request.digest},
             mode="offline" if offline else None,
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )

@@ -76,7 +76,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
 
 def stage(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "sft-00ff")
-    config = SFT.model_validate({"data": {"sources": "d.jsonl"}})
+    config = SFT.model_validate({"data": {"sources": "s3://ann:pw7@host/d.jsonl"}})
     shown = Wandb(project="chat", entity="team", group="recipe")
     run.prepare(StageRequest(name="sft", digest="00ff", config=config, inputs={}, seed=3, wandb=shown))
     return run
@@ -104,6 +104,7 @@ def test_every_line_arrives_in_one_run_also_of_a_stage_that_was_cut_off(told: To
     assert {name: given[name] for name in ("project", "entity", "group", "name", "job_type", "resume", "dir")} == {
         "project": "chat", "entity": "team", "group": "recipe", "name": "sft", "job_type": "sft", "resume": "allow", "dir": str(run.path),
     }  # fmt: skip
+    assert "pw7" not in str(given) and "s3://***@host/d.jsonl" in str(given["config"])
     assert given["config"]["learning_rate"] == SFT.model_fields["learning_rate"].default and given["config"]["seed"] == 3
     assert [line["step"] for line in lines] == [1, 2, 3] and lines[1]["metrics"]["loss"] == 0.5 and "time" not in lines[0]["metrics"]
     assert end == {"finished": 0}
