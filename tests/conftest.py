@@ -46,6 +46,7 @@ settings.register_profile("alignflow", derandomize=True, deadline=None)
 settings.load_profile("alignflow")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What `-n` may run at once: files of unit tests, beside one test with engines and one with a Prefect server."""
     for item in items:
