@@ -36,7 +36,7 @@ SMALL = (
     "sft.data.max_samples=1600",
     "sft.logging_steps=1",
     "sft.gates=[]",
-    "reward_model.data.max_samples=960",
+    "reward_model.max_epochs=4",
     "reward_model.logging_steps=1",
     "reward_model.gates=[]",
     "ppo.max_steps=4",
@@ -47,8 +47,8 @@ SMALL = (
     "iterative_dpo.rounds=1",
     "iterative_dpo.prompts_per_round=192",
     "iterative_dpo.n_samples_per_prompt=3",
-    "iterative_dpo.train_batch_size=8",
-    "iterative_dpo.micro_train_batch_size=8",
+    "iterative_dpo.train_batch_size=2",
+    "iterative_dpo.micro_train_batch_size=2",
     "evaluation.max_questions=20",
     f"publication.repo_id={REPO}",
 )
@@ -69,6 +69,7 @@ KINDS = {  # what a part of a command line stands for
     "-m evaluation": "stage",
     "gcs_server": "GCS",
     "raylet/raylet": "raylet",
+    "rlhf_core/watch.py": "watcher",
     "ray::": "Ray workers",
     "/ray/": "Ray's others",
 }
@@ -105,7 +106,7 @@ def cancelled(serve: Serve, api: str, stage: str, hub: Hub) -> dict[str, object]
         hub.lock.acquire()  # the Hub takes requests and does not answer
     try:
         run = serve.run(api, f"alignment/{NAME}")
-        wait_until(lambda: at_work(serve.folder, stage, since) or ended(serve, api, run), f"{stage} to work", START_SECONDS, serve.told)
+        wait_until(lambda: at_work(serve.folder, stage, since), f"{stage} to work", START_SECONDS, serve.told)
         time.sleep(2)
         worker = next(p for p in psutil.Process(serve.process.pid).children() if p.cmdline()[1:4] == ["-m", "prefect", "worker"])
         body = {"state": {"type": "CANCELLING"}}
@@ -227,7 +228,8 @@ def main() -> int:
                     print(f"{name}: {ours}", flush=True)
                     file.write_text(json.dumps(results, indent=2))
             run = serve.run(api, f"alignment/{NAME}")
-            wait_until(lambda: ended(serve, api, run), "the last run", START_SECONDS, serve.told)
+            wait_until(lambda: all(is_done(folder, stage) for stage in STAGES), "the last run", START_SECONDS, serve.told)
+            wait_until(lambda: ended(serve, api, run), "the state of the last run", 60, serve.told)
             logs = {stage: next(folder.glob(f"artifacts/stages/{stage}-*/{LOG}")).read_text() for stage in STAGES}
             attempts = ", ".join(f"{stage} {sum(line.startswith('--- ') for line in log.splitlines())}" for stage, log in logs.items())
             results["the rest"] = {"state": serve.state(api, run), "attempts": attempts}
