@@ -36,7 +36,7 @@ SMALL = (
     "sft.data.max_samples=1600",
     "sft.logging_steps=1",
     "sft.gates=[]",
-    "reward_model.max_epochs=4",
+    "reward_model.data.max_samples=960",
     "reward_model.logging_steps=1",
     "reward_model.gates=[]",
     "ppo.max_steps=4",
@@ -217,6 +217,7 @@ def main() -> int:
         kept = {key: value for key, value in os.environ.items() if key not in ("PREFECT_API_URL", "HF_HUB_OFFLINE")}
         environment = kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
         environment |= {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+        environment |= {"HF_HUB_DISABLE_XET": "1"}  # the stand-in has no xet store
         serve = Serve(folder, environment, "--no-schedule", *SMALL)
         try:
             api = serve.ready(300)
