@@ -47,8 +47,8 @@ SMALL = (
     "iterative_dpo.rounds=1",
     "iterative_dpo.prompts_per_round=192",
     "iterative_dpo.n_samples_per_prompt=3",
-    "iterative_dpo.train_batch_size=8",
-    "iterative_dpo.micro_train_batch_size=8",
+    "iterative_dpo.train_batch_size=2",
+    "iterative_dpo.micro_train_batch_size=2",
     "evaluation.max_questions=20",
     f"publication.repo_id={REPO}",
 )
@@ -69,6 +69,7 @@ KINDS = {  # what a part of a command line stands for
     "-m evaluation": "stage",
     "gcs_server": "GCS",
     "raylet/raylet": "raylet",
+    "rlhf_core/watch.py": "watcher",
     "ray::": "Ray workers",
     "/ray/": "Ray's others",
 }
@@ -105,7 +106,7 @@ def cancelled(serve: Serve, api: str, stage: str, hub: Hub) -> dict[str, object]
         hub.lock.acquire()  # the Hub takes requests and does not answer
     try:
         run = serve.run(api, f"alignment/{NAME}")
-        wait_until(lambda: at_work(serve.folder, stage, since) or ended(serve, api, run), f"{stage} to work", START_SECONDS, serve.told)
+        wait_until(lambda: at_work(serve.folder, stage, since), f"{stage} to work", START_SECONDS, serve.told)
         time.sleep(2)
         worker = next(p for p in psutil.Process(serve.process.pid).children() if p.cmdline()[1:4] == ["-m", "prefect", "worker"])
         body = {"state": {"type": "CANCELLING"}}
@@ -216,6 +217,7 @@ def main() -> int:
         kept = {key: value for key, value in os.environ.items() if key not in ("PREFECT_API_URL", "HF_HUB_OFFLINE")}
         environment = kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
         environment |= {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+        environment |= {"HF_HUB_DISABLE_XET": "1"}  # the stand-in has no xet store
         serve = Serve(folder, environment, "--no-schedule", *SMALL)
         try:
             api = serve.ready(300)
@@ -227,7 +229,8 @@ def main() -> int:
                     print(f"{name}: {ours}", flush=True)
                     file.write_text(json.dumps(results, indent=2))
             run = serve.run(api, f"alignment/{NAME}")
-            wait_until(lambda: ended(serve, api, run), "the last run", START_SECONDS, serve.told)
+            wait_until(lambda: all(is_done(folder, stage) for stage in STAGES), "the last run", START_SECONDS, serve.told)
+            wait_until(lambda: ended(serve, api, run), "the state of the last run", 60, serve.told)
             logs = {stage: next(folder.glob(f"artifacts/stages/{stage}-*/{LOG}")).read_text() for stage in STAGES}
             attempts = ", ".join(f"{stage} {sum(line.startswith('--- ') for line in log.splitlines())}" for stage, log in logs.items())
             results["the rest"] = {"state": serve.state(api, run), "attempts": attempts}
