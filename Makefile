@@ -30,7 +30,7 @@ demo: setup
 	@echo "The page: $(CURDIR)/$(REPORT)"
 
 test: setup-dev
-	.venv/bin/python -m pytest -m "not gpu and not long" -n auto --maxprocesses 4 --dist loadgroup
+	.venv/bin/python -m pytest -m "not gpu and not long" -n auto --maxprocesses 4
 
 test-long: setup-dev
 	.venv/bin/python -m pytest -m "long and not gpu"

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -46,12 +47,17 @@ settings.register_profile("alignflow", derandomize=True, deadline=None)
 settings.load_profile("alignflow")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What `-n` may run at once: files of unit tests, beside one test with engines and one with a Prefect server."""
-    for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        item.add_marker(pytest.mark.xdist_group(folder if folder in ("engines", "flows", "gpu") else item.path.name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What `-n` runs at once: files of unit tests, beside one test with engines and one with a Prefect server."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((folder for folder in ("tests/engines/", "tests/flows/") if file.startswith(folder)), file)
+
+    return ByFolder(config, log)
 
 
 @pytest.fixture(scope="session")
