@@ -140,10 +140,11 @@ def main() -> int:
         moment, begin = moments[stage][when], time.monotonic()
         for _ in range(TRIES):  # a reference that was measured under load is slower: what was over before is tried again, earlier
             shutil.rmtree(folder, ignore_errors=True)
-            results[name] = point(name, chain, out / "reference", folder, moment, server.api)
-            if results[name].killed:
+            outcome = point(name, chain, out / "reference", folder, moment, server.api)
+            if outcome.killed:
                 break
             moment = moment._replace(seconds=moment.seconds / 2)
+        results[name] = outcome
         print(f"{name}: {time.monotonic() - begin:.0f} s, {results[name]}", flush=True)
         with writing:
             write_text(file, json.dumps({name: result._asdict() for name, result in sorted(results.items())}, indent=2))
