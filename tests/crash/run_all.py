@@ -33,6 +33,7 @@ from tests.crash.points import WHEN, WHO, Chain, Moment, Outcome, files, measure
 ROOT = Path(__file__).parents[2]
 STAGES = ("sft", "reward_model", "ppo", "iterative_dpo.round1.preferences", "iterative_dpo.round1.dpo", "evaluation", "publication")
 POINTS = tuple(f"{stage}/{who}/{when}" for stage in STAGES for who in WHO if who != "ray" or stage == "ppo" for when in WHEN)
+TRIES = 3
 Results = dict[str, Outcome]
 
 
@@ -135,10 +136,15 @@ def main() -> int:
 
     def do(name: str) -> None:
         folder = out / "points" / name.replace("/", "-")
-        shutil.rmtree(folder, ignore_errors=True)
         stage, _, when = name.split("/")
-        begin = time.monotonic()
-        results[name] = point(name, chain, out / "reference", folder, moments[stage][when], server.api)
+        moment, begin = moments[stage][when], time.monotonic()
+        for _ in range(TRIES):  # a reference that was measured under load is slower: what was over before is tried again, earlier
+            shutil.rmtree(folder, ignore_errors=True)
+            outcome = point(name, chain, out / "reference", folder, moment, server.api)
+            if outcome.killed:
+                break
+            moment = moment._replace(seconds=moment.seconds / 2)
+        results[name] = outcome
         print(f"{name}: {time.monotonic() - begin:.0f} s, {results[name]}", flush=True)
         with writing:
             write_text(file, json.dumps({name: result._asdict() for name, result in sorted(results.items())}, indent=2))
