@@ -80,7 +80,7 @@ def prepare(client: SyncPrefectClient) -> None:
     except ObjectAlreadyExists:
         pass
     # Scheduled runs go one by one, in a queue of their own. A concurrency limit of their deployment would cancel a burst of late ones at
-    # once, and the server's SQLite was seen to stand still for a minute then (elsewhere too, but less often).
+    # once: of so many writers the server's SQLite refuses most, and clients wait up to a minute before they ask again.
     for priority, (name, limit) in enumerate(((ASKED, None), (SCHEDULED, 1)), start=1):
         try:
             queue = client.read_work_queue_by_name(name, work_pool_name=POOL)

@@ -152,7 +152,7 @@ def ask(api: str, route: str, body: dict[str, Any] | None = None) -> Any:
     return _ask(api, route, body)
 
 
-# 90 s: under load the server's SQLite sometimes stands still for its busy timeout, a minute.
+# 90 s: under load an answer of the server was seen to take a minute.
 def _ask(api: str, route: str, body: dict[str, Any] | None) -> Any:
     data = json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(api + route, data=data, headers={"Content-Type": "application/json"})
