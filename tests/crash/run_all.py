@@ -86,8 +86,8 @@ def page(results: Results) -> str:
         "`make crash` kills what works on a stage with -9 and runs the same command again (tests/crash/run_all.py says how), with the real",
         "engines on a CPU. *same*: the stage ended with the files of an undisturbed run, byte for byte; nothing was left running after",
         "40 s, neither of the run that was cut off nor of the next; nothing was done twice: no stage before it was started again, and this",
-        "one once more, or not at all where it was finished already (*same, finished*: the kill came after its result, or the flow itself",
-        "had tried again).",
+        "one once more, or not at all where the first run had finished it already (*same, finished*): the kill came with its last moments,",
+        "the flow tried the stage again by itself, or it went on with a new Prefect server.",
         "",
         f"{good} of {len(POINTS)} points ended so"
         + (f"; {over} had nothing left to kill" if over else "")
