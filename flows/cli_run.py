@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+
+import httpx
 
 from flows.terminal import OK, TERMINATED, console, tell_pins
 from rlhf_core import watch
@@ -84,6 +87,11 @@ def _run(planned: Plan, flow: Callable[[], object]) -> int:
         if not str(error).startswith("Failed to reach API"):
             raise
         raise MachineLacks(f"no Prefect server answers ({error}): start it, or unset PREFECT_API_URL to use a temporary one") from error
+    except httpx.HTTPError as error:
+        where = f"Prefect's server at {os.environ.get('PREFECT_API_URL', 'an address of its own')}"
+        raise MachineLacks(
+            f"{where} stopped answering ({error}): start it again and run this again; finished stages stay finished"
+        ) from error
     finally:
         show_end(console, planned, statuses_of(planned.folder))
     return OK
@@ -94,12 +102,12 @@ def _terminate(number: int, frame: object) -> None:
 
 
 def _without_trace(record: logging.LogRecord) -> bool:
-    """A failed stage has its own log, and a gate its sentence: the traceback of the flow around it would only hide that.
+    """A failed stage has its own log, a gate or a lost server its sentence: the traceback of the flow around it would only hide that.
 
     What Prefect says of its hooks at every state is left out.
     """
     if "ook 'tell_state'" in record.getMessage():
         return record.levelno > logging.INFO
-    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed | StoreFault):
+    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed | StoreFault | httpx.HTTPError):
         record.exc_info = None
     return True

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from rlhf_core.engine.ranks import free_port
+from tests import micro
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
@@ -30,7 +32,14 @@ def ask(url: str, route: str, body: dict[str, Any] | None = None) -> Any:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    home, port = tmp_path_factory.mktemp("prefect"), free_port()
+    with serving(tmp_path_factory.mktemp("prefect")) as (url, _):
+        yield url
+
+
+@contextmanager
+def serving(home: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server's API and its process."""
+    port = free_port()
     environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)]
     with (home / "log.txt").open("wb") as log:
@@ -44,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             except OSError:
                 assert process.poll() is None and time.monotonic() < deadline, (home / "log.txt").read_text()[-2000:]
                 time.sleep(0.5)
-        yield url
+        yield url, process
     finally:
         process.terminate()
         process.wait(timeout=30)
@@ -79,3 +88,28 @@ def test_a_dead_server_is_one_sentence(material: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "flows.cli", "run", str(tmp_path / "recipe.yaml")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.returncode == 3 and "no Prefect server answers" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_server_that_goes_away_is_one_sentence(tmp_path: Path) -> None:
+    """Its stage is done all the same, and stays done."""
+    here = tmp_path / "here"
+    environment = micro.build(here) | {"PREFECT_CLIENT_MAX_RETRIES": "1"}  # Prefect's own default makes a minute of it
+    (here / "slow.json").write_text('{"until": "go"}')
+    (tmp_path / "home").mkdir()
+    with serving(tmp_path / "home") as (url, server):
+        run = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", "stage", "sft", "recipe.yaml"],
+            cwd=here,
+            env=environment | {"PREFECT_API_URL": url},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        micro.wait_until(lambda: micro.begun(here), "the stage to begin", 120)
+        server.kill()
+        server.wait()
+        (here / "go").touch()
+        _, told = run.communicate(timeout=200)
+    assert run.returncode == 3 and f"Prefect's server at {url} stopped answering" in told and "Traceback" not in told, told
+    assert list((here / "artifacts" / "stages").glob("sft-*/result.json"))
