@@ -49,15 +49,16 @@ settings.load_profile("alignflow")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What `-n` runs at once: files of unit tests, beside one test with engines and one with a Prefect server."""
+    """`-n` takes whole files, those with engines first; all flows are one, since they share a Prefect server."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFolder(LoadScopeScheduling):
+    class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return next((folder for folder in ("tests/engines/", "tests/flows/") if file.startswith(folder)), file)
+            return "flows" if file.startswith("tests/flows/") else file
 
-    return ByFolder(config, log)
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
