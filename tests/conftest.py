@@ -49,15 +49,15 @@ settings.load_profile("alignflow")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`-n` takes whole files, those with engines first; all flows are one, since they share a Prefect server."""
+    """`-n` takes whole files. One process runs all those with engines, one after the other, and one all flows, with one Prefect server."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "flows" if file.startswith("tests/flows/") else file
+            return next((folder for folder in ("tests/engines/", "tests/flows/") if file.startswith(folder)), file)
 
-    config.option.loadscopereorder = False
+    config.option.loadscopereorder = False  # as collected: the longest first
     return ByFile(config, log)
 
 

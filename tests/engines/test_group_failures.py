@@ -16,6 +16,7 @@ from rlhf_core.cluster.group import Group, RoleFailed, wait_all
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.placement import connect, passed_environment, reserve
 from rlhf_core.config import Ranks
+from tests.micro import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -152,7 +153,7 @@ def test_a_rank_that_dies_ends_the_wait_and_is_named(groups: tuple[Group, Group]
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(RoleFailed, match="a rank of critic died during 'train', often for lack of memory"):
         pending.wait(25)
-    assert not psutil.pid_exists(victim)
+    wait_until(lambda: not psutil.pid_exists(victim), "the dead rank to be reaped")
 
 
 def test_a_rank_that_dies_ends_a_stream_and_is_named(groups: tuple[Group, Group]) -> None:
