@@ -118,7 +118,9 @@ def test_every_line_arrives_in_one_run_also_of_a_stage_that_was_cut_off(told: To
 def test_lines_are_sent_while_the_stage_works(told: Told, tmp_path: Path) -> None:
     tracker = trained(stage(tmp_path), range(0, 2))
     wait_for(lambda: [line["step"] for line in told() if "step" in line] == [1, 2])
+    assert {"finished": 0} not in told()
     tracker.close()
+    assert told()[-1] == {"finished": 0}
 
 
 def test_a_stage_that_dies_leaves_a_run_that_failed(told: Told, tmp_path: Path) -> None:
