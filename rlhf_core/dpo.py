@@ -158,7 +158,7 @@ def pair_logprobs(policy: Engine, pairs: Sequence[Pair], pad_token_id: int, mean
     """Log-probs of both responses of each pair, in one forward pass; summed over tokens, or averaged."""
     documents = both(pairs)
     batch = collate(passes.lay(documents), pad_token_id).to(policy.device)
-    out = policy(batch.tokens, batch.positions, batch.documents)
+    out = policy(batch.tokens, batch.positions, batch.documents, 1.0, "no", batch.mask)
     logprobs = out.logprobs  # (B, T)
     reduce = document_mean if mean else document_sum
     responses = reduce(logprobs, batch.mask, batch.documents, len(documents)).view(2, len(pairs))

@@ -81,7 +81,7 @@ def answer_logprobs_and_balance(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`answer_logprobs`, and the balance of the experts of a policy that was asked for it."""
     batch = collate(passes.lay(documents), pad_token_id).to(device)
-    out = policy(batch.tokens, batch.positions, batch.documents)  # log-probs (B, T)
+    out = policy(batch.tokens, batch.positions, batch.documents, 1.0, "no", batch.mask)  # log-probs (B, T)
     reduce = document_mean if mean else document_sum
     return reduce(out.logprobs, batch.mask, batch.documents, len(documents)), out.balance
 

@@ -63,7 +63,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def loss(engine: Engine, rows: list[Row], counted: Counted) -> Loss:
         batch = collate(rows, tokenizer.pad_token_id).to(engine.device)
-        out = engine(batch.tokens, batch.positions, batch.documents)
+        out = engine(batch.tokens, batch.positions, batch.documents, 1.0, "no", batch.mask)
         return with_balance(sft_loss(out.logprobs, batch.mask, counted.tokens), out.balance, config.router_aux_coef, counted.documents)
 
     def evaluate(engine: Engine) -> dict[str, float]:

@@ -31,15 +31,24 @@ class Batch:
         return Batch(self.tokens.to(device), self.positions.to(device), self.documents.to(device), self.mask.to(device))
 
 
-def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, pad_to_multiple: int = 8) -> Batch:
-    """Rows of documents to one batch; T is the longest row rounded up to a multiple of `pad_to_multiple` tokens.
+def rounded(count: int) -> int:
+    """`count` rounded up to one of few sizes, by a 32nd of it at most and to a multiple of 8.
+
+    cuBLAS takes milliseconds to choose kernels for matrices of a size that it has not met before.
+    """
+    multiple = max(8, (1 << max(0, count - 1).bit_length()) // 64)
+    return -(-count // multiple) * multiple
+
+
+def collate(rows: Sequence[Sequence[Document]], pad_token_id: int) -> Batch:
+    """Rows of documents to one batch; T is the longest row, `rounded`.
 
     Raises ValueError when there is no row or a document is empty.
     """
     if not rows or any(len(document) == 0 for row in rows for document in row):
         raise ValueError("collate needs at least one row, and at least one token in each document")
     longest = max(sum(len(document) for document in row) for row in rows)
-    shape = (len(rows), max(-(-longest // pad_to_multiple), 1) * pad_to_multiple)  # (B, T)
+    shape = (len(rows), rounded(longest))  # (B, T)
     tokens = torch.full(shape, pad_token_id, dtype=torch.int64)
     positions = torch.zeros(shape, dtype=torch.int64)
     documents = torch.full(shape, -1, dtype=torch.int64)

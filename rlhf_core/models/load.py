@@ -10,25 +10,24 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
 
 from rlhf_core.config import Lora
+from rlhf_core.data.collate import rounded
 from rlhf_core.masked import shift_right
 from rlhf_core.models.experts import balance_loss, num_experts
 from rlhf_core.models.kernels import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
-
-Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
-LOGITS_CHUNK = 2048  # positions whose logits exist at once: 2048 x 150k vocabulary x 4 bytes = 1.2 GB
+from rlhf_core.models.token_logprobs import Entropy, token_logprobs
 
 
 class TokenLogprobs(NamedTuple):
-    """`logprobs[t] = log pi(tokens[t] | tokens[<t])` and the entropy of that distribution, fp32, (B, T); 0 at t = 0.
+    """`logprobs[t] = log pi(tokens[t] | tokens[<t])` and the entropy of that distribution, fp32, (B, T); 0 at t = 0 and off the mask.
 
     `entropy` is 0 everywhere unless it was asked for.
     `balance` is the sum over documents of the experts' balance loss, for a policy that was asked for it (`Policy.balanced`).
@@ -40,66 +39,42 @@ class TokenLogprobs(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model that returns log-probs; logits exist for one chunk of positions at a time."""
+    """A causal language model that returns log-probs. In training logits are kept as other activations are: not with checkpointing."""
 
     def __init__(self, model: PreTrainedModel, balanced: bool = False):
         super().__init__()
         self.model, self.balanced = model, balanced
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, documents: Tensor, temperature: float = 1.0, entropy: Entropy = "no"
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        documents: Tensor,
+        temperature: float = 1.0,
+        entropy: Entropy = "no",
+        mask: Tensor | None = None,
     ) -> TokenLogprobs:
+        """Of every token, or of those under `mask` (B, T) and 0 elsewhere: prompts then cost nothing at the head."""
         hidden, router_logits = _hidden(self.model, tokens, positions, self.balanced)
-        targets = torch.roll(tokens, -1, dims=1).flatten()  # position t speaks of token t + 1
-        flat = hidden.flatten(0, 1)  # (B * T, H)
-        head = self.model.get_output_embeddings()
-        chunks = []
-        for start in range(0, flat.shape[0], LOGITS_CHUNK):
-            rows, wanted = flat[start : start + LOGITS_CHUNK], targets[start : start + LOGITS_CHUNK]
-            if torch.is_grad_enabled() and flat.shape[0] > LOGITS_CHUNK:
-                chunks.append(checkpoint(_chunk_logprobs, head, rows, wanted, temperature, entropy, use_reentrant=False))
-            else:
-                chunks.append(_chunk_logprobs(head, rows, wanted, temperature, entropy))
-        logprobs, entropies = (torch.cat(parts).view(tokens.shape) for parts in zip(*chunks, strict=True))
+        flat, targets = hidden.flatten(0, 1), torch.roll(tokens, -1, dims=1).flatten()  # position t speaks of token t + 1
+        wanted = torch.arange(0) if mask is None else _before(mask)
+        if mask is not None:
+            rows = F.pad(wanted, (0, rounded(len(wanted)) - len(wanted)))
+            flat, targets = flat[rows], targets[rows]
+        keep = self.training and not self.model.is_gradient_checkpointing
+        values = torch.stack(token_logprobs(self.model.get_output_embeddings(), flat, targets, temperature, entropy, keep))
+        if mask is not None:
+            values = values.new_zeros(2, tokens.numel()).index_copy(1, wanted, values[:, : len(wanted)])
+        logprobs, entropies = (shift_right(value.view(tokens.shape), documents) for value in values)
         balance = balance_loss(router_logits, documents, self.model.config.num_experts_per_tok) if self.balanced else None
-        return TokenLogprobs(shift_right(logprobs, documents), shift_right(entropies, documents), balance)
+        return TokenLogprobs(logprobs, entropies, balance)
 
 
-def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: Entropy) -> tuple[Tensor, Tensor]:
-    """(N, H), (N,) -> log-probs and entropies (N,), fp32. One kernel reads the logits in the model's dtype and writes fp32."""
-    logits = head(hidden)
-    if temperature not in (0.0, 1.0):
-        logits = logits.float() / temperature
-    if entropy == "gradient" and torch.is_grad_enabled():
-        table = torch.log_softmax(logits, -1, dtype=torch.float32)
-        return table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
-    logprobs, entropies = _TokenLogprob.apply(logits, targets, entropy != "no")
-    return logprobs, entropies
-
-
-class _TokenLogprob(torch.autograd.Function):
-    """(N, V) logits, (N,) targets -> log-probs and entropies (N,), fp32; the entropies carry no gradient.
-
-    The gradient `(onehot - softmax) g` is written once, in the dtype of the logits. Left alone autograd fills and reads a table of zeros
-    as well, all of it in fp32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        table = torch.log_softmax(logits, -1, dtype=torch.float32)
-        logprobs = table.gather(-1, targets[:, None]).squeeze(-1)
-        entropies = -table.exp().mul_(table).sum(-1) if entropy else torch.zeros_like(logprobs)
-        ctx.save_for_backward(logits, targets)
-        ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets = ctx.saved_tensors
-        shares = torch.softmax(logits, -1, dtype=torch.float32)
-        missing = (1 - shares.gather(-1, targets[:, None])) * grad[:, None]  # in fp32: 1 - p of a likely token has few digits
-        result = torch.mul(shares, -grad[:, None], out=torch.empty_like(logits)).scatter_(-1, targets[:, None], missing.to(logits.dtype))
-        return result, None, None
+def _before(mask: Tensor) -> Tensor:
+    """Flat indices of the positions that speak of the tokens under `mask` (B, T): those before them in their row."""
+    spoken = torch.zeros_like(mask)
+    spoken[:, :-1] = mask[:, 1:]
+    return spoken.flatten().nonzero().squeeze(-1)
 
 
 class Scorer(nn.Module):

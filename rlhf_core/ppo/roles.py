@@ -24,8 +24,9 @@ from rlhf_core.engine.ranks import export
 from rlhf_core.engine.zero import ZeroEngine
 from rlhf_core.losses import Loss, value_loss, with_balance
 from rlhf_core.masked import shift_right
-from rlhf_core.models.load import Entropy, load_policy, load_scorer, trained_policy, trained_scorer
+from rlhf_core.models.load import load_policy, load_scorer, trained_policy, trained_scorer
 from rlhf_core.models.memory import recompute
+from rlhf_core.models.token_logprobs import Entropy
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.ppo.floors import Ceilings, Shape, measure_ceilings, shape_of
 from rlhf_core.ppo.objective import Objective, PerToken, actor_loss, count
@@ -130,7 +131,9 @@ class Actor(Resident):
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
         scale = self.temperature if temperature is None else temperature
-        return _score(self.engine, documents, self.model, lambda b: self.engine(b.tokens, b.positions, b.documents, scale).logprobs)
+        return _score(
+            self.engine, documents, self.model, lambda b: self.engine(b.tokens, b.positions, b.documents, scale, "no", b.mask).logprobs
+        )
 
     def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
         """PPO's clipped surrogate and its relatives, one optimiser step per update; metrics of each."""
@@ -142,7 +145,7 @@ class Actor(Resident):
 
         def loss(part: list[Experience]) -> Loss:
             batch = _collate(part, self.passes, self.model.pad_token_id, self.engine.device)
-            new = self.engine(batch.tokens, batch.positions, batch.documents, self.temperature, entropy)
+            new = self.engine(batch.tokens, batch.positions, batch.documents, self.temperature, entropy, batch.mask)
             old, ref, advantages, weights = (
                 _per_token(batch, [getattr(e, name) for e in part]) for name in ("old_logprobs", "ref_logprobs", "advantages", "is_weights")
             )
@@ -235,7 +238,7 @@ class Reference(Frozen):
         self.temperature = temperature
 
     def logprobs(self, documents: Sequence[Document]) -> Scored:
-        return self.read(documents, lambda b: self.module(b.tokens, b.positions, b.documents, self.temperature).logprobs)
+        return self.read(documents, lambda b: self.module(b.tokens, b.positions, b.documents, self.temperature, "no", b.mask).logprobs)
 
 
 class Reward(Frozen):

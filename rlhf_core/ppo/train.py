@@ -124,7 +124,7 @@ def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], s
         (low, high),
         config.sampler_is != "off",
     )
-    probe = [Document(p.tokens[-PROBE_TOKENS:], [False] * len(p.tokens[-PROBE_TOKENS:])) for p in prompts[:PROBE_DOCUMENTS]]
+    probe = [Document(p.tokens[-PROBE_TOKENS:], [True] * len(p.tokens[-PROBE_TOKENS:])) for p in prompts[:PROBE_DOCUMENTS]]
     return Setup(
         Line(prompts, config.rollout_batch_size, seed),
         Sampling(n, config.temperature, config.generate_max_len, stop_token_ids),

@@ -6,9 +6,11 @@ samples what the undisturbed one samples. Weights come in as (name, tensor) pair
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +21,7 @@ import torch
 from rlhf_core.models.lora import base_of
 from rlhf_core.models.save import save_merged
 from rlhf_core.rollout.environment import set_vllm_environment
+from rlhf_core.rollout.fast_logprobs import keep_arrays, sampled_logprobs
 from rlhf_core.rollout.transfer import Meeting, Route
 
 CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
@@ -59,6 +62,7 @@ class Sampler:
         import vllm
 
         self._vllm = vllm
+        keep_arrays()
         model = self._whole(model)
         self.llm = vllm.LLM(
             model=model,
@@ -81,6 +85,7 @@ class Sampler:
             distributed_executor_backend="mp" if tensor_parallel_size > 1 else None,
             skip_tokenizer_init=False,
         )
+        self.llm.collective_rpc("lean_logprobs")
         self.tied = (
             bool(json.loads((Path(model) / "config.json").read_text()).get("tie_word_embeddings", False)) if Path(model).is_dir() else False
         )
@@ -104,7 +109,8 @@ class Sampler:
         """
         requests = _requests(prompts, n)
         params = self._params(seeds, n, temperature, max_new_tokens, stop_token_ids, seed_whole, logprobs)
-        outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
+        with _no_garbage_collection():
+            outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
         answers = [_answer(output.outputs[0]) for output in outputs]
         return [answers[i : i + n] for i in range(0, len(answers), n)]
 
@@ -225,6 +231,18 @@ class Sampler:
         del self.llm
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Between two steps of an engine nothing looks for cycles among the objects of thousands of requests."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _requests(prompts: Sequence[Sequence[int]], n: int) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(n)]
 
@@ -233,7 +251,4 @@ def _answer(output: Any) -> Answer:
     tokens = list(output.token_ids)
     if output.logprobs is None:
         return Answer(tokens, [], output.finish_reason == "stop")
-    flat = output.logprobs  # of the sampled tokens and no others
-    if list(flat.token_ids) != tokens:
-        raise RuntimeError("vLLM's log-probs do not speak of the tokens it sampled: this version returns them in another form")
-    return Answer(tokens, list(flat.logprobs), output.finish_reason == "stop")
+    return Answer(tokens, sampled_logprobs(output.logprobs, tokens), output.finish_reason == "stop")

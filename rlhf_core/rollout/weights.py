@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_core.rollout.fast_logprobs import gather_sampled_alone
 from rlhf_core.rollout.transfer import Broadcast, Channel, Meeting, Route, enter
 
 
@@ -26,6 +27,9 @@ class WeightReceiver:
 
     def card(self) -> str | None:
         return card_id()
+
+    def lean_logprobs(self) -> None:
+        gather_sampled_alone(self.model_runner.sampler)
 
     def seed(self, seed: int) -> None:
         """Of the random numbers for answers without a seed of their own."""

@@ -37,7 +37,9 @@ def cards(count: int) -> dict[str, Any]:
     return {"num_ranks_per_node": count, "gpus": 1}
 
 
-# Who sits where. `one`: everything on one card in fractions; `all-N`: everything on the same N cards; `split-4`: the example.
+# Who sits where. `one`: everything on one card in fractions; `all-N`: on the same N cards, an engine each; `tp-2`: one
+# engine over both cards; `split-2`: the models on a card, the engine on another; `split-3`, `split-4`: pairs of
+# models on cards of their own.
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "one": {**{role: {"gpus": 0.15} for role in ROLES}, "vllm": {"gpus": 0.3, "gpu_memory_utilization": 0.3}},
     **{
@@ -55,11 +57,17 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         "colocate_critic_reward": True,
         "vllm": {"gpus": 1},
     },
-    "split-2": {
+    "split-3": {
         **dict.fromkeys(ROLES, cards(1)),
         "colocate_actor_ref": True,
         "colocate_critic_reward": True,
         "vllm": {"gpus": 1},
+    },
+    "split-2": {**{role: {"gpus": 0.25} for role in ROLES}, "vllm": {"gpus": 1}},
+    "tp-2": {
+        **dict.fromkeys(ROLES, cards(2)),
+        "colocate_all": True,
+        "vllm": {"num_engines": 1, "tensor_parallel_size": 2, "gpus": 1, "gpu_memory_utilization": 0.45, "sleep": True},
     },
 }
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.masked import gather_last
-from rlhf_core.models import load
+from rlhf_core.models import token_logprobs
 from rlhf_core.models.load import Policy, load_scorer
 
 SHAPE = {
@@ -78,11 +78,32 @@ def test_chunked_logits_give_the_same_loss_and_gradient(policy: Policy, monkeypa
         return loss.detach(), [p.grad.clone() for p in policy.parameters() if p.grad is not None]
 
     whole, gradient = loss_and_gradient()
-    monkeypatch.setattr(load, "LOGITS_CHUNK", 5)
+    monkeypatch.setattr(token_logprobs, "LOGITS_CHUNK", 5)
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     chunked, chunked_gradient = loss_and_gradient()
     torch.testing.assert_close(chunked, whole)
     for a, b in zip(chunked_gradient, gradient, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_tokens_off_the_mask_are_left_out_and_those_under_it_are_the_same(policy: Policy) -> None:
+    batch = collate([documents()[:3], documents()[3:]], pad_token_id=0)
+    mask = batch.mask & (batch.positions % 3 != 1)
+    whole = policy(batch.tokens, batch.positions, batch.documents, 0.7, "value")
+    masked = policy(batch.tokens, batch.positions, batch.documents, 0.7, "value", mask)
+    assert mask.any() and not mask.all()
+    for ours, expected in ((masked.logprobs, whole.logprobs), (masked.entropy, whole.entropy)):
+        torch.testing.assert_close(ours[mask], expected[mask])
+        assert not ours[~mask].any()
+    gradients = []
+    for out in (masked, whole):
+        policy.zero_grad()
+        out.logprobs[mask].sum().backward()
+        gradients.append([p.grad.clone() for p in policy.parameters() if p.grad is not None])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+    nothing = policy(batch.tokens, batch.positions, batch.documents, 1.0, "no", torch.zeros_like(mask))
+    assert not nothing.logprobs.any()
 
 
 def test_entropy_is_that_of_the_scaled_distribution(policy: Policy) -> None:

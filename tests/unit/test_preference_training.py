@@ -151,8 +151,10 @@ def test_two_ranks_and_other_micro_batches_train_as_one_rank_does(
     assert {"loss", "grad_norm", "accuracy", "margin", "eval/loss"} <= names
     for curve in curves[1:]:
         for line, expected in zip(curve, curves[0], strict=True):
-            assert {name: line[name] for name in names & set(line)} == pytest.approx(
-                {name: expected[name] for name in names & set(expected)}, rel=1e-3, abs=1e-5
+            # At the first step the policy is the reference: whether a margin that is rounding is above 0 says nothing.
+            compared = names - {"accuracy"} if line["step"] == 1 and kind != "kto" else names
+            assert {name: line[name] for name in compared & set(line)} == pytest.approx(
+                {name: expected[name] for name in compared & set(expected)}, rel=1e-3, abs=1e-5
             )
     for name, weight in load_file(tmp_path / "whole" / "checkpoint" / "model.safetensors").items():
         other = load_file(tmp_path / "two" / "checkpoint" / "model.safetensors")[name]

@@ -1,39 +1,94 @@
-"""Log-probs of tokens with a gradient written by hand, beside autograd's own."""
+"""Log-probs and entropies of tokens with gradients written by hand, beside autograd's own."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlhf_core.models.load import _TokenLogprob
+from rlhf_core.models import token_logprobs as module
+from rlhf_core.models.token_logprobs import Entropy, token_logprobs
 
-
-def by_autograd(logits: Tensor, targets: Tensor) -> Tensor:
-    return torch.log_softmax(logits, -1, dtype=torch.float32).gather(-1, targets[:, None]).squeeze(-1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_and_gradients_are_those_of_autograd(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = (3 * torch.randn(40, 1000, generator=generator)).to(dtype)
-    targets = torch.randint(0, 1000, (40,), generator=generator)
-    logits[:10].scatter_(1, targets[:10, None], 12.0)  # likely tokens, whose gradient is a small difference
-    upstream = torch.randn(40, generator=generator)
-    logits.requires_grad_()
-    ours, entropies = _TokenLogprob.apply(logits, targets, True)
-    theirs = by_autograd(logits, targets)
-    assert torch.equal(ours, theirs)
-    (got,), (expected,) = (torch.autograd.grad((values * upstream).sum(), logits) for values in (ours, theirs))
-    assert got.dtype == dtype
-    # Both are fp32 numbers rounded once to the dtype: in bf16 a unit in the last place apart at most.
-    torch.testing.assert_close(got, expected, rtol=3e-6 if dtype == torch.float32 else 2**-7, atol=1e-9)
-    assert (got != expected).float().mean() < (1.0 if dtype == torch.float32 else 1e-3)
-    table = torch.log_softmax(logits.detach(), -1, dtype=torch.float32)
-    torch.testing.assert_close(entropies, -(table.exp() * table).sum(-1))
-    assert not entropies.requires_grad
+ROWS, WIDTH, VOCABULARY = 40, 16, 1000
 
 
-def test_entropies_are_left_out_when_nobody_asks() -> None:
-    _, entropies = _TokenLogprob.apply(torch.randn(3, 5), torch.tensor([0, 1, 2]), False)
-    assert torch.equal(entropies, torch.zeros(3))
+def by_autograd(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    table = torch.log_softmax(head(hidden) / temperature, -1)
+    return table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
+
+
+def problem(dtype: torch.dtype, bias: bool) -> tuple[nn.Linear, Tensor, Tensor]:
+    """A head, hidden states and targets; for a quarter of the rows the target is likely: its gradient is a small difference."""
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, VOCABULARY, bias=bias, dtype=dtype)
+    hidden = 3 * torch.randn(ROWS, WIDTH)
+    targets = torch.randint(0, VOCABULARY, (ROWS,))
+    hidden[:10] = 40 * head.weight.detach()[targets[:10]].float()
+    return head, hidden.to(dtype).requires_grad_(), targets
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("entropy", ["value", "gradient"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients_are_those_of_autograd(keep: bool, entropy: Entropy, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOGITS_CHUNK", 7)
+    head, hidden, targets = problem(torch.float32, bias)
+    upstream, more = torch.randn(2, ROWS)
+    ours, our_entropy = token_logprobs(head, hidden, targets, 0.7, entropy, keep)
+    exact_head, exact_hidden = copy.deepcopy(head).double(), hidden.detach().double().requires_grad_()
+    theirs, their_entropy = by_autograd(exact_head, exact_hidden, targets, 0.7)
+    torch.testing.assert_close(ours, theirs.float())
+    torch.testing.assert_close(our_entropy, their_entropy.float(), rtol=1e-5, atol=1e-5)
+    assert our_entropy.requires_grad == (entropy == "gradient")
+    loss = (ours * upstream).sum() + ((our_entropy * more).sum() if entropy == "gradient" else 0)
+    exact_loss = (theirs * upstream).sum() + ((their_entropy * more).sum() if entropy == "gradient" else 0)
+    gradients = torch.autograd.grad(loss, [hidden, *head.parameters()])
+    exact = torch.autograd.grad(exact_loss, [exact_hidden, *exact_head.parameters()])
+    for got, expected in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(got, expected.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_bf16_gradients_are_fp32_numbers_rounded_once() -> None:
+    head, hidden, targets = problem(torch.bfloat16, bias=False)
+    logits = head(hidden).detach().requires_grad_()
+    logprobs, sums, entropies = module._read(logits.detach(), targets, 1.0, False)
+    grads = torch.randn(ROWS)
+    got = module._differentiate(logits.detach(), targets, sums, entropies, grads, None, 1.0)
+    theirs = torch.log_softmax(logits, -1, dtype=torch.float32).gather(-1, targets[:, None]).squeeze(-1)
+    torch.testing.assert_close(logprobs, theirs.detach())
+    (expected,) = torch.autograd.grad((theirs * grads).sum(), logits)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected, rtol=2**-7, atol=1e-9)
+
+
+def test_a_head_that_is_not_plain_is_run_as_it_is() -> None:
+    head, hidden, targets = problem(torch.float32, bias=False)
+    wrapped = nn.Sequential(head, nn.Tanh())
+    ours, _ = token_logprobs(wrapped, hidden, targets, 1.0, "no", True)
+    theirs, _ = by_autograd(wrapped, hidden, targets, 1.0)
+    torch.testing.assert_close(ours, theirs)
+    (got,), (expected,) = (torch.autograd.grad(values.sum(), head.weight) for values in (ours, theirs))
+    torch.testing.assert_close(got, expected)
+
+
+def test_the_head_is_called_once_with_its_hooks_and_keeps_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gathers the weights of a sharded head is a hook: every rank must call it equally often."""
+    monkeypatch.setattr(module, "LOGITS_CHUNK", 7)
+    head, hidden, targets = problem(torch.float32, bias=False)
+    calls: list[int] = []
+    head.register_forward_pre_hook(lambda *_: calls.append(1))
+    logprobs, entropies = token_logprobs(head, hidden, targets, 1.0, "no", False)
+    logprobs.sum().backward()
+    assert len(calls) == 1
+    assert "forward" not in vars(head) and head(hidden).shape == (ROWS, VOCABULARY)
+    assert torch.equal(entropies, torch.zeros(ROWS)), "nobody asked for them"
+
+
+def test_no_rows_give_no_logprobs_and_a_gradient_of_zero() -> None:
+    head, hidden, targets = problem(torch.float32, bias=False)
+    logprobs, _ = token_logprobs(head, hidden[:0], targets[:0], 1.0, "no", True)
+    assert logprobs.shape == (0,)
+    logprobs.sum().backward()
+    assert head.weight.grad is not None and not head.weight.grad.any()

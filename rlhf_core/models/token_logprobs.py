@@ -1,0 +1,137 @@
+"""From hidden states to the log-probs of single tokens, without a table of probabilities.
+
+The head's product and what follows it are one autograd function, called as the head's own forward pass: once a pass, however many chunks
+it takes, so that under ZeRO-3 every rank gathers the head's weights equally often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
+LOGITS_CHUNK = 2048  # positions whose logits exist at once, where they are not kept: 2048 x 150k vocabulary x 2 bytes = 0.6 GB
+
+
+def token_logprobs(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: Entropy, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """(N, H) hidden states, (N,) tokens -> their log-probs and the entropies of their distributions, (N,) fp32.
+
+    `keep`: the logits stay in memory for the backward pass, N x V in the model's dtype; otherwise chunks of them are computed again.
+    The entropies are 0 with "no", and carry no gradient with "value".
+    """
+    scale = 1 / temperature if temperature else 1.0
+    if type(head) is not nn.Linear:  # with adapters, say
+        logprobs, _, entropies = _read_with_torch(head(hidden), targets, scale, entropy != "no")
+    else:
+        with _forward(head, lambda rows: _HeadLogprobs.apply(rows, head.weight, head.bias, targets, scale, entropy != "no", keep)):
+            logprobs, entropies = head(hidden)
+    return logprobs, entropies if entropy == "gradient" else entropies.detach()
+
+
+@contextmanager
+def _forward(module: nn.Module, function: Callable[[Tensor], Any]) -> Iterator[None]:
+    """While open, calling `module` runs `function` between its hooks."""
+    own = vars(module).get("forward")
+    module.forward = function
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """The gradient `g (onehot - p) - g_H p (log p + H)` of the logits is written once, in their dtype, over them where they are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float, entropy: bool, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        training = any(ctx.needs_input_grad)
+        size = max(1, len(hidden)) if keep and training else LOGITS_CHUNK
+        parts, logits = [], hidden.new_empty(0)
+        for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
+            logits = F.linear(rows, weight, bias)
+            parts.append(_read(logits, wanted, scale, entropy))
+        logprobs, sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
+        if training:
+            ctx.save_for_backward(hidden, weight, bias, targets, sums, entropies, logits if keep else None)
+            ctx.scale, ctx.size = scale, size
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor | None, entropy_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, sums, entropies, kept = ctx.saved_tensors
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        grads = torch.zeros_like(entropies) if grads is None else grads
+        hidden_grad = torch.empty_like(hidden) if for_hidden else None
+        weight_grad = bias_grad = None
+        for start in range(0, max(1, len(hidden)), ctx.size):
+            part = slice(start, start + ctx.size)
+            logits = F.linear(hidden[part], weight, bias) if kept is None else kept
+            more = None if entropy_grads is None else entropy_grads[part]
+            logits = _differentiate(logits, targets[part], sums[part], entropies[part], grads[part], more, ctx.scale)
+            if hidden_grad is not None:
+                torch.mm(logits, weight, out=hidden_grad[part])
+            if for_weight:
+                weight_grad = torch.mm(logits.t(), hidden[part]) if weight_grad is None else weight_grad.addmm_(logits.t(), hidden[part])
+            if for_bias:
+                bias_grad = logits.sum(0) if bias_grad is None else bias_grad + logits.sum(0)
+            del logits  # the next chunk's take its place
+        return hidden_grad, weight_grad, bias_grad, None, None, None, None
+
+
+def _read(logits: Tensor, targets: Tensor, scale: float, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if logits.is_cuda:
+        from rlhf_core.models.logprob_kernels import read
+
+        return read(logits, targets, scale, entropy)
+    return _read_with_torch(logits, targets, scale, entropy)
+
+
+def _differentiate(
+    logits: Tensor, targets: Tensor, sums: Tensor, entropies: Tensor, grads: Tensor, entropy_grads: Tensor | None, scale: float
+) -> Tensor:
+    if logits.is_cuda:
+        from rlhf_core.models.logprob_kernels import differentiate
+
+        return differentiate(logits, targets, sums, entropies, grads, entropy_grads, scale)
+    return _differentiate_with_torch(logits, targets, sums, entropies, grads, entropy_grads, scale)
+
+
+def _differentiate_with_torch(
+    logits: Tensor, targets: Tensor, sums: Tensor, entropies: Tensor, grads: Tensor, entropy_grads: Tensor | None, scale: float
+) -> Tensor:
+    logp = _at_least_fp32(logits) * scale - sums[:, :1] - sums[:, 1:]
+    p = logp.exp()
+    likely = (1 - p.gather(-1, targets[:, None])) * grads[:, None]  # in fp32: 1 - p of a likely token has few digits
+    result = (-grads[:, None] * p).scatter_(-1, targets[:, None], likely)
+    if entropy_grads is not None:
+        result -= entropy_grads[:, None] * p * (logp + entropies[:, None])
+    return (result * scale).to(logits.dtype)
+
+
+def _read_with_torch(logits: Tensor, targets: Tensor, scale: float, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiable; log-probs of the targets (N,), each row's maximum and what its exponentials below that add up to, as a log (N, 2),
+    entropies (N,); fp32. Kept apart, the two leave the small difference between 1 and a likely token's p its digits."""
+    scaled = _at_least_fp32(logits) * scale
+    maxima = scaled.detach().amax(-1, keepdim=True)
+    below = scaled - maxima
+    logs = below.exp().sum(-1, keepdim=True).log()
+    table = below - logs
+    logprobs = table.gather(-1, targets[:, None]).squeeze(-1)
+    entropies = -(table.exp() * table).sum(-1) if entropy else torch.zeros_like(logprobs)
+    return logprobs, torch.cat([maxima, logs], -1), entropies
+
+
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
