@@ -65,7 +65,7 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=_environment(),
+        env=child_environment(),
         start_new_session=True,
     )
     try:
@@ -94,7 +94,7 @@ def raised_by_us(error: BaseException) -> bool:
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] in OURS
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """A checkout that is not installed is put on the child's path; the working directory never is (`-P`): names there could hide ours."""
     paths = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     if ROOT.name not in ("site-packages", "dist-packages"):
