@@ -20,6 +20,7 @@ from prefect.context import refresh_global_settings_context
 from prefect.logging import get_logger
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
 
+from tasks.fresh_database import lay_database
 from tasks.server_process import ServerProcess, ours
 
 POLL_SECONDS, RESTARTS = 0.5, 3
@@ -35,10 +36,12 @@ def start_server() -> None:
     if determine_server_type() != ServerType.EPHEMERAL:
         return
     with contextlib.suppress(OSError):
+        lay_database()
         ours.begin()
         from evaluation import page  # noqa: F401  (two seconds to import, at the end of every run: here the server needs that time)
 
         _start(ours)
+    ours.begun = ours.running  # else Prefect's is the one to look after
     if ours.running:
         os.environ["PREFECT_API_URL"] = ours.api_url
         os.environ.setdefault("PREFECT_UI_URL", "")  # it has no pages to link to
@@ -72,10 +75,10 @@ def keep_server() -> None:
 
 def _server() -> ServerProcess | None:
     """The one that this process has: its own, or Prefect's, which has the same attributes."""
+    if ours.begun:
+        return ours
     module: Any = sys.modules.get("prefect.server.api.server")  # seconds to import: it is there once Prefect has started such a server
-    if ours.begun or PREFECT_API_URL.value() or module is None:
-        return ours if ours.begun else None
-    server: ServerProcess = module.SubprocessASGIServer()
+    server: ServerProcess | None = None if PREFECT_API_URL.value() or module is None else module.SubprocessASGIServer()
     return server
 
 
