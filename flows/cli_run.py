@@ -87,14 +87,15 @@ def _run(planned: Plan, flow: Callable[[], object]) -> int:
     """Runs a flow and shows how it ended."""
     from flows.show import show_end
     from tasks.report import statuses_of
-    from tasks.temporary_server import start_server
+    from tasks.temporary_server import start_server, without_heartbeats
 
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_trace)
     named = os.environ.get("PREFECT_API_URL", "an address of its own")
     try:
         start_server()
-        flow()
+        with without_heartbeats():
+            flow()
     except RuntimeError as error:
         if not str(error).startswith("Failed to reach API"):
             raise

@@ -53,6 +53,7 @@ class StageFailed(RuntimeError):
 def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None], grace_seconds: float = GRACE_SECONDS) -> StageResult:
     """Runs `python -m MODULE RUN_DIR` and waits for it. `on_line` gets each line of its output.
 
+    The log says when each process started and, unless it was ended from here, when it ended.
     Raises StageFailed when the process ends and the directory holds no result. Whatever ends this call, an exception or a signal,
     ends the process and its descendants too.
     """
@@ -60,6 +61,7 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
     command = [sys.executable, "-P", "-m", module, str(run.path)]
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     secrets = [value for key, value in os.environ.items() if SECRET_NAME.search(key) and len(value) >= 8]
+    start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "rlhf_core.reaper", str(os.getpid()), str(grace_seconds), *command],
         stdin=subprocess.DEVNULL,
@@ -79,7 +81,8 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
                 log.flush()
                 tail.append(line)
                 on_line(line)
-        code = process.wait()
+            code = process.wait()
+            log.write(f"+++ {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ended after {time.monotonic() - start:.2f} s with code {code}\n")
     finally:
         _end(process, grace_seconds)
     result = run.result()
