@@ -22,10 +22,12 @@ from prefect.logging import get_logger
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    PREFECT_HOME,
     PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
     temporary_settings,
 )
 
+from rlhf_core.check import MachineLacks
 from tasks.fresh_database import lay_database
 from tasks.server_process import ServerProcess, ours
 
@@ -37,21 +39,24 @@ _ended: list[int] = []  # exit codes of servers that were replaced
 def start_server() -> None:
     """Starts this process's own server and has Prefect use it; does nothing where a server is named.
 
-    A server that does not start is left to Prefect, which starts another a little later, tries again and says why.
+    Raises MachineLacks when it does not start: Prefect would try its own for ever when, say, the database cannot be opened.
     """
     if determine_server_type() != ServerType.EPHEMERAL:
+        ours.stop()  # a profile of Prefect's names another: this one was prepared for nothing
         return
-    with contextlib.suppress(OSError):
-        lay_database()
-        ours.begin()
-        from evaluation import page  # noqa: F401  (two seconds to import, at the end of every run: here the server needs that time)
+    lay_database()
+    ours.begin()
+    from evaluation import page  # noqa: F401  (two seconds to import, at the end of every run: here the server needs that time)
 
-        _start(ours)
-    ours.begun = ours.running  # else Prefect's is the one to look after
-    if ours.running:
-        os.environ["PREFECT_API_URL"] = ours.api_url
-        os.environ.setdefault("PREFECT_UI_URL", "")  # it has no pages to link to
-        refresh_global_settings_context()  # for all threads
+    _start(ours)
+    if not ours.running:
+        raise MachineLacks(
+            f"Prefect's temporary server did not start (what it said stands above): look at its database in {PREFECT_HOME.value()}, "
+            "or start a server and set PREFECT_API_URL"
+        )
+    os.environ["PREFECT_API_URL"] = ours.api_url
+    os.environ.setdefault("PREFECT_UI_URL", "")  # it has no pages to link to
+    refresh_global_settings_context()  # for all threads
 
 
 def without_heartbeats() -> AbstractContextManager[object]:

@@ -69,13 +69,37 @@ def test_a_named_server_is_left_alone() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100).stdout == "None {}\n"
 
 
-def test_one_that_was_only_prepared_ends_with_its_command(tmp_path: Path) -> None:
-    """Also when that is killed; and it has touched nothing."""
-    process = subprocess.Popen([sys.executable, "-c", PREPARED], env=environment_of(tmp_path), stdout=subprocess.PIPE, text=True)
+def test_one_that_was_prepared_beside_a_named_server_is_gone_when_the_flow_starts(tmp_path: Path) -> None:
+    (tmp_path / "profiles.toml").write_text('active = "team"\n[profiles.team]\nPREFECT_API_URL = "http://127.0.0.1:9/api"\n')
+    code = (
+        "from tasks.server_process import ours, prepared\n"
+        "with prepared():\n"
+        "    from tasks.temporary_server import start_server\n"
+        "    print(ours.server_process.poll()); start_server(); print(ours.server_process.poll(), ours.begun)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment_of(tmp_path), capture_output=True, text=True, timeout=100)
+    assert done.stdout == "None\n-9 False\n", done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_one_that_was_only_prepared_ends_with_its_command(tmp_path: Path, number: int) -> None:
+    """And it has touched nothing."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PREPARED],
+        env=environment_of(tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdout is not None
     server = int(process.stdout.readline())
-    process.kill()
-    process.communicate()
+    if number == signal.SIGINT:
+        time.sleep(1)
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    assert process.wait(10) != 0
     gone_within(server, 60)
     assert not list(tmp_path.glob("*.db"))
 
@@ -90,6 +114,17 @@ def test_a_refused_recipe_leaves_no_server(tmp_path: Path) -> None:
     assert "there is no model folder" in done.stderr and "Traceback" not in done.stderr
     assert not [process for process in psutil.process_iter() if in_home(process, home)]
     assert not list(home.glob("*.db"))
+
+
+def test_a_server_that_cannot_open_its_database_is_one_sentence(tmp_path: Path) -> None:
+    environment = environment_of(tmp_path) | {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{tmp_path}/none/prefect.db"}
+    code = (
+        "from rlhf_core.check import MachineLacks; from tasks.temporary_server import start_server\n"
+        "try: start_server()\nexcept MachineLacks as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout.startswith("Prefect's temporary server did not start (what it said stands above): look at its database")
+    assert "unable to open database file" in done.stderr
 
 
 def in_home(process: psutil.Process, home: Path) -> bool:
