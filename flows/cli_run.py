@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,7 @@ from rlhf_core.launch import StageFailed
 from rlhf_core.plan import Plan, plan
 from rlhf_core.recipe import load_recipe
 from rlhf_core.remote_files import StoreFault
+from tasks.server_process import prepared
 
 
 def run(recipe: Path, *overrides: str, dry_run: bool = False, latest: bool = False) -> int:
@@ -43,10 +45,11 @@ def run(recipe: Path, *overrides: str, dry_run: bool = False, latest: bool = Fal
 
         show_plan(console, planned, outlook(planned))
         return OK
-    require_here(planned, planned.nodes)
-    from flows.alignment import alignment
+    with _beside():
+        require_here(planned, planned.nodes)
+        from flows.alignment import alignment
 
-    return _run(planned, lambda: alignment(planned.recipe))
+        return _run(planned, lambda: alignment(planned.recipe))
 
 
 def stage(name: str, recipe: Path, *overrides: str) -> int:
@@ -60,35 +63,45 @@ def stage(name: str, recipe: Path, *overrides: str) -> int:
     """
     planned = plan(load_recipe(recipe, overrides))
     nodes = planned.stages_of(name)
-    from flows.alignment import require_parents
-    from flows.alignment import stage as flow
-    from tasks.store import bring_parents
+    with _beside():
+        from flows.alignment import require_parents
+        from flows.alignment import stage as flow
+        from tasks.store import bring_parents
 
-    bring_parents(planned, nodes)
-    require_parents(planned, nodes)
-    require_here(planned, nodes)
-    return _run(planned, lambda: flow(planned.recipe, name))
+        bring_parents(planned, nodes)
+        require_parents(planned, nodes)
+        require_here(planned, nodes)
+        return _run(planned, lambda: flow(planned.recipe, name))
+
+
+@contextmanager
+def _beside() -> Iterator[None]:
+    """Has Prefect's temporary server load while the block checks and imports. Whatever ends this process ends what it has started."""
+    signal.signal(signal.SIGTERM, _terminate)
+    watch.start()
+    with prepared():
+        yield
 
 
 def _run(planned: Plan, flow: Callable[[], object]) -> int:
     """Runs a flow and shows how it ended."""
     from flows.show import show_end
     from tasks.report import statuses_of
-    from tasks.temporary_server import start_server
+    from tasks.temporary_server import start_server, without_heartbeats
 
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_trace)
-    signal.signal(signal.SIGTERM, _terminate)
-    watch.start()
+    named = os.environ.get("PREFECT_API_URL", "an address of its own")
     try:
         start_server()
-        flow()
+        with without_heartbeats():
+            flow()
     except RuntimeError as error:
         if not str(error).startswith("Failed to reach API"):
             raise
         raise MachineLacks(f"no Prefect server answers ({error}): start it, or unset PREFECT_API_URL to use a temporary one") from error
     except httpx.HTTPError as error:
-        where = f"Prefect's server at {os.environ.get('PREFECT_API_URL', 'an address of its own')}"
+        where = f"Prefect's server at {named}"
         raise MachineLacks(
             f"{where} stopped answering ({error}): start it again and run this again; finished stages stay finished"
         ) from error

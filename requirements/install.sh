@@ -79,6 +79,7 @@ install_cpu() {
     say "importing the engines once"
     DS_ACCELERATOR=cpu .venv/bin/python -W ignore -c 'import datasets, deepspeed, prefect, ray, torch, transformers, vllm' >/dev/null ||
         fail "the engines do not import in .venv: see the message above. If torchvision, torchaudio or torchcodec is installed there, uninstall it."
+    .venv/bin/python -m tasks.fresh_database || say "no empty database was made for Prefect: the first run will make one, in seconds"
     stamp cpu
     say "done"
 }

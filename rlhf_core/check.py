@@ -1,7 +1,8 @@
 """What would stop a recipe on this machine, found before any work: one sentence each, saying where and what to do.
 
-Only stages that are still to be run are checked. Data and tokenizers are read with the code that the stages use; transformers is imported
-when it is needed, and where it is not installed (an orchestrating machine) tokenizers are left to the stages. Not checked: memory.
+Only stages that are still to be run are checked. Data and tokenizers are read with the code that the stages use, tokenizers in a process
+of their own (`frames.py`) where that will do; where transformers is not installed (an orchestrating machine) they are left to the stages.
+Not checked: memory.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import (
@@ -33,6 +35,7 @@ from rlhf_core.config import (
 )
 from rlhf_core.config.groups import Wanted
 from rlhf_core.data.columns import Kind
+from rlhf_core.data.frames import check_limit, frame_lengths
 from rlhf_core.data.rows import check_columns, load_rows
 from rlhf_core.lineage import is_remote
 from rlhf_core.machine import num_cpus, num_gpus
@@ -43,9 +46,6 @@ from rlhf_core.remote_files import StoreFault
 from rlhf_core.reward_sources import FunctionReward, HttpReward
 from rlhf_core.store import Store
 from rlhf_core.tax_tasks import is_path, read_task
-
-if TYPE_CHECKING:
-    from rlhf_core.data.chat import Renderer
 
 WEIGHTS = ("*.safetensors", "*.bin")
 STARTS_FROM = {
@@ -99,22 +99,17 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         for name, place in node.models.items():
             broken |= _model_problem("base_model" if name == "base" else f"stages.{node.name}: {name}", place)
     problems = list(broken.values())
-    tokenizers = importlib.util.find_spec("transformers") is not None
-    renderers: dict[tuple[str, str], Renderer | str] = {}
+    frames = _frames(plan, todo, broken) if importlib.util.find_spec("transformers") is not None else {}
     for node in todo:
         start = tokenizer_of(plan, node)
         for text in texts(node.config):
             where = f"stages.{node.name}.{text.field}"
             problems += _refused(where, check_columns, text.data, text.kind) if text.kind else []
-            if tokenizers and start is not None and start not in broken:
-                key = (start, text.data.template)
-                if key not in renderers:
-                    renderers[key] = _renderer(start, text.data.template, plan.recipe.trust_remote_code)
-                renderer = renderers[key]
-                if isinstance(renderer, str):
-                    problems.append(f"{where}: {renderer}")
-                else:
-                    problems += _refused(f"stages.{node.name}.{text.limit_field}", renderer.check_limit, text.limit)
+            frame = frames.get((start or "", text.data.template))
+            if isinstance(frame, str):
+                problems.append(f"{where}: {frame}")
+            elif frame is not None:
+                problems += _refused(f"stages.{node.name}.{text.limit_field}", check_limit, text.limit, frame)
         problems += _slice_problem(node, plan.recipe.seed) if not problems else []
         problems += _question_problems(node)
         problems += _function_problems(node)
@@ -268,11 +263,20 @@ def _model_problem(where: str, place: str) -> dict[str, str]:
     return {}
 
 
-def _renderer(place: str, template: str, trust_remote_code: bool) -> Renderer | str:
+def _frames(plan: Plan, nodes: Sequence[Node], broken: Collection[str]) -> dict[tuple[str, str], int | str]:
+    """What the template takes of a limit, in tokens, by tokenizer and template; or why the two cannot be used."""
+    starts = {node.name: start for node in nodes if (start := tokenizer_of(plan, node)) is not None and start not in broken}
+    pairs = {(starts[node.name], text.data.template): None for node in nodes if node.name in starts for text in texts(node.config)}
+    apart = not plan.recipe.trust_remote_code and "transformers" not in sys.modules
+    found = frame_lengths(pair for pair in pairs if not is_remote(pair[0])) if apart else {}
+    return {pair: found[pair] if pair in found else _frame(*pair, plan.recipe.trust_remote_code) for pair in pairs}
+
+
+def _frame(place: str, template: str, trust_remote_code: bool) -> int | str:
     from rlhf_core.data.chat import Renderer, load_tokenizer
 
     try:
-        return Renderer(load_tokenizer(place, trust_remote_code), template)
+        return Renderer(load_tokenizer(place, trust_remote_code), template).frame_len
     except ValueError as error:
         return str(error)
 

@@ -53,6 +53,7 @@ class StageFailed(RuntimeError):
 def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None], grace_seconds: float = GRACE_SECONDS) -> StageResult:
     """Runs `python -m MODULE RUN_DIR` and waits for it. `on_line` gets each line of its output.
 
+    The log says when each process started and, unless it was ended from here, when it ended.
     Raises StageFailed when the process ends and the directory holds no result. Whatever ends this call, an exception or a signal,
     ends the process and its descendants too.
     """
@@ -60,12 +61,13 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
     command = [sys.executable, "-P", "-m", module, str(run.path)]
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     secrets = [value for key, value in os.environ.items() if SECRET_NAME.search(key) and len(value) >= 8]
+    start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "rlhf_core.reaper", str(os.getpid()), str(grace_seconds), *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=_environment(),
+        env=child_environment(),
         start_new_session=True,
     )
     try:
@@ -79,7 +81,8 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
                 log.flush()
                 tail.append(line)
                 on_line(line)
-        code = process.wait()
+            code = process.wait()
+            log.write(f"+++ {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ended after {time.monotonic() - start:.2f} s with code {code}\n")
     finally:
         _end(process, grace_seconds)
     result = run.result()
@@ -94,7 +97,7 @@ def raised_by_us(error: BaseException) -> bool:
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] in OURS
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """A checkout that is not installed is put on the child's path; the working directory never is (`-P`): names there could hide ours."""
     paths = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     if ROOT.name not in ("site-packages", "dist-packages"):

@@ -1,21 +1,35 @@
 """Prefect's temporary server, beside a flow that was given no other: out of reach of Ctrl-C, started again when it ends before the flow.
 
-It only notes what happens, but a run without it tries for minutes to note its end, and then fails. A terminal sends Ctrl-C to all processes
-of a command: so the server is started with that signal blocked, which it inherits, and ends when the command does.
+It only notes what happens, but a run without it tries for minutes to note its end, and then fails. The commands start one of their own
+(`server_process.py`), which is there sooner than Prefect's. A flow that is called from Python has the one that Prefect starts.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import signal
 import sys
 import threading
+from contextlib import AbstractContextManager
 from functools import cache
+from typing import Any
 
 from prefect.client.base import ServerType, determine_server_type
+from prefect.context import refresh_global_settings_context
 from prefect.logging import get_logger
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    PREFECT_HOME,
+    PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
+    temporary_settings,
+)
+
+from rlhf_core.check import MachineLacks
+from tasks.fresh_database import lay_database
+from tasks.server_process import ServerProcess, ours
 
 POLL_SECONDS, RESTARTS = 0.5, 3
 _turn, _over = threading.Lock(), threading.Event()
@@ -23,29 +37,47 @@ _ended: list[int] = []  # exit codes of servers that were replaced
 
 
 def start_server() -> None:
-    """Starts the temporary server that Prefect would start a little later; does nothing where a server is named.
+    """Starts this process's own server and has Prefect use it; does nothing where a server is named.
 
-    A server that does not start is left to Prefect, which tries again and says why.
+    Raises MachineLacks when it does not start: Prefect would try its own for ever when, say, the database cannot be opened.
     """
-    if determine_server_type() == ServerType.EPHEMERAL:
-        _start()
+    if determine_server_type() != ServerType.EPHEMERAL:
+        ours.stop()  # a profile of Prefect's names another: this one was prepared for nothing
+        return
+    lay_database()
+    ours.begin()
+    from evaluation import page  # noqa: F401  (two seconds to import, at the end of every run: here the server needs that time)
+
+    _start(ours)
+    if not ours.running:
+        raise MachineLacks(
+            f"Prefect's temporary server did not start (what it said stands above): look at its database in {PREFECT_HOME.value()}, "
+            "or start a server and set PREFECT_API_URL"
+        )
+    os.environ["PREFECT_API_URL"] = ours.api_url
+    os.environ.setdefault("PREFECT_UI_URL", "")  # it has no pages to link to
+    refresh_global_settings_context()  # for all threads
+
+
+def without_heartbeats() -> AbstractContextManager[object]:
+    """Beside this process's own server, which nobody watches, a flow in the block sends none: at its end they would cost half a second."""
+    return temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}) if ours.running else contextlib.nullcontext()
 
 
 @cache
 def watch_server() -> None:
     """Looks after this process's temporary server, if it has one, from now to the process's end."""
-    if not PREFECT_API_URL.value():
-        atexit.register(_over.set)  # called before what Prefect has registered: that ends the server
+    if ours.begun or not PREFECT_API_URL.value():
+        atexit.register(_over.set)  # called before what ends the server
         threading.Thread(target=_watch, name="temporary-server", daemon=True).start()
 
 
 def keep_server() -> None:
     """Starts the temporary server again, at its address and with its database, when it has ended; three times at most. Returns when it
     answers: a client that is made while there is none would fail at once."""
-    module = sys.modules.get("prefect.server.api.server")  # seconds to import: it is there once such a server was started
-    if PREFECT_API_URL.value() or module is None:
+    server = _server()
+    if server is None:
         return
-    server = module.SubprocessASGIServer()  # the one of this process, which Prefect starts and ends
     with _turn:
         process = server.server_process
         if process is None or process.poll() is None or len(_ended) == RESTARTS or _over.is_set():
@@ -53,8 +85,17 @@ def keep_server() -> None:
         _ended.append(process.returncode)
         get_logger("alignflow").warning("Prefect's temporary server ended with code %d: it is started again", process.returncode)
         server.running = False
-        _start()
+        _start(server)
         atexit.register(_over.set)  # before what `start` has registered
+
+
+def _server() -> ServerProcess | None:
+    """The one that this process has: its own, or Prefect's, which has the same attributes."""
+    if ours.begun:
+        return ours
+    module: Any = sys.modules.get("prefect.server.api.server")  # seconds to import: it is there once Prefect has started such a server
+    server: ServerProcess | None = None if PREFECT_API_URL.value() or module is None else module.SubprocessASGIServer()
+    return server
 
 
 def _watch() -> None:
@@ -62,16 +103,14 @@ def _watch() -> None:
         keep_server()
 
 
-def _start() -> None:
+def _start(server: ServerProcess) -> None:
     """In a thread: a thread has its own blocked signals, and the main one can still be interrupted while it waits."""
-    starter = threading.Thread(target=_start_deaf, daemon=True)
+    starter = threading.Thread(target=_start_deaf, args=[server], daemon=True)
     starter.start()
     starter.join()
 
 
-def _start_deaf() -> None:
-    from prefect.server.api.server import SubprocessASGIServer
-
+def _start_deaf(server: ServerProcess) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with contextlib.suppress(Exception):
-        SubprocessASGIServer().start()
+        server.start(PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value())

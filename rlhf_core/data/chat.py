@@ -22,6 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf_core.data.condition import with_suffix
 from rlhf_core.data.documents import Document, Message
+from rlhf_core.data.frames import check_limit
 from rlhf_core.lineage import is_hub_id
 
 # Unicode noncharacters, which no text is meant to hold; one that does is itself hidden behind a placeholder.
@@ -136,10 +137,7 @@ class Renderer:
 
     def check_limit(self, limit: int) -> None:
         """Raises ValueError when `limit` tokens hold no more than the template's own tokens."""
-        if limit <= self.frame_len:
-            raise ValueError(
-                f"a limit of {limit} tokens leaves no room for text: the template alone takes {self.frame_len} tokens, raise the limit"
-            )
+        check_limit(limit, self.frame_len)
 
     def conversation(self, messages: Sequence[Message]) -> Document:
         """The messages, with the mask on all answers and their end-of-turn tokens.

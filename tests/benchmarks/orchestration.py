@@ -1,8 +1,10 @@
 """What a run costs beside its stages, from the files it left: `python tests/benchmarks/orchestration.py artifacts/RECIPE`.
 
-Every stage must have been done in that run. A stage counts from the first line of its log, written when its process is started, to its
-`result.json`; the run from the start of its flow to its page (`run.json`). With `--micro N` it makes such a run of N stages whose work is
-only to sleep, through the whole command with Prefect's temporary server, and says what it cost.
+Every stage must have been done in that run. A stage counts from the start of its process to its end, as its log has it: what the process
+does after its `result.json`, such as ending its Ray cluster, is the stage's own. The run counts from the start of its flow to its page
+(`run.json`). `--again RECIPE` runs the recipe of that folder once more, from nothing, with stages that only copy what they made the
+first time: all else is real, so that this tells in half a minute what a whole run costs beside its stages, and when. `--micro N` makes
+a run of N stages that only sleep, without the check of their inputs, and says what it cost.
 """
 
 from __future__ import annotations
@@ -15,13 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SLEEP = 2.0  # seconds of a stage of the micro recipe
-HEADER = re.compile(r"^--- (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) ", re.MULTILINE)
+ENDED = re.compile(r"^\+\+\+ .* ended after ([0-9.]+) s with code", re.MULTILINE)  # rlhf_core/launch.py writes it
 STAGE = f"""
 import sys, time
 from rlhf_core.stage import Outcome, run_stage, write_text
@@ -34,14 +35,29 @@ def work(request, run):
 
 run_stage(sys.argv[1], work)
 """
+COPY = """
+import shutil, sys
+from pathlib import Path
+run, source = Path(sys.argv[1]), Path({source!r}) / Path(sys.argv[1]).name
+own = ["config.json", "log.txt", "result.json", ".lock"]
+shutil.copytree(source, run, ignore=lambda folder, names: own if Path(folder) == source else [], dirs_exist_ok=True)
+shutil.copy(source / "result.json", run / "result.json")
+"""
 COMMAND = """
-import sys, time
-start = time.time()
-import flows.alignment, flows.cli, flows.cli_run, tasks.stages
-tasks.stages.module_of = lambda kind: "micro_stage"
-flows.alignment.require_here = flows.cli_run.require_here = lambda planned, nodes: None
-code = flows.cli.main(["run", "recipe.yaml"])
-sys.exit(code)
+import sys
+import flows.cli, flows.cli_run
+run = flows.cli_run._run
+
+def with_other_stages(*given):
+    import flows.alignment, tasks.stages
+    tasks.stages.module_of = lambda kind: "other_stage"
+    flows.alignment.require_here = flows.cli_run.require_here
+    return run(*given)
+
+flows.cli_run._run = with_other_stages
+if sys.argv[1] == "unchecked":
+    flows.cli_run.require_here = lambda planned, nodes: None
+sys.exit(flows.cli.main(["run", *sys.argv[2:]]))
 """
 
 
@@ -66,10 +82,7 @@ def measure(folder: Path) -> Share:
     processes = work = 0.0
     for stage in run["stages"]:
         run_dir = folder.parent / stage["run_dir"]
-        started = datetime.strptime(HEADER.findall((run_dir / "log.txt").read_text())[-1], "%Y-%m-%d %H:%M:%S").timestamp()
-        processes += (
-            (run_dir / "result.json").stat().st_mtime - started - 0.5
-        )  # the log's time has whole seconds: on average half too early
+        processes += float(ENDED.findall((run_dir / "log.txt").read_text())[-1])
         work += json.loads((run_dir / "result.json").read_text())["seconds"]
     return Share(run["ended"] - run["started"], processes, work, len(run["stages"]))
 
@@ -78,24 +91,49 @@ def micro(stages: int) -> tuple[Share, float]:
     """A run of `stages` stages that sleep; its share, and the seconds of the whole command."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "micro_stage.py").write_text(STAGE)
         models = ["base", *(f"s{i}" for i in range(stages))]
         lines = [f"  s{i}: {{stage: sft, model: {models[i]}, data: {{sources: none.jsonl}}}}" for i in range(stages)]
         (folder / "recipe.yaml").write_text("\n".join(["name: micro", "base_model: org/model", "stages:", *lines]))
-        environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PREFECT_HOME": str(folder / "prefect")}
-        start = time.monotonic()
-        done = subprocess.run([sys.executable, "-c", COMMAND], cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-        if done.returncode:
-            raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-        return measure(folder / "artifacts" / "micro"), time.monotonic() - start
+        start, end = command(folder, STAGE, "unchecked", str(folder / "recipe.yaml"), f"artifacts={folder / 'artifacts'}")
+        return measure(folder / "artifacts" / "micro"), end - start
+
+
+def again(recipe: str, done: Path) -> tuple[float, float, float]:
+    """A run of a recipe, from the working directory, whose stages copy what lies in `done`, the recipe's folder; seconds before the
+    first stage, between the stages, and after the last. A stage lasts from its request to the end of its process."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy = COPY.format(source=str(done.absolute().parent / "stages"))
+        start, end = command(folder, copy, "checked", recipe, f"artifacts={folder / 'artifacts'}")
+        run = json.loads((folder / "artifacts" / done.name / "run.json").read_text())
+        runs = [folder / "artifacts" / stage["run_dir"] for stage in run["stages"]]
+        begun = sorted((run_dir / "config.json").stat().st_mtime for run_dir in runs)
+        ended = sorted((run_dir / "log.txt").stat().st_mtime for run_dir in runs)  # its last line is written then
+        return begun[0] - start, sum(later - before for later, before in zip(begun[1:], ended, strict=False)), end - ended[-1]
+
+
+def command(folder: Path, stage: str, *arguments: str) -> tuple[float, float]:
+    """Runs `alignflow run` with a fresh Prefect home, all stages being the script `stage`; when it began and ended."""
+    (folder / "other_stage.py").write_text(stage)
+    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PREFECT_HOME": str(folder / "prefect")}
+    start = time.time()
+    done = subprocess.run([sys.executable, "-c", COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    return start, time.time()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", help="<artifacts>/<recipe name>")
+    parser.add_argument("--again", metavar="RECIPE", help="run the folder's recipe again, with stages that copy what they made")
     parser.add_argument("--micro", type=int, metavar="N", help="make a run of N stages that sleep")
     arguments = parser.parse_args()
-    if arguments.folder:
+    if arguments.again:
+        before, between, after = again(arguments.again, arguments.folder)
+        print(f"before the first stage {before:.1f} s, between the stages {between:.1f} s, after the last {after:.1f} s")
+        print(f"in all {before + between + after:.1f} s")
+    elif arguments.folder:
         share = measure(arguments.folder)
         print(f"{share.stages} stages: flow {share.flow:.1f} s, stages' processes {share.processes:.1f} s, their work {share.work:.1f} s")
         print(f"beside the stages' processes: {share.beside:.1f} s, {share.beside / share.flow:.1%} of the flow")

@@ -63,7 +63,7 @@ KINDS = {  # what a part of a command line stands for
     "prefect.engine": "flow",
     "flows.cli": "flow",
     "prefect.server": "server",
-    "uvicorn": "server",
+    "server_process.py": "server",
     "rlhf_core.reaper": "reaper",
     "-m rlhf_core": "stage",
     "-m evaluation": "stage",

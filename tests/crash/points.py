@@ -198,7 +198,7 @@ def find(run: int, who: str) -> psutil.Process | None:
         "worker": lambda process: command_of(process)[1:4] == ["-m", "prefect", "worker"],
         "stage": lambda process: "rlhf_core.reaper" in parent_command(process),
         "ray": lambda process: is_actor(" ".join(command_of(process))),
-        "server": lambda process: "uvicorn" in command_of(process),
+        "server": lambda process: any(word.endswith("server_process.py") for word in command_of(process)),
     }
     return max(filter(fits[who], below), key=lambda process: process.create_time(), default=None)
 

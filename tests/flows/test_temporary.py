@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.micro import ROOT
@@ -15,26 +17,34 @@ from tests.micro import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 SCRIPT = """
 import time, httpx
-from prefect.server.api.server import SubprocessASGIServer
+from tasks.server_process import ours
 from tasks.temporary_server import start_server
 start_server()
-server = SubprocessASGIServer()
 try:
     print("up", flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     time.sleep(2)
-    print("answers", httpx.get(server.api_url + "/health").status_code, server.server_process.poll(), flush=True)
+    print("answers", httpx.get(ours.api_url + "/health").status_code, ours.server_process.poll(), flush=True)
+"""
+PREPARED = """
+import time
+from tasks.server_process import ours, prepared
+with prepared():
+    print(ours.server_process.pid, flush=True)
+    time.sleep(60)
 """
 
 
-def test_the_temporary_server_outlives_a_ctrl_c(tmp_path: Path) -> None:
+def environment_of(home: Path) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
-    environment = kept | {"PYTHONPATH": str(ROOT), "PREFECT_HOME": str(tmp_path)}
-    environment["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "120"
+    return kept | {"PYTHONPATH": str(ROOT), "PREFECT_HOME": str(home), "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120"}
+
+
+def test_the_temporary_server_outlives_a_ctrl_c(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
-        env=environment,
+        env=environment_of(tmp_path),
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -52,7 +62,80 @@ def test_the_temporary_server_outlives_a_ctrl_c(tmp_path: Path) -> None:
 def test_a_named_server_is_left_alone() -> None:
     environment = os.environ | {"PREFECT_API_URL": "http://127.0.0.1:9/api", "PYTHONPATH": str(ROOT)}
     code = (
-        "from tasks.temporary_server import start_server; start_server(); "
-        "from prefect.server.api.server import SubprocessASGIServer as Server; print(Server._instances)"
+        "from tasks.server_process import ours, prepared; from tasks.temporary_server import start_server\n"
+        "with prepared(): start_server()\n"
+        "from prefect.server.api.server import SubprocessASGIServer as Server; print(ours.server_process, Server._instances)"
     )
-    assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100).stdout == "{}\n"
+    assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100).stdout == "None {}\n"
+
+
+def test_one_that_was_prepared_beside_a_named_server_is_gone_when_the_flow_starts(tmp_path: Path) -> None:
+    (tmp_path / "profiles.toml").write_text('active = "team"\n[profiles.team]\nPREFECT_API_URL = "http://127.0.0.1:9/api"\n')
+    code = (
+        "from tasks.server_process import ours, prepared\n"
+        "with prepared():\n"
+        "    from tasks.temporary_server import start_server\n"
+        "    print(ours.server_process.poll()); start_server(); print(ours.server_process.poll(), ours.begun)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment_of(tmp_path), capture_output=True, text=True, timeout=100)
+    assert done.stdout == "None\n-9 False\n", done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_one_that_was_only_prepared_ends_with_its_command(tmp_path: Path, number: int) -> None:
+    """And it has touched nothing."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PREPARED],
+        env=environment_of(tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    server = int(process.stdout.readline())
+    if number == signal.SIGINT:
+        time.sleep(1)
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    assert process.wait(10) != 0
+    gone_within(server, 60)
+    assert not list(tmp_path.glob("*.db"))
+
+
+def test_a_refused_recipe_leaves_no_server(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("{name: n, base_model: ./none, stages: {sft: {data: {sources: none.jsonl}}}}")
+    home = tmp_path / "home"
+    command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml"]
+    environment = environment_of(home)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, start_new_session=True)
+    assert done.returncode == 2
+    assert "there is no model folder" in done.stderr and "Traceback" not in done.stderr
+    assert not [process for process in psutil.process_iter() if in_home(process, home)]
+    assert not list(home.glob("*.db"))
+
+
+def test_a_server_that_cannot_open_its_database_is_one_sentence(tmp_path: Path) -> None:
+    environment = environment_of(tmp_path) | {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{tmp_path}/none/prefect.db"}
+    code = (
+        "from rlhf_core.check import MachineLacks; from tasks.temporary_server import start_server\n"
+        "try: start_server()\nexcept MachineLacks as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout.startswith("Prefect's temporary server did not start (what it said stands above): look at its database")
+    assert "unable to open database file" in done.stderr
+
+
+def in_home(process: psutil.Process, home: Path) -> bool:
+    try:
+        return process.environ().get("PREFECT_HOME") == str(home) and "watch.py" not in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def gone_within(pid: int, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end, f"process {pid} has not ended within {seconds:g} s"
+        time.sleep(0.1)

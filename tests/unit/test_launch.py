@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -133,7 +134,8 @@ def test_success_relays_and_keeps_the_log(prepare: Prepare) -> None:
     assert result.metrics == {"loss": 1.0}
     assert lines == ["first line"]
     log = (run_dir / "log.txt").read_text().splitlines()
-    assert log[0].startswith("--- ") and log[1:] == ["first line"]
+    assert log[0].startswith("--- ") and log[1:-1] == ["first line"]
+    assert re.fullmatch(r"\+\+\+ \S+ \S+ .* ended after \d+\.\d\d s with code 0", log[-1])
 
 
 def test_exit_0_without_a_result_is_a_failure(prepare: Prepare) -> None:

@@ -1,0 +1,124 @@
+"""A Prefect server in a process of its own, run by this file: loaded while the command does other things, and told later to begin.
+
+Prefect's own class for such a server takes two seconds to import, since it imports the whole server; importing this file takes nothing of
+Prefect. Until the process is told to begin it has touched nothing, so it can be killed without harm, and it ends when the command does.
+Ctrl-C, which a terminal sends to all processes of a command, is blocked in it: the command ends it, after its own last words.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+
+LOOPBACK = "127.0.0.1"
+STOP_SECONDS = 5.0  # between TERM and KILL, as Prefect has it
+POLL_SECONDS, ANSWER_SECONDS = 0.05, 5.0
+MODE = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}  # as Prefect starts one
+
+
+class ServerProcess:
+    """`server_process`, `running`, `api_url` and `start` mean what they mean in Prefect's own class. `begun`: it was told so once."""
+
+    def __init__(self) -> None:
+        self.server_process: subprocess.Popen[bytes] | None = None
+        self.running = self.begun = False
+        self._port = 0
+
+    @property
+    def api_url(self) -> str:
+        return f"http://{LOOPBACK}:{self._port}/api"
+
+    def prepare(self) -> None:
+        """Starts the process, which loads and waits. It inherits its socket: nobody else can get the port. OSError when there is none."""
+        if not self._port:
+            atexit.register(self.stop)
+        kept = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}  # its own, when started again
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((LOOPBACK, self._port))
+            self._port = listener.getsockname()[1]
+            command = [sys.executable, "-P", __file__, str(listener.fileno())]
+            self.server_process = subprocess.Popen(command, stdin=subprocess.PIPE, env=kept | MODE, pass_fds=[listener.fileno()])
+
+    def begin(self) -> None:
+        """Lets the process open its database and serve: one that was prepared, else a new one."""
+        if self.server_process is None or self.server_process.poll() is not None:
+            self.prepare()
+        assert self.server_process is not None and self.server_process.stdin is not None
+        self.running = self.begun = True
+        with contextlib.suppress(BrokenPipeError), self.server_process.stdin as told:
+            told.write(b"+")
+
+    def start(self, seconds: float) -> None:
+        """Begins, unless it has, and waits until it answers. RuntimeError when its process ends or does not answer in time."""
+        if not self.running:
+            self.begin()
+        assert self.server_process is not None
+        end = time.monotonic() + seconds
+        with httpx.Client(timeout=ANSWER_SECONDS, trust_env=False, verify=False) as client:  # loading certificates would take a while
+            while self.server_process.poll() is None and time.monotonic() < end:
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(f"{self.api_url}/health").status_code == 200:
+                        return
+                time.sleep(POLL_SECONDS)
+        self.stop()
+        raise RuntimeError(f"Prefect's temporary server at {self.api_url} ended, or did not answer within {seconds:.0f} s")
+
+    def stop(self) -> None:
+        """Ends the process: at once while it has begun nothing, else as Prefect does."""
+        process, begun, self.running = self.server_process, self.running, False
+        if process is None or process.poll() is not None:
+            return
+        if begun:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+        process.kill()
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+ours = ServerProcess()
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[None]:
+    """Prepares this process's temporary server, unless the environment names one. A block that did not start it leaves none."""
+    if not os.environ.get("PREFECT_API_URL"):
+        with contextlib.suppress(OSError):  # Prefect says what is wrong when a flow needs one
+            ours.prepare()
+    try:
+        yield
+    finally:
+        if not ours.begun:
+            ours.stop()
+
+
+def main(descriptor: int) -> None:
+    """The process itself: loads, waits for a byte on its standard input, and serves on the socket it was given. Without one it ends."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    gc.disable()  # while loading, which makes nothing but what stays: a fifth of its time
+    import uvicorn
+    from prefect.server.api.server import create_app
+
+    config = uvicorn.Config(create_app, factory=True, log_level="error", lifespan="on")
+    config.load()
+    gc.freeze()
+    gc.enable()
+    if sys.stdin.buffer.read(1):
+        uvicorn.Server(config).run([socket.socket(fileno=descriptor)])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
