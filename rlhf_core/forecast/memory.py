@@ -17,7 +17,7 @@ GIB = 2**30
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
 FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once, and its buckets
 ROOM = 0.95  # of a card; the rest is lost to fragmentation
-CHUNK = 2048  # positions whose logits exist at once (models/load.py)
+CHUNK = 2048  # positions whose logits exist at once where they are not kept (models/token_logprobs.py)
 
 
 class Held(NamedTuple):
@@ -55,7 +55,8 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     else:
         state, gradients = 12 * per_rank, (2 * count if how.zero_stage == 1 else 2 * per_rank) + 4 * per_rank
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
-    logits = CHUNK * size.vocabulary * 10 if head else 0
+    positions = CHUNK if how.recomputed else how.tokens
+    logits = max(CHUNK * 10, positions * 2) * size.vocabulary if head else 0
     return Held(CONTEXT + weights + state, read(size, scoring_tokens, head).scoring, gradients + how.tokens * kept + logits)
 
 

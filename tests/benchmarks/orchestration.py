@@ -82,7 +82,10 @@ def measure(folder: Path) -> Share:
     processes = work = 0.0
     for stage in run["stages"]:
         run_dir = folder.parent / stage["run_dir"]
-        processes += float(ENDED.findall((run_dir / "log.txt").read_text())[-1])
+        ended = ENDED.findall((run_dir / "log.txt").read_text())
+        if not ended:
+            raise ValueError(f"{run_dir / 'log.txt'} does not say when its process ended: give a run of this version")
+        processes += float(ended[-1])
         work += json.loads((run_dir / "result.json").read_text())["seconds"]
     return Share(run["ended"] - run["started"], processes, work, len(run["stages"]))
 

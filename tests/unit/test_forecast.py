@@ -58,6 +58,17 @@ ALL_ONE = ONE.model_copy(
         "vllm": ONE.vllm.model_copy(update={"gpus": 1.0, "gpu_memory_utilization": 0.45, "sleep": True}),
     }
 )  # fmt: skip
+TWO_APART = ONE.model_copy(
+    update={
+        **{name: ONE.actor_ranks.model_copy(update={"gpus": 0.25}) for name in all_roles({})},
+        "vllm": ONE.vllm.model_copy(update={"gpus": 1.0, "gpu_memory_utilization": 0.9}),
+    }
+)  # fmt: skip
+TWO_TOGETHER = ppo(
+    **all_roles(one_card(2)), colocate_all=True, zero_stage=3, rollout_batch_size=128, train_batch_size=128, generate_max_len=512,
+    vllm={"num_engines": 2, "gpus": 1, "gpu_memory_utilization": 0.45, "sleep": True}, micro_train_tokens=24576,
+    micro_rollout_tokens=24576, gradient_checkpointing=True, micro_train_batch_size=1,
+)  # fmt: skip
 SPLIT = ppo(
     actor_ranks=one_card(2), reference_ranks=one_card(2), critic_ranks=one_card(1), reward_ranks=one_card(1), colocate_actor_ref=True,
     colocate_critic_reward=True, vllm={"gpus": 1}, adam_offload=["critic"], zero_stage=3, rollout_batch_size=128, train_batch_size=128,
@@ -93,7 +104,14 @@ def test_parameters_are_counted_as_transformers_does(config: Any, tmp_path: Any)
 
 @pytest.mark.parametrize(
     ("config", "size", "measured"),
-    [(ONE, SMALL_MODEL, [139.0]), (ALL_ONE, SMALL_MODEL, [88.1]), (SPLIT, LARGE_MODEL, [56.9, 114.6, 116.0, 130.3])],
+    [
+        (ONE, SMALL_MODEL, [139.0]),
+        (ONE, SMALL_MODEL, [135.6]),
+        (ALL_ONE, SMALL_MODEL, [88.1]),
+        (TWO_APART, SMALL_MODEL, [93.5, 128.0]),
+        (TWO_TOGETHER, SMALL_MODEL, [96.8, 96.8]),
+        (SPLIT, LARGE_MODEL, [56.9, 114.6, 116.0, 130.3]),
+    ],
 )
 def test_peak_memory_is_foretold_within_15_percent(config: PPO, size: Any, measured: list[float]) -> None:
     layout = arrange(config.placed, config.together)
@@ -106,6 +124,9 @@ def test_peak_memory_is_foretold_within_15_percent(config: PPO, size: Any, measu
     [
         (ALL_ONE, SMALL_MODEL, {"score": 2.65, "train": 6.29}),
         (ONE, SMALL_MODEL, {"score": 2.6, "train": 4.92}),
+        (ONE, SMALL_MODEL, {"generate": 2.8, "score": 2.27, "train": 4.57}),
+        (TWO_APART, SMALL_MODEL, {"generate": 2.5, "score": 2.27, "train": 4.55}),
+        (TWO_TOGETHER, SMALL_MODEL, {"generate": 2.55, "score": 1.27, "train": 2.9}),
         (SPLIT, LARGE_MODEL, {"generate": 9.42, "score": 7.87, "train": 26.77}),
         (ALL_FOUR, LARGE_MODEL, {"generate": 11.24, "score": 19.67, "train": 49.31}),
     ],
@@ -123,6 +144,11 @@ def test_generation_beside_training_costs_what_is_left_of_it() -> None:
         assert {name: ahead[name] for name in ahead if name != "generate"} == {name: turns[name] for name in turns if name != "generate"}
         left = turns["generate"] - turns["score"] - turns["train"]
         assert (left <= 0) is covered and ahead["generate"] == max(0.0, left)
+
+
+def test_logits_of_a_large_pass_count_where_they_are_kept() -> None:
+    kept, recomputed = (trained(SMALL_MODEL, Training(1, 2, share, 32768), True, 0).training for share in (0.0, 0.01))
+    assert kept - recomputed > 2 * (32768 - 10240) * SMALL_MODEL.vocabulary
 
 
 def test_what_saves_memory_does() -> None:
