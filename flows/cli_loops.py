@@ -83,12 +83,12 @@ def serve(
 
 
 @loop_app.command
-def status(recipe: Path, *overrides: str, stage: str | None = None) -> int:
+def status(recipe: str, *overrides: str, stage: str | None = None) -> int:
     """Show the rounds of a loop: which are done, when, their win rates, what is next, and why not now.
 
     Parameters
     ----------
-    recipe: YAML file.
+    recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
     overrides: as for run.
     stage: which loop, where a recipe has several.
     """

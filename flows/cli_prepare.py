@@ -42,13 +42,13 @@ def config_docs() -> int:
     return OK
 
 
-def validate(recipe: Path, *overrides: str, here: bool = False) -> int:
+def validate(recipe: str, *overrides: str, here: bool = False) -> int:
     """Check a recipe: keys, values, and that its stages fit together. Needs none of its files, and a network only to look up branches and
     tags of the Hub.
 
     Parameters
     ----------
-    recipe: YAML file.
+    recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
     overrides: as for run.
     here: also check files, columns, tokenizer, limits and this machine's resources, as run does before any work.
     """
@@ -63,12 +63,12 @@ def validate(recipe: Path, *overrides: str, here: bool = False) -> int:
     return WRONG_INPUT if inputs else ENVIRONMENT if machine else OK
 
 
-def forecast(recipe: Path, *overrides: str, gpus: int = 0, card_memory: float = 139.8, flops: float = 770, bandwidth: float = 4.3) -> int:
+def forecast(recipe: str, *overrides: str, gpus: int = 0, card_memory: float = 139.8, flops: float = 770, bandwidth: float = 4.3) -> int:
     """Estimate memory of each card and seconds of an iteration, and say which placement to choose. Starts nothing.
 
     Parameters
     ----------
-    recipe: YAML file.
+    recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
     overrides: as for run.
     gpus: cards to place a PPO stage on; default: as many as the recipe asks for.
     card_memory: GiB of a card; the defaults of these three are those of an H200.
@@ -84,12 +84,12 @@ def forecast(recipe: Path, *overrides: str, gpus: int = 0, card_memory: float = 
     return 0
 
 
-def data(recipe: Path, *overrides: str) -> int:
+def data(recipe: str, *overrides: str) -> int:
     """Report on the data of a recipe without training: rows, lengths, duplicates, balance and faults. Needs files and tokenizers.
 
     Parameters
     ----------
-    recipe: YAML file.
+    recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
     overrides: as for run.
     """
     from rlhf_core.data.examine import examine

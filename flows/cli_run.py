@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 
@@ -23,12 +22,12 @@ from rlhf_core.remote_files import StoreFault
 from tasks.server_process import prepared
 
 
-def run(recipe: Path, *overrides: str, dry_run: bool = False, latest: bool = False) -> int:
+def run(recipe: str, *overrides: str, dry_run: bool = False, latest: bool = False) -> int:
     """Run all stages of a recipe that are not done yet.
 
     Parameters
     ----------
-    recipe: YAML file.
+    recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
     overrides: <stage>.<field>=<value>, such as ppo.actor_learning_rate=5e-7, or seed=1.
     dry_run: only show the stages, what would be skipped and why.
     latest: look up branches and tags of the Hub anew, unless the last run of this recipe is still to be finished.
@@ -52,13 +51,13 @@ def run(recipe: Path, *overrides: str, dry_run: bool = False, latest: bool = Fal
         return _run(planned, lambda: alignment(planned.recipe))
 
 
-def stage(name: str, recipe: Path, *overrides: str) -> int:
+def stage(name: str, recipe: str, *overrides: str) -> int:
     """Run one stage of a recipe and nothing else; its parents must be done. The name of a loop runs all of its stages.
 
     Parameters
     ----------
     name: name of the stage, as `alignflow run RECIPE --dry-run` shows it.
-    recipe: YAML file.
+    recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
     overrides: as for run.
     """
     planned = plan(load_recipe(recipe, overrides))

@@ -194,6 +194,15 @@ def test_a_recipe_from_a_web_server(recipe: Write, site: str) -> None:
     assert load_recipe(address).name == "edited", "each run reads it anew"
 
 
+def test_commands_take_addresses(recipe: Write, site: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from flows.cli import main
+
+    assert main(["run", f"{site}/{recipe().name}", "--dry-run"]) == 0
+    assert "sft" in capsys.readouterr().out
+    assert main(["validate", f"{site}/none.yaml"]) == 2
+    assert "404" in capsys.readouterr().err
+
+
 def test_a_recipe_that_a_web_server_does_not_give(recipe: Write, site: str) -> None:
     recipe(TEXT + "  sft: {}\n")
     (recipe().parent / "binary.yaml").write_bytes(b"\xff\xfe\x00")
