@@ -11,7 +11,7 @@ from rlhf_core.types import Frozen, Positive, Ranks, Rate, Share
 
 ROUTER = "mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
 
-RECOMPUTED = "share of the layers whose activations are computed again in the backward pass, not kept; true: all"
+RECOMPUTED = "share of the layers whose activations are computed again in the backward pass, not kept (above 0: logits too); true: all"
 Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]
 
 PASS_TOKENS = "tokens of one forward pass on one rank, in place of {}: documents packed without padding, passes equally full"
