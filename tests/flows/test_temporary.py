@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -41,19 +42,25 @@ def environment_of(home: Path) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "PREFECT_HOME": str(home), "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120"}
 
 
-def test_the_temporary_server_outlives_a_ctrl_c(tmp_path: Path) -> None:
+def started(script: str, home: Path) -> tuple[subprocess.Popen[str], IO[str]]:
+    """A script that Ctrl-C reaches, as the only one of its group, and what it prints."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
-        env=environment_of(tmp_path),
+        [sys.executable, "-c", script],
+        env=environment_of(home),
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
+    return process, process.stdout
+
+
+def test_the_temporary_server_outlives_a_ctrl_c(tmp_path: Path) -> None:
+    process, told = started(SCRIPT, tmp_path)
+    assert told.readline() == "up\n"
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    assert process.stdout.read() == "answers 200 None\n"
+    assert told.read() == "answers 200 None\n"
     assert process.wait(60) == 0
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
@@ -84,16 +91,8 @@ def test_one_that_was_prepared_beside_a_named_server_is_gone_when_the_flow_start
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_one_that_was_only_prepared_ends_with_its_command(tmp_path: Path, number: int) -> None:
     """And it has touched nothing."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PREPARED],
-        env=environment_of(tmp_path),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout is not None
-    server = int(process.stdout.readline())
+    process, told = started(PREPARED, tmp_path)
+    server = int(told.readline())
     if number == signal.SIGINT:
         time.sleep(1)
         os.killpg(process.pid, number)  # as a terminal does
