@@ -3,6 +3,7 @@
 A run directory's `config.json` names the folder or Hub id of each model the stage used; a folder inside another run directory leads
 one step further up. The records are read as plain JSON, not as today's config classes, so that the lineage of a model made by an
 older version of a stage can still be told. Nothing here holds a path of the machine: an ancestor has a name, a kind and a digest.
+Run directories that were moved together find each other.
 """
 
 from __future__ import annotations
@@ -189,13 +190,22 @@ def _ancestor(place: str, known: dict[str, Ancestor]) -> Ancestor:
             name=record["name"],
             kind=record["config"]["stage"],
             digest=record["digest"],
-            parents=tuple((name, _ancestor(str(parent), known)) for name, parent in record["inputs"].items()),
+            parents=tuple((name, _ancestor(_here(str(parent), folder), known)) for name, parent in record["inputs"].items()),
             config=record["config"],
             seed=record.get("seed", 0),
             metrics=result.get("metrics", {}),
             environment=result.get("environment", {}),
         )
     return known[key]
+
+
+def _here(place: str, run_dir: Path) -> str:
+    """`place`, or where it lies now if it was in a run directory that has been moved together with this one."""
+    parts = Path(place).parts
+    if not Path(place).is_absolute() or Path(place).exists():
+        return place
+    moved = (run_dir.parent.joinpath(*parts[i:]) for i, part in enumerate(parts) if (run_dir.parent / part / REQUEST).is_file() and i)
+    return str(next(moved, place))
 
 
 def snapshot_of_hub(path: str | Path) -> tuple[str, str] | None:

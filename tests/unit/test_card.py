@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def test_lineage_follows_inputs_up_to_the_base_model(chain: Chain) -> None:
     assert [node.name for node in trained(model)] == [BASE, "sft", "ppo", "dpo-1"]
     assert {node.name: node.kind for node in nodes(model)}[BASE] == "hub"
     assert model.metrics == {"loss": 0.1234567891}
+
+
+def test_run_directories_that_were_moved_together_find_each_other(tmp_path: Path) -> None:
+    made = build(tmp_path / "old")
+    before = tree(lineage(made.checkpoint))
+    (tmp_path / "old").rename(tmp_path / "new")
+    moved = Path(str(made.checkpoint).replace(str(tmp_path / "old"), str(tmp_path / "new")))
+    assert tree(lineage(moved)) == before
+    shutil.rmtree(tmp_path / "new" / made.stages["sft"].relative_to(tmp_path / "old"))
+    assert "(unknown)" in tree(lineage(moved))
 
 
 def test_a_stage_reached_twice_is_one_object_drawn_once_with_its_parents(chain: Chain) -> None:
