@@ -19,7 +19,7 @@ from rlhf_core.launch import StageFailed
 from rlhf_core.plan import Plan, plan
 from rlhf_core.recipe import load_recipe
 from rlhf_core.remote_files import StoreFault
-from tasks.server_process import prepared
+from tasks.server_process import ours, prepared
 
 
 def run(recipe: str, *overrides: str, dry_run: bool = False, latest: bool = False) -> int:
@@ -98,6 +98,9 @@ def _run(planned: Plan, flow: Callable[[], object]) -> int:
     except RuntimeError as error:
         if not str(error).startswith("Failed to reach API"):
             raise
+        if ours.begun:
+            gone = f"Prefect's temporary server ended and did not come back ({error})"
+            raise MachineLacks(f"{gone}: run this again; finished stages stay finished") from error
         raise MachineLacks(f"no Prefect server answers ({error}): start it, or unset PREFECT_API_URL to use a temporary one") from error
     except httpx.HTTPError as error:
         where = f"Prefect's server at {named}"

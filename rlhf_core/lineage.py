@@ -204,8 +204,8 @@ def _here(place: str, run_dir: Path) -> str:
     parts = Path(place).parts
     if not Path(place).is_absolute() or Path(place).exists():
         return place
-    moved = (run_dir.parent.joinpath(*parts[i:]) for i, part in enumerate(parts) if (run_dir.parent / part / REQUEST).is_file() and i)
-    return str(next(moved, place))
+    moved = (run_dir.parent.joinpath(*parts[i:]) for i in range(1, len(parts)) if (run_dir.parent / parts[i] / REQUEST).is_file())
+    return str(next((path for path in moved if path.exists()), place))
 
 
 def snapshot_of_hub(path: str | Path) -> tuple[str, str] | None:

@@ -6,6 +6,7 @@ is missing, or Prefect is set up for another place than `prefect.db` in its home
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sqlite3
@@ -48,15 +49,16 @@ def lay_database() -> None:
     ours = PREFECT_API_DATABASE_CONNECTION_URL.value() == f"sqlite+aiosqlite:///{home}/{NAME}"
     if not ours or not template().is_file() or any(home.glob(f"{NAME}*")):
         return
-    home.mkdir(parents=True, exist_ok=True)
     part = home / f".{NAME}.{os.getpid()}"
     try:
+        home.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(template(), part)
         os.link(part, home / NAME)  # refuses where another process has made one in the meantime
     except OSError:  # then Prefect makes its own
         return
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 if __name__ == "__main__":

@@ -41,18 +41,23 @@ def start_server() -> None:
 
     Raises MachineLacks when it does not start: Prefect would try its own for ever when, say, the database cannot be opened.
     """
+    if ours.begun and os.environ.get("PREFECT_API_URL") == ours.api_url:  # a second flow of this process
+        keep_server()
+        return
     if determine_server_type() != ServerType.EPHEMERAL:
         ours.stop()  # a profile of Prefect's names another: this one was prepared for nothing
         return
     lay_database()
-    ours.begin()
+    with contextlib.suppress(OSError):  # it is tried once more below
+        ours.begin()
     from evaluation import page  # noqa: F401  (two seconds to import, at the end of every run: here the server needs that time)
 
     _start(ours)
     if not ours.running:
         raise MachineLacks(
-            f"Prefect's temporary server did not start (what it said stands above): look at its database in {PREFECT_HOME.value()}, "
-            "or start a server and set PREFECT_API_URL"
+            f"Prefect's temporary server ended, or did not answer within {_start_seconds()} s (what it said stands above): look at its "
+            f"database in {PREFECT_HOME.value()}; on a slow machine raise PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS; or start a "
+            "server and set PREFECT_API_URL"
         )
     os.environ["PREFECT_API_URL"] = ours.api_url
     os.environ.setdefault("PREFECT_UI_URL", "")  # it has no pages to link to
@@ -113,4 +118,9 @@ def _start(server: ServerProcess) -> None:
 def _start_deaf(server: ServerProcess) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with contextlib.suppress(Exception):
-        server.start(PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value())
+        server.start(_start_seconds())
+
+
+def _start_seconds() -> int:
+    """Prefect's 20 s, after which it would try again, are few for the migrations of a large database."""
+    return max(60, int(PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()))

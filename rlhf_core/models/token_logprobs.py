@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
 LOGITS_CHUNK = 2048  # positions whose logits exist at once, where they are not kept: 2048 x 150k vocabulary x 2 bytes = 0.6 GB
@@ -28,11 +29,31 @@ def token_logprobs(
     """
     scale = 1 / temperature if temperature else 1.0
     if type(head) is not nn.Linear:  # with adapters, say
-        logprobs, _, entropies = _read_with_torch(head(hidden), targets, scale, entropy != "no")
+        logprobs, entropies = _through(head, hidden, targets, scale, entropy != "no")
     else:
+        # PyTorch's own reading on a CPU makes several tables of a chunk's size.
+        keep = keep and torch.is_grad_enabled() and (hidden.is_cuda or len(hidden) <= LOGITS_CHUNK)
         with _forward(head, lambda rows: _HeadLogprobs.apply(rows, head.weight, head.bias, targets, scale, entropy != "no", keep)):
             logprobs, entropies = head(hidden)
     return logprobs, entropies if entropy == "gradient" else entropies.detach()
+
+
+def _through(head: nn.Module, hidden: Tensor, targets: Tensor, scale: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Chunk by chunk through any head, in training under a checkpoint each; at once where ZeRO-3 has cut it, which counts its calls."""
+
+    def read(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, _, entropies = _read_with_torch(head(rows), wanted, scale, entropy)
+        return logprobs, entropies
+
+    cut = any(hasattr(parameter, "ds_id") for parameter in head.parameters())
+    size = max(1, len(hidden)) if cut else LOGITS_CHUNK
+    pairs = list(zip(hidden.split(size), targets.split(size), strict=True))
+    if torch.is_grad_enabled() and len(pairs) > 1:
+        parts = [checkpoint(read, rows, wanted, use_reentrant=False) for rows, wanted in pairs]
+    else:
+        parts = [read(rows, wanted) for rows, wanted in pairs]
+    logprobs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
+    return logprobs, entropies
 
 
 @contextmanager
@@ -56,21 +77,22 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float, entropy: bool, keep: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        training = any(ctx.needs_input_grad)
-        size = max(1, len(hidden)) if keep and training else LOGITS_CHUNK
+        size = max(1, len(hidden)) if keep else LOGITS_CHUNK
         parts, logits = [], hidden.new_empty(0)
         for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
             logits = F.linear(rows, weight, bias)
             parts.append(_read(logits, wanted, scale, entropy))
         logprobs, sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
-        if training:
-            ctx.save_for_backward(hidden, weight, bias, targets, sums, entropies, logits if keep else None)
-            ctx.scale, ctx.size = scale, size
+        ctx.save_for_backward(hidden, weight, bias, targets, sums, entropies, logits if keep else None)
+        ctx.scale, ctx.size, ctx.overwritten = scale, size, False
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, grads: Tensor | None, entropy_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, sums, entropies, kept = ctx.saved_tensors
+        if ctx.overwritten:
+            raise RuntimeError("the logits that were kept have become their gradient: they serve one backward pass")
+        ctx.overwritten = kept is not None
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grads = torch.zeros_like(entropies) if grads is None else grads
         hidden_grad = torch.empty_like(hidden) if for_hidden else None

@@ -28,10 +28,15 @@ def keep_arrays() -> None:
 
 
 def gather_sampled_alone(sampler: Any) -> None:
-    """`sampler`, vLLM's, no longer ranks a token where no other than that token was asked for; its rank is then told as 0."""
+    """`sampler`, vLLM's, no longer ranks a token where no other than that token was asked for; its rank is then told as 0.
+
+    The sampler of vLLM's second model runner, which it takes for some architectures, has ways of its own and is left alone.
+    """
     from vllm.v1.outputs import LogprobsTensors
 
-    with_ranks = sampler.gather_logprobs
+    with_ranks = getattr(sampler, "gather_logprobs", None)
+    if with_ranks is None:
+        return
 
     def gather(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
         if num_logprobs:

@@ -14,7 +14,8 @@ import torch
 
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
-from rlhf_core.models.load import LOGITS_CHUNK, load_policy
+from rlhf_core.models.load import load_policy
+from rlhf_core.models.token_logprobs import LOGITS_CHUNK
 
 GIB = 1 << 30
 

@@ -115,6 +115,15 @@ def test_a_refused_recipe_leaves_no_server(tmp_path: Path) -> None:
     assert not list(home.glob("*.db"))
 
 
+def test_a_second_flow_of_a_process_finds_the_server_of_the_first(tmp_path: Path) -> None:
+    code = (
+        "from tasks.server_process import ours; from tasks.temporary_server import start_server\n"
+        "start_server(); first = ours.server_process.pid; start_server(); print(ours.server_process.pid == first, ours.server_process.poll())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment_of(tmp_path), capture_output=True, text=True, timeout=150)
+    assert done.stdout == "True None\n", done.stderr
+
+
 def test_a_server_that_cannot_open_its_database_is_one_sentence(tmp_path: Path) -> None:
     environment = environment_of(tmp_path) | {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{tmp_path}/none/prefect.db"}
     code = (
@@ -122,7 +131,7 @@ def test_a_server_that_cannot_open_its_database_is_one_sentence(tmp_path: Path) 
         "try: start_server()\nexcept MachineLacks as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
-    assert done.stdout.startswith("Prefect's temporary server did not start (what it said stands above): look at its database")
+    assert done.stdout.startswith("Prefect's temporary server ended, or did not answer within 120 s (what it said stands above): look at")
     assert "unable to open database file" in done.stderr
 
 

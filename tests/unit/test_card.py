@@ -51,6 +51,8 @@ def test_run_directories_that_were_moved_together_find_each_other(tmp_path: Path
     before = tree(lineage(made.checkpoint))
     (tmp_path / "old").rename(tmp_path / "new")
     moved = Path(str(made.checkpoint).replace(str(tmp_path / "old"), str(tmp_path / "new")))
+    (moved.parents[1] / "old").mkdir()  # a model of that name beside them
+    (moved.parents[1] / "old" / "config.json").write_text("{}")
     assert tree(lineage(moved)) == before
     shutil.rmtree(tmp_path / "new" / made.stages["sft"].relative_to(tmp_path / "old"))
     assert "(unknown)" in tree(lineage(moved))

@@ -73,6 +73,45 @@ def test_a_head_that_is_not_plain_is_run_as_it_is() -> None:
     torch.testing.assert_close(got, expected)
 
 
+def test_such_a_head_is_read_in_chunks_unless_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOGITS_CHUNK", 7)
+    head, hidden, targets = problem(torch.float32, bias=False)
+    wrapped = nn.Sequential(head, nn.Tanh())
+    seen: list[int] = []
+    wrapped.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    whole, _ = by_autograd(wrapped, hidden, targets, 1.0)
+    (expected,) = torch.autograd.grad(whole.sum(), head.weight)
+    seen.clear()
+    chunked, _ = token_logprobs(wrapped, hidden, targets, 1.0, "no", False)
+    assert max(seen) == 7
+    torch.testing.assert_close(chunked, whole)
+    torch.testing.assert_close(torch.autograd.grad(chunked.sum(), head.weight)[0], expected)
+    head.weight.ds_id = 0  # as ZeRO-3 marks its parameters
+    seen.clear()
+    token_logprobs(wrapped, hidden, targets, 1.0, "no", False)
+    assert seen == [ROWS], "every rank calls it equally often"
+
+
+def test_nothing_is_kept_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that trains is also asked for log-probs: only a chunk of logits exists then."""
+    monkeypatch.setattr(module, "LOGITS_CHUNK", 7)
+    head, hidden, targets = problem(torch.float32, bias=False)
+    sizes: list[int] = []
+    read = module._read
+    monkeypatch.setattr(module, "_read", lambda logits, *rest: (sizes.append(len(logits)), read(logits, *rest))[1])
+    with torch.no_grad():
+        token_logprobs(head, hidden, targets, 1.0, "no", True)
+    assert max(sizes) == 7
+
+
+def test_kept_logits_serve_one_backward_pass() -> None:
+    head, hidden, targets = problem(torch.float32, bias=False)
+    logprobs, _ = token_logprobs(head, hidden, targets, 1.0, "no", True)
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        logprobs.sum().backward()
+
+
 def test_the_head_is_called_once_with_its_hooks_and_keeps_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """What gathers the weights of a sharded head is a hook: every rank must call it equally often."""
     monkeypatch.setattr(module, "LOGITS_CHUNK", 7)
