@@ -118,7 +118,8 @@ def test_a_refused_recipe_leaves_no_server(tmp_path: Path) -> None:
 def test_a_second_flow_of_a_process_finds_the_server_of_the_first(tmp_path: Path) -> None:
     code = (
         "from tasks.server_process import ours; from tasks.temporary_server import start_server\n"
-        "start_server(); first = ours.server_process.pid; start_server(); print(ours.server_process.pid == first, ours.server_process.poll())"
+        "start_server(); first = ours.server_process; start_server()\n"
+        "print(ours.server_process is first, first.poll())"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment_of(tmp_path), capture_output=True, text=True, timeout=150)
     assert done.stdout == "True None\n", done.stderr
