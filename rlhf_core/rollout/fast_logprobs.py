@@ -32,11 +32,10 @@ def gather_sampled_alone(sampler: Any) -> None:
 
     The sampler of vLLM's second model runner, which it takes for some architectures, has ways of its own and is left alone.
     """
-    from vllm.v1.outputs import LogprobsTensors
-
     with_ranks = getattr(sampler, "gather_logprobs", None)
     if with_ranks is None:
         return
+    from vllm.v1.outputs import LogprobsTensors
 
     def gather(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
         if num_logprobs:
