@@ -83,7 +83,7 @@ def _packages(gpus: int) -> list[Finding]:
         found.append(Finding("bad", "torch", f"{torch} is a CPU build, but there are GPUs; install a CUDA build"))
     if gpus:
         flash = _version("flash-attn")
-        found.append(Finding("ok" if flash else "warn", "flash-attn", flash or "missing: attention is slower, packing takes more memory"))
+        found.append(Finding("ok" if flash else "warn", "flash-attn", flash or "missing: PyTorch's own varlen attention runs instead"))
     elif torch:
         for name in CUDA_ONLY:
             if version := _version(name):

@@ -1,8 +1,9 @@
 """Trains a stage on a set larger than the memory it may allocate: `python streamed_training.py KIND MODEL FOLDER [in-memory]`.
 
 A first, small run loads all libraries and makes the allocator's pools. From then on the process may allocate ALLOWED more
-(RLIMIT_DATA, which counts private memory that can be written to, and no mapped files), and the second run reads a set of
-which the files alone are more than that. What is allowed is half as much again as model, optimiser and plot were seen to take. It trains a few steps and then reads every item once, in the order of an epoch.
+(RLIMIT_DATA, which counts private memory that can be written to, and no mapped files), half as much again as model, optimiser
+and plot were seen to take, and the second run reads a set of which the files alone are larger than that. It trains a few steps
+and then reads every item once, in the order of an epoch.
 With `in-memory` the items are put in a list instead, as a check of the limit. Prints one line of JSON.
 """
 

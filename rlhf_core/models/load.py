@@ -1,7 +1,7 @@
 """Models from a folder or the Hub, wrapped so that a forward pass returns what the algorithms speak of.
 
 `Policy` returns token log-probs and entropies, `Scorer` one number per position. Both take packed rows: position ids that
-restart at 0 keep attention inside each document (transformers builds the block-diagonal mask, or runs varlen FlashAttention).
+restart at 0 keep attention inside each document (a block-diagonal mask, or a varlen kernel that takes the borders: `attention`).
 The wrapped transformers model is `.model`; checkpoints hold that model, never the wrapper.
 """
 
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_core.config import Lora
 from rlhf_core.data.collate import rounded
 from rlhf_core.masked import shift_right
+from rlhf_core.models.attention import attention_for, borders, settled, takes_borders
 from rlhf_core.models.experts import balance_loss, num_experts
 from rlhf_core.models.kernels import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
@@ -94,25 +95,14 @@ class Scorer(nn.Module):
 
 
 def _hidden(model: PreTrainedModel, tokens: Tensor, positions: Tensor, routed: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Last hidden states (B, T, H), and if `routed` the router logits of each layer, (B * T, E).
-
-    Varlen FlashAttention reads document borders from positions only in a batch of one row.
-    """
-    varlen = model.config._attn_implementation == "flash_attention_2"
-    shape = (1, -1) if varlen else tokens.shape
+    """Last hidden states (B, T, H), and if `routed` the router logits of each layer, (B * T, E)."""
+    end_to_end = takes_borders(model)
+    shape = (1, -1) if end_to_end else tokens.shape
     asked: dict[str, Any] = {"output_router_logits": True} if routed else {}
-    if varlen:
-        asked |= _borders(positions)
+    if end_to_end:
+        asked |= borders(positions)
     backbone = model.base_model(input_ids=tokens.reshape(shape), position_ids=positions.reshape(shape), use_cache=False, **asked)
     return backbone.last_hidden_state.view(*tokens.shape, -1), backbone.router_logits if routed else ()
-
-
-def _borders(positions: Tensor) -> dict[str, Any]:
-    """Document borders as varlen FlashAttention wants them, found once: left to itself every layer would ask the device for them again."""
-    starts = (positions.flatten() == 0).cpu().nonzero().flatten()
-    edges = torch.cat([starts, torch.tensor([positions.numel()])]).int()
-    longest, on_device = int(edges.diff().max()), edges.to(positions.device, non_blocking=True)
-    return {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device, "max_length_q": longest, "max_length_k": longest}
 
 
 def load_policy(path: str, dtype: str = "float32", trust_remote_code: bool = False) -> Policy:
@@ -174,17 +164,16 @@ def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, 
     """The model at `path`, or the base of the adapter at `path` with that adapter merged into it."""
     base = base_of(path)
     if base is None:
-        return fuse(load(path, **options | _card(path, options)))
+        return fuse(settled(load(path, **options | _card(path, options))))
     if "quantization_config" in options:
         raise ValueError(f"{path} is an adapter, which cannot be merged into 4-bit weights: start from a merged checkpoint")
     return merge_adapter(_merged(load, base, options), path)
 
 
 def _options(dtype: str, trust_remote_code: bool, lora: Lora | None = None) -> dict[str, Any]:
-    attention = "flash_attention_2" if _has_flash_attention() and dtype == "bfloat16" else "sdpa"
     options = {
         "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
-        "attn_implementation": attention,
+        "attn_implementation": attention_for(dtype),
         "trust_remote_code": trust_remote_code,
         "use_safetensors": True,
     }
@@ -213,13 +202,3 @@ def _nf4(dtype: str) -> dict[str, Any]:
         llm_int8_skip_modules=["lm_head", "score"],
     )
     return {"quantization_config": quantization, "device_map": {"": torch.cuda.current_device()}}
-
-
-def _has_flash_attention() -> bool:
-    if not torch.cuda.is_available():
-        return False
-    try:
-        import flash_attn  # noqa: F401
-    except ImportError:
-        return False
-    return True

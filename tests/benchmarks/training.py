@@ -1,6 +1,6 @@
 """Tokens per second of packed SFT, reward model and DPO on random weights: ours on one or several cards, and TRL's on one.
 
-    python tests/benchmarks/training.py --model FOLDER --out FOLDER --what sft [--peer] [--cards 4 --zero-stage 3] [--no-liger]
+    python tests/benchmarks/training.py --model FOLDER --out FOLDER --what sft [--prompts 0.5] [--peer] [--cards 4 --zero-stage 3]
 
 Both train the same documents in bf16 with AdamW, equally many tokens a pass, and are timed from the third optimiser step on. MFU counts
 6N operations a token (DPO's reference log-probs are computed beforehand by both) against --flops, the card's measured matrix rate.
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--what", choices=("sft", "rm", "dpo", "kto"), default="sft")
+    parser.add_argument("--prompts", type=float, default=0.0, help="share of each text that is its prompt, of which no loss is taken")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--cards", type=int, default=1)
     parser.add_argument("--work", type=int, help="passes of a step are 4 times this, in place of 4 times the cards: equal steps on 1 and 2")
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--flops", type=float, default=790e12)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True)
-    rows = make_rows(arguments.what, arguments.steps * (arguments.work or arguments.cards))
+    rows = make_rows(arguments.what, arguments.steps * (arguments.work or arguments.cards), arguments.prompts)
     seconds = (trl if arguments.peer else ours)(arguments, rows)
     per_step = sum(tokens_of(row) for row in rows) / arguments.steps
     steady = sorted(seconds[2:])[len(seconds[2:]) // 2]
@@ -57,23 +58,27 @@ def main() -> None:
 
 
 def tokens_of(row: dict[str, str]) -> int:
-    return sum(len(text) for key, text in row.items() if key in ("response", "chosen", "rejected")) + 1
+    """A prompt stands before each answer; with the last token."""
+    return sum(len(row["prompt"]) + len(text) for key, text in row.items() if key in ("response", "chosen", "rejected"))
 
 
-def make_rows(what: str, steps: int) -> list[dict[str, Any]]:
+def make_rows(what: str, steps: int, prompts: float) -> list[dict[str, Any]]:
     """Random letters (one token each): documents of 200 to 2,000 tokens whose sum fills the passes, or pairs of 1,024 tokens."""
     rng = random.Random(0)
 
     def text(length: int) -> str:
         return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(length))
 
+    def row(length: int, *answers: str) -> dict[str, Any]:
+        asked = max(1, round(prompts * length))
+        return {"prompt": text(asked), **{answer: text(length - 3 - asked) for answer in answers}}
+
+    tokens = steps * PASSES * PASS_TOKENS
     if what in ("rm", "dpo"):
-        return [
-            {"prompt": "a", "chosen": text(PAIR - 4), "rejected": text(PAIR - 4)} for _ in range(steps * PASSES * PASS_TOKENS // (2 * PAIR))
-        ]
+        return [row(PAIR, "chosen", "rejected") for _ in range(tokens // (2 * PAIR))]
     if what == "kto":
-        return [{"prompt": "a", "response": text(PAIR - 4), "label": bool(i % 2)} for i in range(steps * PASSES * PASS_TOKENS // PAIR)]
-    return [{"prompt": "a", "response": text(length)} for _ in range(steps * PASSES * PASS_TOKENS // 2048) for length in (200, 1000, 840)]
+        return [row(PAIR, "response") | {"label": bool(i % 2)} for i in range(tokens // PAIR)]
+    return [row(length, "response") for _ in range(tokens // 2048) for length in (200, 1000, 840)]
 
 
 def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float]:
@@ -126,7 +131,7 @@ def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float
     auto = AutoModelForSequenceClassification if arguments.what == "rm" else AutoModelForCausalLM
     options = {"num_labels": 1} if arguments.what == "rm" else {}
     model = auto.from_pretrained(arguments.model, dtype=torch.bfloat16, attn_implementation="flash_attention_2", **options)
-    common = {
+    common: dict[str, Any] = {
         "output_dir": str(arguments.out / "trl"),
         "gradient_accumulation_steps": PASSES,
         "max_steps": arguments.steps,
@@ -139,10 +144,8 @@ def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float
         "use_liger_kernel": not arguments.no_liger,
     }
     if arguments.what == "sft":
-        data = Dataset.from_list([{"text": row["prompt"] + row["response"]} for row in rows])
-        config = SFTConfig(
-            **common, packing=True, max_length=2048, per_device_train_batch_size=PASS_TOKENS // 2048, dataset_text_field="text"
-        )
+        data = Dataset.from_list([{"prompt": row["prompt"], "completion": row["response"]} for row in rows])
+        config = SFTConfig(**common, packing=True, max_length=2048, per_device_train_batch_size=PASS_TOKENS // 2048)
         trainer = SFTTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
     elif arguments.what == "dpo":
         data = Dataset.from_list(rows)
@@ -156,6 +159,7 @@ def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float
         trainer = DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
     else:
         data = Dataset.from_list(rows)
+        common["liger_kernel_config"] = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # no head that speaks
         config = RewardConfig(**common, max_length=2048, per_device_train_batch_size=PASS_TOKENS // (2 * PAIR))
         trainer = RewardTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
     trainer.train()

@@ -1,0 +1,115 @@
+"""PyTorch's varlen attention in transformers' models: the same numbers as `sdpa` with a block-diagonal mask gives.
+
+The kernel runs on GPUs only (tests/gpu/test_attention.py); here a plain computation with its signature stands in for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from rlhf_core.data.collate import collate
+from rlhf_core.models import attention
+from rlhf_core.models.load import Policy
+from tests.unit.test_models import FAMILIES, SHAPE, documents, logprobs_by_document
+
+WINDOWED = {"mistral-window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4))}
+
+
+def plain_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.attention.varlen.varlen_attn`: rows (T, heads, D), documents between the borders."""
+    assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k) and int(cu_seq_q.diff().max()) == max_q == max_k
+    assert int(cu_seq_q[-1]) == len(query) and (enable_gqa or query.shape[1] == key.shape[1]) and window_size[1] == 0
+    out = []
+    for start, end in cu_seq_q.unfold(0, 2, 1).tolist():
+        q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))
+        back = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        seen = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
+        out.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The stand-in, and how often it was called."""
+    calls: list[int] = []
+
+    def counted(*arguments: Any, **named: Any) -> torch.Tensor:
+        calls.append(len(arguments[0]))
+        return plain_varlen(*arguments, **named)
+
+    monkeypatch.setattr(attention.varlen, "varlen_attn", counted)
+    return calls
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
+def test_the_numbers_and_gradients_are_those_of_sdpa(family: str, kernel: list[int]) -> None:
+    torch.manual_seed(0)
+    policy = Policy({**FAMILIES, **WINDOWED}[family]().eval())
+    rows = [documents()[:3], documents()[3:]]
+    expected = logprobs_by_document(policy, rows)
+    torch.cat(expected).sum().backward()
+    gradients = [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+    policy.zero_grad()
+    policy.model.set_attn_implementation(attention.PYTORCH)
+    found = logprobs_by_document(policy, rows)
+    torch.cat(found).sum().backward()
+    assert kernel == [collate(rows, pad_token_id=0).tokens.numel()] * 2, "both layers, both rows in one"
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for a, b in zip((p.grad for p in policy.parameters() if p.grad is not None), gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_window_changes_the_numbers(kernel: list[int]) -> None:
+    """Or the test above would pass without one."""
+    torch.manual_seed(0)
+    policy = Policy(WINDOWED["mistral-window"]().eval())
+    policy.model.set_attn_implementation(attention.PYTORCH)
+    windowed = logprobs_by_document(policy, [documents()])
+    for layer in policy.model.model.layers:
+        layer.self_attn.config.sliding_window = None
+    whole = logprobs_by_document(policy, [documents()])
+    assert not torch.allclose(windowed[2], whole[2]) and kernel
+
+
+def implementation(model: PreTrainedModel) -> str:
+    return attention.settled(model).config._attn_implementation
+
+
+def test_the_kernel_is_chosen_in_bf16_on_a_card_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bf16 = FAMILIES["llama"]().to(torch.bfloat16)
+    assert isinstance(bf16, LlamaForCausalLM) and implementation(bf16) == "sdpa", "no GPU here"
+    monkeypatch.setattr(attention, "_has_kernel", lambda: True)
+    assert implementation(FAMILIES["llama"]()) == "sdpa", "fp32"
+    assert implementation(bf16) == attention.PYTORCH
+
+
+def test_a_cap_on_the_logits_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sdpa` would drop it without a word."""
+    capped = Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=0.5, attn_implementation="sdpa")).eval()
+    for layer in capped.model.layers:
+        torch.nn.init.normal_(layer.self_attn.q_proj.weight, std=2)  # logits that the cap reaches
+    monkeypatch.setattr(attention, "_has_kernel", lambda: True)
+    left_out = logprobs_by_document(Policy(capped), [documents()])
+    assert implementation(capped) == "eager"
+    alone = [logprobs_by_document(Policy(capped), [[document]])[0] for document in documents()]
+    for ours, theirs in zip(logprobs_by_document(Policy(capped), [documents()]), alone, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert not torch.allclose(left_out[2], alone[2])
