@@ -62,18 +62,16 @@ class Reply(Frozen):
 
 
 class Pace:
-    """Lets callers through one by one, `per_minute` a minute; None: at once."""
+    """Lets callers through one by one, `per_minute` a minute; None: at once. What a pause delayed does not catch up."""
 
     def __init__(self, per_minute: float | None):
         self.gap = 60 / per_minute if per_minute else 0.0
         self.free = 0.0  # when the next may pass, on the monotonic clock
 
     async def turn(self) -> None:
-        now = time.monotonic()
-        mine = max(now, self.free)
-        self.free = mine + self.gap
-        if mine > now:
-            await asyncio.sleep(mine - now)
+        while (wait := self.free - time.monotonic()) > 0:
+            await asyncio.sleep(wait)
+        self.free = time.monotonic() + self.gap
 
 
 class ChatClient:

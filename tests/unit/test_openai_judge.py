@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.chat_client import Connection
+from evaluation.chat_client import Connection, Pace
 from evaluation.judge import Match
 from evaluation.judge_prompt import judge_prompt
 from evaluation.openai_judge import read_cache
@@ -88,20 +88,23 @@ def test_concurrency_hides_the_latency_of_the_endpoint(tmp_path: Path) -> None:
     assert time.monotonic() - start < 64 * 0.2 / 2  # one after the other would take 12.8 s, the ideal is 0.8 s
 
 
-def test_requests_are_spaced_as_the_limit_asks(tmp_path: Path) -> None:
+def test_requests_are_spaced_as_the_limit_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[float] = []
+    turn = Pace.turn
 
-    def script(*_: object) -> Reply:
+    async def slow_at_first(pace: Pace) -> None:
+        await turn(pace)
         times.append(time.monotonic())
-        return completion("[[A=B]]")
+        if len(times) == 1:
+            time.sleep(0.5)  # nothing of this process moves: those whose turn comes meanwhile do not go all at once
 
-    with serving(script) as endpoint:
+    monkeypatch.setattr(Pace, "turn", slow_at_first)
+    with serving(lambda *_: completion("[[A=B]]")) as endpoint:
         judge = openai_judge(endpoint.url, tmp_path, concurrency=16, requests_per_minute=600)
         judge.judge(matches(6))
         judge.judge(matches(8))  # two more: the pace goes on
-    assert judge.requests == len(times) == 8
-    gaps = [later - earlier for earlier, later in pairwise(sorted(times))]
-    assert sum(gaps) > 7 * 0.1 * 0.9 and sum(gap > 0.07 for gap in gaps) >= 5  # 600 a minute: one every 0.1 s
+    assert judge.requests == len(endpoint.requests) == len(times) == 8
+    assert all(later - earlier > 0.099 for earlier, later in pairwise(times)), times  # 600 a minute: one every 0.1 s
 
 
 def test_tokens_of_all_verdicts_are_counted_also_of_failed_ones(tmp_path: Path) -> None:
