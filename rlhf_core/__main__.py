@@ -24,7 +24,7 @@ WORK = {
     "dpo": "rlhf_core.dpo",
     "kto": "rlhf_core.kto",
     "preferences": "rlhf_core.preferences",
-    "ppo": "rlhf_core.ppo.train",
+    "ppo": "rlhf_core.ppo.start",
     "publication": "rlhf_core.hub",
 }
 ENV_DEFAULTS = {

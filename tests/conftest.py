@@ -47,17 +47,26 @@ settings.register_profile("alignflow", derandomize=True, deadline=None)
 settings.load_profile("alignflow")
 
 
+# Files that one process runs one after the other: PPO with its engines, all flows (they share a Prefect server), what else has engines.
+TOGETHER = ("tests/engines/test_ppo", "tests/flows/", "tests/engines/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first."""
+    items.sort(key=lambda item: next((i for i, start in enumerate(TOGETHER) if item.nodeid.startswith(start)), len(TOGETHER)))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`-n` takes whole files. One process runs all those with engines, one after the other, and one all flows, with one Prefect server."""
+    """`-n` takes whole files, or those of TOGETHER."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return next((folder for folder in ("tests/engines/", "tests/flows/") if file.startswith(folder)), file)
+            return next((start for start in TOGETHER if file.startswith(start)), file)
 
-    config.option.loadscopereorder = False  # as collected: the longest first
+    config.option.loadscopereorder = False  # as collected
     return ByFile(config, log)
 
 

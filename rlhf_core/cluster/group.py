@@ -6,6 +6,7 @@ A call goes to every rank and returns at once; waiting has a timeout and names r
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,9 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.cluster.placement import Room, connect, passed_environment, reserve
+from rlhf_core.cluster.placement import Room, connect, joins, passed_environment, reserve
+from rlhf_core.cluster.ranks import free_port, set_rank_environment
 from rlhf_core.config import Ranks
-from rlhf_core.engine.ranks import free_port, set_rank_environment
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 
 
@@ -28,11 +29,17 @@ class RoleFailed(RuntimeError):
 class Worker:
     """One rank. `build` makes the role's object in this process; `call` runs one of its methods."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, threads: int):
         self._name = name
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # before anything is imported that reads it
 
     def __repr__(self) -> str:  # Ray puts this before each relayed log line
         return self._name
+
+    def prepare(self, function: str, *args: Any) -> None:
+        """Calls `module:function`, whose module need not be imported where this is asked for."""
+        module, _, name = function.partition(":")
+        getattr(importlib.import_module(module), name)(*args)
 
     def address(self) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), free_port()
@@ -48,12 +55,12 @@ class Worker:
         return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
 
     def build(
-        self, rank: int, world_size: int, local_rank: int, meeting: tuple[str, int], cards: list[str], factory: Any, options: Any
+        self, rank: int, world_size: int, local_rank: int, meeting: tuple[str, int], factory: Any, options: Any, *cards: list[str]
     ) -> int:
-        """`meeting`: where the ranks meet. `cards`: what this process sees in place of its own card (an engine over several). Returns the
-        process id."""
+        """`meeting`: where the ranks meet. `cards`, place by place: what this process sees in place of its own (an engine over several).
+        Returns the process id."""
         if cards:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(card for place in cards for card in place)
         set_rank_environment(rank, world_size, *meeting, local_rank)
         self.role = factory(**options)
         return os.getpid()
@@ -134,31 +141,39 @@ class Group:
     def __init__(self, name: str, room: Room, threads: int, span: int = 1):
         self.name, seats = name, room.seats[name]
         self.world_size = len(seats) // span
-        environment = passed_environment() | {"OMP_NUM_THREADS": str(threads)}
+        # Processes of a cluster of our own have our environment anyway, and start at once where Ray need not make one for them.
+        environment = {"env_vars": passed_environment()} if joins() else None
         self._seated = [
             ray.remote(Worker)
             .options(
                 num_cpus=seat.cpus,
                 num_gpus=seat.gpus,
-                runtime_env={"env_vars": environment},
+                runtime_env=environment,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(room.group, placement_group_bundle_index=seat.bundle),
             )
-            .remote(f"{name}{i // span}" if self.world_size > 1 else name)
+            .remote(f"{name}{i // span}" if self.world_size > 1 else name, threads)
             for i, seat in enumerate(seats)
         ]
         self._span, self._workers = span, self._seated[::span]
         self._spent: dict[str, float] = {}
 
-    def build(self, factory: Callable[..., Any], timeout: float, **options: Any) -> Pending:
+    def prepare(self, function: str, *args: Any) -> None:
+        """Lets every rank call `module:function`, to import what it will need, and does not wait. An engine over several cards does not:
+        what it imports may look for the cards before it is told them."""
+        if self._span == 1:
+            for worker in self._workers:
+                worker.prepare.remote(function, *args)
+
+    def build(self, factory: Callable[..., Any], **options: Any) -> Pending:
         """Makes the role's object on every rank; ranks meet at the first one's address. The results are process ids."""
-        meeting = Pending(self.name, "start", [self._workers[0].address.remote()]).wait(timeout)[0]
-        cards = Pending(self.name, "start", [worker.cards.remote() for worker in self._seated]).wait(timeout) if self._span > 1 else []
+        meeting = self._workers[0].address.remote()  # Ray hands over what comes of such references, so nothing waits here
+        cards = [worker.cards.remote() for worker in self._seated] if self._span > 1 else []
         refs = []
         for rank, worker in enumerate(self._workers):
-            seen = [card for place in cards[rank * self._span : (rank + 1) * self._span] for card in place]
             # Ray shows each worker only its own GPUs, so the device index is always 0 there.
             local_rank = 0 if ray.cluster_resources().get("GPU") else rank
-            refs.append(worker.build.remote(rank, self.world_size, local_rank, meeting, seen, factory, options))
+            seen = cards[rank * self._span : (rank + 1) * self._span]
+            refs.append(worker.build.remote(rank, self.world_size, local_rank, meeting, factory, options, *seen))
         return Pending(self.name, "load", refs)
 
     def address(self, rank: int, timeout: float) -> tuple[str, int]:
@@ -229,5 +244,5 @@ def run_on_group(
     room = reserve(arrange({name: ranks}), timeout=600)
     group = Group(name, room, cpu_threads(ranks.world_size))
     request = settle(group.card_bytes(600))
-    group.build(StageRank, 600, work=work, request=request, path=str(run.path)).wait(600)
+    group.build(StageRank, work=work, request=request, path=str(run.path)).wait(600)
     return group.call("train", "run").wait(timeout=7 * 24 * 3600)[0]

@@ -34,13 +34,18 @@ def connect() -> None:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the work, not a guest of it
-    if os.environ.get("RAY_ADDRESS"):
+    if joins():
         ray.init(log_to_driver=True, logging_level="WARNING")
         return
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     store = GPU_OBJECT_STORE_BYTES if num_gpus() else OBJECT_STORE_BYTES
     # "local": without it Ray would join whatever cluster was started last on this machine, somebody else's perhaps.
     ray.init("local", num_cpus=os.cpu_count(), include_dashboard=False, object_store_memory=store, logging_level="WARNING")
+
+
+def joins() -> bool:
+    """Whether the cluster is one that others started."""
+    return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def passed_environment() -> dict[str, str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
 
 from rlhf_core import checkpoint
+from rlhf_core.cluster.ranks import free_port, set_rank_environment
 from rlhf_core.config import DPO, KTO, SFT, Lora, RewardModel, Trainable
 from rlhf_core.data.report import JSON
 from rlhf_core.engine.base import AdamW, Engine, TorchEngine, on_cpu
@@ -86,21 +85,3 @@ def export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_r
         save_tokenizer(source, folder, trust_remote_code)
     else:
         save_model(model, state, source, folder, trust_remote_code)
-
-
-def set_rank_environment(rank: int, world_size: int, address: str, port: int, local_rank: int = 0) -> None:
-    """What torch.distributed and DeepSpeed read from the environment."""
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(local_rank),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-    }
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

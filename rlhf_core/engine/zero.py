@@ -19,6 +19,17 @@ from torch import Tensor, nn
 from rlhf_core.engine.base import AdamW, adamw_optimizer, check_norm
 
 
+def library() -> Any:
+    """The package deepspeed, for the device that is here."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    # Its shared-memory collectives for CPU are compiled at start; gloo needs no compiler and no minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
 class ZeroEngine:
     """One rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set."""
 
@@ -26,13 +37,7 @@ class ZeroEngine:
         self, module: nn.Module, adamw: AdamW, zero_stage: int, dtype: str, micro_batch_size: int, timeout: float, offload: bool = False
     ):
         """`offload`: the optimiser's state lies in pinned host memory and its step runs on the CPU (ZeRO-Offload, Ren et al. 2021)."""
-        if not torch.cuda.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        import deepspeed
-
-        # Its shared-memory collectives for CPU are compiled at start; gloo needs no compiler and no minute.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self._deepspeed = deepspeed
+        self._deepspeed = deepspeed = library()
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout), verbose=False)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()

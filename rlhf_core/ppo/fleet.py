@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.cluster.group import Group, Pending, cpu_threads, share, wait_all
-from rlhf_core.cluster.placement import Room
+from rlhf_core.cluster.group import Group, Pending, share, wait_all
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.engine.base import AdamW
@@ -249,15 +248,12 @@ def start_fleet(
     paths: Mapping[str, str],
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
-    room: Room,
+    groups: Mapping[str, Group],
     trust_remote_code: bool,
     kept_stage: int | None = None,
 ) -> Fleet:
-    """Starts all roles side by side and waits until each has loaded its model. `paths` gives each role's model; `kept_stage`: the ZeRO
-    stage of a resume state, which counts where the recipe leaves it open."""
-    # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
-    spans, alone = {"sampler": config.vllm.tensor_parallel_size}, () if config.one_step_off_policy else ("sampler",)
-    groups = {name: Group(name, room, cpu_threads(1 if name in alone else 2), spans.get(name, 1)) for name in config.placed}
+    """Starts all roles in their processes side by side and waits until each has loaded its model. `paths` gives each role's model;
+    `kept_stage`: the ZeRO stage of a resume state, which counts where the recipe leaves it open."""
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
     def model(role: str) -> Model:
@@ -274,7 +270,6 @@ def start_fleet(
     loading: list[Pending] = [
         groups["sampler"].build(
             SamplerRole,
-            config.timeout,
             model=paths["actor"],
             seed=seed,
             max_model_len=config.prompt_max_len + config.generate_max_len,
@@ -286,8 +281,8 @@ def start_fleet(
             tensor_parallel_size=config.vllm.tensor_parallel_size,
             seed_answers=config.vllm.seed_answers,
         ),
-        groups["reference"].build(Reference, config.timeout, model=model("reference"), temperature=config.temperature, offload=offload),
-        *(group.build(Reward, config.timeout, model=model(group.name), offload=offload) for group in rewards.values()),
+        groups["reference"].build(Reference, model=model("reference"), temperature=config.temperature, offload=offload),
+        *(group.build(Reward, model=model(group.name), offload=offload) for group in rewards.values()),
     ]
     chosen = zero_stage_of(config, paths, groups, kept_stage)
     print(f"actor{' and critic' if config.has_critic else ''}: {chosen}", flush=True)
@@ -306,7 +301,6 @@ def start_fleet(
     loading.append(
         groups["actor"].build(
             Actor,
-            config.timeout,
             model=model("actor"),
             training=training,
             objective=objective_of(config),
@@ -314,9 +308,7 @@ def start_fleet(
         )
     )
     if "critic" in groups:
-        loading.append(
-            groups["critic"].build(Critic, config.timeout, model=model("critic"), training=training, value_clip=config.value_clip)
-        )
+        loading.append(groups["critic"].build(Critic, model=model("critic"), training=training, value_clip=config.value_clip))
     for pending in loading:
         print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
         print(f"{pending.role} is up, process {', '.join(map(str, pending.wait(config.timeout)))}", flush=True)

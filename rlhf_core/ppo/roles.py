@@ -21,7 +21,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.engine.base import AdamW
 from rlhf_core.engine.ranks import export
-from rlhf_core.engine.zero import ZeroEngine
+from rlhf_core.engine.zero import ZeroEngine, library
 from rlhf_core.losses import Loss, value_loss, with_balance
 from rlhf_core.masked import shift_right
 from rlhf_core.models.load import load_policy, load_scorer, trained_policy, trained_scorer
@@ -36,6 +36,12 @@ from rlhf_core.rollout.weights import card_id
 from rlhf_core.supervised import accumulate, deal
 
 Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
+
+
+def prepare(trains: bool) -> None:
+    """Imports what a role needs that this module does not."""
+    if trains:
+        library()
 
 
 class Model(NamedTuple):

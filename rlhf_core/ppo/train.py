@@ -1,4 +1,4 @@
-"""The PPO stage: data and roles in, iterations, a checkpoint out."""
+"""The PPO stage once its processes are there (`start`): data and roles in, iterations, a checkpoint out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any, Literal, cast
 
 from rlhf_core import checkpoint
 from rlhf_core.advantages import AdaptiveKL, FixedKL, KLController, kl_controller
-from rlhf_core.cluster.layout import arrange
-from rlhf_core.cluster.placement import connect, reserve
+from rlhf_core.cluster.group import Group
 from rlhf_core.config import PPO
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
@@ -32,9 +31,11 @@ PROBE_DOCUMENTS, PROBE_TOKENS = 4, 128
 SHOWN = ("reward/mean", "kl/mean", "policy/first_ratio", "response/length", "phase/generate", "phase/score", "phase/train")
 
 
-def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Trains the actor on its own samples; the output is `checkpoint`. A killed run goes on after its last saved iteration."""
-    start = time.monotonic()
+def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun: float) -> Outcome:
+    """Trains the actor on its own samples; the output is `checkpoint`. A killed run goes on after its last saved iteration.
+
+    `groups`: the processes of each role; `begun`: when the stage began, on the monotonic clock.
+    """
     config = cast(PPO, request.config)
     paths = model_paths(config, request.inputs)
     tokenizer = load_tokenizer(paths["actor"], request.trust_remote_code)
@@ -43,12 +44,10 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     write_data_report(run, request.name, prompts=data.report)
     iterations = count_iterations(config, len(data.items))
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
-    connect()
-    room = reserve(arrange(config.placed, config.together), config.timeout)
     resume = checkpoint.latest(run)
     kept_stage = resume.loop.get("zero_stage", 3) if resume else None
-    fleet = start_fleet(config, paths, tokenizer, request.seed, room, request.trust_remote_code, kept_stage)
-    print(f"all roles are up after {time.monotonic() - start:.0f} s", flush=True)
+    fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, kept_stage)
+    print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
 
     first = resume.step if resume else 0
     kl = kl_controller(config.init_kl_coef, config.kl_target, config.kl_horizon)

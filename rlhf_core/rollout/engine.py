@@ -39,6 +39,15 @@ class Answer:
     finished: bool
 
 
+def library(kv_cache_gib: float) -> Any:
+    """The package vllm with its engine; it reads its environment when it is imported first."""
+    set_vllm_environment(kv_cache_gib)
+    import vllm
+    import vllm.entrypoints.llm  # `vllm.LLM` would import it later
+
+    return vllm
+
+
 class Sampler:
     """A vLLM engine with a model loaded. One per process; `close` ends it."""
 
@@ -58,10 +67,7 @@ class Sampler:
         on_gpu = torch.cuda.is_available()
         self._merged: TemporaryDirectory[str] | None = None
         self._dtype, self._trust_remote_code = dtype, trust_remote_code
-        set_vllm_environment(kv_cache_gib)
-        import vllm
-
-        self._vllm = vllm
+        self._vllm = vllm = library(kv_cache_gib)
         keep_arrays()
         model = self._whole(model)
         self.llm = vllm.LLM(

@@ -7,8 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from rlhf_core.rollout.engine import Answer, Sampler
+from rlhf_core.rollout.engine import Answer, Sampler, library
 from rlhf_core.rollout.transfer import Meeting, Route
+
+
+def prepare(kv_cache_gib: float) -> None:
+    """Imports what the role needs that this module does not."""
+    library(kv_cache_gib)
 
 
 class SamplerRole:

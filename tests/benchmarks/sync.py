@@ -20,12 +20,11 @@ import torch
 from ppo_step import options, stage_config, watch_memory
 from transformers import AutoConfig
 
-from rlhf_core.cluster.layout import arrange
-from rlhf_core.cluster.placement import connect, reserve
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.ppo.fleet import Fleet, WeightsDiffer, start_fleet
 from rlhf_core.ppo.roles import Update
+from rlhf_core.ppo.start import seated
 from rlhf_core.ppo.train import model_paths
 from rlhf_core.ppo.types import Experience
 
@@ -38,11 +37,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True)
     (arguments.out / "prompts.jsonl").write_text(json.dumps({"prompt": "not read"}) + "\n")
     config = stage_config(arguments)
-    connect()
     paths = model_paths(config, {"base": str(arguments.model)})
-    fleet = start_fleet(
-        config, paths, load_tokenizer(paths["actor"], False), 0, reserve(arrange(config.placed, config.together), 600), False
-    )
+    fleet = start_fleet(config, paths, load_tokenizer(paths["actor"], False), 0, seated(config), False)
     size = weight_bytes(arguments.model, 2 if config.dtype == "bfloat16" else 4)
     peaks = watch_memory() if torch.cuda.is_available() else []
     experience = made_up(AutoConfig.from_pretrained(arguments.model).vocab_size, arguments.generate_len)

@@ -65,7 +65,7 @@ def groups() -> Iterator[tuple[Group, Group]]:
     two = Ranks(num_ranks_per_node=2, cpus=0.25)
     room = reserve(arrange({"critic": two, "actor": two}), 30)
     made = Group("critic", room, 1), Group("actor", room, 1)
-    for pending in [group.build(make_role, 60) for group in made]:
+    for pending in [group.build(make_role) for group in made]:
         pending.wait(60)
     yield made
     ray.shutdown()
@@ -126,6 +126,14 @@ def test_a_stream_that_fails_or_falls_silent_names_its_role(groups: tuple[Group,
     assert actor.call("again", "waits", 0).wait(30) == ["done", "done"]
 
 
+def test_a_preparation_that_fails_fails_nothing_itself(groups: tuple[Group, Group]) -> None:
+    """What cannot be imported is missed where it is used, with a message of its own."""
+    critic, _ = groups
+    critic.prepare("no_such_module:function")
+    critic.prepare("os:putenv", "FOUND", "1")
+    assert critic.call("again", "waits", 0).wait(30) == ["done", "done"]
+
+
 def test_work_is_timed_by_phase_and_told_once(groups: tuple[Group, Group]) -> None:
     critic, _ = groups
     critic.spent()
@@ -137,7 +145,7 @@ def test_work_is_timed_by_phase_and_told_once(groups: tuple[Group, Group]) -> No
 def test_workers_inherit_the_settings_of_the_libraries(groups: tuple[Group, Group]) -> None:
     """Among them those that keep NVLink multicast off."""
     for seen in groups[0].call("look", "variables").wait(30):
-        assert seen["NCCL_NVLS_ENABLE"] == "0"
+        assert seen["NCCL_NVLS_ENABLE"] == "0" and seen["OMP_NUM_THREADS"] == "1"
     os.environ |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
     try:
         assert {"NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"} <= passed_environment().keys()

@@ -10,7 +10,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-import rlhf_core.ppo.train
+import rlhf_core.ppo.start
 import rlhf_core.reward_model
 from rlhf_core.config import PPO, Data, Lora, Ranks, RewardModel, Vllm
 from rlhf_core.models.load import load_policy
@@ -68,7 +68,7 @@ def test_the_sampler_follows_the_actor(
     inputs = {"base": str(base), "reward_model": str(reward_model)}
     (tmp_path / "ppo").mkdir()
     try:
-        rlhf_core.ppo.train.run(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7), RunDir(tmp_path / "ppo"))
+        rlhf_core.ppo.start.run(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7), RunDir(tmp_path / "ppo"))
     finally:
         ray.shutdown()
     lines = read_metrics(tmp_path / "ppo")

@@ -15,8 +15,8 @@ from prefect.runner import Runner
 import flows.alignment
 import tasks.notify
 from flows.alignment import alignment, stage
+from rlhf_core.cluster.ranks import free_port
 from rlhf_core.config import Recipe
-from rlhf_core.engine.ranks import free_port
 from rlhf_core.gates import GateFailed
 from tests.webhook import TOKEN, receiving
 from tests.writing_stages import ORDER, artifacts

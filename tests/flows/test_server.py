@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_core.engine.ranks import free_port
+from rlhf_core.cluster.ranks import free_port
 from tests import micro
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

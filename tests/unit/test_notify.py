@@ -18,8 +18,8 @@ from prefect.client.schemas.objects import State, StateType
 
 import tasks.notify
 from rlhf_core.check import check_machine
+from rlhf_core.cluster.ranks import free_port
 from rlhf_core.config import EVENTS, Recipe
-from rlhf_core.engine.ranks import free_port
 from rlhf_core.plan import plan
 from rlhf_core.recipe import recipe_of
 from tasks.notify import Sender, tell_state

@@ -101,14 +101,13 @@ def ppo(material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at:
     """Runs the stage of five iterations, or to its kill in update `killed_at`."""
     fleet = Fleet(killed_at)
     with monkeypatch.context() as patch:
-        for name, double in {"connect": lambda: None, "reserve": lambda *_: None, "start_fleet": lambda *_: fleet}.items():
-            patch.setattr(train, name, double)
+        patch.setattr(train, "start_fleet", lambda *_: fleet)
         prompts = Data.model_validate({"sources": str(material / "prompts.jsonl"), "max_samples": 40})
         asked = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **{**SIZES, **config})
         inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
         run.prepare(StageRequest(name="ppo", digest="0", config=asked, inputs=inputs, seed=0))
         try:
-            run_stage(run.path, train.run)
+            run_stage(run.path, lambda request, run: train.train(request, run, {}, 0.0))
         except KeyboardInterrupt:
             assert killed_at is not None
     lines = read_metrics(run.path)

@@ -46,19 +46,14 @@ def ppo(material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at:
         return {"reward/mean": 0.1 * roles.weights}, 0.0, carried
 
     with monkeypatch.context() as patch:
-        for name, double in {
-            "connect": lambda: None,
-            "reserve": lambda *_: None,
-            "start_fleet": lambda *_: roles,
-            "ppo_iteration": iteration,
-        }.items():
+        for name, double in {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}.items():
             patch.setattr(train, name, double)
         prompts = Data.model_validate({"sources": str(material / "prompts.jsonl"), "max_samples": 40})
         sizes = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 8, "n_samples_per_prompt": 1}
         asked = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **sizes, **config)
         inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
         run.prepare(StageRequest(name="ppo", digest="0", config=asked, inputs=inputs, seed=0))
-        run_stage(run.path, train.run)
+        run_stage(run.path, lambda request, run: train.train(request, run, {}, 0.0))
     return done
 
 

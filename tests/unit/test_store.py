@@ -15,9 +15,9 @@ import pytest
 
 import rlhf_core.sft
 from rlhf_core.check import check_machine
+from rlhf_core.cluster.ranks import free_port
 from rlhf_core.config import SFT
 from rlhf_core.engine.base import TorchEngine
-from rlhf_core.engine.ranks import free_port
 from rlhf_core.plan import plan
 from rlhf_core.recipe import load_recipe
 from rlhf_core.remote_files import RemoteFiles, StoreFault

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_core.engine.ranks import free_port
+from rlhf_core.cluster.ranks import free_port
 from rlhf_core.rollout.transfer import ALIGNMENT, Broadcast, Meeting, Route, choose_route, packed, unpacked
 from rlhf_core.rollout.weights import _with_head
 
