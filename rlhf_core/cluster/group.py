@@ -16,7 +16,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.cluster.placement import Room, connect, joins, passed_environment, reserve
+from rlhf_core.cluster.placement import Room, connect, is_ours, passed_environment, reserve
 from rlhf_core.cluster.ranks import free_port, set_rank_environment
 from rlhf_core.config import Ranks
 from rlhf_core.stage import Outcome, RunDir, StageRequest
@@ -31,6 +31,7 @@ class Worker:
 
     def __init__(self, name: str, threads: int):
         self._name = name
+        self._unprepared: Exception | None = None
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before anything is imported that reads it
 
     def __repr__(self) -> str:  # Ray puts this before each relayed log line
@@ -39,7 +40,10 @@ class Worker:
     def prepare(self, function: str, *args: Any) -> None:
         """Calls `module:function`, whose module need not be imported where this is asked for."""
         module, _, name = function.partition(":")
-        getattr(importlib.import_module(module), name)(*args)
+        try:
+            getattr(importlib.import_module(module), name)(*args)
+        except Exception as error:  # for `build` to raise, which somebody waits for
+            self._unprepared = error
 
     def address(self) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), free_port()
@@ -61,6 +65,8 @@ class Worker:
         Returns the process id."""
         if cards:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(card for place in cards for card in place)
+        if self._unprepared is not None:
+            raise self._unprepared
         set_rank_environment(rank, world_size, *meeting, local_rank)
         self.role = factory(**options)
         return os.getpid()
@@ -142,7 +148,7 @@ class Group:
         self.name, seats = name, room.seats[name]
         self.world_size = len(seats) // span
         # Processes of a cluster of our own have our environment anyway, and start at once where Ray need not make one for them.
-        environment = {"env_vars": passed_environment()} if joins() else None
+        environment = None if is_ours() else {"env_vars": passed_environment()}
         self._seated = [
             ray.remote(Worker)
             .options(

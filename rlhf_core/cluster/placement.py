@@ -18,6 +18,7 @@ KEPT = tuple(
     "NCCL_ TORCH_ NVSHMEM_ CUDA_ VLLM_ HF_ DS_ GLOO_ GOMP_ PYTHON RAY_ TRANSFORMERS_ TOKENIZERS_ TQDM_ TRITON_ TORCHINDUCTOR_".split()
 )
 # Set explicitly: some hosts show less memory than they have.
+_started = ""  # address of the cluster that `connect` started last
 OBJECT_STORE_BYTES, GPU_OBJECT_STORE_BYTES = 512 << 20, 8 << 30
 
 
@@ -34,18 +35,20 @@ def connect() -> None:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the work, not a guest of it
-    if joins():
+    if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=True, logging_level="WARNING")
         return
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     store = GPU_OBJECT_STORE_BYTES if num_gpus() else OBJECT_STORE_BYTES
     # "local": without it Ray would join whatever cluster was started last on this machine, somebody else's perhaps.
     ray.init("local", num_cpus=os.cpu_count(), include_dashboard=False, object_store_memory=store, logging_level="WARNING")
+    global _started
+    _started = ray.get_runtime_context().gcs_address
 
 
-def joins() -> bool:
-    """Whether the cluster is one that others started."""
-    return bool(os.environ.get("RAY_ADDRESS"))
+def is_ours() -> bool:
+    """Whether the cluster is one that `connect` started."""
+    return ray.is_initialized() and ray.get_runtime_context().gcs_address == _started
 
 
 def passed_environment() -> dict[str, str]:

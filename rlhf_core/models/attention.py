@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention import varlen
 from transformers import AttentionInterface, PreTrainedModel
 
 FLASH, PYTORCH = "flash_attention_2", "pytorch_varlen"
+LARGEST_HEAD = 256  # of PyTorch's kernel
 _ASKS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # not in PyTorch 2.11, which groups heads unasked
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if _ASKS else {}
 
@@ -24,21 +26,34 @@ def attention_for(dtype: str) -> str:
     """The `attn_implementation` to load a model with that computes in `dtype`."""
     if dtype != "bfloat16" or not torch.cuda.is_available() or importlib.util.find_spec("flash_attn") is None:
         return "sdpa"
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError:  # it is there, but was built for another PyTorch
+        return "sdpa"
     return FLASH
 
 
 def settled(model: PreTrainedModel) -> PreTrainedModel:
     """The loaded model, moved from `sdpa` to PyTorch's kernel where that runs, or to `eager` where `sdpa` drops a cap of the logits."""
+    config = model.config.get_text_config()
     if model.config._attn_implementation == "sdpa":
-        if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        if getattr(config, "attn_logit_softcapping", None) is not None:
             model.set_attn_implementation("eager")
-        elif model.dtype == torch.bfloat16 and _has_kernel() and model._supports_attention_backend:
+        elif model.dtype == torch.bfloat16 and _has_kernel() and _fits(model):
             model.set_attn_implementation(PYTORCH)
     return model
 
 
 def _has_kernel() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _fits(model: PreTrainedModel) -> bool:
+    """Whether documents and causality (and a window) are all that the model's attention depends on besides its inputs."""
+    plain = model._supports_attention_backend and model._supports_flash_attn and not model._is_stateful
+    heads = max((int(getattr(module, "head_dim", 0) or 0) for module in model.modules()), default=0)
+    dropped = any(getattr(model.config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
+    return plain and heads <= LARGEST_HEAD and not dropped
 
 
 def takes_borders(model: PreTrainedModel) -> bool:
@@ -64,22 +79,33 @@ def pytorch_varlen(
     value: Tensor,
     attention_mask: None,
     *,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    position_ids: Tensor | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention as transformers asks for it: `query` (1, heads, T, D), `key` and `value` (1, kv heads, T, D) -> (1, T, heads, D).
 
     A window counts the token itself: token t sees tokens > t - `sliding_window`. Adapters may hand over fp32, which the kernel
-    does not take.
+    does not take. Heads are filled up with zeros to a size that it takes, and to one size where values have another (MLA).
     """
-    q, k, v = (part[0].transpose(0, 1).to(module.config.dtype) for part in (query, key, value))
+    if softcap is not None or s_aux is not None:
+        raise ValueError(f"attention of {type(module).__name__} has a cap or sinks, which need the package flash-attn: install it")
+    if cu_seq_lens_q is None:  # a model that hands on positions only
+        found = borders(cast(Tensor, position_ids))
+        cu_seq_lens_q, max_length_q = found["cu_seq_lens_q"], found["max_length_q"]
+    wide, size = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    wide = -(-wide // 8) * 8
+    q, k, v = (F.pad(part[0].transpose(0, 1), (0, wide - part.shape[-1])).to(module.config.dtype) for part in (query, key, value))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     edges, longest = cu_seq_lens_q, max_length_q
-    attended: Any = varlen.varlen_attn(q, k, v, edges, edges, longest, longest, scale=scaling, window_size=window, **_GROUPED)
-    return attended[None], None
+    attended: Any = varlen.varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=window, **_GROUPED)
+    return attended[None, ..., :size], None
 
 
 AttentionInterface.register(PYTORCH, pytorch_varlen)

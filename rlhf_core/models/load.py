@@ -22,6 +22,7 @@ from rlhf_core.data.collate import rounded
 from rlhf_core.masked import shift_right
 from rlhf_core.models.attention import attention_for, borders, settled, takes_borders
 from rlhf_core.models.experts import balance_loss, num_experts
+from rlhf_core.models.head import logit_scale
 from rlhf_core.models.kernels import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 from rlhf_core.models.token_logprobs import Entropy, token_logprobs
@@ -40,11 +41,14 @@ class TokenLogprobs(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model that returns log-probs. In training logits are kept as other activations are: not with checkpointing."""
+    """A causal language model that returns log-probs. In training logits are kept as other activations are: not with checkpointing.
+
+    Raises ValueError for a model whose logits are more than a multiple of its head's outputs.
+    """
 
     def __init__(self, model: PreTrainedModel, balanced: bool = False):
         super().__init__()
-        self.model, self.balanced = model, balanced
+        self.model, self.balanced, self.scale = model, balanced, logit_scale(model)
 
     def forward(
         self,
@@ -63,7 +67,7 @@ class Policy(nn.Module):
             rows = F.pad(wanted, (0, rounded(len(wanted)) - len(wanted)))
             flat, targets = flat[rows], targets[rows]
         keep = self.training and not self.model.is_gradient_checkpointing
-        values = torch.stack(token_logprobs(self.model.get_output_embeddings(), flat, targets, temperature, entropy, keep))
+        values = torch.stack(token_logprobs(self.model.get_output_embeddings(), flat, targets, temperature / self.scale, entropy, keep))
         if mask is not None:
             values = values.new_zeros(2, tokens.numel()).index_copy(1, wanted, values[:, : len(wanted)])
         logprobs, entropies = (shift_right(value.view(tokens.shape), documents) for value in values)

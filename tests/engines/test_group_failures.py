@@ -64,7 +64,7 @@ def groups() -> Iterator[tuple[Group, Group]]:
     connect()
     two = Ranks(num_ranks_per_node=2, cpus=0.25)
     room = reserve(arrange({"critic": two, "actor": two}), 30)
-    made = Group("critic", room, 1), Group("actor", room, 1)
+    made = Group("critic", room, 3), Group("actor", room, 3)
     for pending in [group.build(make_role) for group in made]:
         pending.wait(60)
     yield made
@@ -126,12 +126,12 @@ def test_a_stream_that_fails_or_falls_silent_names_its_role(groups: tuple[Group,
     assert actor.call("again", "waits", 0).wait(30) == ["done", "done"]
 
 
-def test_a_preparation_that_fails_fails_nothing_itself(groups: tuple[Group, Group]) -> None:
-    """What cannot be imported is missed where it is used, with a message of its own."""
-    critic, _ = groups
-    critic.prepare("no_such_module:function")
-    critic.prepare("os:putenv", "FOUND", "1")
-    assert critic.call("again", "waits", 0).wait(30) == ["done", "done"]
+def test_a_preparation_that_fails_is_told_when_the_role_is_built(groups: tuple[Group, Group]) -> None:
+    _, actor = groups
+    actor.prepare("no_such_module:function")
+    assert actor.call("again", "waits", 0).wait(30) == ["done", "done"], "nobody waits for it"
+    with pytest.raises(RoleFailed, match=r"actor failed in 'load': ModuleNotFoundError.*no_such_module"):
+        actor.build(make_role).wait(30)
 
 
 def test_work_is_timed_by_phase_and_told_once(groups: tuple[Group, Group]) -> None:
@@ -145,7 +145,7 @@ def test_work_is_timed_by_phase_and_told_once(groups: tuple[Group, Group]) -> No
 def test_workers_inherit_the_settings_of_the_libraries(groups: tuple[Group, Group]) -> None:
     """Among them those that keep NVLink multicast off."""
     for seen in groups[0].call("look", "variables").wait(30):
-        assert seen["NCCL_NVLS_ENABLE"] == "0" and seen["OMP_NUM_THREADS"] == "1"
+        assert seen["NCCL_NVLS_ENABLE"] == "0" and seen["OMP_NUM_THREADS"] == "3"
     os.environ |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
     try:
         assert {"NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"} <= passed_environment().keys()

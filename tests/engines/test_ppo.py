@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,6 +153,17 @@ def kill_and_finish(folder: Path) -> None:
     """Kills a run with SIGKILL once it is past its checkpoint, and starts it again."""
     kill_past_checkpoint(folder)
     finish(folder)
+
+
+def finish_and_keep(folder: Path, cut_off: Path) -> None:
+    """Runs to the end; `cut_off` is what a kill past the checkpoint would have left of it."""
+    process = start(folder)
+    wait_for_checkpoint(folder, process)
+    process.send_signal(signal.SIGSTOP)
+    shutil.copytree(folder, cut_off)
+    process.send_signal(signal.SIGCONT)
+    assert RunDir(cut_off).result() is None, "the run ended before it could be cut off"
+    assert process.wait(timeout=300) == 0, (folder / "log.txt").read_text()[-3000:]
 
 
 def kill_past_checkpoint(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """PPO one step off policy, with all its engines: vLLM answers the next prompts while the models train on the last answers.
 
-One undisturbed run, and one killed and started again. What must hold is read from their metrics, from the answers that waited in the killed
-run's state, and from the actors exported on the way.
+One run, and the same gone on with from where a kill could have cut it off. What must hold is read from their metrics, from the answers that
+waited in the state of the second, and from the actors exported on the way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhf_core.ppo.ahead import read_ahead
 from rlhf_core.ppo.fleet import PROBE_TOLERANCE
 from rlhf_core.ppo.sampling import Line, Sampled
 from rlhf_core.tracking import read_metrics
-from tests.engines.test_ppo import SAVED, SHARE, assert_same_end, common, finish, kill_past_checkpoint, write_request
+from tests.engines.test_ppo import SAVED, SHARE, assert_same_end, common, finish, finish_and_keep, write_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ITERATIONS, SEED = 16, 7
@@ -33,10 +33,10 @@ EARLY = "def early(responses): return [sum(c in 'abcdefghijklm' for c in text) /
 
 
 class Runs(NamedTuple):
-    """Folders of the runs, and the answers that waited when one of them was killed."""
+    """Folders of the runs, and the answers that waited where one of them was cut off."""
 
     ahead: Path
-    killed: Path
+    cut_off: Path
     waiting: Sampled
 
 
@@ -51,17 +51,15 @@ def ppo(material: Path, function: Path) -> PPO:
 def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("ppo_ahead")
     (root / "checks.py").write_text(EARLY)
-    config, ahead, killed = ppo(material, root / "checks.py"), root / "ahead", root / "killed"
-    for folder in (ahead, killed):
-        write_request(folder, config, {"base": str(material / "base")})
-    finish(ahead)
-    kill_past_checkpoint(killed)
+    config, ahead, cut_off = ppo(material, root / "checks.py"), root / "ahead", root / "cut_off"
+    write_request(ahead, config, {"base": str(material / "base")})
+    finish_and_keep(ahead, cut_off)
     renderer = Renderer(load_tokenizer(str(material / "base")), config.prompts.template)
     line = Line(prompts(config.prompts, renderer, config.prompt_max_len, SEED).items, config.rollout_batch_size, SEED)
-    waiting = read_ahead(killed / "state" / f"step-{SAVED}", line, config.n_samples_per_prompt)
+    waiting = read_ahead(cut_off / "state" / f"step-{SAVED}", line, config.n_samples_per_prompt)
     assert waiting is not None
-    finish(killed)
-    return Runs(ahead, killed, waiting)
+    finish(cut_off)
+    return Runs(ahead, cut_off, waiting)
 
 
 def logprobs(model: Path, documents: list[Document]) -> list[np.ndarray]:
@@ -84,7 +82,7 @@ def test_answers_that_wait_are_those_of_the_weights_before_the_last_update(runs:
     assert runs.waiting.age == 1 and len(rollouts) == 32
 
     def gap(step: int) -> float:
-        found = logprobs(runs.killed / "exports" / f"iteration{step}", [rollout.document for rollout in rollouts])
+        found = logprobs(runs.cut_off / "exports" / f"iteration{step}", [rollout.document for rollout in rollouts])
         pairs = zip(found, rollouts, strict=True)
         return max(float(np.abs(got - r.sampler_logprobs)[np.array(r.document.mask)].max()) for got, r in pairs)
 
@@ -99,8 +97,8 @@ def test_the_log_tells_their_age_and_how_far_the_weights_have_moved(runs: Runs) 
         assert line["sync/probe_gap"] < 1e-3 and line["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
 
 
-def test_a_killed_run_ends_with_the_same_curve_and_weights(runs: Runs) -> None:
-    assert_same_end(runs.ahead, runs.killed)
+def test_a_run_that_was_cut_off_ends_with_the_same_curve_and_weights(runs: Runs) -> None:
+    assert_same_end(runs.ahead, runs.cut_off)
 
 
 def test_the_wait_for_answers_is_told_apart_from_the_engines_work(runs: Runs) -> None:

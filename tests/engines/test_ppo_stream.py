@@ -1,6 +1,6 @@
 """PPO that scores answers while engines still work on others, with all its engines: the numbers of scoring them all at once.
 
-Two engines in an undisturbed run and in one that is killed and started again, and one whose models wait for the last answer.
+Two engines in a run, which is also gone on with from where a kill could have cut it off, and one whose models wait for the last answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.config import PPO, Ranks, Vllm
 from rlhf_core.tracking import read_metrics
-from tests.engines.test_ppo import SHARE, assert_same_end, common, finish, kill_and_finish, write_request
+from tests.engines.test_ppo import SHARE, assert_same_end, common, finish, finish_and_keep, write_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 # Two answers to a prompt seldom have the same reward.
@@ -21,7 +21,7 @@ ODD = "def odd(responses): return [len(response) % 2 + response.count('e') / 10 
 
 class Runs(NamedTuple):
     streamed: Path
-    killed: Path
+    cut_off: Path
     at_once: Path
 
 
@@ -29,16 +29,16 @@ class Runs(NamedTuple):
 def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("ppo_stream")
     (root / "checks.py").write_text(ODD)
-    runs = Runs(root / "streamed", root / "killed", root / "at_once")
+    runs = Runs(root / "streamed", root / "cut_off", root / "at_once")
     engines = {"vllm": Vllm(cpus=SHARE, kv_cache_gib=0.5, num_engines=2)}
     how: dict[str, Any] = {"advantage_estimator": "grpo", "reward": f"{root / 'checks.py'}:odd", "actor_ranks": Ranks(cpus=SHARE)}
     streamed = PPO(**{**common(material), **how, **engines, "stream_batch_size": 3})
-    at_once = PPO(**{**common(material), **how, "max_steps": 2, "save_steps": 0, "export_at": ()})
-    for folder, config in ((runs.streamed, streamed), (runs.killed, streamed), (runs.at_once, at_once)):
+    at_once = PPO(**{**common(material), **how, "max_steps": 1, "save_steps": 0, "export_at": ()})
+    for folder, config in ((runs.streamed, streamed), (runs.at_once, at_once)):
         write_request(folder, config, {"base": str(material / "base")})
-    finish(runs.streamed)
+    finish_and_keep(runs.streamed, runs.cut_off)
+    finish(runs.cut_off)
     finish(runs.at_once)
-    kill_and_finish(runs.killed)
     return runs
 
 
@@ -55,5 +55,5 @@ def test_scores_are_those_of_scoring_all_at_once(runs: Runs) -> None:
         assert line["work/sampler/generate"] <= line["phase/generate"] + 0.1 and line["work/actor/score"] > 0
 
 
-def test_a_killed_run_ends_with_the_same_curve_and_weights(runs: Runs) -> None:
-    assert_same_end(runs.streamed, runs.killed)
+def test_a_run_that_was_cut_off_ends_with_the_same_curve_and_weights(runs: Runs) -> None:
+    assert_same_end(runs.streamed, runs.cut_off)

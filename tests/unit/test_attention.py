@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from rlhf_core.data.collate import collate
 from rlhf_core.models import attention
@@ -34,6 +44,7 @@ def plain_varlen(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`torch.nn.attention.varlen.varlen_attn`: rows (T, heads, D), documents between the borders."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0, "sizes that the kernel takes"
     assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k) and int(cu_seq_q.diff().max()) == max_q == max_k
     assert int(cu_seq_q[-1]) == len(query) and (enable_gqa or query.shape[1] == key.shape[1]) and window_size[1] == 0
     out = []
@@ -89,6 +100,22 @@ def test_a_window_changes_the_numbers(kernel: list[int]) -> None:
     assert not torch.allclose(windowed[2], whole[2]) and kernel
 
 
+def test_heads_of_other_sizes_are_filled_up(kernel: list[int]) -> None:
+    torch.manual_seed(0)
+    odd = Policy(LlamaForCausalLM(LlamaConfig(**SHAPE, head_dim=10)).eval())
+    config = DeepseekV3Config(
+        **{**SHAPE, "num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=12,
+        first_k_dense_replace=2,
+    )  # fmt: skip
+    for policy in (odd, Policy(DeepseekV3ForCausalLM(config).eval())):
+        expected = logprobs_by_document(policy, [documents()])
+        policy.model.set_attn_implementation(attention.PYTORCH)
+        kernel.clear()
+        for ours, theirs in zip(logprobs_by_document(policy, [documents()]), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert kernel
+
+
 def implementation(model: PreTrainedModel) -> str:
     return attention.settled(model).config._attn_implementation
 
@@ -101,9 +128,34 @@ def test_the_kernel_is_chosen_in_bf16_on_a_card_that_has_it(monkeypatch: pytest.
     assert implementation(bf16) == attention.PYTORCH
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"_supports_flash_attn": False}, {"_supports_attention_backend": False}, {"_is_stateful": True}],
+)
+def test_models_that_need_more_than_borders_stay_with_sdpa(change: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FAMILIES["llama"]().to(torch.bfloat16)
+    monkeypatch.setattr(attention, "_has_kernel", lambda: True)
+    for name, value in change.items():
+        monkeypatch.setattr(type(model), name, value)
+    assert implementation(model) == "sdpa"
+
+
+def test_large_heads_and_dropout_stay_with_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_has_kernel", lambda: True)
+    for fields in ({"head_dim": 264}, {"attention_dropout": 0.1}):
+        assert implementation(LlamaForCausalLM(LlamaConfig(**SHAPE, **fields)).to(torch.bfloat16)) == "sdpa"
+
+
+def test_a_cap_or_sinks_that_come_all_the_same_are_refused(kernel: list[int]) -> None:
+    some = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(ValueError, match="cap or sinks"):
+        attention.pytorch_varlen(torch.nn.Identity(), some, some, some, None, softcap=30.0)
+
+
 def test_a_cap_on_the_logits_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """`sdpa` would drop it without a word."""
-    capped = Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=0.5, attn_implementation="sdpa")).eval()
+    config = Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=0.5, final_logit_softcapping=None, attn_implementation="sdpa")
+    capped = Gemma2ForCausalLM(config).eval()
     for layer in capped.model.layers:
         torch.nn.init.normal_(layer.self_attn.q_proj.weight, std=2)  # logits that the cap reaches
     monkeypatch.setattr(attention, "_has_kernel", lambda: True)

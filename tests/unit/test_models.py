@@ -6,7 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
@@ -28,6 +43,9 @@ FAMILIES = {
     "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+    "granite": lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=8.0)),
+    "cohere": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.0625)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, output_router_logits=True)),
 }
 
 
@@ -104,6 +122,11 @@ def test_tokens_off_the_mask_are_left_out_and_those_under_it_are_the_same(policy
         torch.testing.assert_close(a, b)
     nothing = policy(batch.tokens, batch.positions, batch.documents, 1.0, "no", torch.zeros_like(mask))
     assert not nothing.logprobs.any()
+
+
+def test_a_model_that_caps_its_logits_is_refused() -> None:
+    with pytest.raises(ValueError, match="a gemma2 model does more with its logits than to scale them"):
+        Policy(Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8)))
 
 
 def test_entropy_is_that_of_the_scaled_distribution(policy: Policy) -> None:
