@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from rlhf_core.imports import importing
 from tests.chat_endpoint import SECRET
 
 SEED = 0
@@ -49,6 +50,12 @@ settings.load_profile("alignflow")
 
 # Files that one process runs one after the other: PPO with its engines, all flows (they share a Prefect server), what else has engines.
 TOGETHER = ("tests/engines/test_ppo", "tests/flows/", "tests/engines/")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    with importing():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

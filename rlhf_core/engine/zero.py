@@ -17,13 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_core.engine.base import AdamW, adamw_optimizer, check_norm
+from rlhf_core.imports import importing
 
 
 def library() -> Any:
     """The package deepspeed, for the device that is here."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
+    with importing():
+        import deepspeed
 
     # Its shared-memory collectives for CPU are compiled at start; gloo needs no compiler and no minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

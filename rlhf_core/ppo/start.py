@@ -9,6 +9,7 @@ from rlhf_core.cluster.group import Group, cpu_threads
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.placement import connect, reserve
 from rlhf_core.config import PPO
+from rlhf_core.imports import importing
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 
 
@@ -16,7 +17,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     """The PPO stage (`train.train`)."""
     begun = time.monotonic()
     groups = seated(cast(PPO, request.config))
-    from rlhf_core.ppo.train import train
+    with importing():
+        from rlhf_core.ppo.train import train
 
     return train(request, run, groups, begun)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rlhf_core.imports import importing
 from rlhf_core.models.lora import base_of
 from rlhf_core.models.save import save_merged
 from rlhf_core.rollout.environment import set_vllm_environment
@@ -42,8 +43,9 @@ class Answer:
 def library(kv_cache_gib: float) -> Any:
     """The package vllm with its engine; it reads its environment when it is imported first."""
     set_vllm_environment(kv_cache_gib)
-    import vllm
-    import vllm.entrypoints.llm  # `vllm.LLM` would import it later
+    with importing():
+        import vllm
+        import vllm.entrypoints.llm  # `vllm.LLM` would import it later
 
     return vllm
 

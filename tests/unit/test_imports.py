@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import gc
+import importlib
 import importlib.metadata
 import os
 import subprocess
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from rlhf_core.imports import importing
 
 ROOT = Path(__file__).parents[2]
 MAY_IMPORT = {
@@ -109,3 +113,16 @@ def test_no_module_is_named_after_a_package() -> None:
     names = {path: path.parent.name if path.stem == "__init__" else path.stem for path in files() if path.stem != "__main__"}
     assert [str(path.relative_to(ROOT)) for path, name in names.items() if name in foreign] == []
     assert [package for package in MAY_IMPORT if package in sys.stdlib_module_names] == []
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_after_imports_as_it_was_before(enabled: bool) -> None:
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ModuleNotFoundError), importing():
+            assert not gc.isenabled()
+            importlib.import_module("no_such_module")
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
