@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import ValidationError
 
-from rlhf_core.imports import importing
+from rlhf_core.garbage import uncollected
 from rlhf_core.launch import ENVIRONMENT, OURS, WRONG_INPUT, raised_by_us
 from rlhf_core.machine import no_room, num_gpus
 from rlhf_core.stage import RunDir, run_stage
@@ -60,7 +60,7 @@ def main(argv: Sequence[str], work: Mapping[str, str] = WORK) -> int:
     if kind not in work:
         return _refuse(f"{argv[0]} is of kind {kind}, which this command does not do; it does {', '.join(work)}", WRONG_INPUT)
     try:
-        with importing():
+        with uncollected():
             module = importlib.import_module(work[kind])
         run_stage(argv[0], module.run)
     except ModuleNotFoundError as error:

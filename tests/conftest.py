@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from rlhf_core.imports import importing
+from rlhf_core.garbage import uncollected
 from tests.chat_endpoint import SECRET
 
 SEED = 0
@@ -54,7 +54,7 @@ TOGETHER = ("tests/engines/test_ppo", "tests/flows/", "tests/engines/")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
-    with importing():
+    with uncollected():
         return (yield)
 
 

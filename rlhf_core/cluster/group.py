@@ -21,7 +21,7 @@ from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.placement import Room, connect, is_ours, passed_environment, reserve
 from rlhf_core.cluster.ranks import free_port, set_rank_environment
 from rlhf_core.config import Ranks
-from rlhf_core.imports import importing
+from rlhf_core.garbage import uncollected
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 
 
@@ -44,7 +44,7 @@ class Worker:
         """Calls `module:function`, whose module need not be imported where this is asked for."""
         module, _, name = function.partition(":")
         try:
-            with importing():
+            with uncollected():
                 getattr(importlib.import_module(module), name)(*args)
             gc.freeze()  # engines ask for whole collections while they start, which need not look through the libraries
             atexit.register(gc.unfreeze)  # some of these count what is left of them at the end

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rlhf_core.imports import importing
+from rlhf_core.garbage import uncollected
 from rlhf_core.launch import child_environment
 
 Pair = tuple[str, str]  # a model folder and a template
@@ -49,7 +49,7 @@ def _changed(folder: Path) -> int:
 def main() -> None:
     """Reads pairs from standard input, writes a list of lengths, null for what could not be read."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # as where it is not installed
-    with importing():
+    with uncollected():
         from rlhf_core.data.chat import Renderer, load_tokenizer
 
     lengths: list[int | None] = []

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_core.engine.base import AdamW, adamw_optimizer, check_norm
-from rlhf_core.imports import importing
+from rlhf_core.garbage import uncollected
 
 
 def library() -> Any:
     """The package deepspeed, for the device that is here."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with importing():
+    with uncollected():
         import deepspeed
 
     # Its shared-memory collectives for CPU are compiled at start; gloo needs no compiler and no minute.

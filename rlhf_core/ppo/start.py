@@ -9,7 +9,7 @@ from rlhf_core.cluster.group import Group, cpu_threads
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.placement import connect, reserve
 from rlhf_core.config import PPO
-from rlhf_core.imports import importing
+from rlhf_core.garbage import uncollected
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 
 
@@ -17,7 +17,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     """The PPO stage (`train.train`)."""
     begun = time.monotonic()
     groups = seated(cast(PPO, request.config))
-    with importing():
+    with uncollected():
         from rlhf_core.ppo.train import train
 
     return train(request, run, groups, begun)

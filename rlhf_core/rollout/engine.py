@@ -6,11 +6,9 @@ samples what the undisturbed one samples. Weights come in as (name, tensor) pair
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.imports import importing
+from rlhf_core.garbage import uncollected
 from rlhf_core.models.lora import base_of
 from rlhf_core.models.save import save_merged
 from rlhf_core.rollout.environment import set_vllm_environment
@@ -43,7 +41,7 @@ class Answer:
 def library(kv_cache_gib: float) -> Any:
     """The package vllm with its engine; it reads its environment when it is imported first."""
     set_vllm_environment(kv_cache_gib)
-    with importing():
+    with uncollected():
         import vllm
         import vllm.entrypoints.llm  # `vllm.LLM` would import it later
 
@@ -117,7 +115,7 @@ class Sampler:
         """
         requests = _requests(prompts, n)
         params = self._params(seeds, n, temperature, max_new_tokens, stop_token_ids, seed_whole, logprobs)
-        with _no_garbage_collection():
+        with uncollected():
             outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
         answers = [_answer(output.outputs[0]) for output in outputs]
         return [answers[i : i + n] for i in range(0, len(answers), n)]
@@ -237,18 +235,6 @@ class Sampler:
         engine: Any = self.llm.llm_engine
         engine.engine_core.shutdown()
         del self.llm
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Between two steps of an engine nothing looks for cycles among the objects of thousands of requests."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _requests(prompts: Sequence[Sequence[int]], n: int) -> list[dict[str, list[int]]]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from rlhf_core.imports import importing
+from rlhf_core.garbage import uncollected
 
 ROOT = Path(__file__).parents[2]
 MAY_IMPORT = {
@@ -120,7 +120,7 @@ def test_garbage_is_collected_after_imports_as_it_was_before(enabled: bool) -> N
     was = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
-        with pytest.raises(ModuleNotFoundError), importing():
+        with pytest.raises(ModuleNotFoundError), uncollected():
             assert not gc.isenabled()
             importlib.import_module("no_such_module")
         assert gc.isenabled() == enabled
