@@ -46,6 +46,11 @@ def connect() -> None:
     _started = ray.get_runtime_context().gcs_address
 
 
+def leave() -> None:
+    """Ends a cluster of our own, or the connection to another; nothing of its processes is printed any more."""
+    ray.shutdown()
+
+
 def is_ours() -> bool:
     """Whether the cluster is one that `connect` started."""
     return ray.is_initialized() and ray.get_runtime_context().gcs_address == _started

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from rlhf_core.models.token_logprobs import replaced_forward
 
 LOUD = 100.0  # hidden states so large that a cap on the logits shows
 
@@ -20,7 +20,7 @@ def logit_scale(model: PreTrainedModel) -> float:
     head, backbone = model.get_output_embeddings(), model.base_model
     noise = torch.randn(1, 1, head.weight.shape[-1], generator=torch.Generator().manual_seed(0))
     hidden = (LOUD * noise).to(head.weight.device, head.weight.dtype)
-    with patch.object(backbone, "forward", lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)):
+    with replaced_forward(backbone, lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)):
         logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=hidden.device), use_cache=False).logits.float()
     plain = head(hidden).float()
     scale = float((logits * plain).sum() / (plain * plain).sum())

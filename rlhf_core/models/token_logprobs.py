@@ -33,7 +33,7 @@ def token_logprobs(
     else:
         # PyTorch's own reading on a CPU makes several tables of a chunk's size.
         keep = keep and torch.is_grad_enabled() and (hidden.is_cuda or len(hidden) <= LOGITS_CHUNK)
-        with _forward(head, lambda rows: _HeadLogprobs.apply(rows, head.weight, head.bias, targets, scale, entropy != "no", keep)):
+        with replaced_forward(head, lambda rows: _HeadLogprobs.apply(rows, head.weight, head.bias, targets, scale, entropy != "no", keep)):
             logprobs, entropies = head(hidden)
     return logprobs, entropies if entropy == "gradient" else entropies.detach()
 
@@ -57,7 +57,7 @@ def _through(head: nn.Module, hidden: Tensor, targets: Tensor, scale: float, ent
 
 
 @contextmanager
-def _forward(module: nn.Module, function: Callable[[Tensor], Any]) -> Iterator[None]:
+def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """While open, calling `module` runs `function` between its hooks."""
     own = vars(module).get("forward")
     module.forward = function

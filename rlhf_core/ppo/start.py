@@ -7,7 +7,7 @@ from typing import cast
 
 from rlhf_core.cluster.group import Group, cpu_threads
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.cluster.placement import connect, reserve
+from rlhf_core.cluster.placement import connect, leave, reserve
 from rlhf_core.config import PPO
 from rlhf_core.garbage import uncollected
 from rlhf_core.stage import Outcome, RunDir, StageRequest
@@ -16,11 +16,15 @@ from rlhf_core.stage import Outcome, RunDir, StageRequest
 def run(request: StageRequest, run: RunDir) -> Outcome:
     """The PPO stage (`train.train`)."""
     begun = time.monotonic()
-    groups = seated(cast(PPO, request.config))
-    with uncollected():
-        from rlhf_core.ppo.train import train
+    try:
+        groups = seated(cast(PPO, request.config))
+        with uncollected():
+            from rlhf_core.ppo.train import train
 
-    return train(request, run, groups, begun)
+        return train(request, run, groups, begun)
+    except Exception:
+        leave()  # so that what the roles still print does not come after the reason
+        raise
 
 
 def seated(config: PPO) -> dict[str, Group]:
