@@ -287,3 +287,13 @@ def test_the_actor_is_exported_on_its_way_and_the_run_goes_on_as_before(runs: Ru
 def test_states_are_removed_when_the_stage_is_done(runs: Runs) -> None:
     for folder in runs:
         assert RunDir(folder).result() is not None and not (folder / "state").exists()
+
+
+def test_wrong_input_found_beside_the_starting_roles_is_the_last_thing_said(material: Path, tmp_path: Path) -> None:
+    """The engine prints while it starts, and the flow takes its sentence from the end of the log."""
+    (tmp_path / "checks.py").write_text(ODD)
+    fields = common(material) | {"prompts": Data(sources=str(material / "prompts.jsonl"), max_samples=4)}
+    config = PPO(**fields, actor_ranks=Ranks(cpus=SHARE), advantage_estimator="rloo", reward=f"{tmp_path / 'checks.py'}:odd")
+    write_request(tmp_path, config, {"base": str(material / "base")})
+    assert start(tmp_path).wait(timeout=200) == 2
+    assert (tmp_path / "log.txt").read_text().splitlines()[-1].startswith("ppo needs rollout_batch_size=8 prompts, the data has 4")
