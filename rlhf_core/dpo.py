@@ -13,7 +13,7 @@ import torch
 
 from rlhf_core.config import DPO, REFERENCE_FREE, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.collate import collate
+from rlhf_core.data.collate import collate, sent
 from rlhf_core.data.documents import Document, Lazy, Loaded, Pair, joined, lazily_cut, mapped
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
@@ -22,7 +22,7 @@ from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
 from rlhf_core.losses import Loss, dpo_loss, orpo_loss, sft_loss, simpo_loss, with_balance
 from rlhf_core.masked import document_mean, document_sum
-from rlhf_core.models.load import Policy, load_policy, trained_policy
+from rlhf_core.models.load import Policy, load_policy, spoken_logprobs, trained_policy
 from rlhf_core.reference import reference_logprobs
 from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.supervised import Task, cut, fit
@@ -73,6 +73,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         else None
     )
     held_out_pairs = held_out.items if held_out else []
+    passes = Passes(micro, config.micro_train_tokens)
+    sure = passes.surely(2 * config.max_len)  # pairs
     trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
     engine = make_engine(trained, config)
     if engine.rank == 0:
@@ -83,18 +85,15 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     refs: Sequence[float] = []
     if config.loss not in REFERENCE_FREE:
-        documents = joined(mapped(lazily_cut(data.items, micro), both), mapped(lazily_cut(held_out_pairs, micro), both))
-        refs = reference_logprobs(engine, run, open_reference, reference, documents, pad, mean)
-    items = anchored(data.items, refs, 0, micro)
-    held_out_items = anchored(held_out_pairs, refs, 2 * len(data.items), micro)
-
-    passes = Passes(micro, config.micro_train_tokens, engine.world_size)
+        documents = joined(mapped(lazily_cut(data.items, sure), both), mapped(lazily_cut(held_out_pairs, sure), both))
+        refs = reference_logprobs(engine, run, open_reference, reference, documents, passes, pad, mean)
+    items = anchored(data.items, refs, 0, sure)
+    held_out_items = anchored(held_out_pairs, refs, 2 * len(data.items), sure)
 
     def loss(engine: Engine, items: list[Anchored], denominator: Denominator) -> Loss:
         logprobs = pair_logprobs(engine, [item.pair for item in items], pad, mean, passes)
         chosen, rejected = logprobs.responses
-        ref_chosen = torch.tensor([item.ref_chosen for item in items], device=engine.device)
-        ref_rejected = torch.tensor([item.ref_rejected for item in items], device=engine.device)
+        ref_chosen, ref_rejected = sent(torch.tensor([item[1:] for item in items]), engine.device).unbind(1)
         if config.loss == "simpo":
             result = simpo_loss(chosen, rejected, beta, config.gamma, denominator.pairs)
         elif config.loss == "orpo":
@@ -111,12 +110,12 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     def evaluate(engine: Engine) -> dict[str, float]:
         engine.module.eval()
         with torch.no_grad():
-            results = [loss(engine, items, count(held_out_items)).metrics for items in cut(held_out_items, micro)]
+            results = [loss(engine, items, count(held_out_items)).metrics for items in cut(held_out_items, sure)]
         engine.module.train()
         return {f"eval/{name}": float(sum(r[name] for r in results)) for name in results[0]}
 
     def micro_batches(items: Sequence[Anchored]) -> list[list[Anchored]]:
-        return passes.split(items, lambda item: len(item.pair))
+        return passes._replace(ranks=engine.world_size).split(items, lambda item: len(item.pair))
 
     task = Task(items, micro_batches, count, loss, evaluate if held_out_items else None, show=("loss", "accuracy", "margin"))
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
@@ -158,7 +157,7 @@ def pair_logprobs(policy: Engine, pairs: Sequence[Pair], pad_token_id: int, mean
     """Log-probs of both responses of each pair, in one forward pass; summed over tokens, or averaged."""
     documents = both(pairs)
     batch = collate(passes.lay(documents), pad_token_id).to(policy.device)
-    out = policy(batch.tokens, batch.positions, batch.documents, 1.0, "no", batch.mask)
+    out = spoken_logprobs(policy, batch)
     logprobs = out.logprobs  # (B, T)
     reduce = document_mean if mean else document_sum
     responses = reduce(logprobs, batch.mask, batch.documents, len(documents)).view(2, len(pairs))

@@ -19,6 +19,7 @@ import torch
 from rlhf_core.config import KTO, Data, Source
 from rlhf_core.data.answers import labelled_answers
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.collate import sent
 from rlhf_core.data.documents import Document, Labelled, Lazy, joined, lazily_cut, mapped
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
@@ -76,6 +77,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     def mismatched(pair: Mismatch) -> Document:
         return mismatch(documents[pair[0]], documents[pair[1]], config.max_len)
 
+    passes = Passes(micro, config.micro_train_tokens)
+    sure = passes.surely(config.max_len)
     trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
     engine = make_engine(trained, config)
     if engine.rank == 0:
@@ -85,7 +88,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         run,
         lambda: load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine,
         reference,
-        joined(lazily_cut(documents, micro), lazily_cut(mapped(mismatches, mismatched), micro)),
+        joined(lazily_cut(documents, sure), lazily_cut(mapped(mismatches, mismatched), sure)),
+        passes,
         pad,
         mean=False,
     )
@@ -94,18 +98,16 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def step_of(items: Sequence[Item]) -> Step:
         pairs = mismatches_of([item.place for item in items])
-        logprobs = dealt_logprobs(engine, engine, cut([mismatched(pair) for pair in pairs], micro), pad, mean=False)
+        logprobs = dealt_logprobs(engine, engine, cut([mismatched(pair) for pair in pairs], sure), passes, pad, mean=False)
         gap = sum(logprobs.tolist()) - sum(refs[len(everything) + mismatches.index(pair)] for pair in pairs)
         desirable = sum(item.answer.desirable for item in items)
         return Step(float(len(items)), float(desirable), float(len(items) - desirable), max(0.0, gap / max(1, len(pairs))))
 
-    passes = Passes(micro, config.micro_train_tokens, engine.world_size)
-
     def loss(engine: Engine, items: list[Item], step: Step) -> Loss:
         documents = [item.answer.document for item in items]
         logprobs, balance = answer_logprobs_and_balance(engine, documents, pad, False, engine.device, passes)
-        ref = torch.tensor([item.ref for item in items], device=engine.device)
-        desirable = torch.tensor([item.answer.desirable for item in items], device=engine.device)
+        ref = sent(torch.tensor([item.ref for item in items]), engine.device)
+        desirable = sent(torch.tensor([item.answer.desirable for item in items]), engine.device)
         result = kto_loss(logprobs, ref, desirable, step.kl, config.beta, config.w_desirable, config.w_undesirable, step.answers)
         result = with_balance(result, balance, config.router_aux_coef, step.answers)
         rewards = config.beta * (logprobs - ref).detach()
@@ -120,13 +122,13 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         step = step_of(held_out_items)
         engine.module.eval()
         with torch.no_grad():
-            results = [loss(engine, part, step).metrics for part in cut(held_out_items, micro)]
+            results = [loss(engine, part, step).metrics for part in cut(held_out_items, sure)]
         engine.module.train()
         return {f"eval/{name}": float(sum(r[name] for r in results)) for name in results[0]}
 
     task = Task(
         items,
-        lambda items: passes.split(items, lambda item: len(item.answer.document)),
+        lambda items: passes._replace(ranks=engine.world_size).split(items, lambda item: len(item.answer.document)),
         step_of,
         loss,
         evaluate if held_out_items else None,

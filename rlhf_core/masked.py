@@ -36,7 +36,8 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
 def document_sum(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
     """Sum of `x` (B, T) over the counted tokens of each document. Returns (N,); 0 for a document in which nothing counts."""
     counted = mask & (documents >= 0)
-    return x.new_zeros(num_documents).index_add(0, documents[counted], x[counted])
+    into = torch.where(counted, documents, num_documents)  # one more, for what does not count: picking tokens waits for a GPU
+    return x.new_zeros(num_documents + 1).index_add(0, into.flatten(), torch.where(counted, x, 0).flatten())[:-1]
 
 
 def document_mean(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
@@ -48,14 +49,14 @@ def document_mean(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int
 def last_token_index(documents: Tensor, num_documents: int) -> Tensor:
     """Position of each document's last token in the flattened batch. Returns (N,) int64.
 
-    Raises ValueError when a document has no token: there is no value to read for it.
+    Raises ValueError when a document has no token: there is no value to read for it. Of tensors on a GPU that is not asked, since the host
+    would have to wait for it; `collate` makes no such batch.
     """
     flat = documents.flatten()
-    positions = torch.arange(flat.numel(), device=flat.device)
-    real = flat >= 0
-    index = torch.full((num_documents,), -1, dtype=torch.int64, device=flat.device)
-    index = index.scatter_reduce(0, flat[real], positions[real], reduce="amax")
-    if (index < 0).any():
+    into = torch.where(flat >= 0, flat, num_documents)
+    index = torch.full((num_documents + 1,), -1, dtype=torch.int64, device=flat.device)
+    index = index.scatter_reduce(0, into, torch.arange(flat.numel(), device=flat.device), reduce="amax")[:-1]
+    if not index.is_cuda and (index < 0).any():
         missing = (index < 0).nonzero().flatten().tolist()
         raise ValueError(f"documents {missing} of {num_documents} have no token in this batch: drop empty documents before collating")
     return index

@@ -18,7 +18,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.engine.base import Engine
 from rlhf_core.masked import document_mean, document_sum
-from rlhf_core.models.load import Policy
+from rlhf_core.models.load import Policy, spoken_logprobs
 from rlhf_core.stage import STATE, RunDir, digest, write_bytes
 from rlhf_core.supervised import deal
 
@@ -29,6 +29,7 @@ def reference_logprobs(
     open_reference: Callable[[], Policy | Engine],
     source: str,
     micro_batches: Sequence[Sequence[Document]],
+    passes: Passes,
     pad_token_id: int,
     mean: bool,
 ) -> array[float]:
@@ -43,7 +44,7 @@ def reference_logprobs(
     if int(seen) == engine.world_size:
         return array("d", file.read_bytes())
     reference = open_reference()
-    values = array("d", dealt_logprobs(engine, reference, micro_batches, pad_token_id, mean).cpu().numpy().tobytes())
+    values = array("d", dealt_logprobs(engine, reference, micro_batches, passes, pad_token_id, mean).cpu().numpy().tobytes())
     if engine.rank == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(file, values.tobytes())
@@ -51,9 +52,12 @@ def reference_logprobs(
 
 
 def dealt_logprobs(
-    engine: Engine, policy: Policy | Engine, micro_batches: Sequence[Sequence[Document]], pad_token_id: int, mean: bool
+    engine: Engine, policy: Policy | Engine, micro_batches: Sequence[Sequence[Document]], passes: Passes, pad_token_id: int, mean: bool
 ) -> torch.Tensor:
-    """Log-probs of all documents in order, (N,) fp64, without gradient: each rank computes its share, every rank gets all."""
+    """Log-probs of all documents in order, (N,) fp64, without gradient: each rank computes its share, every rank gets all.
+
+    `passes` says how a micro-batch is laid out.
+    """
     module = policy if isinstance(policy, Policy) else policy.module
     starts = [0]
     for documents in micro_batches:
@@ -62,7 +66,7 @@ def dealt_logprobs(
     module.eval()
     with torch.no_grad():
         for index, weight in deal(len(micro_batches), engine.rank, engine.world_size):
-            part = answer_logprobs(policy, micro_batches[index], pad_token_id, mean, engine.device)
+            part, _ = answer_logprobs_and_balance(policy, micro_batches[index], pad_token_id, mean, engine.device, passes)
             if weight:
                 values[starts[index] : starts[index + 1]] = part.double()
     module.train()
@@ -81,7 +85,7 @@ def answer_logprobs_and_balance(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`answer_logprobs`, and the balance of the experts of a policy that was asked for it."""
     batch = collate(passes.lay(documents), pad_token_id).to(device)
-    out = policy(batch.tokens, batch.positions, batch.documents, 1.0, "no", batch.mask)  # log-probs (B, T)
+    out = spoken_logprobs(policy, batch)  # log-probs (B, T)
     reduce = document_mean if mean else document_sum
     return reduce(out.logprobs, batch.mask, batch.documents, len(documents)), out.balance
 

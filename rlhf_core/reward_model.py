@@ -14,7 +14,7 @@ import torch
 
 from rlhf_core.config import RewardModel
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.collate import collate
+from rlhf_core.data.collate import collate, sent
 from rlhf_core.data.documents import Pair
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
@@ -26,7 +26,7 @@ from rlhf_core.masked import gather_last
 from rlhf_core.models.load import trained_scorer
 from rlhf_core.models.scoring import STATISTICS
 from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest, write_text
-from rlhf_core.supervised import Task, fit
+from rlhf_core.supervised import Task, cut, fit
 
 STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
 
@@ -44,21 +44,21 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     renderer = Renderer(tokenizer, config.data.template)
     data = preference_pairs(config.data, renderer, config.max_len, request.seed, run / STATE)
     held_out = preference_pairs(config.eval_data, renderer, config.max_len, request.seed, run / STATE) if config.eval_data else None
-    pad, micro = tokenizer.pad_token_id, config.micro_train_batch_size
+    pad = tokenizer.pad_token_id
     engine = make_engine(trained_scorer(source, pad, config.dtype, request.trust_remote_code, config.lora, request.seed), config)
     if engine.rank == 0:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
-    passes = Passes(micro, config.micro_train_tokens, engine.world_size)
+    passes = Passes(config.micro_train_batch_size, config.micro_train_tokens, engine.world_size)
 
     def loss(engine: Engine, pairs: list[Pair], denominator: float) -> Loss:
         scores = pair_scores(engine, pairs, pad, passes)
-        margins = torch.tensor([pair.margin for pair in pairs], device=engine.device)
+        margins = sent(torch.tensor([pair.margin for pair in pairs]), engine.device)
         return reward_loss(scores[0], scores[1], margins, config.centering, denominator)
 
     def evaluate(engine: Engine) -> dict[str, float]:
         assert held_out is not None
-        scores = score_all(engine, held_out.items, pad, micro)
+        scores = score_all(engine, held_out.items, pad, passes, config.max_len)
         return held_out_metrics(scores[0], scores[1])
 
     task = Task(
@@ -70,7 +70,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         show=("loss", "accuracy", "eval/accuracy"),
     )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
-    scores = score_all(engine, held_out.items if held_out else data.items[:STATISTICS_PAIRS], pad, micro)
+    scores = score_all(engine, held_out.items if held_out else data.items[:STATISTICS_PAIRS], pad, passes, config.max_len)
     outcome = finish_training(engine, request, run, source, config.lora, metrics)
     statistics = {"mean": float(scores.mean()), "std": float(scores.std())}
     if engine.rank == 0:
@@ -82,14 +82,14 @@ def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes
     """Scores of a micro-batch in one forward pass: (2, N), chosen then rejected."""
     documents = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
     batch = collate(passes.lay(documents), pad_token_id).to(engine.device)
-    return gather_last(engine(batch.tokens, batch.positions), batch.documents, len(documents)).view(2, len(pairs))
+    return gather_last(engine(batch.tokens, batch.host.positions), batch.documents, len(documents)).view(2, len(pairs))
 
 
-def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, micro: int) -> np.ndarray:
-    """Scores of many pairs without gradient: (2, N). Every rank makes all passes."""
+def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes, max_len: int) -> np.ndarray:
+    """Scores of many pairs without gradient, each side at most `max_len` tokens: (2, N). Every rank makes all passes."""
     engine.module.eval()
     with torch.no_grad():
-        parts = [pair_scores(engine, pairs[i : i + micro], pad_token_id, Passes(micro)).cpu().numpy() for i in range(0, len(pairs), micro)]
+        parts = [pair_scores(engine, part, pad_token_id, passes).cpu().numpy() for part in cut(pairs, passes.surely(2 * max_len))]
     engine.module.train()
     return np.concatenate(parts, axis=1)
 

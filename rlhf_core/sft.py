@@ -25,7 +25,7 @@ from rlhf_core.data.sources import sft_documents
 from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
 from rlhf_core.losses import Loss, sft_loss, with_balance
-from rlhf_core.models.load import trained_policy
+from rlhf_core.models.load import spoken_logprobs, trained_policy
 from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.supervised import Task, fit
 
@@ -63,7 +63,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def loss(engine: Engine, rows: list[Row], counted: Counted) -> Loss:
         batch = collate(rows, tokenizer.pad_token_id).to(engine.device)
-        out = engine(batch.tokens, batch.positions, batch.documents, 1.0, "no", batch.mask)
+        out = spoken_logprobs(engine, batch)
         return with_balance(sft_loss(out.logprobs, batch.mask, counted.tokens), out.balance, config.router_aux_coef, counted.documents)
 
     def evaluate(engine: Engine) -> dict[str, float]:

@@ -26,9 +26,31 @@ class Batch:
     positions: torch.Tensor
     documents: torch.Tensor
     mask: torch.Tensor
+    on_host: Batch | None = None
+
+    @property
+    def host(self) -> Batch:
+        """The same in the host's memory. What is read off it, and not off the card, lets the host launch a pass ahead of the card."""
+        return self.on_host or self
 
     def to(self, device: torch.device | str) -> Batch:
-        return Batch(self.tokens.to(device), self.positions.to(device), self.documents.to(device), self.mask.to(device))
+        device = torch.device(device)
+        kept = self
+        if device.type == "cuda":
+            tokens, positions, documents, mask = (tensor.pin_memory() for tensor in self.tensors())
+            kept = Batch(tokens, positions, documents, mask)
+        tokens, positions, documents, mask = (sent(tensor, device) for tensor in kept.tensors())
+        return Batch(tokens, positions, documents, mask, on_host=kept)
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.tokens, self.positions, self.documents, self.mask
+
+
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`values` on `device`; a card takes them out of pinned memory, and the host does not wait until it is done with earlier work."""
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def rounded(count: int) -> int:

@@ -50,8 +50,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]]:
     """As few parts of indices as hold at most `budget` tokens each, a multiple of `multiple`, with about equally many tokens in each.
 
-    The longest first, each to the part with the fewest tokens (LPT; Graham 1969). A length over the budget raises the budget to it. There
-    are never more parts than lengths. Deterministic.
+    The longest first, each to the part with the fewest tokens (LPT; Graham 1969); where that takes more parts than best fit, best fit.
+    A length over the budget raises the budget to it. There are never more parts than lengths. Deterministic.
     """
     budget = max(budget, *lengths)
     count = -(-sum(lengths) // budget)
@@ -65,6 +65,9 @@ def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]
             heapq.heapreplace(loads, (load + lengths[index], part))
         if max(loads)[0] <= budget:
             return parts
+        tight = best_fit(lengths, budget)
+        if len(tight) == count:
+            return tight
         count += 1
 
 
@@ -85,6 +88,10 @@ class Passes(NamedTuple):
         if not items:
             return []
         return [[items[i] for i in part] for part in evenly([length(item) for item in items], self.tokens, self.ranks)]
+
+    def surely(self, longest: int) -> int:
+        """How many items of at most `longest` tokens one pass takes, whatever their lengths."""
+        return self.rows if self.tokens is None else max(1, self.tokens // longest)
 
     def lay(self, documents: Sequence[Document]) -> list[list[Document]]:
         """The rows of a pass."""

@@ -1,13 +1,17 @@
 """Attention inside each document of a packed row, on a GPU: flash-attn's varlen kernel, or PyTorch's own where that package is missing.
 
 Both take the rows laid end to end with the borders of the documents, so that nothing is padded and no mask is built
-(FlashAttention-2, Dao 2023). Without a GPU or in fp32 transformers' `sdpa` runs with a block-diagonal mask.
+(FlashAttention-2, Dao 2023). They are called past transformers' own way to flash-attn, which asks the card once a pass whether
+rows are packed: the host would wait there instead of launching ahead. Without a GPU or in fp32 transformers' `sdpa` runs with a
+block-diagonal mask.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -16,31 +20,40 @@ from torch.nn import functional as F
 from torch.nn.attention import varlen
 from transformers import AttentionInterface, PreTrainedModel
 
-FLASH, PYTORCH = "flash_attention_2", "pytorch_varlen"
-LARGEST_HEAD = 256  # of PyTorch's kernel
+from rlhf_core.data.collate import sent
+
+FLASH, VARLEN = "flash_attention_2", "varlen"
+LARGEST_HEAD = 256  # of both kernels
 _ASKS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # not in PyTorch 2.11, which groups heads unasked
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if _ASKS else {}
 
 
 def attention_for(dtype: str) -> str:
     """The `attn_implementation` to load a model with that computes in `dtype`."""
-    if dtype != "bfloat16" or not torch.cuda.is_available() or importlib.util.find_spec("flash_attn") is None:
-        return "sdpa"
+    return FLASH if dtype == "bfloat16" and torch.cuda.is_available() and flash_kernel() is not None else "sdpa"
+
+
+@cache
+def flash_kernel() -> Callable[..., Tensor] | None:
+    """flash-attn's; None where that package is missing, or was built for another PyTorch."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
     try:
-        import flash_attn  # noqa: F401
-    except ImportError:  # it is there, but was built for another PyTorch
-        return "sdpa"
-    return FLASH
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return cast(Callable[..., Tensor], flash_attn_varlen_func)
 
 
 def settled(model: PreTrainedModel) -> PreTrainedModel:
-    """The loaded model, moved from `sdpa` to PyTorch's kernel where that runs, or to `eager` where `sdpa` drops a cap of the logits."""
+    """The loaded model, moved to `varlen_attention` where that runs, or to `eager` where `sdpa` drops a cap of the logits."""
     config = model.config.get_text_config()
-    if model.config._attn_implementation == "sdpa":
-        if getattr(config, "attn_logit_softcapping", None) is not None:
+    loaded = model.config._attn_implementation
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        if loaded == "sdpa":
             model.set_attn_implementation("eager")
-        elif model.dtype == torch.bfloat16 and _has_kernel() and _fits(model):
-            model.set_attn_implementation(PYTORCH)
+    elif loaded in ("sdpa", FLASH) and model.dtype == torch.bfloat16 and _has_kernel() and _fits(model):
+        model.set_attn_implementation(VARLEN)
     return model
 
 
@@ -58,21 +71,21 @@ def _fits(model: PreTrainedModel) -> bool:
 
 def takes_borders(model: PreTrainedModel) -> bool:
     """Whether its attention wants one row and the borders of the documents in it, instead of a mask."""
-    return model.config._attn_implementation in (FLASH, PYTORCH)
+    return model.config._attn_implementation in (FLASH, VARLEN)
 
 
-def borders(positions: Tensor) -> dict[str, Any]:
+def borders(positions: Tensor, device: torch.device) -> dict[str, Any]:
     """Of rows laid end to end, found once a pass: left to itself every layer would ask the device for them again.
 
-    `positions` (any shape) restart at 0 with each document.
+    `positions` (any shape) restart at 0 with each document; on the host they are read without waiting for `device`.
     """
     starts = (positions.flatten() == 0).cpu().nonzero().flatten()
     edges = torch.cat([starts, torch.tensor([positions.numel()])]).int()
-    longest, on_device = int(edges.diff().max()), edges.to(positions.device, non_blocking=True)
+    longest, on_device = int(edges.diff().max()), sent(edges, device)
     return {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device, "max_length_q": longest, "max_length_k": longest}
 
 
-def pytorch_varlen(
+def varlen_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -96,16 +109,25 @@ def pytorch_varlen(
     if softcap is not None or s_aux is not None:
         raise ValueError(f"attention of {type(module).__name__} has a cap or sinks, which need the package flash-attn: install it")
     if cu_seq_lens_q is None:  # a model that hands on positions only
-        found = borders(cast(Tensor, position_ids))
+        found = borders(cast(Tensor, position_ids), query.device)
         cu_seq_lens_q, max_length_q = found["cu_seq_lens_q"], found["max_length_q"]
     wide, size = max(query.shape[-1], value.shape[-1]), value.shape[-1]
-    wide = -(-wide // 8) * 8
-    q, k, v = (F.pad(part[0].transpose(0, 1), (0, wide - part.shape[-1])).to(module.config.dtype) for part in (query, key, value))
+    # Not part[0], whose gradient would be copied into zeros of another layout.
+    q, k, v = (_filled(part.squeeze(0).transpose(0, 1), -(-wide // 8) * 8).to(module.config.dtype) for part in (query, key, value))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     edges, longest = cu_seq_lens_q, max_length_q
-    attended: Any = varlen.varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=window, **_GROUPED)
-    return attended[None, ..., :size], None
+    attended: Any
+    if (flash := flash_kernel()) is not None:
+        attended = flash(q, k, v, edges, edges, longest, longest, softmax_scale=scale, causal=True, window_size=window)
+    else:
+        attended = varlen.varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=window, **_GROUPED)
+    return attended[..., :size].unsqueeze(0), None
 
 
-AttentionInterface.register(PYTORCH, pytorch_varlen)
+def _filled(heads: Tensor, size: int) -> Tensor:
+    """Zeros behind the last dimension up to `size`."""
+    return heads if heads.shape[-1] == size else F.pad(heads, (0, size - heads.shape[-1]))
+
+
+AttentionInterface.register(VARLEN, varlen_attention)

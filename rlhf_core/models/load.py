@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
 
 from rlhf_core.config import Lora
-from rlhf_core.data.collate import rounded
+from rlhf_core.data.collate import Batch, rounded, sent
 from rlhf_core.masked import shift_right
 from rlhf_core.models.attention import attention_for, borders, settled, takes_borders
 from rlhf_core.models.experts import balance_loss, num_experts
@@ -59,20 +59,30 @@ class Policy(nn.Module):
         entropy: Entropy = "no",
         mask: Tensor | None = None,
     ) -> TokenLogprobs:
-        """Of every token, or of those under `mask` (B, T) and 0 elsewhere: prompts then cost nothing at the head."""
+        """Of every token, or of those under `mask` (B, T) and 0 elsewhere: prompts then cost nothing at the head.
+
+        `positions` and `mask` may stay in the host's memory (`Batch.host`): then nothing here waits for the card.
+        """
         hidden, router_logits = _hidden(self.model, tokens, positions, self.balanced)
         flat, targets = hidden.flatten(0, 1), torch.roll(tokens, -1, dims=1).flatten()  # position t speaks of token t + 1
-        wanted = torch.arange(0) if mask is None else _before(mask)
+        count = 0
         if mask is not None:
-            rows = F.pad(wanted, (0, rounded(len(wanted)) - len(wanted)))
+            wanted = _before(mask)
+            count = len(wanted)
+            rows = sent(F.pad(wanted, (0, rounded(count) - count)), tokens.device)
             flat, targets = flat[rows], targets[rows]
         keep = self.training and not self.model.is_gradient_checkpointing
         values = torch.stack(token_logprobs(self.model.get_output_embeddings(), flat, targets, temperature / self.scale, entropy, keep))
         if mask is not None:
-            values = values.new_zeros(2, tokens.numel()).index_copy(1, wanted, values[:, : len(wanted)])
+            values = values.new_zeros(2, tokens.numel()).index_copy(1, rows[:count], values[:, :count])
         logprobs, entropies = (shift_right(value.view(tokens.shape), documents) for value in values)
         balance = balance_loss(router_logits, documents, self.model.config.num_experts_per_tok) if self.balanced else None
         return TokenLogprobs(logprobs, entropies, balance)
+
+
+def spoken_logprobs(policy: Callable[..., TokenLogprobs], batch: Batch, temperature: float = 1.0, entropy: Entropy = "no") -> TokenLogprobs:
+    """`Policy.forward` of a batch, or an engine's around it, for the tokens that the loss speaks of; the host waits for nothing."""
+    return policy(batch.tokens, batch.host.positions, batch.documents, temperature, entropy, batch.host.mask)
 
 
 def _before(mask: Tensor) -> Tensor:
@@ -104,7 +114,8 @@ def _hidden(model: PreTrainedModel, tokens: Tensor, positions: Tensor, routed: b
     shape = (1, -1) if end_to_end else tokens.shape
     asked: dict[str, Any] = {"output_router_logits": True} if routed else {}
     if end_to_end:
-        asked |= borders(positions)
+        asked |= borders(positions, tokens.device)
+    positions = sent(positions, tokens.device)
     backbone = model.base_model(input_ids=tokens.reshape(shape), position_ids=positions.reshape(shape), use_cache=False, **asked)
     return backbone.last_hidden_state.view(*tokens.shape, -1), backbone.router_logits if routed else ()
 

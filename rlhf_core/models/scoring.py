@@ -26,7 +26,7 @@ def score_documents(scorer: Scorer, documents: Sequence[Document], pad_token_id:
         chosen = order[start : start + micro_batch_size]
         batch = collate([[documents[i]] for i in chosen], pad_token_id).to(device)
         with torch.no_grad():
-            values = gather_last(scorer(batch.tokens, batch.positions), batch.documents, len(chosen))
+            values = gather_last(scorer(batch.tokens, batch.host.positions), batch.documents, len(chosen))
         for i, value in zip(chosen, values.tolist(), strict=True):
             scores[i] = value
     return scores

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config import Lora
-from rlhf_core.data.collate import Batch, collate
+from rlhf_core.data.collate import Batch, collate, sent
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.engine.base import AdamW
@@ -24,7 +24,7 @@ from rlhf_core.engine.ranks import export
 from rlhf_core.engine.zero import ZeroEngine, library
 from rlhf_core.losses import Loss, value_loss, with_balance
 from rlhf_core.masked import shift_right
-from rlhf_core.models.load import load_policy, load_scorer, trained_policy, trained_scorer
+from rlhf_core.models.load import load_policy, load_scorer, spoken_logprobs, trained_policy, trained_scorer
 from rlhf_core.models.memory import recompute
 from rlhf_core.models.token_logprobs import Entropy
 from rlhf_core.models.weights import checkpoint_weights
@@ -137,9 +137,7 @@ class Actor(Resident):
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
         scale = self.temperature if temperature is None else temperature
-        return _score(
-            self.engine, documents, self.model, lambda b: self.engine(b.tokens, b.positions, b.documents, scale, "no", b.mask).logprobs
-        )
+        return _score(self.engine, documents, self.model, lambda batch: spoken_logprobs(self.engine, batch, scale).logprobs)
 
     def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
         """PPO's clipped surrogate and its relatives, one optimiser step per update; metrics of each."""
@@ -151,7 +149,7 @@ class Actor(Resident):
 
         def loss(part: list[Experience]) -> Loss:
             batch = _collate(part, self.passes, self.model.pad_token_id, self.engine.device)
-            new = self.engine(batch.tokens, batch.positions, batch.documents, self.temperature, entropy, batch.mask)
+            new = spoken_logprobs(self.engine, batch, self.temperature, entropy)
             old, ref, advantages, weights = (
                 _per_token(batch, [getattr(e, name) for e in part]) for name in ("old_logprobs", "ref_logprobs", "advantages", "is_weights")
             )
@@ -227,7 +225,7 @@ class Critic(Resident):
         return metrics | {"value/grad_norm": self.engine.step(rate), "value/learning_rate": rate}
 
     def _values(self, batch: Batch) -> Tensor:
-        return shift_right(self.engine(batch.tokens, batch.positions), batch.documents)
+        return shift_right(self.engine(batch.tokens, batch.host.positions), batch.documents)
 
     def save_state(self, folder: str) -> None:
         self.engine.save_state(Path(folder))
@@ -244,7 +242,7 @@ class Reference(Frozen):
         self.temperature = temperature
 
     def logprobs(self, documents: Sequence[Document]) -> Scored:
-        return self.read(documents, lambda b: self.module(b.tokens, b.positions, b.documents, self.temperature, "no", b.mask).logprobs)
+        return self.read(documents, lambda batch: spoken_logprobs(self.module, batch, self.temperature).logprobs)
 
 
 class Reward(Frozen):
@@ -255,7 +253,7 @@ class Reward(Frozen):
 
     def scores(self, documents: Sequence[Document]) -> Scored:
         """The score at each document's last token, as an array of one."""
-        everywhere = self.read(documents, lambda b: self.module(b.tokens, b.positions))
+        everywhere = self.read(documents, lambda b: self.module(b.tokens, b.host.positions))
         return [(index, values[-1:]) for index, values in everywhere]
 
 
@@ -276,15 +274,17 @@ def _score(rank: ZeroEngine | Frozen, documents: Sequence[Document], model: Mode
     passes = Passes(model.micro_batch_size, model.micro_tokens, rank.world_size)
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i].tokens))
     parts = passes.split(order, lambda i: len(documents[i]))
-    scored: Scored = []
+    read: list[tuple[list[int], Batch, Tensor]] = []
     for index, weight in deal(len(parts), rank.rank, rank.world_size):
-        mine = [documents[i] for i in parts[index]]
-        batch = collate(passes.lay(mine), model.pad_token_id).to(rank.device)
+        batch = collate(passes.lay([documents[i] for i in parts[index]]), model.pad_token_id).to(rank.device)
         with torch.no_grad():
-            values = forward(batch).float()[batch.documents >= 0].cpu().numpy()
+            values = forward(batch).float()
         if weight:
-            ends = np.cumsum([len(document) for document in mine])
-            scored += zip(parts[index], np.split(values, ends[:-1]), strict=True)
+            read.append((parts[index], batch.host, values))
+    scored: Scored = []  # only now is the card waited for
+    for part, host, values in read:
+        ends = np.cumsum([len(documents[i]) for i in part])
+        scored += zip(part, np.split(values.cpu()[host.documents >= 0].numpy(), ends[:-1]), strict=True)
     return scored
 
 
@@ -299,9 +299,9 @@ def _collate(items: Sequence[Experience], passes: Passes, pad_token_id: int, dev
 
 def _per_token(batch: Batch, rows: Sequence[np.ndarray]) -> Tensor:
     """Per-token arrays of the batch's documents, in order, laid out like its tokens: (B, T), zeros on padding."""
-    values = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
-    values[batch.documents >= 0] = torch.from_numpy(np.concatenate(rows)).float().to(values.device)
-    return values
+    values = torch.zeros(batch.tokens.shape)
+    values[batch.host.documents >= 0] = torch.from_numpy(np.concatenate(rows)).float()
+    return sent(values, batch.tokens.device)
 
 
 def _rank_from_environment() -> tuple[int, int]:

@@ -78,7 +78,7 @@ def test_the_numbers_and_gradients_are_those_of_sdpa(family: str, kernel: list[i
     torch.cat(expected).sum().backward()
     gradients = [p.grad.clone() for p in policy.parameters() if p.grad is not None]
     policy.zero_grad()
-    policy.model.set_attn_implementation(attention.PYTORCH)
+    policy.model.set_attn_implementation(attention.VARLEN)
     found = logprobs_by_document(policy, rows)
     torch.cat(found).sum().backward()
     assert kernel == [collate(rows, pad_token_id=0).tokens.numel()] * 2, "both layers, both rows in one"
@@ -92,7 +92,7 @@ def test_a_window_changes_the_numbers(kernel: list[int]) -> None:
     """Or the test above would pass without one."""
     torch.manual_seed(0)
     policy = Policy(WINDOWED["mistral-window"]().eval())
-    policy.model.set_attn_implementation(attention.PYTORCH)
+    policy.model.set_attn_implementation(attention.VARLEN)
     windowed = logprobs_by_document(policy, [documents()])
     for layer in policy.model.model.layers:
         layer.self_attn.config.sliding_window = None
@@ -109,7 +109,7 @@ def test_heads_of_other_sizes_are_filled_up(kernel: list[int]) -> None:
     )  # fmt: skip
     for policy in (odd, Policy(DeepseekV3ForCausalLM(config).eval())):
         expected = logprobs_by_document(policy, [documents()])
-        policy.model.set_attn_implementation(attention.PYTORCH)
+        policy.model.set_attn_implementation(attention.VARLEN)
         kernel.clear()
         for ours, theirs in zip(logprobs_by_document(policy, [documents()]), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
@@ -125,7 +125,7 @@ def test_the_kernel_is_chosen_in_bf16_on_a_card_that_has_it(monkeypatch: pytest.
     assert isinstance(bf16, LlamaForCausalLM) and implementation(bf16) == "sdpa", "no GPU here"
     monkeypatch.setattr(attention, "_has_kernel", lambda: True)
     assert implementation(FAMILIES["llama"]()) == "sdpa", "fp32"
-    assert implementation(bf16) == attention.PYTORCH
+    assert implementation(bf16) == attention.VARLEN
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_large_heads_and_dropout_stay_with_sdpa(monkeypatch: pytest.MonkeyPatch)
 def test_a_cap_or_sinks_that_come_all_the_same_are_refused(kernel: list[int]) -> None:
     some = torch.zeros(1, 4, 3, 8)
     with pytest.raises(ValueError, match="cap or sinks"):
-        attention.pytorch_varlen(torch.nn.Identity(), some, some, some, None, softcap=30.0)
+        attention.varlen_attention(torch.nn.Identity(), some, some, some, None, softcap=30.0)
 
 
 def test_a_cap_on_the_logits_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

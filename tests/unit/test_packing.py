@@ -68,6 +68,12 @@ def test_parts_are_about_equally_full() -> None:
     assert max(loads) - min(loads) < 0.01 * max(loads), "a rank would wait for another"
 
 
+def test_where_an_even_spread_needs_one_pass_more_they_are_filled_instead() -> None:
+    lengths = [997, 837, 197] * 64  # 99 % of 8 passes
+    loads = [sum(lengths[i] for i in part) for part in evenly(lengths, 16_384, 1)]
+    assert len(loads) == 8 and max(loads) <= 16_384
+
+
 def test_a_budget_lays_documents_in_one_row_and_rows_lays_one_in_each() -> None:
     documents = [Document([1] * n, [True] * n) for n in (3, 9, 4)]
     (one,) = Passes(2, tokens=16).split(documents, len)

@@ -22,6 +22,7 @@ from rlhf_core.config import DPO, KTO, SFT, Data, Ranks, RewardModel, Source, St
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.condition import FILE, stored_suffix
 from rlhf_core.data.documents import Document
+from rlhf_core.data.packing import Passes
 from rlhf_core.engine.base import AdamW, TorchEngine
 from rlhf_core.kto import all_mismatches, mismatch, mismatches_of
 from rlhf_core.models.load import Policy, load_policy
@@ -196,7 +197,7 @@ def test_reference_logprobs_are_kept_for_just_their_content(material: Path, tmp_
 
     def ask(micro_batches: list[list[Document]], mean: bool = False, source: str = str(material / "base")) -> list[float]:
         opened.append(0)
-        return reference_logprobs(engine, RunDir(tmp_path), lambda: opened.append(1) or engine, source, micro_batches, 0, mean)  # type: ignore[func-returns-value]
+        return reference_logprobs(engine, RunDir(tmp_path), lambda: opened.append(1) or engine, source, micro_batches, Passes(2), 0, mean)  # type: ignore[func-returns-value]
 
     first = ask([[document, other]])
     assert sum(opened) == 1
