@@ -49,7 +49,7 @@ class ZeroEngine:
             _set_leaves(deepspeed, module)
         self._engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=adamw_optimizer(module, adamw),
+            optimizer=adamw_optimizer([p for p in module.parameters() if p.requires_grad], adamw),
             config={
                 "train_micro_batch_size_per_gpu": micro_batch_size,
                 "gradient_accumulation_steps": 1,  # the loop marks the boundary itself

@@ -48,8 +48,8 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     weights = 2 * (per_rank if how.zero_stage == 3 else count) + (FETCHED if how.zero_stage == 3 else 0)
     if how.adapters:
         state, gradients = 0.0, 0.0
-    elif how.zero_stage == 0:  # plain torch: moments in the weights' own dtype
-        state, gradients = 4 * count, 2 * count
+    elif how.zero_stage == 0:  # plain torch, whose fp32 gradients take the place of the bf16 ones when the pass is over
+        state, gradients = 12 * count, 2 * count
     elif how.offload:
         state, gradients = 0.0, 1e9
     else:
@@ -57,7 +57,8 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
     positions = CHUNK if how.recomputed else how.tokens
     logits = max(CHUNK * 10, positions * 2) * size.vocabulary if head else 0
-    return Held(CONTEXT + weights + state, read(size, scoring_tokens, head).scoring, gradients + how.tokens * kept + logits)
+    step = 4 * count if how.zero_stage == 0 and not how.adapters else 0.0
+    return Held(CONTEXT + weights + state, read(size, scoring_tokens, head).scoring, max(gradients + how.tokens * kept + logits, step))
 
 
 def read(size: Size, tokens: int, head: bool, offload: bool = False) -> Held:

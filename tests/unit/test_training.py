@@ -18,7 +18,7 @@ import rlhf_core.sft
 from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, StageConfig
 from rlhf_core.config.metrics import BALANCE, metrics_of
 from rlhf_core.data.documents import Document
-from rlhf_core.engine.base import TorchEngine, learning_rate
+from rlhf_core.engine.base import AdamW, TorchEngine, learning_rate
 from rlhf_core.models.scoring import STATISTICS, RewardScorer
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 from rlhf_core.supervised import deal, items_of_step
@@ -55,11 +55,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoint" / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", WORK)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, "float32") for kind in WORK), ("sft", "bfloat16")])
 def test_a_killed_stage_resumes_to_the_same_weights_and_curve(
-    kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(kind, material, save_steps=2)
+    config = config_of(kind, material, save_steps=2, dtype=dtype)
     whole = run(config, material, tmp_path / "whole")
     real_step, steps = TorchEngine.step, []
 
@@ -91,6 +91,17 @@ def test_loss_and_weights_do_not_depend_on_the_micro_batch(kind: str, material: 
     for other in (1, 4, "tokens"):
         for name in ("loss", "grad_norm"):
             assert outcomes[other].metrics[name] == pytest.approx(outcomes[8].metrics[name], rel=1e-4), (other, name)
+
+
+def test_weights_in_bf16_take_steps_smaller_than_the_distance_of_their_numbers() -> None:
+    """Below 1 it is 2^-8: stepped themselves they would stay where they are."""
+    module = torch.nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    torch.nn.init.ones_(module.weight)
+    engine = TorchEngine(module, AdamW((0.9, 0.95), 0.0, 1.0))
+    for _ in range(1000):
+        engine.backward(module.weight.float().sum(), last=True)
+        assert engine.step(1e-5) == pytest.approx(4.0)
+    torch.testing.assert_close(module.weight.float(), torch.full((4, 4), 0.99), rtol=0, atol=2**-9)
 
 
 def test_packing_does_not_change_the_loss_curve(material: Path, tmp_path: Path) -> None:
