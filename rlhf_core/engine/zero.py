@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.engine.base import AdamW, adamw_optimizer, check_norm
 from rlhf_core.garbage import uncollected
@@ -46,7 +47,8 @@ class ZeroEngine:
         self.zero_stage = zero_stage
         self._frozen = not all(parameter.requires_grad for parameter in module.parameters())
         if zero_stage == 3:
-            _set_leaves(deepspeed, module)
+            # The gradients of a whole layer are taken when that of its input is there: the first one's has none below frozen embeddings.
+            _set_leaves(deepspeed, module, layers=not self._frozen)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=adamw_optimizer([p for p in module.parameters() if p.requires_grad], adamw),
@@ -105,8 +107,13 @@ class ZeroEngine:
         dist.barrier()
 
 
-def _set_leaves(deepspeed: Any, module: nn.Module) -> None:
-    """A block whose experts are modules of their own is fetched whole: which experts run differs by rank, and fetching is a collective."""
-    blocks = {type(block) for block in module.modules() if isinstance(getattr(block, "experts", None), nn.ModuleList)}
-    if blocks:
-        deepspeed.utils.set_z3_leaf_modules(module, list(blocks))
+def _set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:
+    """Modules that are fetched whole. Layers: for every module inside, DeepSpeed's work in Python takes longer than the collectives do.
+
+    Blocks whose experts are modules of their own: which experts run differs by rank, and fetching is a collective.
+    """
+    whole = {type(part) for part in module.modules() if isinstance(getattr(part, "experts", None), nn.ModuleList)}
+    if layers:
+        whole |= {type(part) for part in module.modules() if isinstance(part, GradientCheckpointingLayer)}
+    if whole:
+        deepspeed.utils.set_z3_leaf_modules(module, list(whole))
