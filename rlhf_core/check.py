@@ -47,6 +47,7 @@ from rlhf_core.reward_sources import FunctionReward, HttpReward
 from rlhf_core.store import Store
 from rlhf_core.tax_tasks import is_path, read_task
 
+LONG_PROMPT = 2**16  # bytes: files with more than this for each prompt of an iteration hold enough of them
 WEIGHTS = ("*.safetensors", "*.bin")
 STARTS_FROM = {
     "sft": "model",
@@ -110,7 +111,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
                 problems.append(f"{where}: {frame}")
             elif frame is not None:
                 problems += _refused(f"stages.{node.name}.{text.limit_field}", check_limit, text.limit, frame)
-        problems += _slice_problem(node, plan.recipe.seed) if not problems else []
+        problems += _prompt_problems(node, plan.recipe.seed) if not problems else []
         problems += _question_problems(node)
         problems += _function_problems(node)
         problems += _task_problems(node)
@@ -290,9 +291,16 @@ def _refused(where: str, check: object, *values: object) -> list[str]:
     return []
 
 
-def _slice_problem(node: Node, seed: int) -> list[str]:
+def _prompt_problems(node: Node, seed: int) -> list[str]:
+    """Fewer prompts than PPO needs at once, or than come before a round's. PPO's are not counted in files that are large enough."""
     config = node.config
-    if not isinstance(config, Preferences) or config.first_prompt == 0 or any(is_remote(s.path) for s in config.prompts.sources):
+    if not isinstance(config, PPO | Preferences) or any(is_remote(source.path) for source in config.prompts.sources):
+        return []
+    if isinstance(config, PPO):
+        large = sum(Path(source.path).stat().st_size for source in config.prompts.sources) > config.rollout_batch_size * LONG_PROMPT
+        count = config.prompts.max_samples if large else len(load_rows(config.prompts, seed))
+        return _refused(f"stages.{node.name}.prompts", config.iterations, count) if count else []
+    if config.first_prompt == 0:
         return []
     rows = len(load_rows(config.prompts, seed))
     if rows > config.first_prompt:

@@ -244,3 +244,15 @@ class PPO(Gated, Sampling):
                 f"a rollout is cut into whole optimiser steps"
             )
         return self
+
+    def iterations(self, num_prompts: int) -> int:
+        """How many a run over `num_prompts` has. Raises ValueError when they do not fill one, or one of `export_at` never comes."""
+        if num_prompts < self.rollout_batch_size:
+            raise ValueError(
+                f"ppo needs rollout_batch_size={self.rollout_batch_size} prompts, the data has {num_prompts}: lower it or add prompts"
+            )
+        total = num_prompts // self.rollout_batch_size * self.num_episodes
+        total = min(total, self.max_steps) if self.max_steps else total
+        if self.export_at and max(self.export_at) > total:
+            raise ValueError(f"export_at names iteration {max(self.export_at)}, and this run has {total}: lower it, or give more prompts")
+        return total

@@ -42,7 +42,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
     renderer = Renderer(tokenizer, config.prompts.template)
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     write_data_report(run, request.name, prompts=data.report)
-    iterations = count_iterations(config, len(data.items))
+    iterations = config.iterations(len(data.items))
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
     resume = checkpoint.latest(run)
     kept_stage = resume.loop.get("zero_stage", 3) if resume else None
@@ -134,19 +134,6 @@ def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], s
         config.one_step_off_policy,
         config.stream_batch_size,
     )
-
-
-def count_iterations(config: PPO, num_prompts: int) -> int:
-    """Iterations of the run. Raises ValueError when the prompts do not fill one."""
-    if num_prompts < config.rollout_batch_size:
-        raise ValueError(
-            f"ppo needs rollout_batch_size={config.rollout_batch_size} prompts, the data has {num_prompts}: lower it or add prompts"
-        )
-    total = num_prompts // config.rollout_batch_size * config.num_episodes
-    total = min(total, config.max_steps) if config.max_steps else total
-    if config.export_at and max(config.export_at) > total:
-        raise ValueError(f"export_at names iteration {max(config.export_at)}, and this run has {total}: lower it, or give more prompts")
-    return total
 
 
 def optimisation(config: PPO, step: int, iterations: int, seed: int) -> Optimisation:

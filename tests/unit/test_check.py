@@ -27,6 +27,9 @@ stages:
   reward_model: {data: {sources: pairs.jsonl}}
   ppo:
     prompts: {sources: prompts.jsonl}
+    rollout_batch_size: 4
+    train_batch_size: 4
+    micro_train_batch_size: 1
     actor_ranks: {cpus: 0.4}
     critic_ranks: {cpus: 0.4}
     reference_ranks: {cpus: 0.2}
@@ -94,6 +97,8 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
         ),
         (["sft.data={sources: prompts.jsonl}"], ["stages.sft.data: prompts.jsonl: there is no column 'response'"]),
         (["base_model=elsewhere/there/is/none"], ["base_model: there is no model folder"]),
+        (["ppo.rollout_batch_size=8"], ["stages.ppo.prompts: ppo needs rollout_batch_size=8 prompts, the data has 4: lower it or add"]),
+        (["ppo.export_at=[2]"], ["stages.ppo.prompts: export_at names iteration 2, and this run has 1: lower it"]),
         (["ppo.prompt_max_len=5"], ["stages.ppo.prompt_max_len: a limit of 5 tokens leaves no room for text"]),
         (["sft.max_len=3"], ["stages.sft.max_len: a limit of 3 tokens"]),
         (["evaluation.prompt_max_len=5"], ["stages.evaluation.prompt_max_len: a limit of 5 tokens"]),

@@ -25,7 +25,7 @@ from rlhf_core.ppo.credit import Credited, credit
 from rlhf_core.ppo.fleet import objective_of
 from rlhf_core.ppo.iteration import Optimisation, minibatches
 from rlhf_core.ppo.roles import Actor, Critic, Model, Reference, Reward, Training, Update
-from rlhf_core.ppo.train import count_iterations, model_paths, optimisation, setup_of
+from rlhf_core.ppo.train import model_paths, optimisation, setup_of
 from rlhf_core.ppo.types import Experience, Rollout, Scores
 from rlhf_core.rewards.asking import Rewards
 
@@ -393,6 +393,6 @@ def test_what_cannot_work_is_refused(changes: dict[str, object], told: str) -> N
 
 
 def test_the_prompts_must_fill_an_iteration() -> None:
-    assert count_iterations(ppo(num_episodes=3), 9) == 6
+    assert ppo(num_episodes=3).iterations(9) == 6
     with pytest.raises(ValueError, match="rollout_batch_size=4 prompts, the data has 3"):
-        count_iterations(ppo(), 3)
+        ppo().iterations(3)
