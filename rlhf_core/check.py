@@ -47,7 +47,7 @@ from rlhf_core.reward_sources import FunctionReward, HttpReward
 from rlhf_core.store import Store
 from rlhf_core.tax_tasks import is_path, read_task
 
-LONG_PROMPT = 2**16  # bytes: files with more than this for each prompt of an iteration hold enough of them
+LONG_PROMPT = 2**12  # bytes: files with more than this for each prompt of an iteration hold enough of them
 WEIGHTS = ("*.safetensors", "*.bin")
 STARTS_FROM = {
     "sft": "model",
@@ -298,8 +298,7 @@ def _prompt_problems(node: Node, seed: int) -> list[str]:
         return []
     if isinstance(config, PPO):
         large = sum(Path(source.path).stat().st_size for source in config.prompts.sources) > config.rollout_batch_size * LONG_PROMPT
-        count = config.prompts.max_samples if large else len(load_rows(config.prompts, seed))
-        return _refused(f"stages.{node.name}.prompts", config.iterations, count) if count else []
+        return [] if large else _refused(f"stages.{node.name}.prompts", lambda: config.iterations(len(load_rows(config.prompts, seed))))
     if config.first_prompt == 0:
         return []
     rows = len(load_rows(config.prompts, seed))

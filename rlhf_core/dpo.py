@@ -14,8 +14,8 @@ import torch
 from rlhf_core.config import DPO, REFERENCE_FREE, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate, sent
-from rlhf_core.data.documents import Document, Lazy, Loaded, Pair, joined, lazily_cut, mapped
-from rlhf_core.data.packing import Passes
+from rlhf_core.data.documents import Document, Lazy, Loaded, Pair, joined, mapped
+from rlhf_core.data.packing import Parts, Passes
 from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.engine.base import Engine
@@ -25,7 +25,7 @@ from rlhf_core.masked import document_mean, document_sum
 from rlhf_core.models.load import Policy, load_policy, spoken_logprobs, trained_policy
 from rlhf_core.reference import reference_logprobs
 from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest
-from rlhf_core.supervised import Task, cut, fit
+from rlhf_core.supervised import Task, fit
 
 MEAN_LOGPROBS = ("ipo", "simpo", "orpo")  # the other losses sum them over the answer's tokens
 
@@ -74,7 +74,6 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     )
     held_out_pairs = held_out.items if held_out else []
     passes = Passes(micro, config.micro_train_tokens)
-    sure = passes.surely(2 * config.max_len)  # pairs
     trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
     engine = make_engine(trained, config)
     if engine.rank == 0:
@@ -83,12 +82,13 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     def open_reference() -> Policy | Engine:
         return load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine
 
+    parts, held_out_parts = passes.in_order(data.items, len), passes.in_order(held_out_pairs, len)
     refs: Sequence[float] = []
     if config.loss not in REFERENCE_FREE:
-        documents = joined(mapped(lazily_cut(data.items, sure), both), mapped(lazily_cut(held_out_pairs, sure), both))
+        documents = joined(mapped(parts, both), mapped(held_out_parts, both))
         refs = reference_logprobs(engine, run, open_reference, reference, documents, passes, pad, mean)
-    items = anchored(data.items, refs, 0, sure)
-    held_out_items = anchored(held_out_pairs, refs, 2 * len(data.items), sure)
+    items = anchored(data.items, refs, 0, parts)
+    held_out_items = anchored(held_out_pairs, refs, 2 * len(data.items), held_out_parts)
 
     def loss(engine: Engine, items: list[Anchored], denominator: Denominator) -> Loss:
         logprobs = pair_logprobs(engine, [item.pair for item in items], pad, mean, passes)
@@ -109,8 +109,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def evaluate(engine: Engine) -> dict[str, float]:
         engine.module.eval()
+        whole = count(held_out_items)
         with torch.no_grad():
-            results = [loss(engine, items, count(held_out_items)).metrics for items in cut(held_out_items, sure)]
+            results = [loss(engine, items, whole).metrics for items in Parts(held_out_items, held_out_parts.starts)]
         engine.module.train()
         return {f"eval/{name}": float(sum(r[name] for r in results)) for name in results[0]}
 
@@ -140,15 +141,15 @@ def both(pairs: Sequence[Pair]) -> list[Document]:
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
-def anchored(pairs: Sequence[Pair], refs: Sequence[float], start: int, micro: int) -> Sequence[Anchored]:
-    """Pairs with their reference log-probs, which stand from `start` on in the order of `both` of each micro-batch; 0 without any."""
+def anchored(pairs: Sequence[Pair], refs: Sequence[float], start: int, parts: Parts[Pair]) -> Sequence[Anchored]:
+    """Pairs with their reference log-probs, which stand from `start` on in the order of `both` of each part; 0 without any."""
 
     def get(index: int) -> Anchored:
         if not refs:
             return Anchored(pairs[index], 0.0, 0.0)
-        first = index // micro * micro
+        first, end = parts.of(index)
         chosen = start + first + index
-        return Anchored(pairs[index], refs[chosen], refs[chosen + min(micro, len(pairs) - first)])
+        return Anchored(pairs[index], refs[chosen], refs[chosen + end - first])
 
     return Lazy(len(pairs), get)
 

@@ -20,7 +20,7 @@ from rlhf_core.config import KTO, Data, Source
 from rlhf_core.data.answers import labelled_answers
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import sent
-from rlhf_core.data.documents import Document, Labelled, Lazy, joined, lazily_cut, mapped
+from rlhf_core.data.documents import Document, Labelled, Lazy, joined, mapped
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
 from rlhf_core.engine.base import Engine
@@ -29,7 +29,7 @@ from rlhf_core.losses import Loss, kto_loss, with_balance
 from rlhf_core.models.load import load_policy, trained_policy
 from rlhf_core.reference import answer_logprobs_and_balance, dealt_logprobs, reference_logprobs
 from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest
-from rlhf_core.supervised import Task, cut, fit, items_of_step
+from rlhf_core.supervised import Task, fit, items_of_step
 
 Mismatch = tuple[int, int]  # indices of the items that give the prompt and the answer
 
@@ -40,6 +40,11 @@ class Item(NamedTuple):
     place: int
     answer: Labelled
     ref: float
+
+
+def length(item: Item) -> int:
+    """Tokens."""
+    return len(item.answer.document)
 
 
 class Step(NamedTuple):
@@ -78,7 +83,6 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         return mismatch(documents[pair[0]], documents[pair[1]], config.max_len)
 
     passes = Passes(micro, config.micro_train_tokens)
-    sure = passes.surely(config.max_len)
     trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
     engine = make_engine(trained, config)
     if engine.rank == 0:
@@ -88,7 +92,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         run,
         lambda: load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine,
         reference,
-        joined(lazily_cut(documents, sure), lazily_cut(mapped(mismatches, mismatched), sure)),
+        joined(passes.in_order(documents, len), passes.in_order(mapped(mismatches, mismatched), len)),
         passes,
         pad,
         mean=False,
@@ -98,7 +102,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def step_of(items: Sequence[Item]) -> Step:
         pairs = mismatches_of([item.place for item in items])
-        logprobs = dealt_logprobs(engine, engine, cut([mismatched(pair) for pair in pairs], sure), passes, pad, mean=False)
+        logprobs = dealt_logprobs(engine, engine, passes.in_order([mismatched(pair) for pair in pairs], len), passes, pad, mean=False)
         gap = sum(logprobs.tolist()) - sum(refs[len(everything) + mismatches.index(pair)] for pair in pairs)
         desirable = sum(item.answer.desirable for item in items)
         return Step(float(len(items)), float(desirable), float(len(items) - desirable), max(0.0, gap / max(1, len(pairs))))
@@ -122,13 +126,13 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         step = step_of(held_out_items)
         engine.module.eval()
         with torch.no_grad():
-            results = [loss(engine, part, step).metrics for part in cut(held_out_items, sure)]
+            results = [loss(engine, part, step).metrics for part in passes.in_order(held_out_items, length)]
         engine.module.train()
         return {f"eval/{name}": float(sum(r[name] for r in results)) for name in results[0]}
 
     task = Task(
         items,
-        lambda items: passes._replace(ranks=engine.world_size).split(items, lambda item: len(item.answer.document)),
+        lambda items: passes._replace(ranks=engine.world_size).split(items, length),
         step_of,
         loss,
         evaluate if held_out_items else None,

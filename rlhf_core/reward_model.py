@@ -26,7 +26,7 @@ from rlhf_core.masked import gather_last
 from rlhf_core.models.load import trained_scorer
 from rlhf_core.models.scoring import STATISTICS
 from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest, write_text
-from rlhf_core.supervised import Task, cut, fit
+from rlhf_core.supervised import Task, fit
 
 STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
 
@@ -58,7 +58,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def evaluate(engine: Engine) -> dict[str, float]:
         assert held_out is not None
-        scores = score_all(engine, held_out.items, pad, passes, config.max_len)
+        scores = score_all(engine, held_out.items, pad, passes)
         return held_out_metrics(scores[0], scores[1])
 
     task = Task(
@@ -70,7 +70,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         show=("loss", "accuracy", "eval/accuracy"),
     )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
-    scores = score_all(engine, held_out.items if held_out else data.items[:STATISTICS_PAIRS], pad, passes, config.max_len)
+    scores = score_all(engine, held_out.items if held_out else data.items[:STATISTICS_PAIRS], pad, passes)
     outcome = finish_training(engine, request, run, source, config.lora, metrics)
     statistics = {"mean": float(scores.mean()), "std": float(scores.std())}
     if engine.rank == 0:
@@ -85,11 +85,11 @@ def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes
     return gather_last(engine(batch.tokens, batch.host.positions), batch.documents, len(documents)).view(2, len(pairs))
 
 
-def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes, max_len: int) -> np.ndarray:
-    """Scores of many pairs without gradient, each side at most `max_len` tokens: (2, N). Every rank makes all passes."""
+def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> np.ndarray:
+    """Scores of many pairs without gradient: (2, N). Every rank makes all passes."""
     engine.module.eval()
     with torch.no_grad():
-        parts = [pair_scores(engine, part, pad_token_id, passes).cpu().numpy() for part in cut(pairs, passes.surely(2 * max_len))]
+        parts = [pair_scores(engine, part, pad_token_id, passes).cpu().numpy() for part in passes.in_order(pairs, len)]
     engine.module.train()
     return np.concatenate(parts, axis=1)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import PPO, AlignmentTax, Preferences, Recipe, StageConfig
+from rlhf_core.config import DPO, KTO, PPO, SFT, AlignmentTax, Preferences, Recipe, RewardModel, StageConfig
 from rlhf_core.digests import ABSENT, Digests
 from rlhf_core.lineage import is_remote
 from rlhf_core.reward_sources import FunctionReward, ModelReward
@@ -87,8 +87,9 @@ def deciding(config: StageConfig, digests: Digests) -> Any:
     content = strip(config.model_dump(mode="json"))
     if content.get("zero_stage") == "auto":  # counts as what was there before: plain torch, and ZeRO-3 in PPO
         content["zero_stage"] = 3 if isinstance(config, PPO) else 0
-    if content.get("zero_stage") == 0 and content.get("dtype") == "bfloat16":
-        content["optimised"] = "float32"  # what was there before had learned less than its learning rate says
+    if isinstance(config, SFT | RewardModel | DPO | KTO) and config.dtype == "bfloat16" and config.ranks.world_size == 1:
+        if content["zero_stage"] == 0 and (config.lora is None or isinstance(config, RewardModel)):
+            content["optimised"] = "float32"  # what was there before had learned less than its learning rate says
     if isinstance(config, AlignmentTax):
         content["tasks"] = [_task_content(task, digests) if is_path(task) else task for task in config.tasks]
     reward = config.reward[0] if isinstance(config, Preferences) and len(config.reward) == 1 else None

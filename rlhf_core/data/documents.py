@@ -99,11 +99,6 @@ def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
     return Lazy(len(first) + len(second), lambda index: first[index] if index < len(first) else second[index - len(first)])
 
 
-def lazily_cut(items: Sequence[Item], size: int) -> Sequence[Sequence[Item]]:
-    """Consecutive parts of at most `size` items."""
-    return Lazy(-(-len(items) // size), lambda part: items[part * size : (part + 1) * size])
-
-
 @dataclass(frozen=True)
 class DataReport:
     """Rows read, items kept, kept items that were cut, rows dropped, tokens of the kept items (of both documents of a pair).

@@ -6,11 +6,12 @@ Documents are never split. The longest come first, so the rows do not come in a 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from array import array
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from rlhf_core.data.documents import Document
+from rlhf_core.data.documents import Document, Lazy
 
 Item = TypeVar("Item")
 
@@ -71,6 +72,19 @@ def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]
         count += 1
 
 
+class Parts(Lazy[list[Item]]):
+    """Consecutive parts of `items`, each read when it is asked for; `starts` has the index of the first item of each."""
+
+    def __init__(self, items: Sequence[Item], starts: Sequence[int]):
+        self.starts, self._ends = starts, [*starts[1:], len(items)]
+        super().__init__(len(starts), lambda part: list(items[starts[part] : self._ends[part]]))
+
+    def of(self, index: int) -> tuple[int, int]:
+        """The part that holds an item: index of its first one, and of the one after its last."""
+        part = bisect_right(self.starts, index) - 1
+        return self.starts[part], self._ends[part]
+
+
 class Passes(NamedTuple):
     """How documents share forward passes: `rows` of them, each padded to the longest; or, with `tokens`, one row of at most so many.
 
@@ -89,9 +103,18 @@ class Passes(NamedTuple):
             return []
         return [[items[i] for i in part] for part in evenly([length(item) for item in items], self.tokens, self.ranks)]
 
-    def surely(self, longest: int) -> int:
-        """How many items of at most `longest` tokens one pass takes, whatever their lengths."""
-        return self.rows if self.tokens is None else max(1, self.tokens // longest)
+    def in_order(self, items: Sequence[Item], length: Callable[[Item], int]) -> Parts[Item]:
+        """Consecutive items of each pass, read when they are asked for; with `tokens` as many as fit, at least one."""
+        if self.tokens is None:
+            return Parts(items, array("q", range(0, len(items), self.rows)))
+        starts, held = array("q"), self.tokens
+        for index, item in enumerate(items):
+            size = length(item)
+            held += size
+            if held > self.tokens:
+                starts.append(index)
+                held = size
+        return Parts(items, starts)
 
     def lay(self, documents: Sequence[Document]) -> list[list[Document]]:
         """The rows of a pass."""

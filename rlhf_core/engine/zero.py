@@ -114,6 +114,13 @@ def _set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:
     """
     whole = {type(part) for part in module.modules() if isinstance(getattr(part, "experts", None), nn.ModuleList)}
     if layers:
-        whole |= {type(part) for part in module.modules() if isinstance(part, GradientCheckpointingLayer)}
+        whole |= _layers(module)
     if whole:
         deepspeed.utils.set_z3_leaf_modules(module, list(whole))
+
+
+def _layers(module: nn.Module) -> set[type[nn.Module]]:
+    """None where layers share weights: those have their gradients when the last layer that uses them is through, and not the first."""
+    layers = [part for _, part in module.named_modules(remove_duplicate=False) if isinstance(part, GradientCheckpointingLayer)]
+    weights = [id(weight) for layer in layers for weight in layer.parameters()]
+    return {type(layer) for layer in layers} if len(weights) == len(set(weights)) else set()

@@ -57,6 +57,8 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
     positions = CHUNK if how.recomputed else how.tokens
     logits = max(CHUNK * 10, positions * 2) * size.vocabulary if head else 0
+    if how.zero_stage == 3 and not how.adapters:
+        gradients += 2 * (count - (size.head if head else 0)) / size.layers  # those of a layer wait for its last
     step = 4 * count if how.zero_stage == 0 and not how.adapters else 0.0
     return Held(CONTEXT + weights + state, read(size, scoring_tokens, head).scoring, max(gradients + how.tokens * kept + logits, step))
 

@@ -23,6 +23,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from rlhf_core.data.collate import sent
 
 FLASH, VARLEN = "flash_attention_2", "varlen"
+WITHIN_BORDERS = {"full_attention", "sliding_attention"}
+CARRYING = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 LARGEST_HEAD = 256  # of both kernels
 _ASKS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # not in PyTorch 2.11, which groups heads unasked
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if _ASKS else {}
@@ -63,10 +65,20 @@ def _has_kernel() -> bool:
 
 def _fits(model: PreTrainedModel) -> bool:
     """Whether documents and causality (and a window) are all that the model's attention depends on besides its inputs."""
-    plain = model._supports_attention_backend and model._supports_flash_attn and not model._is_stateful
+    plain = model._supports_attention_backend and model._supports_flash_attn and not carries(model) and _kinds(model) <= WITHIN_BORDERS
     heads = max((int(getattr(module, "head_dim", 0) or 0) for module in model.modules()), default=0)
-    dropped = any(getattr(model.config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
-    return plain and heads <= LARGEST_HEAD and not dropped
+    dropped = any(getattr(model.config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))
+    causal = all(getattr(module, "is_causal", True) for module in model.modules())
+    return plain and causal and heads <= LARGEST_HEAD and not dropped
+
+
+def _kinds(model: PreTrainedModel) -> set[str]:
+    return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
+def carries(model: PreTrainedModel) -> bool:
+    """Whether a layer hands something along a row without regard to the borders of documents: a convolution, a recurrent state."""
+    return bool(model._is_stateful or _kinds(model) & CARRYING)
 
 
 def takes_borders(model: PreTrainedModel) -> bool:
@@ -107,7 +119,7 @@ def varlen_attention(
     does not take. Heads are filled up with zeros to a size that it takes, and to one size where values have another (MLA).
     """
     if softcap is not None or s_aux is not None:
-        raise ValueError(f"attention of {type(module).__name__} has a cap or sinks, which need the package flash-attn: install it")
+        raise ValueError(f"attention of {type(module).__name__} has a cap or sinks, which are not computed here: take dtype float32")
     if cu_seq_lens_q is None:  # a model that hands on positions only
         found = borders(cast(Tensor, position_ids), query.device)
         cu_seq_lens_q, max_length_q = found["cu_seq_lens_q"], found["max_length_q"]

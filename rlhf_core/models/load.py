@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_core.config import Lora
 from rlhf_core.data.collate import Batch, rounded, sent
 from rlhf_core.masked import shift_right
-from rlhf_core.models.attention import attention_for, borders, settled, takes_borders
+from rlhf_core.models.attention import attention_for, borders, carries, settled, takes_borders
 from rlhf_core.models.experts import balance_loss, num_experts
 from rlhf_core.models.head import logit_scale
 from rlhf_core.models.kernels import fuse
@@ -109,8 +109,16 @@ class Scorer(nn.Module):
 
 
 def _hidden(model: PreTrainedModel, tokens: Tensor, positions: Tensor, routed: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Last hidden states (B, T, H), and if `routed` the router logits of each layer, (B * T, E)."""
+    """Last hidden states (B, T, H), and if `routed` the router logits of each layer, (B * T, E).
+
+    Raises ValueError for packed rows of a model that is more than attention (`attention.carries`).
+    """
     end_to_end = takes_borders(model)
+    if carries(model) and bool(((positions[:, 1:-1] == 0) & (positions[:, 2:] == 1)).any()):
+        raise ValueError(
+            f"{type(model).__name__} has layers that carry from one document of a row into the next: set packing: false, and leave out "
+            f"micro_train_tokens and micro_rollout_tokens"
+        )
     shape = (1, -1) if end_to_end else tokens.shape
     asked: dict[str, Any] = {"output_router_logits": True} if routed else {}
     if end_to_end:

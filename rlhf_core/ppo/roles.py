@@ -274,17 +274,17 @@ def _score(rank: ZeroEngine | Frozen, documents: Sequence[Document], model: Mode
     passes = Passes(model.micro_batch_size, model.micro_tokens, rank.world_size)
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i].tokens))
     parts = passes.split(order, lambda i: len(documents[i]))
-    read: list[tuple[list[int], Batch, Tensor]] = []
+    read: list[tuple[list[int], Tensor, Tensor]] = []
     for index, weight in deal(len(parts), rank.rank, rank.world_size):
         batch = collate(passes.lay([documents[i] for i in parts[index]]), model.pad_token_id).to(rank.device)
         with torch.no_grad():
             values = forward(batch).float()
         if weight:
-            read.append((parts[index], batch.host, values))
+            read.append((parts[index], batch.host.documents >= 0, values))
     scored: Scored = []  # only now is the card waited for
-    for part, host, values in read:
+    for part, real, values in read:
         ends = np.cumsum([len(documents[i]) for i in part])
-        scored += zip(part, np.split(values.cpu()[host.documents >= 0].numpy(), ends[:-1]), strict=True)
+        scored += zip(part, np.split(values.cpu()[real].numpy(), ends[:-1]), strict=True)
     return scored
 
 

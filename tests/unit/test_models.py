@@ -13,6 +13,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -25,6 +27,7 @@ from transformers import (
 
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
+from rlhf_core.engine.zero import _layers
 from rlhf_core.masked import gather_last
 from rlhf_core.models import token_logprobs
 from rlhf_core.models.load import Policy, load_scorer
@@ -157,3 +160,21 @@ def test_reward_model_scores_what_transformers_scores(tmp_path: Path) -> None:
         row[: len(document.tokens)] = torch.tensor(document.tokens)
     theirs = plain(input_ids=padded, attention_mask=(padded != 0).long()).logits[:, 0]
     torch.testing.assert_close(ours, theirs)
+
+
+def test_packed_rows_are_refused_where_a_layer_carries_across_documents() -> None:
+    torch.manual_seed(0)
+    config = Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"], conv_L_cache=3)
+    policy = Policy(Lfm2ForCausalLM(config).eval())
+    alone = [logprobs_by_document(policy, [[document]])[0] for document in documents()]
+    for ours, theirs in zip(logprobs_by_document(policy, [[document] for document in documents()]), alone, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM has layers that carry from one document.*: set packing: false"):
+        logprobs_by_document(policy, [documents()])
+
+
+def test_layers_that_share_weights_are_not_fetched_whole() -> None:
+    model = FAMILIES["llama"]()
+    assert _layers(model) == {type(model.model.layers[0])}
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    assert _layers(model) == set()

@@ -68,6 +68,15 @@ def test_parts_are_about_equally_full() -> None:
     assert max(loads) - min(loads) < 0.01 * max(loads), "a rank would wait for another"
 
 
+def test_passes_in_order_are_filled_by_the_lengths_of_what_they_hold() -> None:
+    items = ["a" * n for n in (3, 5, 2, 9, 1, 12, 4)]
+    parts = Passes(2, tokens=10).in_order(items, len)
+    assert [[len(item) for item in part] for part in parts] == [[3, 5, 2], [9, 1], [12], [4]], "one that is too long goes alone"
+    assert [parts.of(index) for index in range(7)] == [(0, 3), (0, 3), (0, 3), (3, 5), (3, 5), (5, 6), (6, 7)]
+    assert [list(part) for part in Passes(3).in_order(items, len)] == [items[:3], items[3:6], items[6:]]
+    assert len(Passes(2, tokens=10).in_order([], len)) == 0
+
+
 def test_where_an_even_spread_needs_one_pass_more_they_are_filled_instead() -> None:
     lengths = [997, 837, 197] * 64  # 99 % of 8 passes
     loads = [sum(lengths[i] for i in part) for part in evenly(lengths, 16_384, 1)]

@@ -22,7 +22,8 @@ import rlhf_core.sft
 from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, StageConfig
 from rlhf_core.data import sources
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.documents import Lazy, joined, lazily_cut, mapped
+from rlhf_core.data.documents import Lazy, joined, mapped
+from rlhf_core.data.packing import Passes
 from rlhf_core.data.rows import load_rows
 from rlhf_core.data.sources import preference_pairs, sft_documents
 from rlhf_core.stage import RunDir, StageRequest
@@ -140,7 +141,7 @@ def test_lazy_sequences_behave_as_lists() -> None:
     with pytest.raises(IndexError):
         squares[7]
     assert list(mapped(squares, str)) == list(map(str, expected))
-    assert [list(part) for part in lazily_cut(joined(squares, [1, 2]), 4)] == [[0, 1, 4, 9], [16, 25, 36, 1], [2]]
+    assert [list(part) for part in Passes(4).in_order(joined(squares, [1, 2]), lambda _: 1)] == [[0, 1, 4, 9], [16, 25, 36, 1], [2]]
 
 
 def train_under_limit(kind: str, material: Path, folder: Path, *how: str) -> subprocess.CompletedProcess[str]:
