@@ -76,7 +76,8 @@ class Parts(Lazy[list[Item]]):
     """Consecutive parts of `items`, each read when it is asked for; `starts` has the index of the first item of each."""
 
     def __init__(self, items: Sequence[Item], starts: Sequence[int]):
-        self.starts, self._ends = starts, [*starts[1:], len(items)]
+        self.starts, self._ends = starts, array("q", starts[1:])
+        self._ends.append(len(items))
         super().__init__(len(starts), lambda part: list(items[starts[part] : self._ends[part]]))
 
     def of(self, index: int) -> tuple[int, int]:
