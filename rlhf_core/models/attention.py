@@ -47,6 +47,15 @@ def flash_kernel() -> Callable[..., Tensor] | None:
     return cast(Callable[..., Tensor], flash_attn_varlen_func)
 
 
+@cache
+def _computes_windows(kernel: Callable[..., Tensor], device: torch.device) -> bool:
+    """A flash-attn that was built without windows gives whole attention and says nothing."""
+    rows = torch.arange(8 * 64, device=device).sin().view(8, 1, 64).to(torch.bfloat16)
+    edges = torch.tensor([0, 8], dtype=torch.int32, device=device)
+    whole, windowed = (kernel(rows, rows, rows, edges, edges, 8, 8, causal=True, window_size=window) for window in ((-1, 0), (1, 0)))
+    return not torch.equal(whole, windowed)
+
+
 def settled(model: PreTrainedModel) -> PreTrainedModel:
     """The loaded model, moved to `varlen_attention` where that runs, or to `eager` where `sdpa` drops a cap of the logits."""
     config = model.config.get_text_config()
@@ -130,7 +139,8 @@ def varlen_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     edges, longest = cu_seq_lens_q, max_length_q
     attended: Any
-    if (flash := flash_kernel()) is not None:
+    flash = flash_kernel()
+    if flash is not None and (sliding_window is None or _computes_windows(flash, query.device)):
         attended = flash(q, k, v, edges, edges, longest, longest, softmax_scale=scale, causal=True, window_size=window)
     else:
         attended = varlen.varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=window, **_GROUPED)

@@ -100,6 +100,27 @@ def test_a_window_changes_the_numbers(kernel: list[int]) -> None:
     assert not torch.allclose(windowed[2], whole[2]) and kernel
 
 
+@pytest.mark.parametrize("built", ["with windows", "without"])
+def test_a_window_holds_whatever_flash_attn_was_built_with(built: str, kernel: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def flash(*arguments: Any, softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int]) -> torch.Tensor:
+        calls.append(window_size)
+        assert causal
+        window = window_size if built == "with windows" else (-1, 0)
+        return plain_varlen(*arguments, scale=softmax_scale, window_size=window, enable_gqa=True)
+
+    torch.manual_seed(0)
+    policy = Policy(WINDOWED["mistral-window"]().eval())
+    expected = logprobs_by_document(policy, [documents()])
+    monkeypatch.setattr(attention, "flash_kernel", lambda: flash)
+    policy.model.set_attn_implementation(attention.VARLEN)
+    for ours, theirs in zip(logprobs_by_document(policy, [documents()]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert calls[:2] == [(-1, 0), (1, 0)], "asked once"
+    assert (calls[2:], len(kernel)) == (([(3, 0)] * 2, 0) if built == "with windows" else ([], 2))
+
+
 def test_heads_of_other_sizes_are_filled_up(kernel: list[int]) -> None:
     torch.manual_seed(0)
     odd = Policy(LlamaForCausalLM(LlamaConfig(**SHAPE, head_dim=10)).eval())
