@@ -66,7 +66,7 @@ class TorchEngine:
         self.rank, self.world_size = 0, 1
         self._adamw = adamw
         self._weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._optimised = {name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self._weights.items()}
+        self._optimised = {name: p.detach().float() if p.dtype.itemsize < 4 else p for name, p in self._weights.items()}
         self._optimizer = adamw_optimizer(self._optimised.values(), adamw)
 
     def __call__(self, *inputs: Any) -> Any:

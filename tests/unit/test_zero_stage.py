@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_core import checkpoint
 from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
+from rlhf_core.digests import Digests
 from rlhf_core.engine.ranks import with_zero_stage
 from rlhf_core.forecast.memory import GIB, ROOM
 from rlhf_core.forecast.placements import forecast, placements
@@ -18,6 +19,7 @@ from rlhf_core.forecast.sizes import Size, size_of_config
 from rlhf_core.forecast.zero import Chosen, peak_of_training, size_at, stage_of_ppo, stage_of_training
 from rlhf_core.ppo.fleet import zero_stage_of
 from rlhf_core.stage import RunDir, StageRequest
+from rlhf_core.stage_digest import deciding
 
 SHAPE = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
 BIG = size_of_config({**SHAPE, "vocab_size": 152064})  # 7.6 billion parameters
@@ -143,3 +145,16 @@ def test_a_folder_that_tells_no_size(tmp_path: Path) -> None:
     assert size_at(str(tmp_path)) is None
     (tmp_path / "config.json").write_text("{}")
     assert size_at(str(tmp_path)) is None
+
+
+def test_only_what_one_rank_trained_in_bf16_is_made_anew(tmp_path: Path) -> None:
+    """It was optimised in bf16; several ranks under ZeRO and adapters had fp32 before."""
+
+    def optimised(config: Trainable) -> str | None:
+        return deciding(config, Digests(tmp_path)).get("optimised")  # type: ignore[no-any-return]
+
+    one = {"ranks": Ranks(gpus=1), "zero_stage": "auto"}
+    assert optimised(sft(**one)) == optimised(sft(**one | {"zero_stage": 0})) == "float32"
+    others = (sft(zero_stage="auto"), sft(**one, lora=Lora()), sft(**one, dtype="float32"), sft(**one | {"zero_stage": 1}))
+    assert {optimised(config) for config in others} == {None}
+    assert optimised(RewardModel(data=DATA, dtype="bfloat16", lora=Lora(), **one)) == "float32", "its head is trained whole"
