@@ -46,9 +46,11 @@ class ZeroEngine:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.zero_stage = zero_stage
         self._frozen = not all(parameter.requires_grad for parameter in module.parameters())
+        fetching = {}
         if zero_stage == 3:
             # The gradients of a whole layer are taken when that of its input is there: the first one's has none below frozen embeddings.
             _set_leaves(deepspeed, module, layers=not self._frozen)
+            fetching = {"stage3_prefetch_bucket_size": max(50_000_000, _largest_layer(module))}  # the next layer comes while one computes
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=adamw_optimizer([p for p in module.parameters() if p.requires_grad], adamw),
@@ -58,6 +60,7 @@ class ZeroEngine:
                 "gradient_clipping": adamw.max_norm,
                 "bf16": {"enabled": dtype == "bfloat16"},
                 "zero_optimization": {"stage": zero_stage, "overlap_comm": torch.cuda.is_available(), "contiguous_gradients": True}
+                | fetching
                 | ({"offload_optimizer": {"device": "cpu", "pin_memory": True}} if offload else {}),
                 "zero_allow_untested_optimizer": True,
                 "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU too and needs no compiler
@@ -117,6 +120,12 @@ def _set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:
         whole |= _layers(module)
     if whole:
         deepspeed.utils.set_z3_leaf_modules(module, list(whole))
+
+
+def _largest_layer(module: nn.Module) -> int:
+    """Parameters of a decoder layer, the largest one's."""
+    layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
+    return max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
 
 
 def _layers(module: nn.Module) -> set[type[nn.Module]]:

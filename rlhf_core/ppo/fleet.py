@@ -147,9 +147,9 @@ class Fleet:
         """The groups that have an optimiser."""
         return [self.actor] if self.critic is None else [self.critic, self.actor]
 
-    def sleep(self) -> None:
-        """The engines leave their GPUs to the models."""
-        self.sampler.call("sleep", "sleep").wait(self.timeout)
+    def sleep(self, keep_weights: bool) -> None:
+        """The engines leave their GPUs to the models, with their weights unless `publish_weights` follows on `wake`."""
+        self.sampler.call("sleep", "sleep", keep_weights).wait(self.timeout)
 
     def wake(self) -> None:
         """The models leave what they do not use to the engines, which come back."""

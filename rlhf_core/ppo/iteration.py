@@ -80,7 +80,7 @@ def ppo_iteration(
     asked = ask_ahead(fleet, setup.line, sampled.position, setup.sampling) if setup.one_step_off and not last else None
     if fleet.sleeps:
         with _phase(phases, "sleep"):
-            fleet.sleep()
+            fleet.sleep(keep_weights="actor" not in optimisation.rates)
     with _phase(phases, "score"):
         scores = sampled.scores() if sampled.scores else fleet.score(rollouts, sampled.rewards, setup.allowed_failures)
     with _phase(phases, "credit"):

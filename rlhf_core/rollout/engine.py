@@ -211,9 +211,12 @@ class Sampler:
         self.llm.collective_rpc("receive_weights", args=(self.tied,))
         self.llm.reset_prefix_cache()
 
-    def sleep(self) -> None:
-        """Moves the weights to host memory and forgets the KV cache: the GPU is free for others until `wake`."""
-        self.llm.sleep(level=1)
+    def sleep(self, keep_weights: bool) -> None:
+        """Forgets the KV cache, and the weights or moves them to (pinned) host memory: the GPU is free for others until `wake`.
+
+        Weights that were not kept must be sent after `wake`, before anything is sampled.
+        """
+        self.llm.sleep(level=1 if keep_weights else 2)
 
     def wake(self) -> None:
         self.llm.wake_up()

@@ -103,8 +103,8 @@ class SamplerRole:
     def receive_weights(self) -> None:
         self.sampler.receive_weights()
 
-    def sleep(self) -> None:
-        self.sampler.sleep()
+    def sleep(self, keep_weights: bool) -> None:
+        self.sampler.sleep(keep_weights)
 
     def wake(self) -> None:
         self.sampler.wake()

@@ -41,8 +41,8 @@ class Fleet:
     said: list[str] = field(default_factory=list)
     sleeps: bool = False
 
-    def sleep(self) -> None:
-        self.said.append("sleep")
+    def sleep(self, keep_weights: bool) -> None:
+        self.said.append("sleep and keep" if keep_weights else "sleep")
 
     def wake(self) -> None:
         self.said.append("wake")
@@ -185,6 +185,12 @@ def test_an_engine_that_sleeps_does_so_while_the_models_work() -> None:
     done = iterate(fleet, config(vllm={"gpus": 1, "sleep": True}))
     assert fleet.said == ["sample", "sleep", "score", "train", "wake", "publish", "probe"]
     assert {"phase/sleep", "phase/wake"} <= set(done.metrics)
+
+
+def test_an_engine_that_sleeps_keeps_weights_that_nobody_will_send() -> None:
+    fleet = Fleet(lambda prompt, j: float(j), sleeps=True)
+    iterate(fleet, config(vllm={"gpus": 1, "sleep": True}, freezing_actor_steps=1))
+    assert fleet.said == ["sample", "sleep and keep", "score", "train", "wake"]
 
 
 def test_an_iteration_is_the_papers() -> None:
