@@ -83,6 +83,7 @@ class Sampler:
             enable_chunked_prefill=on_gpu,
             max_num_batched_tokens=None if on_gpu else max(max_model_len, CPU_BATCHED_TOKENS),
             logprobs_mode="processed_logprobs",
+            **({"worker_cls": "rlhf_core.rollout.worker.Worker"} if on_gpu else {}),
             worker_extension_cls="rlhf_core.rollout.weights.WeightReceiver",
             disable_log_stats=True,
             enable_sleep_mode=can_sleep,

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, cards: int) -> list[dict[str, float]]:
         except subprocess.TimeoutExpired:
             print(f"the peer was cut off after {arguments.peer_seconds} s", flush=True)
         finally:
-            subprocess.run(["ray", "stop", "--force"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "stop", "--force"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return read(log)
 
 

@@ -100,13 +100,15 @@ def test_a_window_changes_the_numbers(kernel: list[int]) -> None:
     assert not torch.allclose(windowed[2], whole[2]) and kernel
 
 
-@pytest.mark.parametrize("built", ["with windows", "without"])
+@pytest.mark.parametrize("built", ["with windows", "without", "without, and causal no more"])
 def test_a_window_holds_whatever_flash_attn_was_built_with(built: str, kernel: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
 
     def flash(*arguments: Any, softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int]) -> torch.Tensor:
         calls.append(window_size)
         assert causal
+        if built == "without, and causal no more":  # a window to the left says already that nothing to the right is seen
+            return F.scaled_dot_product_attention(*(rows.transpose(0, 1) for rows in arguments[:3]), enable_gqa=True).transpose(0, 1)
         window = window_size if built == "with windows" else (-1, 0)
         return plain_varlen(*arguments, scale=softmax_scale, window_size=window, enable_gqa=True)
 
@@ -117,8 +119,8 @@ def test_a_window_holds_whatever_flash_attn_was_built_with(built: str, kernel: l
     policy.model.set_attn_implementation(attention.VARLEN)
     for ours, theirs in zip(logprobs_by_document(policy, [documents()]), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert calls[:2] == [(-1, 0), (1, 0)], "asked once"
-    assert (calls[2:], len(kernel)) == (([(3, 0)] * 2, 0) if built == "with windows" else ([], 2))
+    assert calls[0] == (1, 0), "asked once"
+    assert (calls[1:], len(kernel)) == (([(3, 0)] * 2, 0) if built == "with windows" else ([], 2))
 
 
 def test_heads_of_other_sizes_are_filled_up(kernel: list[int]) -> None:
