@@ -31,7 +31,7 @@ def show_forecast(console: Console, planned: Plan, count: int, card: Card) -> No
         elif isinstance(node.config, Trainable):
             size, config = model_size(planned, node, getattr(node.config, SOURCE[node.kind])), node.config
             chosen = stage_of_training(config, size, card.memory)
-            held = peak_of_training(config, size, chosen.stage) / GIB
+            held = peak_of_training(config, size, chosen.stage, card.memory) / GIB
             zero = f", zero_stage {chosen.stage}" if config.zero_stage == "auto" else ""
             told = f"[bold]{escape(node.name)}[/]: {held:.1f} GiB a card on {config.ranks.world_size} card(s){zero}{_too_much(held, card)}"
             console.print(told, highlight=False)

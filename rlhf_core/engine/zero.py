@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.engine.base import AdamW, adamw_optimizer, check_norm
+from rlhf_core.forecast.memory import KEPT
 from rlhf_core.garbage import uncollected
 
 
@@ -30,6 +31,7 @@ def library() -> Any:
 
     # Its shared-memory collectives for CPU are compiled at start; gloo needs no compiler and no minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.nvtx.enable_nvtx = False  # marks for a profiler, thousands a pass
     return deepspeed
 
 
@@ -50,7 +52,7 @@ class ZeroEngine:
         if zero_stage == 3:
             # The gradients of a whole layer are taken when that of its input is there: the first one's has none below frozen embeddings.
             _set_leaves(deepspeed, module, layers=not self._frozen)
-            fetching = {"stage3_prefetch_bucket_size": max(50_000_000, _largest_layer(module))}  # the next layer comes while one computes
+            fetching = _fetching(module, keep=not self._frozen)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=adamw_optimizer([p for p in module.parameters() if p.requires_grad], adamw),
@@ -122,10 +124,15 @@ def _set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:
         deepspeed.utils.set_z3_leaf_modules(module, list(whole))
 
 
-def _largest_layer(module: nn.Module) -> int:
-    """Parameters of a decoder layer, the largest one's."""
+def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
+    """DeepSpeed's settings of what is fetched ahead, and how long it is kept: few weights until they are needed again, with `keep`."""
     layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
-    return max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
+    largest = max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
+    fetching: dict[str, Any] = {"stage3_prefetch_bucket_size": max(50_000_000, largest)}  # the next layer comes while one computes
+    card = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 2**37
+    if keep and sum(weight.nbytes for weight in module.parameters()) <= KEPT * card:
+        fetching |= {"stage3_max_live_parameters": 10**12, "stage3_max_reuse_distance": 10**12, "memory_efficient_linear": False}
+    return fetching
 
 
 def _layers(module: nn.Module) -> set[type[nn.Module]]:

@@ -16,6 +16,7 @@ from rlhf_core.forecast.sizes import Size
 GIB = 2**30
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
 FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once, and its buckets
+KEPT = 1 / 16  # of a card: weights that take less stay whole from forward pass to backward pass, which would fetch them again
 ROOM = 0.95  # of a card; the rest is lost to fragmentation
 CHUNK = 2048  # positions whose logits exist at once where they are not kept (models/token_logprobs.py)
 
@@ -31,7 +32,7 @@ class Held(NamedTuple):
 
 class Training(NamedTuple):
     """What decides the memory of a trained model: ranks, ZeRO stage, share of layers recomputed, tokens of a pass, Adam on the host, and
-    whether only adapters are trained, whose own few bytes are left out."""
+    whether only adapters are trained, whose own few bytes are left out, and the bytes of a card."""
 
     ranks: int
     zero_stage: int
@@ -39,13 +40,16 @@ class Training(NamedTuple):
     tokens: int
     offload: bool = False
     adapters: bool = False
+    card: float = 0.0
 
 
 def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     """A model with its optimiser. `head`: it has the vocabulary as its output (a policy), or one number (a critic)."""
     count = size.parameters - (0 if head else size.head)
     per_rank = count / how.ranks
-    weights = 2 * (per_rank if how.zero_stage == 3 else count) + (FETCHED if how.zero_stage == 3 else 0)
+    weights = 2 * (per_rank if how.zero_stage == 3 else count)
+    if how.zero_stage == 3:
+        weights += FETCHED + (2 * count if 2 * count <= KEPT * how.card and not how.adapters else 0)
     if how.adapters:
         state, gradients = 0.0, 0.0
     elif how.zero_stage == 0:  # plain torch, whose fp32 gradients take the place of the bf16 ones when the pass is over
@@ -81,7 +85,7 @@ def roles(config: PPO, sizes: Mapping[str, Size], card_bytes: float) -> dict[str
         if name in ("actor", "critic"):
             assert config.zero_stage != "auto", "decided before (zero.py)"
             share, offload = config.gradient_checkpointing, name in config.adam_offload
-            how = Training(ranks.world_size, config.zero_stage, share, training, offload, config.lora is not None)
+            how = Training(ranks.world_size, config.zero_stage, share, training, offload, config.lora is not None, card_bytes)
             held[name] = trained(sizes[name], how, head, scoring)
         else:
             held[name] = read(sizes[name], scoring, head, config.ref_reward_offload)

@@ -51,13 +51,13 @@ def stage_of_training(config: Trainable, size: Size | None, card_bytes: float) -
     if size is None or not card_bytes or config.dtype != "bfloat16":
         return _unknown(size, card_bytes, config.lora)
     known = size
-    return _lowest((1, 2, 3), config, lambda stage: peak_of_training(config, known, stage), card_bytes)
+    return _lowest((1, 2, 3), config, lambda stage: peak_of_training(config, known, stage, card_bytes), card_bytes)
 
 
-def peak_of_training(config: Trainable, size: Size, stage: int) -> float:
+def peak_of_training(config: Trainable, size: Size, stage: int, card_bytes: float) -> float:
     """Bytes of a card of SFT, reward model, DPO or KTO under a ZeRO stage."""
     tokens = config.micro_train_tokens or config.micro_train_batch_size * config.max_len
-    how = Training(config.ranks.world_size, stage, config.gradient_checkpointing, tokens, adapters=config.lora is not None)
+    how = Training(config.ranks.world_size, stage, config.gradient_checkpointing, tokens, False, config.lora is not None, card_bytes)
     return stage_peak(size, config.ranks, how, isinstance(config, DPO | KTO), not isinstance(config, RewardModel))
 
 

@@ -25,25 +25,27 @@ def missing() -> str | None:
     return None if importlib.util.find_spec("openrlhf") else "openrlhf is not installed: the peer is left out"
 
 
+def reaped(*arguments: str) -> list[str]:
+    """A command of this Python whose processes, those that it detaches too, end with it and with this process."""
+    return [sys.executable, "-m", "rlhf_core.reaper", str(os.getpid()), "10", sys.executable, *arguments]
+
+
 def run(arguments: argparse.Namespace, cards: int) -> list[dict[str, float]]:
     """Seconds of each phase, a dict a step, under our names for them. A run that its limit cuts off gives the steps that ended."""
     log = arguments.out / "openrlhf.log"
-    command = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *flags(arguments, cards)]
+    command = reaped("-m", "openrlhf.cli.train_ppo_ray", *flags(arguments, cards))
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with log.open("wb") as out:
+        peer = subprocess.Popen(
+            command, cwd=arguments.out, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
         try:
-            subprocess.run(
-                command,
-                cwd=arguments.out,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                timeout=arguments.peer_seconds,
-            )
+            peer.wait(arguments.peer_seconds)
         except subprocess.TimeoutExpired:
             print(f"the peer was cut off after {arguments.peer_seconds} s", flush=True)
         finally:
-            subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "stop", "--force"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            peer.terminate()
+            peer.wait(30)
     return read(log)
 
 

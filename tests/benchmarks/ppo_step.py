@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import openrlhf_ppo
+from openrlhf_ppo import reaped
 
 from rlhf_core.config import PPO
 from rlhf_core.stage import RunDir, StageRequest
@@ -104,7 +105,7 @@ def main() -> None:
     run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))
     peaks = watch_memory()
     start = time.time()
-    code = subprocess.run([sys.executable, "-m", "rlhf_core", str(run.path)], stdin=subprocess.DEVNULL).returncode
+    code = subprocess.run(reaped("-m", "rlhf_core", str(run.path)), stdin=subprocess.DEVNULL, start_new_session=True).returncode
     lines = read_metrics(run.path)
     for line in lines:
         show(line)

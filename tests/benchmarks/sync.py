@@ -59,7 +59,7 @@ def main() -> None:
             flush=True,
         )
         if fleet.sleeps:
-            fleet.sleep()
+            fleet.sleep(keep_weights=True)  # the next round looks at them before they are sent again
 
 
 def gap(fleet: Fleet, documents: list[Document]) -> float:

@@ -18,7 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import DPO, SFT, Ranks, RewardModel, Trainable
+from openrlhf_ppo import reaped
+
+from rlhf_core.config import DPO, KTO, SFT, Ranks, RewardModel, Trainable
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
 
@@ -84,10 +86,8 @@ def make_rows(what: str, steps: int, prompts: float) -> list[dict[str, Any]]:
 def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float]:
     file = arguments.out / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kind: type[Trainable] = {"sft": SFT, "rm": RewardModel, "dpo": DPO}.get(arguments.what, SFT)
-    if arguments.what == "kto":
-        from rlhf_core.config import KTO as kind
-    config = kind.model_validate(
+    kinds: dict[str, type[Trainable]] = {"sft": SFT, "rm": RewardModel, "dpo": DPO, "kto": KTO}
+    config = kinds[arguments.what].model_validate(
         {
             ("policy" if arguments.what in ("dpo", "kto") else "model"): "base",
             "data": {"sources": str(file), "template": "{}"},
@@ -106,7 +106,7 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[floa
     hide = "sys.modules['liger_kernel'] = None; " if arguments.no_liger else ""
     code = f"import sys, runpy; {hide}sys.argv = ['rlhf_core', {str(run.path)!r}]; runpy.run_module('rlhf_core', run_name='__main__')"
     with (arguments.out / "log.txt").open("w") as log:
-        done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        done = subprocess.run(reaped("-c", code), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     if done.returncode:
         sys.exit((arguments.out / "log.txt").read_text()[-3000:])
     times = [line["time"] for line in read_metrics(run.path)]

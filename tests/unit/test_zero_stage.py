@@ -45,8 +45,8 @@ def test_the_lowest_stage_that_fits_is_taken() -> None:
     taken = {memory: stage_of_training(sft(), BIG, memory * GIB).stage for memory in (100, 60, 48)}
     assert taken == {100: 1, 60: 2, 48: 3}
     for memory, stage in taken.items():
-        assert peak_of_training(sft(), BIG, stage) <= ROOM * memory * GIB
-        assert stage == 1 or peak_of_training(sft(), BIG, stage - 1) > ROOM * memory * GIB
+        assert peak_of_training(sft(), BIG, stage, memory * GIB) <= ROOM * memory * GIB
+        assert stage == 1 or peak_of_training(sft(), BIG, stage - 1, memory * GIB) > ROOM * memory * GIB
     chosen = stage_of_training(sft(), BIG, 20 * GIB)
     assert chosen.stage == 3 and "none is estimated to fit a GPU of 20.0 GiB (" in chosen.why and "GiB with 3)" in chosen.why
     assert str(stage_of_training(sft(), BIG, 100 * GIB)).startswith("zero_stage 1: the lowest that fits a GPU of 100.0 GiB (")
@@ -55,7 +55,7 @@ def test_the_lowest_stage_that_fits_is_taken() -> None:
 def test_a_reference_model_counts_where_there_is_one() -> None:
     small = size_of_config({**SHAPE, "vocab_size": 152064, "num_hidden_layers": 2})
     how: dict[str, Any] = {"data": DATA, "ranks": FOUR, "dtype": "bfloat16", "micro_train_tokens": 65536}
-    assert peak_of_training(DPO(**how), small, 3) >= peak_of_training(RewardModel(**how), small, 3)
+    assert peak_of_training(DPO(**how), small, 3, 80 * GIB) >= peak_of_training(RewardModel(**how), small, 3, 80 * GIB)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
