@@ -29,12 +29,21 @@ class RoleFailed(RuntimeError):
     """A role died, raised or stayed silent; the message names role and phase."""
 
 
+class Up(NamedTuple):
+    """A rank that is ready: its process, and the seconds that its imports and its loading took."""
+
+    process: int
+    imports: float
+    loading: float
+
+
 class Worker:
     """One rank. `build` makes the role's object in this process; `call` runs one of its methods."""
 
     def __init__(self, name: str, threads: int):
         self._name = name
         self._unprepared: Exception | None = None
+        self._imports = 0.0
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before anything is imported that reads it
 
     def __repr__(self) -> str:  # Ray puts this before each relayed log line
@@ -43,6 +52,7 @@ class Worker:
     def prepare(self, function: str, *args: Any) -> None:
         """Calls `module:function`, whose module need not be imported where this is asked for."""
         module, _, name = function.partition(":")
+        start = time.monotonic()
         try:
             with uncollected():
                 getattr(importlib.import_module(module), name)(*args)
@@ -50,6 +60,7 @@ class Worker:
             atexit.register(gc.unfreeze)  # some of these count what is left of them at the end
         except Exception as error:  # for `build` to raise, which somebody waits for
             self._unprepared = error
+        self._imports = time.monotonic() - start
 
     def address(self) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), free_port()
@@ -66,16 +77,16 @@ class Worker:
 
     def build(
         self, rank: int, world_size: int, local_rank: int, meeting: tuple[str, int], factory: Any, options: Any, *cards: list[str]
-    ) -> int:
-        """`meeting`: where the ranks meet. `cards`, place by place: what this process sees in place of its own (an engine over several).
-        Returns the process id."""
+    ) -> Up:
+        """`meeting`: where the ranks meet. `cards`, place by place: what this process sees in place of its own (an engine over several)."""
+        start = time.monotonic()
         if cards:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(card for place in cards for card in place)
         if self._unprepared is not None:
             raise self._unprepared
         set_rank_environment(rank, world_size, *meeting, local_rank)
         self.role = factory(**options)
-        return os.getpid()
+        return Up(os.getpid(), self._imports, time.monotonic() - start)
 
     def call(self, method: str, *args: Any) -> tuple[Any, float]:
         """The method's result and the seconds it took; results lie in host memory, so the device has finished too."""

@@ -38,7 +38,7 @@ class Vllm(Frozen):
         description="in ppo on a GPU: a random stream for each answer, which then depends on no other; slower. On CPU it is always so",
     )
     sleep: bool = Field(
-        False, description="in ppo: give the GPU's memory back while the models score and train (weights wait in host memory)"
+        False, description="in ppo: give the GPU's memory back while the models score and train (the weights come again with the next sync)"
     )
     start_timeout: Rate = Field(900.0, description="of a server (a vllm judge, alignment_tax): seconds until it must be ready")
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.cluster.group import Group, Pending, share, wait_all
+from rlhf_core.cluster.group import Group, Pending, Up, share, wait_all
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.engine.base import AdamW
@@ -311,7 +311,9 @@ def start_fleet(
         loading.append(groups["critic"].build(Critic, model=model("critic"), training=training, value_clip=config.value_clip))
     for pending in loading:
         print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
-        print(f"{pending.role} is up, process {', '.join(map(str, pending.wait(config.timeout)))}", flush=True)
+        ranks: list[Up] = pending.wait(config.timeout)
+        took = f"imports {max(up.imports for up in ranks):.0f} s, loading {max(up.loading for up in ranks):.0f} s"
+        print(f"{pending.role} is up, process {', '.join(str(up.process) for up in ranks)}: {took}", flush=True)
 
     def decode(tokens: Sequence[int], skip_special_tokens: bool) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))

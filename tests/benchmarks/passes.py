@@ -1,0 +1,124 @@
+"""Seconds of SFT passes on the ranks of `torchrun`, without Ray, data or a loop: what the engine and DeepSpeed make of a card.
+
+    torchrun --nproc-per-node 4 tests/benchmarks/passes.py --model FOLDER [--zero-stage 3] [--tokens 16384] [--profile]
+
+Random documents of 200 to 1,000 tokens fill each pass; every optimiser step has 4 passes. `launched` is when the host was through
+with a pass that began on an idle card: as long as it is below the pass's own seconds, the card sets the pace. --profile tells for each
+of the card's streams how long it worked and how long it waited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document
+from rlhf_core.engine.base import AdamW
+from rlhf_core.engine.zero import ZeroEngine
+from rlhf_core.models.load import spoken_logprobs, trained_policy
+
+PASSES, STEPS = 4, 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--zero-stage", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=16384, help="of a pass")
+    parser.add_argument("--vocabulary", type=int, default=150000, help="tokens are drawn below this")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    on_card = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_card else torch.device("cpu")
+    if on_card:
+        torch.cuda.set_device(device)
+    policy = trained_policy(str(arguments.model), "bfloat16", False, None, 0).to(device).train()
+    size = sum(weight.numel() for weight in policy.parameters())
+    engine = ZeroEngine(policy, AdamW((0.9, 0.95), 0.0, 1.0), arguments.zero_stage, "bfloat16", 1, 300)
+    batch = collate([made_up(arguments.tokens, arguments.vocabulary)], 0).to(device)
+
+    def one_pass(last: bool) -> None:
+        logprobs = spoken_logprobs(engine, batch).logprobs
+        engine.backward(-(logprobs * batch.mask).sum() / arguments.tokens / PASSES / engine.world_size, last)
+
+    def step() -> float:
+        start = time.monotonic()
+        for number in range(PASSES):
+            one_pass(number == PASSES - 1)
+        engine.step(1e-6)
+        wait()
+        return time.monotonic() - start
+
+    def wait() -> None:
+        if on_card:
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        step()
+    dist.barrier()
+    seconds = statistics.median(step() for _ in range(STEPS)) / PASSES
+    wait()
+    start = time.monotonic()
+    one_pass(False)
+    launched = time.monotonic() - start
+    wait()
+    alone = time.monotonic() - start
+    one_pass(True)
+    engine.step(1e-6)
+    if engine.rank == 0:
+        rate = arguments.tokens / seconds
+        peak = torch.cuda.max_memory_allocated() / 2**30 if on_card else float("nan")
+        whole = f"{rate:,.0f} tokens/s a card, {rate * engine.world_size:,.0f} in all, MFU {6 * size * rate / 790e12:.1%}"
+        print(f"ZeRO-{arguments.zero_stage}, {engine.world_size} ranks: {seconds * 1e3:.1f} ms a pass with its share of the step, {whole}")
+        print(f"one pass alone: launched {launched * 1e3:.0f} ms, done {alone * 1e3:.0f}; peak {peak:.1f} GiB", flush=True)
+    if arguments.profile and on_card:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+        if engine.rank == 0:
+            show(profile)
+
+
+def made_up(tokens: int, vocabulary: int) -> list[Document]:
+    rng = random.Random(int(os.environ["RANK"]))
+    lengths = (202, 1002, 844) * (tokens // 2048) or (tokens // 2, tokens // 2)
+    return [Document([rng.randrange(2, vocabulary) for _ in range(length)], [True] * length) for length in lengths]
+
+
+def show(profile: torch.profiler.profile) -> None:
+    """Work and gaps of each stream over a step, and its longest kernels."""
+    import json
+
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    streams = defaultdict(list)
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            streams[event["args"]["stream"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+    for stream, kernels in streams.items():
+        kernels.sort()
+        gaps = [after[0] - before[1] for before, after in pairwise(kernels)]
+        busy = sum(end - start for start, end, _ in kernels)
+        print(
+            f"stream {stream}: {len(kernels)} kernels, {busy / 1e3:.0f} ms; gaps above 50 us {sum(g for g in gaps if g > 50) / 1e3:.0f} ms"
+        )
+        by_name: dict[str, float] = defaultdict(float)
+        for start, end, name in kernels:
+            by_name[name] += end - start
+        for name, spent in sorted(by_name.items(), key=lambda item: -item[1])[:6]:
+            print(f"    {spent / 1e3:7.1f} ms {name[:90]}")
+
+
+if __name__ == "__main__":
+    main()
