@@ -101,14 +101,18 @@ def cards(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tu
         for seat in seats:
             place = "shared" if 0 < layout.bundles[seat.bundle].get("GPU", 0.0) < 1 else f"card {seat.bundle}"
             on.setdefault(place, []).append(name)
-    return {place: (names, peak([held[name] for name in names], config.vllm.sleep)) for place, names in sorted(on.items())}
+    return {
+        place: (names, peak([held[name] for name in names], config.vllm.sleep, config.colocate_all)) for place, names in sorted(on.items())
+    }
 
 
-def peak(processes: list[Held], released: bool) -> float:
-    """With `released` memory goes from phase to phase; else each process keeps what its largest phase took."""
+def peak(processes: list[Held], released: bool, in_turn: bool = False) -> float:
+    """With `released` memory goes from phase to phase, and `in_turn` from one that trains to the next; else each process keeps what its
+    largest phase took."""
     if released:
         still = sum(process.still for process in processes)
-        return still + max(sum(p.scoring for p in processes), sum(p.training for p in processes), sum(p.generating for p in processes))
+        training = (max if in_turn else sum)(process.training for process in processes)
+        return still + max(sum(p.scoring for p in processes), training, sum(p.generating for p in processes))
     return sum(process.still + max(process.scoring, process.training, process.generating) for process in processes)
 
 

@@ -39,7 +39,11 @@ class WeightsDiffer(RuntimeError):
 
 @dataclass(frozen=True)
 class Fleet:
-    """Handles of the running roles. `rewards` holds a group for each reward model by its title; `outside` functions and servers."""
+    """Handles of the running roles. `rewards` holds a group for each reward model by its title; `outside` functions and servers.
+
+    `in_turn`: actor and critic share their cards, and train one after the other: each has the memory for larger passes, and no
+    collective of one waits on a card that computes for the other.
+    """
 
     actor: Group
     critic: Group | None
@@ -51,6 +55,7 @@ class Fleet:
     timeout: float
     dtype: str
     sleeps: bool = False
+    in_turn: bool = False
     zero_stage: int = 3
     machine: Machine | None = None  # once it has looked around
 
@@ -136,10 +141,19 @@ class Fleet:
         return Sample(rollout.prompt.messages, answer, rollout.prompt.row, rollout.finished, self.decode(tokens, False))
 
     def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> list[dict[str, float]]:
-        """The roles named in `updates` train side by side; one dict of metrics per optimiser step."""
+        """The roles named in `updates` train, side by side or in turn; one dict of metrics per optimiser step."""
         shared = share(list(experience))
-        pending = [group.call("train", "train", shared, list(updates[group.name])) for group in self.trained if group.name in updates]
-        by_role = [work.wait(self.timeout)[0] for work in pending]
+        groups = [group for group in self.trained if group.name in updates]
+
+        def start(group: Group) -> Pending:
+            if self.in_turn:
+                self._release_memory()
+            return group.call("train", "train", shared, list(updates[group.name]))
+
+        if self.in_turn:
+            by_role = [start(group).wait(self.timeout)[0] for group in groups]
+        else:
+            by_role = [work.wait(self.timeout)[0] for work in [start(group) for group in groups]]
         return [dict(pair for metrics in step for pair in metrics.items()) for step in zip(*by_role, strict=True)]
 
     @property
@@ -153,8 +167,12 @@ class Fleet:
 
     def wake(self) -> None:
         """The models leave what they do not use to the engines, which come back."""
-        wait_all([group.call("release memory", "release") for group in self.groups if group is not self.sampler], self.timeout)
+        self._release_memory()
         self.sampler.call("wake", "wake").wait(self.timeout)
+
+    def _release_memory(self) -> None:
+        """What only the allocators of the models' processes hold is free for others on their cards."""
+        wait_all([group.call("release memory", "release") for group in self.groups if group is not self.sampler], self.timeout)
 
     def open_channel(self) -> None:
         """Opens the route that weights take, once. By handles where engines sit on the actor's cards, else by NCCL or host memory."""
@@ -329,6 +347,7 @@ def start_fleet(
         timeout=config.timeout,
         dtype=config.dtype,
         sleeps=config.vllm.sleep,
+        in_turn=config.colocate_all,
         zero_stage=chosen.stage,
     )
     fleet.open_channel()

@@ -272,6 +272,7 @@ def test_one_actor_rank_trains_as_two_do(runs: Runs) -> None:
         names = [name for name in a if not name.startswith((*TIMES, "sampler/", "sync/")) and name != "time"]
         assert {name: b[name] for name in names} == pytest.approx({name: a[name] for name in names}, rel=2e-3, abs=1e-5)
     assert "policy/grad_norm" in one[-1]
+    assert "work/critic/release_memory" in one[-1] and "work/critic/release_memory" not in two[-1], "one rank shares its place: in turn"
 
 
 def test_the_actor_is_exported_on_its_way_and_the_run_goes_on_as_before(runs: Runs) -> None:
