@@ -188,7 +188,7 @@ class Group:
                 worker.prepare.remote(function, *args)
 
     def build(self, factory: Callable[..., Any], **options: Any) -> Pending:
-        """Makes the role's object on every rank; ranks meet at the first one's address. The results are process ids."""
+        """Makes the role's object on every rank; ranks meet at the first one's address. The results are `Up`."""
         meeting = self._workers[0].address.remote()  # Ray hands over what comes of such references, so nothing waits here
         cards = [worker.cards.remote() for worker in self._seated] if self._span > 1 else []
         refs = []

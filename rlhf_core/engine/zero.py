@@ -5,6 +5,7 @@ Left out: DeepSpeed's schedulers, data loaders and gradient-accumulation countin
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -47,12 +48,13 @@ class ZeroEngine:
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout), verbose=False)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.zero_stage = zero_stage
+        self._trains = False
         self._frozen = not all(parameter.requires_grad for parameter in module.parameters())
         fetching = {}
         if zero_stage == 3:
             # The gradients of a whole layer are taken when that of its input is there: the first one's has none below frozen embeddings.
             _set_leaves(deepspeed, module, layers=not self._frozen)
-            fetching = _fetching(module, keep=not self._frozen)
+            fetching = _fetching(module, keep=not self._frozen and self._on_every_rank(_small(module)))
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=adamw_optimizer([p for p in module.parameters() if p.requires_grad], adamw),
@@ -72,7 +74,23 @@ class ZeroEngine:
         self.module, self.device = module, self._engine.device
 
     def __call__(self, *inputs: Any) -> Any:
+        if self.zero_stage == 3 and not self._trains and torch.is_grad_enabled():
+            self._trains = True
+            self._forget_order()
         return self._engine(*inputs)
+
+    def _forget_order(self) -> None:
+        """DeepSpeed learns from the first passes in what order weights are used, and never revises which to keep after a module: after
+        passes without gradient it would keep none for a backward pass. What it remembers belongs to the object that a copy replaces."""
+        offload = self._engine.optimizer.parameter_offload
+        offload.empty_partition_cache()
+        offload.param_coordinator = copy.copy(offload.param_coordinator)
+        if not offload.param_coordinator.is_invalid_trace():
+            offload.param_coordinator._invalidate_trace()
+
+    def _on_every_rank(self, here: bool) -> bool:
+        """Cards may differ, and fetching is a collective."""
+        return int(self.all_reduce(torch.tensor(float(here), device=_device()))) == self.world_size
 
     def backward(self, loss: Tensor, last: bool) -> None:
         # DeepSpeed averages over ranks; our losses carry global denominators and want the sum.
@@ -97,6 +115,12 @@ class ZeroEngine:
         # A forward pass may have fetched weights ahead for a backward pass that never came: those in flight cannot be gathered.
         self._engine.optimizer.empty_partition_cache()
         return self._deepspeed.zero.GatheredParameters(list(parameters))
+
+    def release(self) -> None:
+        """Weights kept for a backward pass that may never come, and what PyTorch's allocator alone holds, are free for others."""
+        if self.zero_stage == 3:
+            self._engine.optimizer.empty_partition_cache()
+        torch.cuda.empty_cache()
 
     def save_state(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag="zero", save_latest=False, exclude_frozen_parameters=self._frozen)
@@ -124,13 +148,22 @@ def _set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:
         deepspeed.utils.set_z3_leaf_modules(module, list(whole))
 
 
+def _device() -> torch.device:
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _small(module: nn.Module) -> bool:
+    """Whether all weights take little of this card's memory."""
+    card = torch.cuda.get_device_properties(_device()).total_memory if torch.cuda.is_available() else 2**37
+    return sum(weight.nbytes for weight in module.parameters()) <= KEPT * card
+
+
 def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """DeepSpeed's settings of what is fetched ahead, and how long it is kept: few weights until they are needed again, with `keep`."""
+    """DeepSpeed's settings of what is fetched ahead, and how long it is kept: with `keep`, until it is needed again."""
     layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
     largest = max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
     fetching: dict[str, Any] = {"stage3_prefetch_bucket_size": max(50_000_000, largest)}  # the next layer comes while one computes
-    card = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 2**37
-    if keep and sum(weight.nbytes for weight in module.parameters()) <= KEPT * card:
+    if keep:
         fetching |= {"stage3_max_live_parameters": 10**12, "stage3_max_reuse_distance": 10**12, "memory_efficient_linear": False}
     return fetching
 

@@ -56,6 +56,8 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
         state, gradients = 12 * count, 2 * count
     elif how.offload:
         state, gradients = 0.0, 1e9
+    elif how.zero_stage == 3:  # whose gradients have a place of their own from the start
+        state, gradients = (12 + 2) * per_rank, 4 * per_rank
     else:
         state, gradients = 12 * per_rank, (2 * count if how.zero_stage == 1 else 2 * per_rank) + 4 * per_rank
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept

@@ -15,6 +15,7 @@ TRAINING = {0: 0.65, 1: 0.65, 2: 0.65, 3: 0.48}  # by ZeRO stage
 DECODE_STEP = 0.004  # seconds a step of vLLM takes besides reading weights, keys and values
 HOST_ADAM = 1.5e9  # parameters a second of an optimiser step on the host
 SYNC = 40e9  # bytes a second into the engines
+SLEEP = 0.9  # seconds an engine takes to go to sleep and to wake
 
 
 class Card(NamedTuple):
@@ -32,7 +33,7 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
     tokens = answers * (config.prompt_max_len + config.generate_max_len)
     assert config.zero_stage != "auto", "decided before (zero.py)"
     executed = 6 + 2 * config.gradient_checkpointing
-    scoring, training, host = {}, {}, 0.0
+    scoring, training, host = {}, {}, [0.0]
     for name in config.groups:
         head = name in ("actor", "reference")
         count = sizes[name].parameters - (0 if head else sizes[name].head)
@@ -40,17 +41,17 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
         if name in ("actor", "critic"):
             training[name] = executed * count * tokens * config.max_epochs / TRAINING[config.zero_stage]
             steps = answers * config.max_epochs / config.train_batch_size
-            host = max(host, steps * count / config.groups[name].world_size / HOST_ADAM if name in config.adam_offload else 0.0)
+            host.append(steps * count / config.groups[name].world_size / HOST_ADAM if name in config.adam_offload else 0.0)
     engine = sizes["actor"]
     found = {
         "generate": _generate(config, engine, len(layout.seats["sampler"]), card),
         "score": _busiest(scoring, layout, card),
-        "train": _busiest(training, layout, card) + host,
+        "train": _busiest(training, layout, card) + (sum if config.colocate_all else max)(host),
         "sync": 0.1 + 2 * engine.parameters / SYNC / 2,
     }
     if config.one_step_off_policy:
         found["generate"] = max(0.0, found["generate"] - found["score"] - found["train"])
-    return found | ({"sleep and wake": 0.3 + 2 * engine.parameters / 25e9 / 2} if config.vllm.sleep else {})
+    return found | ({"sleep and wake": SLEEP} if config.vllm.sleep else {})
 
 
 def _busiest(work: Mapping[str, float], layout: Layout, card: Card) -> float:

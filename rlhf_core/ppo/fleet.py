@@ -330,7 +330,8 @@ def start_fleet(
     for pending in loading:
         print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
         ranks: list[Up] = pending.wait(config.timeout)
-        took = f"imports {max(up.imports for up in ranks):.0f} s, loading {max(up.loading for up in ranks):.0f} s"
+        imports = max(up.imports for up in ranks)  # 0 where they are part of the loading
+        took = (f"imports {imports:.0f} s, " if imports else "") + f"loading {max(up.loading for up in ranks):.0f} s"
         print(f"{pending.role} is up, process {', '.join(str(up.process) for up in ranks)}: {took}", flush=True)
 
     def decode(tokens: Sequence[int], skip_special_tokens: bool) -> str:

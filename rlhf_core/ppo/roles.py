@@ -125,7 +125,22 @@ class Frozen(Resident):
             torch.cuda.empty_cache()
 
 
-class Actor(Resident):
+class Trained(Resident):
+    """A role with an optimiser."""
+
+    engine: ZeroEngine
+
+    def release(self) -> None:
+        self.engine.release()
+
+    def save_state(self, folder: str) -> None:
+        self.engine.save_state(Path(folder))
+
+    def load_state(self, folder: str) -> None:
+        self.engine.load_state(Path(folder))
+
+
+class Actor(Trained):
     """The policy that is trained."""
 
     def __init__(self, model: Model, training: Training, objective: Objective, temperature: float):
@@ -189,14 +204,8 @@ class Actor(Resident):
         """Writes a transformers checkpoint on rank 0."""
         export(self.engine, Path(folder), self.model.path, self.lora, self.model.trust_remote_code)
 
-    def save_state(self, folder: str) -> None:
-        self.engine.save_state(Path(folder))
 
-    def load_state(self, folder: str) -> None:
-        self.engine.load_state(Path(folder))
-
-
-class Critic(Resident):
+class Critic(Trained):
     """The value model that is trained; it starts from the reward model, head included."""
 
     def __init__(self, model: Model, training: Training, value_clip: float):
@@ -226,12 +235,6 @@ class Critic(Resident):
 
     def _values(self, batch: Batch) -> Tensor:
         return shift_right(self.engine(batch.tokens, batch.host.positions), batch.documents)
-
-    def save_state(self, folder: str) -> None:
-        self.engine.save_state(Path(folder))
-
-    def load_state(self, folder: str) -> None:
-        self.engine.load_state(Path(folder))
 
 
 class Reference(Frozen):

@@ -29,8 +29,8 @@ class Worker(BASE):
         left = int(self.requested_memory) - taken
         if left <= 0:
             raise ValueError(
-                f"weights and the largest batch take {taken / 2**30:.1f} GiB, and vllm.gpu_memory_utilization grants "
-                f"{self.requested_memory / 2**30:.1f}: raise it, or lower the models' share of the card"
+                f"weights, the largest batch and {BESIDES / 2**30:g} GiB for CUDA, NCCL and graphs take {taken / 2**30:.1f} GiB, and "
+                f"vllm.gpu_memory_utilization grants {self.requested_memory / 2**30:.1f}: raise it"
             )
         self.cache_config.kv_cache_memory_bytes = left
         return left

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 PHASES = {
     "generate": "generation",
@@ -25,27 +26,31 @@ def missing() -> str | None:
     return None if importlib.util.find_spec("openrlhf") else "openrlhf is not installed: the peer is left out"
 
 
-def reaped(*arguments: str) -> list[str]:
-    """A command of this Python whose processes, those that it detaches too, end with it and with this process."""
-    return [sys.executable, "-m", "rlhf_core.reaper", str(os.getpid()), "10", sys.executable, *arguments]
+def run_child(*arguments: str, timeout: float | None = None, **options: Any) -> int | None:
+    """This Python with `arguments`, whose processes, those that it detaches too, end with it, with this process, on Ctrl-C and after
+    `timeout` seconds. The exit code; None after the timeout."""
+    command = [sys.executable, "-m", "rlhf_core.reaper", str(os.getpid()), "10", sys.executable, *arguments]
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+    try:
+        return child.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        child.terminate()
+        child.wait()
 
 
 def run(arguments: argparse.Namespace, cards: int) -> list[dict[str, float]]:
     """Seconds of each phase, a dict a step, under our names for them. A run that its limit cuts off gives the steps that ended."""
     log = arguments.out / "openrlhf.log"
-    command = reaped("-m", "openrlhf.cli.train_ppo_ray", *flags(arguments, cards))
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with log.open("wb") as out:
-        peer = subprocess.Popen(
-            command, cwd=arguments.out, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        )
-        try:
-            peer.wait(arguments.peer_seconds)
-        except subprocess.TimeoutExpired:
-            print(f"the peer was cut off after {arguments.peer_seconds} s", flush=True)
-        finally:
-            peer.terminate()
-            peer.wait(30)
+        code = run_child(
+            "-m", "openrlhf.cli.train_ppo_ray", *flags(arguments, cards),
+            timeout=arguments.peer_seconds, cwd=arguments.out, env=environment, stdout=out, stderr=out,
+        )  # fmt: skip
+    if code is None:
+        print(f"the peer was cut off after {arguments.peer_seconds} s", flush=True)
     return read(log)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import openrlhf_ppo
-from openrlhf_ppo import reaped
+from openrlhf_ppo import run_child
 
 from rlhf_core.config import PPO
 from rlhf_core.stage import RunDir, StageRequest
@@ -105,7 +104,7 @@ def main() -> None:
     run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))
     peaks = watch_memory()
     start = time.time()
-    code = subprocess.run(reaped("-m", "rlhf_core", str(run.path)), stdin=subprocess.DEVNULL, start_new_session=True).returncode
+    code = run_child("-m", "rlhf_core", str(run.path))
     lines = read_metrics(run.path)
     for line in lines:
         show(line)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ppo import reaped
+from openrlhf_ppo import run_child
 
 from rlhf_core.config import DPO, KTO, SFT, Ranks, RewardModel, Trainable
 from rlhf_core.stage import RunDir, StageRequest
@@ -106,8 +105,8 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[floa
     hide = "sys.modules['liger_kernel'] = None; " if arguments.no_liger else ""
     code = f"import sys, runpy; {hide}sys.argv = ['rlhf_core', {str(run.path)!r}]; runpy.run_module('rlhf_core', run_name='__main__')"
     with (arguments.out / "log.txt").open("w") as log:
-        done = subprocess.run(reaped("-c", code), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    if done.returncode:
+        failed = run_child("-c", code, stdout=log, stderr=log)
+    if failed:
         sys.exit((arguments.out / "log.txt").read_text()[-3000:])
     times = [line["time"] for line in read_metrics(run.path)]
     print("losses", [round(line["loss"], 5) for line in read_metrics(run.path)])

@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 from flows.cli import main
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
-from rlhf_core.forecast.memory import GIB, Training, cards, peak, read, roles, trained
+from rlhf_core.forecast.memory import GIB, Held, Training, cards, peak, read, roles, trained
 from rlhf_core.forecast.placements import choose, placements
 from rlhf_core.forecast.seconds import Card, phases
 from rlhf_core.forecast.sizes import size_of, size_of_config
@@ -147,6 +147,24 @@ def test_generation_beside_training_costs_what_is_left_of_it() -> None:
         assert {name: ahead[name] for name in ahead if name != "generate"} == {name: turns[name] for name in turns if name != "generate"}
         left = turns["generate"] - turns["score"] - turns["train"]
         assert (left <= 0) is covered and ahead["generate"] == max(0.0, left)
+
+
+def test_what_trains_in_turn_does_not_add_up() -> None:
+    one, other, engine = Held(1.0, scoring=2.0, training=10.0), Held(1.0, scoring=3.0, training=7.0), Held(1.0, generating=6.0)
+    assert peak([one, other, engine], released=True) == 3 + 17
+    assert peak([one, other, engine], released=True, in_turn=True) == 3 + 10
+    assert peak([one, other, engine], released=False) == 3 + 10 + 7 + 6
+    host = {"adam_offload": ("actor", "critic"), "colocate_all": True}
+    beside, turn = (ALL_FOUR.model_copy(update=host | {"colocate_all": together}) for together in (False, True))
+    plain = phases(ALL_FOUR, layout := arrange(ALL_FOUR.placed, ALL_FOUR.together), sizes(ALL_FOUR, LARGE_MODEL), Card())["train"]
+    slower = [phases(config, layout, sizes(ALL_FOUR, LARGE_MODEL), Card())["train"] - plain for config in (beside, turn)]
+    assert slower[1] == pytest.approx(slower[0] * (1 + (LARGE_MODEL.parameters - LARGE_MODEL.head) / LARGE_MODEL.parameters))
+
+
+@pytest.mark.parametrize(("card", "whole"), [(24 * GIB, 0.0), (80 * GIB, 2.0)])
+def test_a_small_model_stays_whole_on_a_large_card(card: int, whole: float) -> None:
+    known, unknown = (trained(SMALL_MODEL, Training(4, 3, 1.0, 8192, card=size), True, 8192).still for size in (card, 0))
+    assert (known - unknown) / SMALL_MODEL.parameters == whole
 
 
 def test_logits_of_a_large_pass_count_where_they_are_kept() -> None:

@@ -41,5 +41,7 @@ def test_the_cache_gets_what_the_process_itself_has_not_used(before: int, peak: 
 
 
 def test_a_share_that_holds_no_cache_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"take 7.0 GiB, and vllm.gpu_memory_utilization grants 6.0: raise it"):
+    with pytest.raises(
+        ValueError, match=r"and 2 GiB for CUDA, NCCL and graphs take 7.0 GiB, and vllm.gpu_memory_utilization grants 6.0: raise it"
+    ):
         worker(monkeypatch, 3 * GIB, 5 * GIB, 6 * GIB).determine_available_memory()
