@@ -22,6 +22,7 @@ from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
 from rlhf_core.losses import Loss, dpo_loss, orpo_loss, sft_loss, simpo_loss, with_balance
 from rlhf_core.masked import document_mean, document_sum
+from rlhf_core.models.attention import can_share
 from rlhf_core.models.load import Policy, load_policy, spoken_logprobs, trained_policy
 from rlhf_core.reference import reference_logprobs
 from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest
@@ -73,22 +74,22 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         else None
     )
     held_out_pairs = held_out.items if held_out else []
-    passes = Passes(micro, config.micro_train_tokens)
     trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
     engine = make_engine(trained, config)
+    passes = Passes(micro, config.micro_train_tokens, share=can_share(trained.model, engine.device) and not trained.balanced)
     if engine.rank == 0:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
     def open_reference() -> Policy | Engine:
         return load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine
 
-    parts, held_out_parts = passes.in_order(data.items, len), passes.in_order(held_out_pairs, len)
+    parts, held_out_parts = passes.in_order(data.items, passes.laid), passes.in_order(held_out_pairs, passes.laid)
     refs: Sequence[float] = []
     if config.loss not in REFERENCE_FREE:
         documents = joined(mapped(parts, both), mapped(held_out_parts, both))
         refs = reference_logprobs(engine, run, open_reference, reference, documents, passes, pad, mean)
-    items = anchored(data.items, refs, 0, parts)
-    held_out_items = anchored(held_out_pairs, refs, 2 * len(data.items), held_out_parts)
+    items = anchored(data.items, refs, 0)
+    held_out_items = anchored(held_out_pairs, refs, 2 * len(data.items))
 
     def loss(engine: Engine, items: list[Anchored], denominator: Denominator) -> Loss:
         logprobs = pair_logprobs(engine, [item.pair for item in items], pad, mean, passes)
@@ -116,7 +117,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         return {f"eval/{name}": float(sum(r[name] for r in results)) for name in results[0]}
 
     def micro_batches(items: Sequence[Anchored]) -> list[list[Anchored]]:
-        return passes._replace(ranks=engine.world_size).split(items, lambda item: len(item.pair))
+        return passes._replace(ranks=engine.world_size).split(items, lambda item: passes.laid(item.pair))
 
     task = Task(items, micro_batches, count, loss, evaluate if held_out_items else None, show=("loss", "accuracy", "margin"))
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
@@ -137,19 +138,16 @@ def load_pairs(request: StageRequest, config: DPO, tokenizer, folder: Path) -> L
 
 
 def both(pairs: Sequence[Pair]) -> list[Document]:
-    """The chosen documents, then the rejected ones: a micro-batch is one forward pass over both."""
-    return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    """Each chosen document and after it the rejected one: a micro-batch is one forward pass over all."""
+    return [document for pair in pairs for document in (pair.chosen, pair.rejected)]
 
 
-def anchored(pairs: Sequence[Pair], refs: Sequence[float], start: int, parts: Parts[Pair]) -> Sequence[Anchored]:
-    """Pairs with their reference log-probs, which stand from `start` on in the order of `both` of each part; 0 without any."""
+def anchored(pairs: Sequence[Pair], refs: Sequence[float], start: int) -> Sequence[Anchored]:
+    """Pairs with their reference log-probs, which stand from `start` on in the order of `both`; 0 without any."""
 
     def get(index: int) -> Anchored:
-        if not refs:
-            return Anchored(pairs[index], 0.0, 0.0)
-        first, end = parts.of(index)
-        chosen = start + first + index
-        return Anchored(pairs[index], refs[chosen], refs[chosen + end - first])
+        chosen = start + 2 * index
+        return Anchored(pairs[index], refs[chosen], refs[chosen + 1]) if refs else Anchored(pairs[index], 0.0, 0.0)
 
     return Lazy(len(pairs), get)
 
@@ -161,5 +159,5 @@ def pair_logprobs(policy: Engine, pairs: Sequence[Pair], pad_token_id: int, mean
     out = spoken_logprobs(policy, batch)
     logprobs = out.logprobs  # (B, T)
     reduce = document_mean if mean else document_sum
-    responses = reduce(logprobs, batch.mask, batch.documents, len(documents)).view(2, len(pairs))
-    return PairLogprobs(responses, logprobs, batch.mask & (batch.documents < len(pairs)), out.balance)
+    responses = reduce(logprobs, batch.mask, batch.documents, len(documents)).view(len(pairs), 2).T
+    return PairLogprobs(responses, logprobs, batch.mask & (batch.documents % 2 == 0), out.balance)

@@ -18,6 +18,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.engine.base import Engine
 from rlhf_core.masked import document_mean, document_sum
+from rlhf_core.models.attention import can_share
 from rlhf_core.models.load import Policy, spoken_logprobs
 from rlhf_core.stage import STATE, RunDir, digest, write_bytes
 from rlhf_core.supervised import deal
@@ -59,6 +60,7 @@ def dealt_logprobs(
     `passes` says how a micro-batch is laid out.
     """
     module = policy if isinstance(policy, Policy) else policy.module
+    passes = passes._replace(share=passes.share and can_share(module.model, engine.device))
     starts = [0]
     for documents in micro_batches:
         starts.append(starts[-1] + len(documents))

@@ -23,6 +23,7 @@ from rlhf_core.engine.base import Engine
 from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
 from rlhf_core.losses import Loss, reward_loss
 from rlhf_core.masked import gather_last
+from rlhf_core.models.attention import can_share
 from rlhf_core.models.load import trained_scorer
 from rlhf_core.models.scoring import STATISTICS
 from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest, write_text
@@ -49,7 +50,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     if engine.rank == 0:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
-    passes = Passes(config.micro_train_batch_size, config.micro_train_tokens, engine.world_size)
+    share = can_share(engine.module.model, engine.device)
+    passes = Passes(config.micro_train_batch_size, config.micro_train_tokens, engine.world_size, share)
 
     def loss(engine: Engine, pairs: list[Pair], denominator: float) -> Loss:
         scores = pair_scores(engine, pairs, pad, passes)
@@ -63,7 +65,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     task = Task(
         data.items,
-        lambda pairs: passes.split(pairs, len),
+        lambda pairs: passes.split(pairs, passes.laid),
         lambda pairs: float(len(pairs)),
         loss,
         evaluate if held_out else None,
@@ -80,16 +82,16 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
 def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> torch.Tensor:
     """Scores of a micro-batch in one forward pass: (2, N), chosen then rejected."""
-    documents = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    documents = [document for pair in pairs for document in (pair.chosen, pair.rejected)]
     batch = collate(passes.lay(documents), pad_token_id).to(engine.device)
-    return gather_last(engine(batch.tokens, batch.host.positions), batch.documents, len(documents)).view(2, len(pairs))
+    return gather_last(engine(batch.tokens, batch.host.positions), batch.documents, len(documents)).view(len(pairs), 2).T
 
 
 def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> np.ndarray:
     """Scores of many pairs without gradient: (2, N). Every rank makes all passes."""
     engine.module.eval()
     with torch.no_grad():
-        parts = [pair_scores(engine, part, pad_token_id, passes).cpu().numpy() for part in passes.in_order(pairs, len)]
+        parts = [pair_scores(engine, part, pad_token_id, passes).cpu().numpy() for part in passes.in_order(pairs, passes.laid)]
     engine.module.train()
     return np.concatenate(parts, axis=1)
 

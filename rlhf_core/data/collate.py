@@ -18,7 +18,8 @@ class Batch:
     """Tensors of shape (B, T).
 
     tokens: int64, pads hold the pad token. positions: int64, 0, 1, ... in each document; every pad has position 0, so that it is a
-    document of its own to attention. documents: int64, index of the document in the flattened rows, -1 on pads.
+    document of its own to attention. A document that goes on from another begins at a later position: what it sees before that are the
+    first tokens of the last document that began at 0. documents: int64, index of the document in the flattened rows, -1 on pads.
     mask: bool, True where the loss speaks of the token.
     """
 
@@ -69,7 +70,7 @@ def collate(rows: Sequence[Sequence[Document]], pad_token_id: int) -> Batch:
     """
     if not rows or any(len(document) == 0 for row in rows for document in row):
         raise ValueError("collate needs at least one row, and at least one token in each document")
-    longest = max(sum(len(document) for document in row) for row in rows)
+    longest = max(sum(len(document) - document.shared for document in row) for row in rows)
     shape = (len(rows), rounded(longest))  # (B, T)
     tokens = torch.full(shape, pad_token_id, dtype=torch.int64)
     positions = torch.zeros(shape, dtype=torch.int64)
@@ -79,10 +80,10 @@ def collate(rows: Sequence[Sequence[Document]], pad_token_id: int) -> Batch:
     for b, row in enumerate(rows):
         start = 0
         for document in row:
-            here = slice(start, start + len(document))
-            tokens[b, here] = torch.tensor(document.tokens, dtype=torch.int64)
-            positions[b, here] = torch.arange(len(document))
+            here = slice(start, start + len(document) - document.shared)
+            tokens[b, here] = torch.tensor(document.tokens[document.shared :], dtype=torch.int64)
+            positions[b, here] = torch.arange(document.shared, len(document))
             documents[b, here] = index
-            mask[b, here] = torch.tensor(document.mask, dtype=torch.bool)
+            mask[b, here] = torch.tensor(document.mask[document.shared :], dtype=torch.bool)
             start, index = here.stop, index + 1
     return Batch(tokens, positions, documents, mask)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 if TYPE_CHECKING:
@@ -16,16 +17,31 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Document:
-    """One sequence. `mask[t]` is True where the loss speaks of `tokens[t]`: answers and their end-of-turn token."""
+    """One sequence. `mask[t]` is True where the loss speaks of `tokens[t]`: answers and their end-of-turn token.
+
+    In a row it may go on from the last whole document before it, whose first `shared` tokens are its own and are not laid again.
+    """
 
     tokens: list[int]
     mask: list[bool]
+    shared: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.mask), f"{len(self.tokens)} tokens but a mask of {len(self.mask)}"
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def answer_start(self) -> int:
+        """Index of the first token under the mask; the length where there is none."""
+        return self.mask.index(True) if True in self.mask else len(self)
+
+    def after(self, trunk: Document) -> Document:
+        """The same, going on from the prompt that it has in common with `trunk`."""
+        prompts = (document.tokens[: document.answer_start] for document in (trunk, self))
+        shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*prompts, strict=False)))
+        return replace(self, shared=min(shared, len(self) - 1))
 
     def cut(self, max_len: int) -> Document:
         """The first `max_len` tokens; nothing is put in the place of what is lost."""

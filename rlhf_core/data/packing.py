@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from rlhf_core.data.documents import Document, Lazy
+from rlhf_core.data.documents import Document, Lazy, Pair
 
 Item = TypeVar("Item")
 
@@ -80,21 +80,18 @@ class Parts(Lazy[list[Item]]):
         self._ends.append(len(items))
         super().__init__(len(starts), lambda part: list(items[starts[part] : self._ends[part]]))
 
-    def of(self, index: int) -> tuple[int, int]:
-        """The part that holds an item: index of its first one, and of the one after its last."""
-        part = bisect_right(self.starts, index) - 1
-        return self.starts[part], self._ends[part]
-
 
 class Passes(NamedTuple):
     """How documents share forward passes: `rows` of them, each padded to the longest; or, with `tokens`, one row of at most so many.
 
     `ranks`: with `tokens`, passes are a multiple of it where there are enough documents, so that no rank waits for another.
+    `share`: with `tokens`, a prompt that a document has in common with the one before it is laid once (`Document.shared`).
     """
 
     rows: int
     tokens: int | None = None
     ranks: int = 1
+    share: bool = False
 
     def split(self, items: Sequence[Item], length: Callable[[Item], int]) -> list[list[Item]]:
         """The items of each pass; `length` gives an item's tokens. With `rows` in order."""
@@ -119,4 +116,18 @@ class Passes(NamedTuple):
 
     def lay(self, documents: Sequence[Document]) -> list[list[Document]]:
         """The rows of a pass."""
-        return [[document] for document in documents] if self.tokens is None else [list(documents)]
+        if self.tokens is None:
+            return [[document] for document in documents]
+        if not self.share:
+            return [list(documents)]
+        row: list[Document] = []
+        trunk: Document | None = None
+        for document in documents:
+            branch = document.after(trunk) if trunk is not None else document
+            row.append(branch if branch.shared else document)
+            trunk = trunk if branch.shared else document
+        return [row]
+
+    def laid(self, pair: Pair) -> int:
+        """Tokens that a pair takes in a row."""
+        return len(pair) - (pair.rejected.after(pair.chosen).shared if self.share and self.tokens is not None else 0)

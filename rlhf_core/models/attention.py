@@ -47,16 +47,34 @@ def flash_kernel() -> Callable[..., Tensor] | None:
     return cast(Callable[..., Tensor], flash_attn_varlen_func)
 
 
+def _attend(kernel: Callable[..., Tensor] | None, *rows: Any, scale: float, window: int) -> Tensor:
+    """Of queries, keys, values, their edges and their longest: `kernel` is flash-attn's, None PyTorch's own."""
+    if kernel is not None:
+        return kernel(*rows, softmax_scale=scale, causal=True, window_size=(window, 0))
+    return cast(Tensor, varlen.varlen_attn(*rows, scale=scale, window_size=(window, 0), **_GROUPED))
+
+
 @cache
-def _computes_windows(kernel: Callable[..., Tensor], device: torch.device) -> bool:
-    """A flash-attn that was built without windows says nothing: it attends to more, to later tokens too."""
+def _agrees(kernel: Callable[..., Tensor] | None, device: torch.device, queries: int, window: int) -> bool:
+    """Whether the last `queries` of 8 tokens see as many before them as `window` says (-1: all). A flash-attn that was built without
+    windows says nothing and attends to more, to later tokens too."""
     rows = torch.arange(8 * 64, device=device).sin().view(8, 1, 64).to(torch.bfloat16)
-    edges = torch.tensor([0, 8], dtype=torch.int32, device=device)
-    windowed = kernel(rows, rows, rows, edges, edges, 8, 8, causal=True, window_size=(1, 0)).squeeze(1).float()
+    edges = [torch.tensor([0, count], dtype=torch.int32, device=device) for count in (queries, 8)]
+    found = _attend(kernel, rows[-queries:], rows, rows, *edges, queries, 8, scale=1 / 8, window=window).squeeze(1).float()
     row = rows.squeeze(1).float()
-    seen = torch.ones(8, 8, dtype=torch.bool, device=device).tril().triu(-1)
+    seen = torch.ones(8, 8, dtype=torch.bool, device=device).tril().triu(-8 if window < 0 else -window)
     expected = (row @ row.T / 8).masked_fill(~seen, -torch.inf).softmax(-1) @ row
-    return bool((windowed - expected).abs().max() < 0.05)
+    return bool((found - expected[-queries:]).abs().max() < 0.05)
+
+
+def _kernel_for(window: int, device: torch.device) -> Callable[..., Tensor] | None:
+    flash = flash_kernel()
+    return flash if flash is not None and (window < 0 or _agrees(flash, device, 8, 1)) else None
+
+
+def can_share(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether documents may go on from the prompt of another (`collate.Batch`): the kernel must put queries behind all their keys."""
+    return model.config._attn_implementation == VARLEN and _agrees(_kernel_for(-1, device), device, 3, -1)
 
 
 def settled(model: PreTrainedModel) -> PreTrainedModel:
@@ -103,10 +121,21 @@ def borders(positions: Tensor, device: torch.device) -> dict[str, Any]:
 
     `positions` (any shape) restart at 0 with each document; on the host they are read without waiting for `device`.
     """
-    starts = (positions.flatten() == 0).cpu().nonzero().flatten()
+    positions = positions.flatten().cpu()
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), (positions.diff() != 1).nonzero().flatten() + 1])
     edges = torch.cat([starts, torch.tensor([positions.numel()])]).int()
     longest, on_device = int(edges.diff().max()), sent(edges, device)
-    return {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device, "max_length_q": longest, "max_length_k": longest}
+    found = {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device, "max_length_q": longest, "max_length_k": longest}
+    before = positions[starts]  # tokens that each document has before those of the row: of the last that began at 0
+    if not before.any():
+        return found
+    lengths = edges.diff() + before
+    key_edges = F.pad(lengths.cumsum(0), (1, 0)).int()
+    trunks = torch.where(before == 0, starts, 0).cummax(0).values
+    document = torch.repeat_interleave(torch.arange(len(starts)), lengths)
+    within = torch.arange(len(document)) - key_edges[document]
+    keys = within + torch.where(within < before[document], trunks[document], starts[document] - before[document])
+    return found | {"cu_seq_lens_k": sent(key_edges, device), "max_length_k": int(lengths.max()), "keys": sent(keys, device)}
 
 
 def varlen_attention(
@@ -117,7 +146,10 @@ def varlen_attention(
     attention_mask: None,
     *,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int = 0,
+    max_length_k: int = 0,
+    keys: Tensor | None = None,
     position_ids: Tensor | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -128,25 +160,24 @@ def varlen_attention(
     """Causal attention as transformers asks for it: `query` (1, heads, T, D), `key` and `value` (1, kv heads, T, D) -> (1, T, heads, D).
 
     A window counts the token itself: token t sees tokens > t - `sliding_window`. Adapters may hand over fp32, which the kernel
-    does not take. Heads are filled up with zeros to a size that it takes, and to one size where values have another (MLA).
+    does not take. With `keys` the rows of keys and values that queries attend to are those, and documents may have more of them than
+    queries, which are the last. Heads are filled up with zeros to a size that it takes, and to one size where values have another (MLA).
     """
     if softcap is not None or s_aux is not None:
         raise ValueError(f"attention of {type(module).__name__} has a cap or sinks, which are not computed here: take dtype float32")
     if cu_seq_lens_q is None:  # a model that hands on positions only
         found = borders(cast(Tensor, position_ids), query.device)
-        cu_seq_lens_q, max_length_q = found["cu_seq_lens_q"], found["max_length_q"]
+        cu_seq_lens_q, cu_seq_lens_k, keys = found["cu_seq_lens_q"], found["cu_seq_lens_k"], found.get("keys")
+        max_length_q, max_length_k = found["max_length_q"], found["max_length_k"]
     wide, size = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     # Not part[0], whose gradient would be copied into zeros of another layout.
     q, k, v = (_filled(part.squeeze(0).transpose(0, 1), -(-wide // 8) * 8).to(module.config.dtype) for part in (query, key, value))
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    window = -1 if sliding_window is None else sliding_window - 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    edges, longest = cu_seq_lens_q, max_length_q
-    attended: Any
-    flash = flash_kernel()
-    if flash is not None and (sliding_window is None or _computes_windows(flash, query.device)):
-        attended = flash(q, k, v, edges, edges, longest, longest, softmax_scale=scale, causal=True, window_size=window)
-    else:
-        attended = varlen.varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=window, **_GROUPED)
+    if keys is not None:
+        k, v = k.index_select(0, keys), v.index_select(0, keys)
+    extent = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    attended = _attend(_kernel_for(window, query.device), q, k, v, *extent, scale=scale, window=window)
     return attended[..., :size].unsqueeze(0), None
 
 

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_core.config import Lora
 from rlhf_core.data.collate import Batch, rounded, sent
-from rlhf_core.masked import shift_right
-from rlhf_core.models.attention import attention_for, borders, carries, settled, takes_borders
+from rlhf_core.models.attention import VARLEN, attention_for, borders, carries, settled, takes_borders
 from rlhf_core.models.experts import balance_loss, num_experts
 from rlhf_core.models.head import logit_scale
 from rlhf_core.models.kernels import fuse
@@ -64,18 +63,14 @@ class Policy(nn.Module):
         `positions` and `mask` may stay in the host's memory (`Batch.host`): then nothing here waits for the card.
         """
         hidden, router_logits = _hidden(self.model, tokens, positions, self.balanced)
-        flat, targets = hidden.flatten(0, 1), torch.roll(tokens, -1, dims=1).flatten()  # position t speaks of token t + 1
-        count = 0
-        if mask is not None:
-            wanted = _before(mask)
-            count = len(wanted)
-            rows = sent(F.pad(wanted, (0, rounded(count) - count)), tokens.device)
-            flat, targets = flat[rows], targets[rows]
+        wanted = _spoken(positions, mask)
+        count = wanted.shape[1]
+        speaking, spoken = sent(F.pad(wanted, (0, rounded(count) - count)), tokens.device)
+        flat, targets = hidden.flatten(0, 1)[speaking], tokens.flatten()[spoken]
         keep = self.training and not self.model.is_gradient_checkpointing
         values = torch.stack(token_logprobs(self.model.get_output_embeddings(), flat, targets, temperature / self.scale, entropy, keep))
-        if mask is not None:
-            values = values.new_zeros(2, tokens.numel()).index_copy(1, rows[:count], values[:, :count])
-        logprobs, entropies = (shift_right(value.view(tokens.shape), documents) for value in values)
+        values = values.new_zeros(2, tokens.numel()).index_copy(1, spoken[:count], values[:, :count])
+        logprobs, entropies = values.view(2, *tokens.shape)
         balance = balance_loss(router_logits, documents, self.model.config.num_experts_per_tok) if self.balanced else None
         return TokenLogprobs(logprobs, entropies, balance)
 
@@ -85,11 +80,20 @@ def spoken_logprobs(policy: Callable[..., TokenLogprobs], batch: Batch, temperat
     return policy(batch.tokens, batch.host.positions, batch.documents, temperature, entropy, batch.host.mask)
 
 
-def _before(mask: Tensor) -> Tensor:
-    """Flat indices of the positions that speak of the tokens under `mask` (B, T): those before them in their row."""
-    spoken = torch.zeros_like(mask)
-    spoken[:, :-1] = mask[:, 1:]
-    return spoken.flatten().nonzero().squeeze(-1)
+def _spoken(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """Flat indices, (2, N): of the tokens that speak, and of those under `mask` (B, T) that they speak of, the next of their documents.
+
+    Nobody speaks of a document's first token. Of the first that follows a shared prompt that prompt's last token speaks.
+    """
+    width, flat = positions.shape[1], positions.flatten()
+    spoken = ((flat > 0) if mask is None else mask.flatten() & (flat > 0)).nonzero().squeeze(-1)
+    speaking = spoken - 1
+    jumps = flat[speaking] + 1 != flat[spoken]
+    if jumps.any():
+        trunks = torch.where(flat == 0, torch.arange(len(flat), device=flat.device), 0).cummax(0).values
+        speaking = torch.where(jumps, trunks[spoken] + flat[spoken] - 1, speaking)
+    assert bool((speaking // width == spoken // width).all()), "a document goes on from one of its own row"
+    return torch.stack([speaking, spoken])
 
 
 class Scorer(nn.Module):
@@ -123,6 +127,8 @@ def _hidden(model: PreTrainedModel, tokens: Tensor, positions: Tensor, routed: b
     asked: dict[str, Any] = {"output_router_logits": True} if routed else {}
     if end_to_end:
         asked |= borders(positions, tokens.device)
+        if "keys" in asked and model.config._attn_implementation != VARLEN:
+            raise ValueError(f"attention {model.config._attn_implementation} cannot go on from another document's prompt: lay it again")
     positions = sent(positions, tokens.device)
     backbone = model.base_model(input_ids=tokens.reshape(shape), position_ids=positions.reshape(shape), use_cache=False, **asked)
     return backbone.last_hidden_state.view(*tokens.shape, -1), backbone.router_logits if routed else ()

@@ -19,6 +19,7 @@ from rlhf_core.models import attention
 from rlhf_core.models.load import Policy, Scorer, spoken_logprobs
 from rlhf_core.reward_model import pair_scores
 from tests.unit.test_models import SHAPE, documents
+from tests.unit.test_shared_prompts import pairs as shared_pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 WIDE = SHAPE | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -49,6 +50,25 @@ def test_all_implementations_agree(window: int | None, monkeypatch: pytest.Monke
     for name, (ours, our_gradient) in found.items():
         assert (ours - logprobs).abs().max() < 0.05, name
         assert torch.nn.functional.cosine_similarity(our_gradient, gradient, dim=0) > 0.999, name
+
+
+@pytest.mark.parametrize("kernel", ["flash-attn's", "PyTorch's"])
+def test_prompts_that_are_laid_once_give_the_same_numbers(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel == "PyTorch's":
+        monkeypatch.setattr(attention, "flash_kernel", lambda: None)
+    torch.manual_seed(0)
+    policy = attention.settled(Qwen2ForCausalLM(Qwen2Config(**WIDE)).to("cuda", torch.bfloat16))
+    engine = TorchEngine(Policy(policy), AdamW((0.9, 0.95), 0.0, 1.0))
+    assert attention.can_share(policy, engine.device)
+    found = []
+    for share in (False, True):
+        engine.module.zero_grad()
+        logprobs = pair_logprobs(engine, shared_pairs(), 0, False, Passes(1, 4096, share=share)).responses
+        (logprobs[0] - logprobs[1]).sum().backward()
+        found.append((logprobs.detach(), torch.cat([p.grad.float().flatten() for p in policy.parameters() if p.grad is not None])))
+    (apart, gradient), (together, other) = found
+    assert (apart - together).abs().max() < 0.2 and apart.std() > 1  # sums over answers
+    assert torch.nn.functional.cosine_similarity(gradient, other, dim=0) > 0.999
 
 
 @contextmanager

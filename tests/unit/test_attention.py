@@ -45,12 +45,14 @@ def plain_varlen(
 ) -> torch.Tensor:
     """`torch.nn.attention.varlen.varlen_attn`: rows (T, heads, D), documents between the borders."""
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0, "sizes that the kernel takes"
-    assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k) and int(cu_seq_q.diff().max()) == max_q == max_k
-    assert int(cu_seq_q[-1]) == len(query) and (enable_gqa or query.shape[1] == key.shape[1]) and window_size[1] == 0
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
+    assert int(cu_seq_q.diff().max()) == max_q and int(cu_seq_k.diff().max()) == max_k
+    assert int(cu_seq_q[-1]) == len(query) and int(cu_seq_k[-1]) == len(key) == len(value) and window_size[1] == 0
+    assert enable_gqa or query.shape[1] == key.shape[1]
     out = []
-    for start, end in cu_seq_q.unfold(0, 2, 1).tolist():
-        q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))
-        back = torch.arange(end - start)[:, None] - torch.arange(end - start)
+    for (start, end), (first, last) in zip(cu_seq_q.unfold(0, 2, 1).tolist(), cu_seq_k.unfold(0, 2, 1).tolist(), strict=True):
+        q, k, v = (part.transpose(0, 1) for part in (query[start:end], key[first:last], value[first:last]))
+        back = torch.arange(last - first - (end - start), last - first)[:, None] - torch.arange(last - first)  # queries are the last
         seen = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
         out.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
     return torch.cat(out)
@@ -108,7 +110,8 @@ def test_a_window_holds_whatever_flash_attn_was_built_with(built: str, kernel: l
         calls.append(window_size)
         assert causal
         if built == "without, and causal no more":  # a window to the left says already that nothing to the right is seen
-            return F.scaled_dot_product_attention(*(rows.transpose(0, 1) for rows in arguments[:3]), enable_gqa=True).transpose(0, 1)
+            query, key, value = (rows.transpose(0, 1) for rows in arguments[:3])
+            return F.scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(0, 1)
         window = window_size if built == "with windows" else (-1, 0)
         return plain_varlen(*arguments, scale=softmax_scale, window_size=window, enable_gqa=True)
 

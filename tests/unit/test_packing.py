@@ -72,7 +72,6 @@ def test_passes_in_order_are_filled_by_the_lengths_of_what_they_hold() -> None:
     items = ["a" * n for n in (3, 5, 2, 9, 1, 12, 4)]
     parts = Passes(2, tokens=10).in_order(items, len)
     assert [[len(item) for item in part] for part in parts] == [[3, 5, 2], [9, 1], [12], [4]], "one that is too long goes alone"
-    assert [parts.of(index) for index in range(7)] == [(0, 3), (0, 3), (0, 3), (3, 5), (3, 5), (5, 6), (6, 7)]
     assert [list(part) for part in Passes(3).in_order(items, len)] == [items[:3], items[3:6], items[6:]]
     assert len(Passes(2, tokens=10).in_order([], len)) == 0
 

@@ -1,0 +1,149 @@
+"""A prompt that several answers have in common is laid once in a packed row: the same numbers as laid before each, from fewer tokens."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document, Pair
+from rlhf_core.data.packing import Passes
+from rlhf_core.dpo import pair_logprobs
+from rlhf_core.models import attention
+from rlhf_core.models.load import Policy, Scorer
+from rlhf_core.reference import answer_logprobs_and_balance
+from rlhf_core.reward_model import pair_scores
+from tests.unit.test_attention import WINDOWED, kernel, plain_varlen
+from tests.unit.test_models import FAMILIES, SHAPE
+
+APART, TOGETHER = Passes(1, 4096), Passes(1, 4096, share=True)
+__all__ = ["kernel"]
+
+
+def pairs() -> list[Pair]:
+    """Prompts of 1 to 9 tokens; one pair whose answers begin alike, one whose chosen answer is a single token."""
+    rng = random.Random(0)
+
+    def words(count: int) -> list[int]:
+        return [rng.randrange(3, 97) for _ in range(count)]
+
+    found = []
+    for prompt, chosen, rejected in ((9, 4, 6), (1, 5, 2), (6, 1, 7), (4, 3, 3)):
+        asked = words(prompt)
+        answers = [words(chosen), words(rejected)]
+        if prompt == 4:
+            answers[1][:2] = answers[0][:2]
+        better, worse = (Document(asked + said, [False] * prompt + [True] * len(said)) for said in answers)
+        found.append(Pair(better, worse, 0.0))
+    return found
+
+
+def test_only_the_prompt_is_shared() -> None:
+    first, second, third, fourth = pairs()
+    assert [pair.rejected.after(pair.chosen).shared for pair in pairs()] == [9, 1, 6, 4], "not the beginning of an answer"
+    assert first.rejected.after(second.chosen).shared == 0
+    assert Document([5, 6, 7], [True] * 3).after(Document([5, 6, 7], [True] * 3)).shared == 0
+    assert Document([5, 6], [False, False]).after(Document([5, 6, 7], [False, False, True])).shared == 1, "something is left"
+    row = TOGETHER.lay([third.chosen, third.rejected, fourth.rejected, fourth.chosen, first.chosen])
+    assert [[document.shared for document in row] for row in row] == [[0, 6, 0, 4, 0]]
+    assert APART.lay([third.chosen, third.rejected]) == [[third.chosen, third.rejected]]
+    assert [TOGETHER.laid(pair) for pair in pairs()] == [19, 8, 14, 10] and APART.laid(first) == 28
+
+
+def test_documents_see_the_prompt_and_themselves() -> None:
+    """Beside a search through the row for what each token may see."""
+    documents = [document for pair in pairs() for document in (pair.chosen, pair.rejected)]
+    batch = collate(TOGETHER.lay(documents), 0)
+    found = attention.borders(batch.positions, torch.device("cpu"))
+    queries, keys = found["cu_seq_lens_q"].tolist(), found["cu_seq_lens_k"].tolist()
+    tokens = batch.tokens.flatten().tolist()
+    seen = [[tokens[i] for i in found["keys"][start:end].tolist()] for start, end in pairwise(keys)]
+    laid = [tokens[start:end] for start, end in pairwise(queries)]
+    assert seen[: len(documents)] == [document.tokens for document in documents]
+    for whole, own in zip(seen, laid, strict=True):
+        assert whole[-len(own) :] == own, "queries are the last"
+    assert found["max_length_q"] == max(map(len, laid)) and found["max_length_k"] == max(map(len, seen))
+    assert sum(map(len, laid)) == batch.tokens.numel() and len(found["keys"]) == keys[-1]
+
+
+class Plain:
+    """An engine that is the model."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module, self.device, self.tokens = module, torch.device("cpu"), 0
+
+    def __call__(self, tokens: torch.Tensor, *rest: Any) -> Any:
+        self.tokens = tokens.numel()
+        return self.module(tokens, *rest)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
+def test_policies_say_the_same_of_pairs(family: str, kernel: list[int]) -> None:
+    torch.manual_seed(0)
+    policy = Policy({**FAMILIES, **WINDOWED}[family]().eval())
+    policy.model.set_attn_implementation(attention.VARLEN)
+    numbers, laid = [], []
+    for passes in (APART, TOGETHER):
+        policy.zero_grad()
+        plain: Any = Plain(policy)
+        found = pair_logprobs(plain, pairs(), 0, False, passes)
+        (found.responses[0].sum() - 2 * found.responses[1].sum() + found.tokens[found.chosen_mask].square().sum()).backward()
+        numbers.append([found.responses.detach(), *(p.grad.clone() for p in policy.parameters() if p.grad is not None)])
+        laid.append(plain.tokens)
+    assert laid == [72, 56], "of 71 and 51 tokens"
+    for apart, together in zip(*numbers, strict=True):
+        torch.testing.assert_close(together, apart, atol=2e-5, rtol=2e-5)
+
+
+def test_attention_that_knows_nothing_of_shared_prompts_refuses() -> None:
+    policy: Any = Plain(Policy(FAMILIES[next(iter(FAMILIES))]().eval()))
+    assert not attention.can_share(policy.module.model, policy.device)
+    policy.module.model.config._attn_implementation = attention.FLASH
+    with pytest.raises(ValueError, match="flash_attention_2 cannot go on from another document's prompt"):
+        pair_logprobs(policy, pairs(), 0, False, TOGETHER)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_prompts_are_shared_where_the_kernel_puts_queries_behind_their_keys(aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(*arguments: Any, softmax_scale: float, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
+        query, key, value, queries, keys, longest, _ = arguments
+        if not aligned:  # causal from the first key on
+            key, value, keys = key[: len(query)], value[: len(query)], queries
+        return plain_varlen(query, key, value, queries, keys, longest, len(key), scale=softmax_scale, window_size=window_size)
+
+    policy = Policy(FAMILIES[next(iter(FAMILIES))]().eval())
+    policy.model.set_attn_implementation(attention.VARLEN)
+    monkeypatch.setattr(attention, "flash_kernel", lambda: kernel)
+    assert attention.can_share(policy.model, torch.device("cpu")) == aligned
+
+
+def test_reward_models_say_the_same_of_pairs(kernel: list[int]) -> None:
+    torch.manual_seed(0)
+    model = Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1)).eval()
+    model.set_attn_implementation(attention.VARLEN)
+    numbers = []
+    for passes in (APART, TOGETHER):
+        model.zero_grad()
+        plain: Any = Plain(Scorer(model))
+        scores = pair_scores(plain, pairs(), 0, passes)
+        (scores[0] - 2 * scores[1]).square().sum().backward()
+        numbers.append([scores.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    assert numbers[0][0].std() > 0.01
+    for apart, together in zip(*numbers, strict=True):
+        torch.testing.assert_close(together, apart, atol=2e-5, rtol=2e-5)
+
+
+def test_a_reference_says_the_same_of_documents(kernel: list[int]) -> None:
+    torch.manual_seed(0)
+    policy = Policy(FAMILIES[next(iter(FAMILIES))]().eval())
+    policy.model.set_attn_implementation(attention.VARLEN)
+    documents = [document for pair in pairs() for document in (pair.chosen, pair.rejected)]
+    apart, together = (
+        answer_logprobs_and_balance(policy, documents, 0, False, torch.device("cpu"), passes)[0] for passes in (APART, TOGETHER)
+    )
+    torch.testing.assert_close(together, apart, atol=2e-5, rtol=2e-5)
