@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 if TYPE_CHECKING:
@@ -38,10 +37,10 @@ class Document:
         return self.mask.index(True) if True in self.mask else len(self)
 
     def after(self, trunk: Document) -> Document:
-        """The same, going on from the prompt that it has in common with `trunk`."""
-        prompts = (document.tokens[: document.answer_start] for document in (trunk, self))
-        shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*prompts, strict=False)))
-        return replace(self, shared=min(shared, len(self) - 1))
+        """The same, going on from the prompt of `trunk` where its own is that, whole."""
+        prompt = min(self.answer_start, len(self) - 1)
+        same = trunk.answer_start >= prompt and trunk.tokens[:prompt] == self.tokens[:prompt]
+        return replace(self, shared=prompt) if same else self
 
     def cut(self, max_len: int) -> Document:
         """The first `max_len` tokens; nothing is put in the place of what is lost."""

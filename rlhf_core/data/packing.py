@@ -85,7 +85,7 @@ class Passes(NamedTuple):
     """How documents share forward passes: `rows` of them, each padded to the longest; or, with `tokens`, one row of at most so many.
 
     `ranks`: with `tokens`, passes are a multiple of it where there are enough documents, so that no rank waits for another.
-    `share`: with `tokens`, a prompt that a document has in common with the one before it is laid once (`Document.shared`).
+    `share`: with `tokens`, a prompt that a document has in common with one before it is laid once (`Document.shared`).
     """
 
     rows: int
@@ -116,18 +116,38 @@ class Passes(NamedTuple):
 
     def lay(self, documents: Sequence[Document]) -> list[list[Document]]:
         """The rows of a pass."""
-        if self.tokens is None:
-            return [[document] for document in documents]
-        if not self.share:
-            return [list(documents)]
+        return [[document] for document in documents] if self.tokens is None else [self.branched(documents)]
+
+    def branched(self, documents: Sequence[Document]) -> list[Document]:
+        """Documents of one row, those that have the prompt of one before them going on from it."""
+        if not self.share or self.tokens is None:
+            return list(documents)
         row: list[Document] = []
         trunk: Document | None = None
         for document in documents:
-            branch = document.after(trunk) if trunk is not None else document
-            row.append(branch if branch.shared else document)
-            trunk = trunk if branch.shared else document
-        return [row]
+            row.append(document.after(trunk) if trunk is not None else document)
+            trunk = trunk if row[-1].shared else document
+        return row
 
     def laid(self, pair: Pair) -> int:
         """Tokens that a pair takes in a row."""
-        return len(pair) - (pair.rejected.after(pair.chosen).shared if self.share and self.tokens is not None else 0)
+        return sum(len(document) - document.shared for document in self.branched((pair.chosen, pair.rejected)))
+
+    def together(self, documents: Sequence[Document]) -> list[list[int]]:
+        """Indices of documents that share a prompt and fit a pass with it, the longest first; with nothing to share each alone."""
+        order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
+        if not self.share or self.tokens is None:
+            return [[i] for i in order]
+        open_groups: dict[tuple[int, ...], tuple[list[int], int]] = {}
+        groups: list[list[int]] = []
+        for i in order:
+            document = documents[i]
+            prompt = tuple(document.tokens[: document.answer_start])
+            group, held = open_groups.get(prompt, ([], self.tokens))
+            own = len(document) - min(len(prompt), len(document) - 1)
+            if held + own > self.tokens:
+                group, held, own = [], 0, len(document)
+                groups.append(group)
+            group.append(i)
+            open_groups[prompt] = (group, held + own)
+        return groups

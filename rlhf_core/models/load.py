@@ -63,13 +63,13 @@ class Policy(nn.Module):
         `positions` and `mask` may stay in the host's memory (`Batch.host`): then nothing here waits for the card.
         """
         hidden, router_logits = _hidden(self.model, tokens, positions, self.balanced)
-        wanted = _spoken(positions, mask)
+        wanted = spoken(positions, mask)
         count = wanted.shape[1]
-        speaking, spoken = sent(F.pad(wanted, (0, rounded(count) - count)), tokens.device)
-        flat, targets = hidden.flatten(0, 1)[speaking], tokens.flatten()[spoken]
+        sources, places = sent(F.pad(wanted, (0, rounded(count) - count)), tokens.device)
+        flat, targets = hidden.flatten(0, 1)[sources], tokens.flatten()[places]
         keep = self.training and not self.model.is_gradient_checkpointing
         values = torch.stack(token_logprobs(self.model.get_output_embeddings(), flat, targets, temperature / self.scale, entropy, keep))
-        values = values.new_zeros(2, tokens.numel()).index_copy(1, spoken[:count], values[:, :count])
+        values = values.new_zeros(2, tokens.numel()).index_copy(1, places[:count], values[:, :count])
         logprobs, entropies = values.view(2, *tokens.shape)
         balance = balance_loss(router_logits, documents, self.model.config.num_experts_per_tok) if self.balanced else None
         return TokenLogprobs(logprobs, entropies, balance)
@@ -80,27 +80,33 @@ def spoken_logprobs(policy: Callable[..., TokenLogprobs], batch: Batch, temperat
     return policy(batch.tokens, batch.host.positions, batch.documents, temperature, entropy, batch.host.mask)
 
 
-def _spoken(positions: Tensor, mask: Tensor | None) -> Tensor:
+def spoken(positions: Tensor, mask: Tensor | None = None) -> Tensor:
     """Flat indices, (2, N): of the tokens that speak, and of those under `mask` (B, T) that they speak of, the next of their documents.
 
     Nobody speaks of a document's first token. Of the first that follows a shared prompt that prompt's last token speaks.
     """
     width, flat = positions.shape[1], positions.flatten()
-    spoken = ((flat > 0) if mask is None else mask.flatten() & (flat > 0)).nonzero().squeeze(-1)
-    speaking = spoken - 1
-    jumps = flat[speaking] + 1 != flat[spoken]
+    places = ((flat > 0) if mask is None else mask.flatten() & (flat > 0)).nonzero().squeeze(-1)
+    sources = places - 1
+    jumps = flat[sources] + 1 != flat[places]
     if jumps.any():
         trunks = torch.where(flat == 0, torch.arange(len(flat), device=flat.device), 0).cummax(0).values
-        speaking = torch.where(jumps, trunks[spoken] + flat[spoken] - 1, speaking)
-    assert bool((speaking // width == spoken // width).all()), "a document goes on from one of its own row"
-    return torch.stack([speaking, spoken])
+        sources = torch.where(jumps, trunks[places] + flat[places] - 1, sources)
+    assert bool((sources // width == places // width).all()), "a document goes on from one of its own row"
+    return torch.stack([sources, places])
+
+
+def before(values: Tensor, batch: Batch) -> Tensor:
+    """What `values` (B, T) say after the token before each, (B, T): 0 at first tokens and on pads."""
+    sources, places = sent(spoken(batch.host.positions), values.device)
+    return values.new_zeros(values.numel()).index_copy(0, places, values.flatten().index_select(0, sources)).view(values.shape)
 
 
 class Scorer(nn.Module):
     """A sequence-classification model with one label, read at every position: reward model and critic.
 
     `forward` returns (B, T) fp32 where position t has seen tokens <= t. The reward of a document is the value at its last
-    token; the critic's `V(tokens[<t])` is `shift_right` of this.
+    token; the critic's `V(tokens[<t])` is `before` of this.
     """
 
     def __init__(self, model: PreTrainedModel):

@@ -75,8 +75,11 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def floors(rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, machine: Machine) -> dict[str, float]:
-    """Seconds that generating, scoring and training take at least, as `floor/<phase>`. `passes`: times each rollout is trained on."""
-    tokens = sum(len(rollout.document.tokens) for rollout in rollouts)
+    """Seconds that generating, scoring and training take at least, as `floor/<phase>`. `passes`: times each rollout is trained on.
+
+    The prompt of several answers counts once.
+    """
+    tokens = _asked(rollouts) + sum(len(rollout.document) - rollout.document.answer_start for rollout in rollouts)
     scoring = [role for role in machine.shapes if role != "sampler"]
     return {
         "floor/generate": _generate(rollouts, machine),
@@ -102,4 +105,9 @@ def _generate(rollouts: Sequence[Rollout], machine: Machine) -> float:
     read = sum(length * (prompt + length / 2) for prompt, length in zip(asked, said, strict=True)) * shape.kv_bytes / cards
     steps = max(said, default=0) * shape.weight_bytes / machine.engine_span
     decode = max((steps + read) / bandwidth, 2 * shape.parameters * sum(said) / cards / flops)
-    return 2 * shape.parameters * sum(asked) / cards / flops + decode
+    return 2 * shape.parameters * _asked(rollouts) / cards / flops + decode
+
+
+def _asked(rollouts: Sequence[Rollout]) -> int:
+    """Tokens of the prompts, each once."""
+    return sum(len(prompt) for prompt in {tuple(rollout.document.tokens[: rollout.document.answer_start]) for rollout in rollouts})

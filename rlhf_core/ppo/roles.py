@@ -23,8 +23,8 @@ from rlhf_core.engine.base import AdamW
 from rlhf_core.engine.ranks import export
 from rlhf_core.engine.zero import ZeroEngine, library
 from rlhf_core.losses import Loss, value_loss, with_balance
-from rlhf_core.masked import shift_right
-from rlhf_core.models.load import load_policy, load_scorer, spoken_logprobs, trained_policy, trained_scorer
+from rlhf_core.models.attention import can_share
+from rlhf_core.models.load import Policy, before, load_policy, load_scorer, spoken_logprobs, trained_policy, trained_scorer
 from rlhf_core.models.memory import recompute
 from rlhf_core.models.token_logprobs import Entropy
 from rlhf_core.models.weights import checkpoint_weights
@@ -147,7 +147,7 @@ class Actor(Trained):
         policy = trained_policy(model.path, model.dtype, model.trust_remote_code, training.lora, training.seed, objective.router_aux_coef)
         self.engine, self.module = _engine(policy, model, training, "actor" in training.adam_offload), policy
         self.model, self.lora = model, training.lora
-        self.passes = Passes(training.micro_batch_size, training.micro_tokens, self.engine.world_size)
+        self.passes = _passes(self.engine, training.micro_batch_size, training.micro_tokens)
         self.objective, self.temperature = objective, temperature
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
@@ -163,10 +163,11 @@ class Actor(Trained):
         entropy: Entropy = "gradient" if self.objective.entropy_coef else "value"
 
         def loss(part: list[Experience]) -> Loss:
-            batch = _collate(part, self.passes, self.model.pad_token_id, self.engine.device)
+            batch, shared = _collate(part, self.passes, self.model.pad_token_id, self.engine.device)
             new = spoken_logprobs(self.engine, batch, self.temperature, entropy)
             old, ref, advantages, weights = (
-                _per_token(batch, [getattr(e, name) for e in part]) for name in ("old_logprobs", "ref_logprobs", "advantages", "is_weights")
+                _per_token(batch, shared, [getattr(e, name) for e in part])
+                for name in ("old_logprobs", "ref_logprobs", "advantages", "is_weights")
             )
             per_token = PerToken(new.logprobs, new.entropy, old, ref, advantages, weights, batch.mask, batch.documents)
             result = actor_loss(per_token, len(part), counted, self.objective, kl_coef)
@@ -212,7 +213,7 @@ class Critic(Trained):
         scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, training.lora, training.seed)
         self.engine, self.module = _engine(scorer, model, training, "critic" in training.adam_offload), scorer
         self.model, self.value_clip = model, value_clip
-        self.passes = Passes(training.micro_batch_size, training.micro_tokens, self.engine.world_size)
+        self.passes = _passes(self.engine, training.micro_batch_size, training.micro_tokens)
 
     def values(self, documents: Sequence[Document]) -> Scored:
         """`V(tokens[<t])` for every token."""
@@ -226,15 +227,15 @@ class Critic(Trained):
         tokens = count([item.document.mask for item in items]).tokens
 
         def loss(part: list[Experience]) -> Loss:
-            batch = _collate(part, self.passes, self.model.pad_token_id, self.engine.device)
-            old, returns = (_per_token(batch, [getattr(e, name) for e in part]) for name in ("values", "returns"))
+            batch, shared = _collate(part, self.passes, self.model.pad_token_id, self.engine.device)
+            old, returns = (_per_token(batch, shared, [getattr(e, name) for e in part]) for name in ("values", "returns"))
             return value_loss(self._values(batch), old, returns, batch.mask, self.value_clip, tokens)
 
         metrics = accumulate(self.engine, _micro_batches(items, self.passes), loss)
         return metrics | {"value/grad_norm": self.engine.step(rate), "value/learning_rate": rate}
 
     def _values(self, batch: Batch) -> Tensor:
-        return shift_right(self.engine(batch.tokens, batch.host.positions), batch.documents)
+        return before(self.engine(batch.tokens, batch.host.positions), batch)
 
 
 class Reference(Frozen):
@@ -274,36 +275,53 @@ def _tensors(module: torch.nn.Module) -> list[Tensor]:
 
 def _score(rank: ZeroEngine | Frozen, documents: Sequence[Document], model: Model, forward: Callable[[Batch], Tensor]) -> Scored:
     """This rank's share of the documents, similar lengths together; `forward` gives (B, T)."""
-    passes = Passes(model.micro_batch_size, model.micro_tokens, rank.world_size)
-    order = sorted(range(len(documents)), key=lambda i: -len(documents[i].tokens))
-    parts = passes.split(order, lambda i: len(documents[i]))
-    read: list[tuple[list[int], Tensor, Tensor]] = []
+    passes = _passes(rank, model.micro_batch_size, model.micro_tokens)
+    read: list[tuple[list[int], list[Document], Tensor, Tensor]] = []
+    parts = _parts(documents, passes)
     for index, weight in deal(len(parts), rank.rank, rank.world_size):
-        batch = collate(passes.lay([documents[i] for i in parts[index]]), model.pad_token_id).to(rank.device)
+        rows = passes.lay([documents[i] for i in parts[index]])
+        batch = collate(rows, model.pad_token_id).to(rank.device)
         with torch.no_grad():
             values = forward(batch).float()
         if weight:
-            read.append((parts[index], batch.host.documents >= 0, values))
+            read.append((parts[index], [document for row in rows for document in row], batch.host.documents >= 0, values))
     scored: Scored = []  # only now is the card waited for
-    for part, real, values in read:
-        ends = np.cumsum([len(documents[i]) for i in part])
-        scored += zip(part, np.split(values.cpu()[real].numpy(), ends[:-1]), strict=True)
+    for part, laid, real, values in read:
+        ends = np.cumsum([len(document) - document.shared for document in laid])
+        own = np.split(values.cpu()[real].numpy(), ends[:-1])
+        scored += [(i, np.pad(array, (document.shared, 0))) for i, document, array in zip(part, laid, own, strict=True)]
     return scored
 
 
+def _passes(rank: ZeroEngine | Frozen, rows: int, tokens: int | None) -> Passes:
+    share = can_share(rank.module.model, rank.device) and not (isinstance(rank.module, Policy) and rank.module.balanced)
+    return Passes(rows, tokens, rank.world_size, share)
+
+
+def _parts(documents: Sequence[Document], passes: Passes) -> list[list[int]]:
+    """Indices of the documents of each pass: answers to a prompt together where it can be shared, similar lengths together elsewhere, so
+    that rows carry little padding."""
+
+    def laid(group: list[int]) -> int:
+        return sum(len(document) - document.shared for document in passes.branched([documents[i] for i in group]))
+
+    return [[i for group in part for i in group] for part in passes.split(passes.together(documents), laid)]
+
+
 def _micro_batches(items: list[Experience], passes: Passes) -> list[list[Experience]]:
-    """Similar lengths together, so that rows carry little padding."""
-    return passes.split(sorted(items, key=lambda e: -len(e.document.tokens)), lambda e: len(e.document))
+    return [[items[i] for i in part] for part in _parts([item.document for item in items], passes)]
 
 
-def _collate(items: Sequence[Experience], passes: Passes, pad_token_id: int, device: torch.device) -> Batch:
-    return collate(passes.lay([item.document for item in items]), pad_token_id).to(device)
+def _collate(items: Sequence[Experience], passes: Passes, pad_token_id: int, device: torch.device) -> tuple[Batch, list[int]]:
+    """The batch, and how many tokens of each document are another's."""
+    rows = passes.lay([item.document for item in items])
+    return collate(rows, pad_token_id).to(device), [document.shared for row in rows for document in row]
 
 
-def _per_token(batch: Batch, rows: Sequence[np.ndarray]) -> Tensor:
+def _per_token(batch: Batch, shared: Sequence[int], rows: Sequence[np.ndarray]) -> Tensor:
     """Per-token arrays of the batch's documents, in order, laid out like its tokens: (B, T), zeros on padding."""
     values = torch.zeros(batch.tokens.shape)
-    values[batch.host.documents >= 0] = torch.from_numpy(np.concatenate(rows)).float()
+    values[batch.host.documents >= 0] = torch.from_numpy(np.concatenate([row[n:] for row, n in zip(rows, shared, strict=True)])).float()
     return sent(values, batch.tokens.device)
 
 

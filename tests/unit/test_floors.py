@@ -36,6 +36,13 @@ def test_roles_on_one_card_add_up_and_roles_apart_do_not() -> None:
     assert split["floor/train"] == pytest.approx(6 * 1000 * 40 / 2 / 1e6)
 
 
+def test_a_prompt_of_several_answers_counts_once() -> None:
+    cards = {"actor": ["a"], "sampler": ["b"]}
+    found = floors([rollout(10, 30), rollout(10, 20), rollout(5, 5)], ["actor"], 1, machine(cards))
+    assert found["floor/score"] == pytest.approx(2 * 1000 * (15 + 55) / 1e6)
+    assert found["floor/train"] == pytest.approx(6 * 1000 * (15 + 55) / 1e6)
+
+
 def test_generation_reads_weights_for_the_longest_answer_and_keys_for_all() -> None:
     cards = {"actor": ["a"], "sampler": ["b"]}
     found = floors([rollout(10, 30), rollout(20, 10)], ["actor"], 1, machine(cards))

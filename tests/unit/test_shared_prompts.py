@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
@@ -16,13 +18,18 @@ from rlhf_core.data.packing import Passes
 from rlhf_core.dpo import pair_logprobs
 from rlhf_core.models import attention
 from rlhf_core.models.load import Policy, Scorer
+from rlhf_core.ppo import roles
+from rlhf_core.ppo.fleet import objective_of
+from rlhf_core.ppo.roles import Actor, Critic, Model, Reference, Reward
+from rlhf_core.ppo.types import Experience
 from rlhf_core.reference import answer_logprobs_and_balance
 from rlhf_core.reward_model import pair_scores
 from tests.unit.test_attention import WINDOWED, kernel, plain_varlen
 from tests.unit.test_models import FAMILIES, SHAPE
+from tests.unit.test_ppo_tricks import models, plain_engine, ppo, training
 
 APART, TOGETHER = Passes(1, 4096), Passes(1, 4096, share=True)
-__all__ = ["kernel"]
+__all__ = ["kernel", "models", "plain_engine"]
 
 
 def pairs() -> list[Pair]:
@@ -147,3 +154,75 @@ def test_a_reference_says_the_same_of_documents(kernel: list[int]) -> None:
         answer_logprobs_and_balance(policy, documents, 0, False, torch.device("cpu"), passes)[0] for passes in (APART, TOGETHER)
     )
     torch.testing.assert_close(together, apart, atol=2e-5, rtol=2e-5)
+
+
+# PPO: several answers to a prompt.
+
+
+def answers() -> list[Document]:
+    """Three prompts with three answers each, mixed up."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 31) for _ in range(length)] for length in (12, 5, 9)]
+    found = []
+    for prompt in prompts:
+        for length in (4, 9, 1):
+            said = [rng.randrange(3, 31) for _ in range(length)]
+            found.append(Document(prompt + said, [False] * len(prompt) + [True] * length))
+    rng.shuffle(found)
+    return found
+
+
+def test_answers_to_a_prompt_come_together_as_far_as_they_fit() -> None:
+    documents = answers()
+    groups = TOGETHER.together(documents)
+    assert sorted(i for group in groups for i in group) == list(range(9)) and [len(group) for group in groups] == [3, 3, 3]
+    for group in groups:
+        assert len({tuple(documents[i].tokens[: documents[i].answer_start]) for i in group}) == 1
+    narrow = Passes(1, 20, share=True)
+    for part in narrow.split(narrow.together(documents), lambda group: sum(map(len, narrow.branched([documents[i] for i in group])))):
+        for group in part:
+            laid = narrow.branched([documents[i] for i in group])
+            assert sum(len(document) - document.shared for document in laid) <= max(20, len(laid[0]))
+    assert APART.together(documents) == [[i] for i in sorted(range(9), key=lambda i: -len(documents[i]))]
+
+
+@pytest.mark.parametrize("tokens", [40, 4096])
+def test_roles_say_and_learn_the_same_of_answers(
+    tokens: int, models: Path, plain_engine: None, kernel: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents, numbers = answers(), np.random.default_rng(0)
+    arrays = [[numbers.normal(size=len(d)).astype(np.float32) for d in documents] for _ in range(4)]
+    found = []
+    for share in (False, True):
+        monkeypatch.setattr(roles, "can_share", lambda model, device, share=share: share)
+        place = lambda name: Model(str(models / name), "float32", 0, 8, False, tokens)  # noqa: E731
+        actor, critic = Actor(place("sft"), training(), objective_of(ppo(entropy_coef=0.01)), 1.0), Critic(place("rm"), training(), 0.2)
+        reference, reward = Reference(place("other"), 1.0), Reward(place("rm"))
+        for role in (actor, critic, reference, reward):
+            role.module.model.set_attn_implementation(attention.VARLEN)
+        for trained in (actor, critic):
+            trained.passes = roles._passes(trained.engine, 8, tokens)
+        read = {
+            "logprobs": dict(actor.logprobs(documents)), "values": dict(critic.values(documents)),
+            "reference": dict(reference.logprobs(documents)), "reward": dict(reward.scores(documents)),
+        }  # fmt: skip
+        old = [read["logprobs"][i] for i in range(9)]
+        ones = [np.ones(len(document), np.float32) for document in documents]
+        items = [
+            Experience(document, old[i] + 0.1 * arrays[0][i], read["reference"][i], arrays[1][i], arrays[2][i], arrays[3][i], ones[i])
+            for i, document in enumerate(documents)
+        ]
+        kernel.clear()
+        metrics = {**actor._update(items, 1e-2, 0.1), **critic._update(items, 1e-2)}
+        found.append((read, metrics, sum(kernel), dict(actor.logprobs(documents)), dict(critic.values(documents))))
+    (apart, other, many, *after), (together, metrics, few, *later) = found
+    for name, by_document in apart.items():
+        for i, document in enumerate(documents):
+            counted = slice(-1, None) if name == "reward" else slice(document.answer_start, None)
+            np.testing.assert_allclose(together[name][i][counted], by_document[i][counted], atol=2e-5, err_msg=name)
+            assert len(together[name][i]) == len(by_document[i])
+    assert metrics == pytest.approx(other, rel=2e-4, abs=1e-6) and metrics["policy/grad_norm"] > 0 < metrics["value/grad_norm"]
+    assert few < 0.75 * many, "tokens that were laid"
+    for changed, expected in zip(later, after, strict=True):
+        for i, document in enumerate(documents):
+            np.testing.assert_allclose(changed[i][document.answer_start :], expected[i][document.answer_start :], atol=2e-3)
