@@ -83,7 +83,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     def open_reference() -> Policy | Engine:
         return load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine
 
-    parts, held_out_parts = passes.in_order(data.items, passes.laid), passes.in_order(held_out_pairs, passes.laid)
+    length = len if config.reference else passes.laid  # another model's attention may have to lay all prompts
+    parts, held_out_parts = passes.in_order(data.items, length), passes.in_order(held_out_pairs, length)
     refs: Sequence[float] = []
     if config.loss not in REFERENCE_FREE:
         documents = joined(mapped(parts, both), mapped(held_out_parts, both))

@@ -1,6 +1,6 @@
 """Documents to tensors. Packed and padded batches are the same thing: a padded row is a packed row that holds one document.
 
-There is no attention mask here: positions restart at 0 in each document, which is what the attention code reads document borders from.
+There is no attention mask here: positions restart with each document, which is what the attention code reads document borders from.
 """
 
 from __future__ import annotations

@@ -37,9 +37,12 @@ class Document:
         return self.mask.index(True) if True in self.mask else len(self)
 
     def after(self, trunk: Document) -> Document:
-        """The same, going on from the prompt of `trunk` where its own is that, whole."""
-        prompt = min(self.answer_start, len(self) - 1)
-        same = trunk.answer_start >= prompt and trunk.tokens[:prompt] == self.tokens[:prompt]
+        """The same, going on from the prompt of `trunk` where its own is that one, whole. What has no answer, or no prompt, stays whole.
+
+        It begins at a position that `trunk`, and all that went on from it, have passed: that tells it from them in a row.
+        """
+        prompt = self.answer_start
+        same = prompt < len(self) and trunk.answer_start == prompt and trunk.tokens[:prompt] == self.tokens[:prompt]
         return replace(self, shared=prompt) if same else self
 
     def cut(self, max_len: int) -> Document:

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from rlhf_core.data.documents import Document, Lazy, Pair
 
 Item = TypeVar("Item")
+KEYS = 3  # keys and values that a pass gathers, by its tokens: their memory is a small part of what a pass keeps
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -134,20 +135,26 @@ class Passes(NamedTuple):
         return sum(len(document) - document.shared for document in self.branched((pair.chosen, pair.rejected)))
 
     def together(self, documents: Sequence[Document]) -> list[list[int]]:
-        """Indices of documents that share a prompt and fit a pass with it, the longest first; with nothing to share each alone."""
+        """Indices of documents that share a prompt, the longest first; with nothing to share each alone.
+
+        Among several ranks a group has at most half of what each has to do, so that they get equal parts. None attends to more than `KEYS`
+        times its own tokens.
+        """
         order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
         if not self.share or self.tokens is None:
             return [[i] for i in order]
-        open_groups: dict[tuple[int, ...], tuple[list[int], int]] = {}
+        prompts = [tuple(document.tokens[: document.answer_start]) for document in documents]
+        laid = sum(map(len, set(prompts))) + sum(len(document) - document.answer_start for document in documents)
+        limit = self.tokens if self.ranks == 1 else min(self.tokens, -(-laid // (2 * self.ranks)))
+        newest: dict[tuple[int, ...], tuple[list[int], int, int]] = {}  # group of a prompt, its tokens, and those that it attends to
         groups: list[list[int]] = []
         for i in order:
-            document = documents[i]
-            prompt = tuple(document.tokens[: document.answer_start])
-            group, held = open_groups.get(prompt, ([], self.tokens))
-            own = len(document) - min(len(prompt), len(document) - 1)
-            if held + own > self.tokens:
-                group, held, own = [], 0, len(document)
+            whole = len(documents[i])
+            group, held, keys = newest.get(prompts[i], ([], 0, 0))
+            own = whole - len(prompts[i])
+            if not group or not 0 < own < whole or held + own > limit or keys + whole > KEYS * (held + own):
+                group, held, keys, own = [], 0, 0, whole
                 groups.append(group)
             group.append(i)
-            open_groups[prompt] = (group, held + own)
+            newest[prompts[i]] = (group, held + own, keys + whole)
         return groups

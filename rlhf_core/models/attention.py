@@ -73,8 +73,26 @@ def _kernel_for(window: int, device: torch.device) -> Callable[..., Tensor] | No
 
 
 def can_share(model: PreTrainedModel, device: torch.device) -> bool:
-    """Whether documents may go on from the prompt of another (`collate.Batch`): the kernel must put queries behind all their keys."""
-    return model.config._attn_implementation == VARLEN and _agrees(_kernel_for(-1, device), device, 3, -1)
+    """Whether documents may go on from the prompt of another (`collate.Batch`): the kernels must put queries behind all their keys."""
+    return model.config._attn_implementation == VARLEN and all(
+        _agrees(_kernel_for(window, device), device, 3, window) for window in (-1, 1)
+    )
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows by `index`, of which several may be the same: their gradients are added up in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = torch.zeros(ctx.count, *gradient.shape[1:], dtype=torch.float32, device=gradient.device)
+        return total.index_add_(0, index, gradient.float()).to(gradient.dtype), None
 
 
 def settled(model: PreTrainedModel) -> PreTrainedModel:
@@ -119,7 +137,8 @@ def takes_borders(model: PreTrainedModel) -> bool:
 def borders(positions: Tensor, device: torch.device) -> dict[str, Any]:
     """Of rows laid end to end, found once a pass: left to itself every layer would ask the device for them again.
 
-    `positions` (any shape) restart at 0 with each document; on the host they are read without waiting for `device`.
+    `positions` (any shape) restart at 0 with each document, or where it goes on from the last that did (`collate.Batch`): then `keys` has
+    the rows that queries attend to. On the host they are read without waiting for `device`.
     """
     positions = positions.flatten().cpu()
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), (positions.diff() != 1).nonzero().flatten() + 1])
@@ -175,7 +194,7 @@ def varlen_attention(
     window = -1 if sliding_window is None else sliding_window - 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if keys is not None:
-        k, v = k.index_select(0, keys), v.index_select(0, keys)
+        k, v = _Gathered.apply(k, keys), _Gathered.apply(v, keys)
     extent = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     attended = _attend(_kernel_for(window, query.device), q, k, v, *extent, scale=scale, window=window)
     return attended[..., :size].unsqueeze(0), None

@@ -10,7 +10,6 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from rlhf_core.data.collate import collate
-from rlhf_core.data.documents import Pair
 from rlhf_core.data.packing import Passes
 from rlhf_core.dpo import pair_logprobs
 from rlhf_core.engine.base import AdamW, TorchEngine
@@ -87,14 +86,12 @@ def of_sft(engine: TorchEngine) -> torch.Tensor:
 
 
 def of_dpo(engine: TorchEngine) -> torch.Tensor:
-    pairs = [Pair(a, b, 0.0) for a, b in zip(documents()[:2], documents()[2:4], strict=True)]
-    chosen, rejected = pair_logprobs(engine, pairs, 0, False, Passes(1, 4096)).responses
+    chosen, rejected = pair_logprobs(engine, shared_pairs(), 0, False, Passes(1, 4096, share=True)).responses
     return dpo_loss(chosen, rejected, torch.zeros_like(chosen), torch.zeros_like(chosen), 0.1, 0.0, "sigmoid", 2.0).loss
 
 
 def of_rewards(engine: TorchEngine) -> torch.Tensor:
-    pairs = [Pair(a, b, 0.0) for a, b in zip(documents()[:2], documents()[2:4], strict=True)]
-    scores = pair_scores(engine, pairs, 0, Passes(1, 4096))
+    scores = pair_scores(engine, shared_pairs(), 0, Passes(1, 4096, share=True))
     return reward_loss(scores[0], scores[1], 0.0, 0.0, 2.0).loss
 
 

@@ -55,11 +55,17 @@ def test_only_the_prompt_is_shared() -> None:
     assert [pair.rejected.after(pair.chosen).shared for pair in pairs()] == [9, 1, 6, 4], "not the beginning of an answer"
     assert first.rejected.after(second.chosen).shared == 0
     assert Document([5, 6, 7], [True] * 3).after(Document([5, 6, 7], [True] * 3)).shared == 0
-    assert Document([5, 6], [False, False]).after(Document([5, 6, 7], [False, False, True])).shared == 1, "something is left"
+    assert Document([5, 6], [False, False]).after(Document([5, 6, 7], [False, False, True])).shared == 0, "nothing would be left"
     row = TOGETHER.lay([third.chosen, third.rejected, fourth.rejected, fourth.chosen, first.chosen])
     assert [[document.shared for document in row] for row in row] == [[0, 6, 0, 4, 0]]
     assert APART.lay([third.chosen, third.rejected]) == [[third.chosen, third.rejected]]
     assert [TOGETHER.laid(pair) for pair in pairs()] == [19, 8, 14, 10] and APART.laid(first) == 28
+
+
+def test_a_prompt_that_begins_like_another_is_not_shared() -> None:
+    """One that went on where the answer before it ended could not be told from it."""
+    longer, short, middle = (Document([*range(1, n + 1), 60, 61], [False] * n + [True] * 2) for n in (6, 2, 4))
+    assert [document.shared for document in TOGETHER.branched([longer, longer, short, short, middle, middle])] == [0, 6, 0, 2, 0, 4]
 
 
 def test_documents_see_the_prompt_and_themselves() -> None:
@@ -179,6 +185,11 @@ def test_answers_to_a_prompt_come_together_as_far_as_they_fit() -> None:
     for group in groups:
         assert len({tuple(documents[i].tokens[: documents[i].answer_start]) for i in group}) == 1
     narrow = Passes(1, 20, share=True)
+    assert [len(group) for group in Passes(1, 4096, ranks=4, share=True).together(documents)] == [1] * 9, "ranks get equal parts"
+    long = [Document([1] * 50 + [i], [False] * 50 + [True]) for i in range(9)]
+    assert [len(group) for group in TOGETHER.together(long)] == [3, 3, 3], "153 keys of 53 tokens"
+    probe = [Document([1, 2, 3], [True] * 3)] * 2
+    assert TOGETHER.together(probe) == [[0], [1]]
     for part in narrow.split(narrow.together(documents), lambda group: sum(map(len, narrow.branched([documents[i] for i in group])))):
         for group in part:
             laid = narrow.branched([documents[i] for i in group])
