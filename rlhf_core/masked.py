@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlhf_core.data.collate import sent
+
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Sum of `x` where `mask`; both of any equal shape. Returns a scalar."""
@@ -67,12 +69,26 @@ def gather_last(x: Tensor, documents: Tensor, num_documents: int) -> Tensor:
     return x.flatten()[last_token_index(documents, num_documents)]
 
 
-def shift_right(h: Tensor, documents: Tensor) -> Tensor:
-    """Turn outputs `h[t]` (B, T) that speak of token t+1 into `x[t]` that speaks of token t: `x[t] = h[t-1]`.
+def spoken(positions: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Flat indices, (2, N): of the tokens that speak, and of those under `mask` (B, T) that they speak of, the next of their documents.
 
-    A document's first token has nothing before it: 0 there, and on padding. Nothing crosses from one document to the next.
+    Nobody speaks of a document's first token. Of the first that follows a shared prompt that prompt's last token speaks.
     """
-    x = torch.zeros_like(h)
-    same = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
-    x[:, 1:] = torch.where(same, h[:, :-1], 0)
-    return x
+    width, flat = positions.shape[1], positions.flatten()
+    places = ((flat > 0) if mask is None else mask.flatten() & (flat > 0)).nonzero().squeeze(-1)
+    sources = places - 1
+    jumps = flat[sources] + 1 != flat[places]
+    if jumps.any():
+        trunks = torch.where(flat == 0, torch.arange(len(flat), device=flat.device), 0).cummax(0).values
+        sources = torch.where(jumps, trunks[places] + flat[places] - 1, sources)
+    assert bool((sources // width == places // width).all()), "a document goes on from one of its own row"
+    return torch.stack([sources, places])
+
+
+def before(values: Tensor, positions: Tensor) -> Tensor:
+    """Turn outputs `values[t]` (B, T) that have seen token t into what was said before it was seen, (B, T): 0 at first tokens and on pads.
+
+    Nothing crosses from one document to the next.
+    """
+    sources, places = sent(spoken(positions), values.device)
+    return values.new_zeros(values.numel()).index_copy(0, places, values.flatten().index_select(0, sources)).view(values.shape)

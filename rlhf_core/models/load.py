@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_core.config import Lora
 from rlhf_core.data.collate import Batch, rounded, sent
+from rlhf_core.masked import spoken
 from rlhf_core.models.attention import VARLEN, attention_for, borders, carries, settled, takes_borders
 from rlhf_core.models.experts import balance_loss, num_experts
 from rlhf_core.models.head import logit_scale
@@ -78,28 +79,6 @@ class Policy(nn.Module):
 def spoken_logprobs(policy: Callable[..., TokenLogprobs], batch: Batch, temperature: float = 1.0, entropy: Entropy = "no") -> TokenLogprobs:
     """`Policy.forward` of a batch, or an engine's around it, for the tokens that the loss speaks of; the host waits for nothing."""
     return policy(batch.tokens, batch.host.positions, batch.documents, temperature, entropy, batch.host.mask)
-
-
-def spoken(positions: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Flat indices, (2, N): of the tokens that speak, and of those under `mask` (B, T) that they speak of, the next of their documents.
-
-    Nobody speaks of a document's first token. Of the first that follows a shared prompt that prompt's last token speaks.
-    """
-    width, flat = positions.shape[1], positions.flatten()
-    places = ((flat > 0) if mask is None else mask.flatten() & (flat > 0)).nonzero().squeeze(-1)
-    sources = places - 1
-    jumps = flat[sources] + 1 != flat[places]
-    if jumps.any():
-        trunks = torch.where(flat == 0, torch.arange(len(flat), device=flat.device), 0).cummax(0).values
-        sources = torch.where(jumps, trunks[places] + flat[places] - 1, sources)
-    assert bool((sources // width == places // width).all()), "a document goes on from one of its own row"
-    return torch.stack([sources, places])
-
-
-def before(values: Tensor, batch: Batch) -> Tensor:
-    """What `values` (B, T) say after the token before each, (B, T): 0 at first tokens and on pads."""
-    sources, places = sent(spoken(batch.host.positions), values.device)
-    return values.new_zeros(values.numel()).index_copy(0, places, values.flatten().index_select(0, sources)).view(values.shape)
 
 
 class Scorer(nn.Module):

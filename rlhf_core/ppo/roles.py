@@ -23,8 +23,9 @@ from rlhf_core.engine.base import AdamW
 from rlhf_core.engine.ranks import export
 from rlhf_core.engine.zero import ZeroEngine, library
 from rlhf_core.losses import Loss, value_loss, with_balance
+from rlhf_core.masked import before
 from rlhf_core.models.attention import can_share
-from rlhf_core.models.load import Policy, before, load_policy, load_scorer, spoken_logprobs, trained_policy, trained_scorer
+from rlhf_core.models.load import Policy, load_policy, load_scorer, spoken_logprobs, trained_policy, trained_scorer
 from rlhf_core.models.memory import recompute
 from rlhf_core.models.token_logprobs import Entropy
 from rlhf_core.models.weights import checkpoint_weights
@@ -235,7 +236,7 @@ class Critic(Trained):
         return metrics | {"value/grad_norm": self.engine.step(rate), "value/learning_rate": rate}
 
     def _values(self, batch: Batch) -> Tensor:
-        return before(self.engine(batch.tokens, batch.host.positions), batch)
+        return before(self.engine(batch.tokens, batch.host.positions), batch.host.positions)
 
 
 class Reference(Frozen):

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from rlhf_core import losses
-from rlhf_core.masked import document_mean, document_sum, gather_last, shift_right
+from rlhf_core.masked import before, document_mean, document_sum, gather_last
+from tests.unit.test_masked import positions_of
 
 UNITS, WIDTH, CAPACITY = 6, 3, 24
 SPLITS = {  # ranks of micro-batches of units
@@ -64,9 +65,10 @@ def lay_out(documents, packed):
 def every_loss(batch, theta, tokens):
     """Each loss on one micro-batch, with denominators of the whole step."""
     documents, mask = batch["documents"], batch["mask"]
+    positions = positions_of(documents)
     n = int(documents.max()) + 1
     h = batch["features"] @ theta
-    logprobs, values, scores = shift_right(-F.softplus(h), documents), shift_right(h, documents), gather_last(h, documents, n)
+    logprobs, values, scores = before(-F.softplus(h), positions), before(h, positions), gather_last(h, documents, n)
     total, mean = document_sum(logprobs, mask, documents, n), document_mean(logprobs, mask, documents, n)
     ref_total, ref_mean = (f(batch["ref"], mask, documents, n) for f in (document_sum, document_mean))
     is_weights = losses.importance_weights(batch["old"], batch["sampler"], 0.0, 2.0)

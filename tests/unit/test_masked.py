@@ -25,6 +25,14 @@ def flat(*tensors):
     return [tensor.flatten().tolist() for tensor in tensors]
 
 
+def positions_of(documents):
+    """Of each token in its document; 0 on padding."""
+    row = torch.arange(documents.shape[1])
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = (documents[:, 1:] != documents[:, :-1]) | (documents[:, 1:] < 0)
+    return row - torch.where(starts, row, 0).cummax(1).values
+
+
 def tensor(numbers):
     return torch.tensor(numbers, dtype=torch.float64)
 
@@ -36,7 +44,7 @@ def test_sums_and_means_equal_the_loops(x_and_mask):
     assert_close(masked.document_sum(x, mask, DOCUMENTS, N), tensor(reference.document_sum(*flat(x, mask, DOCUMENTS), N)))
     assert_close(masked.document_mean(x, mask, DOCUMENTS, N), tensor(reference.document_mean(*flat(x, mask, DOCUMENTS), N)))
     assert_close(masked.gather_last(x, DOCUMENTS, N), tensor(reference.gather_last(*flat(x, DOCUMENTS), N)))
-    assert_close(masked.shift_right(x, DOCUMENTS), tensor(reference.shift_right(x.tolist(), DOCUMENTS.tolist())))
+    assert_close(masked.before(x, positions_of(DOCUMENTS)), tensor(reference.shift_right(x.tolist(), DOCUMENTS.tolist())))
 
 
 @pytest.mark.parametrize("eps", [1e-8, 0.5])
@@ -91,9 +99,9 @@ def test_last_token_index_reads_the_flattened_batch_and_refuses_a_document_witho
         masked.last_token_index(DOCUMENTS, 5)
 
 
-def test_shift_right_moves_by_one_within_a_document_and_sends_the_gradient_back():
+def test_outputs_move_by_one_within_a_document_and_the_gradient_goes_back():
     h = torch.arange(1.0, 17.0).view(2, 8).requires_grad_()
-    x = masked.shift_right(h, DOCUMENTS)
+    x = masked.before(h, positions_of(DOCUMENTS))
     assert x.tolist() == [[0, 1, 2, 0, 4, 5, 6, 0], [0, 9, 10, 11, 12, 0, 0, 0]]
     (grad,) = torch.autograd.grad(x.sum(), h)
     assert grad.tolist() == [[1, 1, 0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]]  # last tokens and padding speak of nothing
