@@ -1,4 +1,4 @@
-"""Sums and means over masked tokens and packed documents, and the one shift by one.
+"""Sums and means over masked tokens and packed documents, and which token speaks of which.
 
 Per-token tensors have the shape of `tokens`, (B, T); `x[t]` speaks of token t. `mask` is True on the tokens that count and
 may have holes. `documents` (B, T) int64 holds the index of each token's document within the batch, -1 on padding; a document

@@ -1,7 +1,7 @@
 """Models from a folder or the Hub, wrapped so that a forward pass returns what the algorithms speak of.
 
 `Policy` returns token log-probs and entropies, `Scorer` one number per position. Both take packed rows: position ids that
-restart at 0 keep attention inside each document (a block-diagonal mask, or a varlen kernel that takes the borders: `attention`).
+restart keep attention inside each document, and the prompt it goes on from (a block-diagonal mask, or a varlen kernel: `attention`).
 The wrapped transformers model is `.model`; checkpoints hold that model, never the wrapper.
 """
 
