@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ PHASES = {
     "sync": "broadcast",
     "step": "step_total",
 }  # ours: its
+BEGINS = re.compile(r"Generate samples:\s+0%\|\s*\| 0/\d+ \[00:00<")
 MEASURED = re.compile(r"'timing/(\w+)': ([0-9.]+)")
 
 
@@ -40,18 +43,32 @@ def run_child(*arguments: str, timeout: float | None = None, **options: Any) -> 
         child.wait()
 
 
-def run(arguments: argparse.Namespace, cards: int) -> list[dict[str, float]]:
-    """Seconds of each phase, a dict a step, under our names for them. A run that its limit cuts off gives the steps that ended."""
+def run(arguments: argparse.Namespace, cards: int) -> tuple[list[dict[str, float]], float]:
+    """Seconds of each phase, a dict a step, under our names for them, and the seconds of a step that its limit cut off, 0 when none was."""
     log = arguments.out / "openrlhf.log"
+    log.touch()
+    start, ended, begun = time.monotonic(), threading.Event(), [0.0]
+    watcher = threading.Thread(target=watch, args=(log, begun, ended))
+    watcher.start()
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with log.open("wb") as out:
         code = run_child(
             "-m", "openrlhf.cli.train_ppo_ray", *flags(arguments, cards),
             timeout=arguments.peer_seconds, cwd=arguments.out, env=environment, stdout=out, stderr=out,
         )  # fmt: skip
-    if code is None:
-        print(f"the peer was cut off after {arguments.peer_seconds} s", flush=True)
-    return read(log)
+    ended.set()
+    watcher.join()
+    unfinished = time.monotonic() - begun[-1] if code is None and len(begun) > 1 + len(read(log)) else 0.0
+    told = ", ".join(f"{moment - start:.0f}" for moment in begun[1:])
+    print(f"the peer {'was cut off' if code is None else 'ended'} after {time.monotonic() - start:.0f} s; rollouts began after {told} s")
+    return read(log), unfinished
+
+
+def watch(log: Path, begun: list[float], ended: threading.Event) -> None:
+    """Appends the moment at which each rollout begins, by the bar that the peer then draws."""
+    while not ended.wait(0.5):
+        rollouts = len(BEGINS.findall(log.read_text(errors="replace")))
+        begun += [time.monotonic()] * (rollouts + 1 - len(begun))
 
 
 def read(log: Path) -> list[dict[str, float]]:

@@ -3,8 +3,8 @@
     python tests/benchmarks/ppo_step.py --model FOLDER --out FOLDER --placement one --prompts 128 --prompt-len 256 --generate-len 512
 
 FOLDER of --model holds a transformers checkpoint with a tokenizer (random weights do). Prints, for each step, the seconds of each phase
-beside its floor (operations and bytes at the ceilings measured on the card) and the share of the step in which each role waits; then the
-peak memory of each card, all processes together. A reward of no meaning is added to the reward model's, whose head starts at zero where
+beside its floor (operations and bytes at the ceilings measured on the card), the share of the step in which each role waits, and the peak
+memory of each card so far, all processes together. A reward of no meaning is added to the reward model's, whose head starts at zero where
 there is none: gradients are not zero, and the weights that travel change. The first step's losses compare placements with each other.
 """
 
@@ -103,14 +103,14 @@ def main() -> None:
     run = RunDir(arguments.out / "run")
     run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))
     peaks = watch_memory()
-    start = time.time()
+    start, ended = time.time(), threading.Event()
+    watcher = threading.Thread(target=show_steps, args=(run.path, start, peaks, ended))
+    watcher.start()
     code = run_child("-m", "rlhf_core", str(run.path))
+    ended.set()
+    watcher.join()
     lines = read_metrics(run.path)
-    for line in lines:
-        show(line)
-    if lines:
-        first = lines[0]["time"] - sum(value for name, value in lines[0].items() if name.startswith("phase/"))
-        print(f"command to first rollout: {first - start:.0f} s; exit code {code}; peak GiB by card {[round(p / 2**30, 1) for p in peaks]}")
+    print(f"exit code {code} after {time.time() - start:.0f} s; peak GiB by card {in_gib(peaks)}", flush=True)
     if arguments.peer:
         beside(lines, arguments)
     sys.exit(code)
@@ -121,11 +121,14 @@ def beside(lines: list[dict[str, float]], arguments: argparse.Namespace) -> None
     if why := openrlhf_ppo.missing():
         print(why)
         return
-    theirs = openrlhf_ppo.run(arguments, int(arguments.placement.rpartition("-")[2]) if "-" in arguments.placement else 1)
+    theirs, unfinished = openrlhf_ppo.run(arguments, int(arguments.placement.rpartition("-")[2]) if "-" in arguments.placement else 1)
     print(f"the peer ended {len(theirs)} steps, of {[step['step'] for step in theirs]} s")
+    if lines and unfinished:
+        ours = total(lines[-1])
+        print(f"its step that did not end had taken {unfinished:.0f} s, {unfinished / ours:.1f} times our last one of {ours:.1f} s")
     for back in range(1, min(3, len(lines) + 1, len(theirs) + 1)):
         ours = {name: lines[-back].get(f"phase/{name}", 0.0) for name in openrlhf_ppo.PHASES}
-        ours["step"] = sum(value for name, value in lines[-back].items() if name.startswith("phase/"))
+        ours["step"] = total(lines[-back])
         print(f"steps {len(lines) - back + 1} of ours and {len(theirs) - back + 1} of the peer's: seconds, and the peer's by ours")
         for name, seconds in ours.items():
             other = theirs[-back].get(name, float("nan"))
@@ -159,6 +162,29 @@ def stage_config(arguments: argparse.Namespace) -> PPO:
             "vllm": placement["vllm"] | settings.get("vllm", {}),
         }
     )
+
+
+def show_steps(run: Path, start: float, peaks: list[int], ended: threading.Event) -> None:
+    """Prints each step when it is there, until the run has ended."""
+    shown, last = 0, False
+    while not last:
+        last = ended.wait(1.0)
+        lines = read_metrics(run)
+        for line in lines[shown:]:
+            if not shown:
+                print(f"command to first rollout: {line['time'] - total(line) - start:.0f} s")
+            show(line)
+            print(f"    peak GiB by card so far {in_gib(peaks)}", flush=True)
+            shown += 1
+
+
+def total(line: dict[str, float]) -> float:
+    """Seconds of a step, all of its phases."""
+    return sum(value for name, value in line.items() if name.startswith("phase/"))
+
+
+def in_gib(sizes: list[int]) -> list[float]:
+    return [round(size / 2**30, 1) for size in sizes]
 
 
 def show(line: dict[str, float]) -> None:
