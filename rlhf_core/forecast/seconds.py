@@ -11,7 +11,7 @@ from rlhf_core.forecast.sizes import Size
 
 # Seen on H200s with 1.5B and 7.6B models: share of the matrix ceiling that executed operations reach.
 SCORING = {True: 0.62, False: 0.75}  # with and without a vocabulary head
-TRAINING = {0: 0.65, 1: 0.65, 2: 0.65, 3: 0.48}  # by ZeRO stage
+TRAINING = {0: 0.65, 1: 0.65, 2: 0.65, 3: 0.58}  # by ZeRO stage
 DECODE_STEP = 0.004  # seconds a step of vLLM takes besides reading weights, keys and values
 HOST_ADAM = 1.5e9  # parameters a second of an optimiser step on the host
 SYNC = 40e9  # bytes a second into the engines

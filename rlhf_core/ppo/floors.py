@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_core.models.experts import num_experts
 from rlhf_core.ppo.types import Rollout
 
 MATMUL, COPY = 8192, 1 << 30  # on a GPU: rows of a square matrix; bytes
@@ -27,11 +28,13 @@ class Ceilings(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of one model: parameters, bytes of its weights, bytes of keys and values of one token."""
+    """Of one model: parameters that a token meets (of experts only those it is sent to), bytes of all weights, bytes of keys and values
+    of one token, and whether it has experts."""
 
     parameters: int
     weight_bytes: int
     kv_bytes: int
+    experts: bool = False
 
 
 class Machine(NamedTuple):
@@ -44,12 +47,15 @@ class Machine(NamedTuple):
 
 
 def shape_of(model: PreTrainedModel) -> Shape:
-    parameters = [(getattr(p, "ds_numel", p.numel()), p.element_size()) for p in model.parameters()]
     config = model.config
+    experts = num_experts(config)
+    parameters = [(name, getattr(p, "ds_numel", p.numel()), p.element_size()) for name, p in model.named_parameters()]
+    met = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0  # share of its experts that a token is sent to
+    idle = (1 - met) * sum(n for name, n, _ in parameters if ".experts." in name)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    count, weight_bytes = sum(n for n, _ in parameters), sum(n * width for n, width in parameters)
-    return Shape(count, weight_bytes, 2 * config.num_hidden_layers * heads * size * parameters[0][1])
+    count, weight_bytes = sum(n for _, n, _ in parameters), sum(n * width for _, n, width in parameters)
+    return Shape(count - int(idle), weight_bytes, 2 * config.num_hidden_layers * heads * size * parameters[0][2], bool(experts))
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:

@@ -2,7 +2,8 @@
 
 Three routes. `cards`: every engine process sits on a card with a trainer rank, which shows it each bucket through CUDA IPC. `nccl`: one
 trainer rank broadcasts over NCCL to engines on other cards (NCCL refuses two ranks on one card). `gloo`: the same broadcast through host
-memory, on machines without GPUs and for placements that are neither. The channel opens once and serves every sync.
+memory, on machines without GPUs and for placements that are neither. The channel opens once and serves every sync, at whose end both
+sides compare the sum of what was sent and what arrived.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ BUCKET_BYTES = 512 << 20
 ALIGNMENT = 16  # bytes: every weight of a bucket can be viewed in its own dtype
 
 Named = Iterator[tuple[str, Tensor]]
+
+
+class WeightsLost(RuntimeError):
+    """What arrived is not what was sent."""
 
 
 class Route(NamedTuple):
@@ -87,22 +92,28 @@ class Broadcast:
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
 
     def send(self, weights: Named) -> None:
+        sums = Sums()
         for entries, data in packed(weights, self._device):
+            sums.add(data)
             header = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(self._device)
             for part in (torch.tensor([len(header), len(data)], device=self._device), header, data):
                 self._broadcast(part)
-        self._broadcast(torch.zeros(2, dtype=torch.int64, device=self._device))
+        self._broadcast(torch.tensor([0, sums.total()], device=self._device))
         _finish()
 
     def receive(self) -> Named:
+        sums = Sums()
         while True:
             sizes = torch.zeros(2, dtype=torch.int64, device=self._device)
             self._broadcast(sizes)
-            header, data = (torch.empty(int(size), dtype=torch.uint8, device=self._device) for size in sizes.tolist())
-            if not len(header):
+            told, size = sizes.tolist()
+            if not told:
+                sums.compare(size)
                 return
+            header, data = (torch.empty(length, dtype=torch.uint8, device=self._device) for length in (told, size))
             self._broadcast(header)
             self._broadcast(data)
+            sums.add(data)
             yield from unpacked([Entry(*entry) for entry in json.loads(bytes(header.tolist()))], data)
 
     def _broadcast(self, data: Tensor) -> None:
@@ -116,23 +127,49 @@ class SameCard:
         self._connections = connections
 
     def send(self, weights: Named) -> None:
+        sums = Sums()
         for entries, data in packed(weights, torch.device("cuda")):
+            sums.add(data)
             _finish()
             for connection in self._connections:
                 connection.send((entries, data))
             for connection in self._connections:
                 connection.recv()
         for connection in self._connections:
-            connection.send(None)
+            connection.send(sums.total())
 
     def receive(self) -> Named:
-        (connection,) = self._connections
-        while (shown := connection.recv()) is not None:
+        (connection,), sums = self._connections, Sums()
+        while not isinstance(shown := connection.recv(), int):
             entries, data = shown[0], shown[1].clone()
             _finish()
             del shown
             connection.send(True)
+            sums.add(data)
             yield from unpacked(entries, data)
+        sums.compare(shown)
+
+
+class Sums:
+    """The checksum of the buckets of one sync: their bytes as 64-bit numbers (the rest as bytes), added up modulo 2^64."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+
+    def add(self, data: Tensor) -> None:
+        whole = len(data) // 8 * 8
+        self._sums += [data[:whole].view(torch.int64).sum(), data[whole:].sum()]
+
+    def total(self) -> int:
+        return int(torch.stack(self._sums).sum()) if self._sums else 0
+
+    def compare(self, sent: int) -> None:
+        """Raises WeightsLost when `sent`, the sender's total, is another."""
+        if (arrived := self.total()) != sent:
+            raise WeightsLost(
+                f"the weights that arrived are not those that the actor sent (checksums {arrived:x} and {sent:x}, {len(self._sums) // 2} "
+                "buckets): resume the run, and look at the machine's memory and links if it comes again"
+            )
 
 
 class Door:

@@ -205,7 +205,7 @@ def show(line: dict[str, float]) -> None:
     )
     print(f"step {line['step']}  {sum(phases.values()):.1f} s  {told}")
     print(
-        f"    work {named('work/')}\n    wait {named('wait/')}\n    { ({name: round(line[name], 6) for name in checks if name in line}) }"
+        f"    work {named('work/')}\n    wait {named('wait/')}\n    GiB of tensors {named('memory/')}\n    { ({name: round(line[name], 6) for name in checks if name in line}) }"
     )
 
 

@@ -1,13 +1,17 @@
-"""Who trains when: side by side on cards of their own, one after the other on cards that they share."""
+"""Who trains when: side by side on cards of their own, one after the other on cards that they share. And what a probe lets pass."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rlhf_core.data.documents import Document
 from rlhf_core.ppo import fleet
-from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.ppo.fleet import Fleet, WeightsDiffer
+from rlhf_core.ppo.floors import Ceilings, Machine, Shape
 
 
 class Work:
@@ -46,3 +50,25 @@ def test_actor_and_critic_train_side_by_side_or_in_turn(in_turn: bool, monkeypat
             assert said[place - 1] == "all have released" and sorted(said[place - 4 : place - 1]) == released
     else:
         assert said == ["critic begins to train", "actor begins to train", "critic is through", "actor is through"]
+
+
+@pytest.mark.parametrize(("far", "experts", "stops"), [(0, False, False), (1, False, True), (1, True, False), (5, True, True)])
+def test_a_model_with_experts_may_differ_at_a_tenth_of_the_probed_tokens(far: int, experts: bool, stops: bool) -> None:
+    """Of 40 tokens `far` are 2 nats away, the others 0.1."""
+    expected = np.full(40, -3.0, np.float32)
+    found = expected + 0.1
+    found[:far] = -5.0
+
+    class Probed(Role):
+        def call(self, phase: str, method: str, *arguments: Any) -> Any:
+            said = [[(0, expected)]] if self.name == "actor" else [[found.tolist()]]
+            return SimpleNamespace(wait=lambda timeout: said)
+
+    actor, sampler = Probed([], "actor"), Probed([], "sampler")
+    machine = Machine({"actor": Shape(1, 1, 1, experts)}, {}, 1, Ceilings(1.0, 1.0))
+    made: Any = Fleet(actor, None, actor, {}, sampler, None, str, 1.0, "bfloat16", machine=machine)  # type: ignore[arg-type]
+    if stops:
+        with pytest.raises(WeightsDiffer, match="does not hold the actor's weights"):
+            made.probe([Document([1], [False])])
+    else:
+        assert made.probe([Document([1], [False])]) == pytest.approx(2.0 if far else 0.1, abs=1e-5)

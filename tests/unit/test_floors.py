@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.memory import recompute
@@ -64,6 +64,18 @@ def test_shapes_are_read_from_the_model() -> None:
     model = tiny()
     count = sum(parameter.numel() for parameter in model.parameters())
     assert shape_of(model) == Shape(count, 4 * count, 2 * 4 * 2 * 8 * 4)
+
+
+def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    experts = 3 * 8 * 3 * 32 * 24
+    assert shape_of(model) == Shape(count - experts * 6 // 8, 4 * count, 2 * 3 * 2 * 8 * 4, experts=True)
 
 
 def test_ceilings_are_measured() -> None:

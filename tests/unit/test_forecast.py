@@ -79,6 +79,7 @@ ALL_FOUR = ppo(
     vllm={"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True}, generate_max_len=1024, micro_train_tokens=8192,
     micro_rollout_tokens=16384, gradient_checkpointing=0.5, micro_train_batch_size=1,
 )  # fmt: skip
+IN_TURN = ALL_FOUR.model_copy(update={"gradient_checkpointing": 0.0})
 
 
 def sizes(config: PPO, size: Any) -> dict[str, Any]:
@@ -112,6 +113,7 @@ def test_parameters_are_counted_as_transformers_does(config: Any, tmp_path: Any)
         (TWO_APART, SMALL_MODEL, [93.5, 128.0]),
         (TWO_TOGETHER, SMALL_MODEL, [96.8, 96.8]),
         (SPLIT, LARGE_MODEL, [56.9, 114.6, 116.0, 130.3]),
+        (IN_TURN, LARGE_MODEL, [126.8, 127.9, 128.4, 130.4]),
     ],
 )
 def test_peak_memory_is_foretold_within_15_percent(config: PPO, size: Any, measured: list[float]) -> None:
@@ -132,6 +134,7 @@ def test_peak_memory_is_foretold_within_15_percent(config: PPO, size: Any, measu
         (ALL_FOUR, LARGE_MODEL, {"generate": 11.24, "score": 19.67, "train": 49.31}),
         (ALL_FOUR, LARGE_MODEL, {"generate": 11.10, "score": 17.93, "train": 42.41}),
         (ONE, SMALL_MODEL, {"generate": 2.74, "score": 2.22, "train": 4.50}),
+        (IN_TURN, LARGE_MODEL, {"generate": 8.47, "score": 17.93, "train": 30.19}),
     ],
 )
 def test_phases_are_foretold_within_25_percent(config: PPO, size: Any, measured: dict[str, float]) -> None:

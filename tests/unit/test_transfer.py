@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_core.cluster.ranks import free_port
-from rlhf_core.rollout.transfer import ALIGNMENT, Broadcast, Meeting, Route, choose_route, packed, unpacked
+from rlhf_core.rollout.transfer import ALIGNMENT, Broadcast, Meeting, Route, Sums, WeightsLost, choose_route, packed, unpacked
 from rlhf_core.rollout.weights import _with_head
 
 CPU = torch.device("cpu")
@@ -96,3 +96,47 @@ def test_a_tied_head_is_sent_once() -> None:
     assert names("model.embed_tokens.weight", "model.norm.weight")[-1] == "lm_head.weight"
     for order in (("lm_head.weight", "model.embed_tokens.weight"), ("model.embed_tokens.weight", "lm_head.weight")):
         assert names(*order) == list(order)
+
+
+@given(st.integers(0, 40).flatmap(lambda n: st.tuples(st.binary(min_size=n, max_size=n), st.integers(0, max(0, n - 1)))))
+def test_a_changed_byte_changes_the_checksum(made: tuple[bytes, int]) -> None:
+    data, place = made
+    sent, arrived = Sums(), Sums()
+    for half in (data[:16], data[16:]):
+        sent.add(torch.tensor(list(half), dtype=torch.uint8))
+        arrived.add(torch.tensor(list(half), dtype=torch.uint8))
+    arrived.compare(sent.total())
+    if data:
+        changed = Sums()
+        changed.add(torch.tensor([byte ^ (place == i) for i, byte in enumerate(data)], dtype=torch.uint8))
+        with pytest.raises(WeightsLost, match="not those that the actor sent"):
+            changed.compare(sent.total())
+
+
+def test_a_bucket_that_changes_on_its_way_ends_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, meeting = some([(40, 3), (7,), (5, 5)]), Meeting(("127.0.0.1", free_port()), {}, b"", 30)
+    monkeypatch.setattr(Broadcast, "_broadcast", flipping(Broadcast._broadcast))
+    told: list[str] = []
+
+    def receive() -> None:
+        try:
+            list(Broadcast("gloo", 1, 2, meeting).receive())
+        except WeightsLost as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    Broadcast("gloo", 0, 2, meeting).send(iter(weights))
+    thread.join(30)
+    assert told and "not those that the actor sent" in told[0]
+
+
+def flipping(broadcast: Callable[[Broadcast, Tensor], None]) -> Callable[[Broadcast, Tensor], None]:
+    """Of what the second process receives, a bit of each bucket of weights is another one."""
+
+    def arrive(self: Broadcast, data: Tensor) -> None:
+        broadcast(self, data)
+        if self._group.rank() == 1 and data.dtype == torch.uint8 and len(data) > 600:  # the headers are shorter
+            data[9] ^= 1
+
+    return arrive
