@@ -203,10 +203,10 @@ def show(line: dict[str, float]) -> None:
         "policy/loss",
         "value/loss",
     )
-    print(f"step {line['step']}  {sum(phases.values()):.1f} s  {told}")
-    print(
-        f"    work {named('work/')}\n    wait {named('wait/')}\n    GiB of tensors {named('memory/')}\n    { ({name: round(line[name], 6) for name in checks if name in line}) }"
-    )
+    print(f"step {line['step']}  {total(line):.1f} s  {told}")
+    for title, said in (("work", named("work/")), ("wait", named("wait/")), ("GiB of tensors", named("memory/"))):
+        print(f"    {title} {said}")
+    print(f"    { ({name: round(line[name], 6) for name in checks if name in line}) }")
 
 
 def watch_memory() -> list[int]:
