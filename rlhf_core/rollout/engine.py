@@ -20,7 +20,7 @@ from rlhf_core.garbage import uncollected
 from rlhf_core.models.lora import base_of
 from rlhf_core.models.save import save_merged
 from rlhf_core.rollout.environment import set_vllm_environment
-from rlhf_core.rollout.fast_logprobs import keep_arrays, sampled_logprobs
+from rlhf_core.rollout.lean import keep_rows, sampled_logprobs, wait_for_whole_answers
 from rlhf_core.rollout.transfer import Meeting, Route
 
 CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
@@ -68,7 +68,7 @@ class Sampler:
         self._merged: TemporaryDirectory[str] | None = None
         self._dtype, self._trust_remote_code = dtype, trust_remote_code
         self._vllm = vllm = library(kv_cache_gib)
-        keep_arrays()
+        keep_rows()
         model = self._whole(model)
         self.llm = vllm.LLM(
             model=model,
@@ -93,6 +93,7 @@ class Sampler:
             skip_tokenizer_init=False,
         )
         self.llm.collective_rpc("lean_logprobs")
+        wait_for_whole_answers(self.llm.llm_engine)
         self.tied = (
             bool(json.loads((Path(model) / "config.json").read_text()).get("tie_word_embeddings", False)) if Path(model).is_dir() else False
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_core.rollout.fast_logprobs import gather_sampled_alone
+from rlhf_core.rollout.lean import gather_sampled_alone
 from rlhf_core.rollout.transfer import Broadcast, Channel, Meeting, Route, enter
 
 

@@ -1,0 +1,64 @@
+"""Answers read out of what vLLM's steps left; the engines' own tests compare log-probs with the trainer's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core.rollout.lean import Rows, gather_sampled_alone, sampled_logprobs, wait_for_whole_answers
+
+
+def step(tokens: list[int], logprobs: list[float]) -> SimpleNamespace:
+    """The arrays of a step, (tokens of all requests, 1)."""
+    return SimpleNamespace(logprob_token_ids=np.array(tokens)[:, None], logprobs=np.array(logprobs)[:, None])
+
+
+FIRST, SECOND = step([3, 5], [-0.25, -0.5]), step([4, 7, 9], [-4.0, -1.0, -2.0])
+
+
+def test_steps_of_one_and_of_several_tokens_follow_each_other() -> None:
+    kept = SimpleNamespace(rows=[Rows(FIRST, 1, 2), Rows(SECOND, 1, 3)])
+    assert sampled_logprobs(kept, [5, 7, 9]) == [-0.5, -1.0, -2.0]
+    assert sampled_logprobs(SimpleNamespace(), []) == []
+
+
+@pytest.mark.parametrize("tokens", [[5, 8], [5], []])
+def test_arrays_that_speak_of_other_tokens_are_refused(tokens: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="do not speak of the tokens"):
+        sampled_logprobs(SimpleNamespace(rows=[Rows(FIRST, 1, 2), Rows(SECOND, 1, 2)]), tokens)
+    with pytest.raises(RuntimeError, match="do not speak of the tokens"):
+        sampled_logprobs(SimpleNamespace(), [5])
+
+
+def output(request: str, tokens: list[int], logprobs: Any = None, reason: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(request_id=request, new_token_ids=tokens, new_logprobs=logprobs, finish_reason=reason, stop_reason=reason and 1)
+
+
+def test_an_answer_is_handed_on_once_when_it_is_whole() -> None:
+    seen: list[Any] = []
+    processor = SimpleNamespace(process_outputs=lambda outputs, at, stats=None: seen.append((list(outputs), at, stats)))
+    wait_for_whole_answers(SimpleNamespace(output_processor=processor))
+    one, two = Rows(FIRST, 0, 1), Rows(SECOND, 0, 1)
+    processor.process_outputs([output("a", [3], one), output("b", [5])], 0.1, stats="s")
+    processor.process_outputs([output("a", [4], two, "stop"), output("b", [7, 9])], 0.2)
+    processor.process_outputs([output("b", [], reason="length"), output("c", [1], reason="stop")], 0.3)
+    assert [(len(outputs), at, stats) for outputs, at, stats in seen] == [(0, 0.1, "s"), (1, 0.2, None), (2, 0.3, None)]
+    (a,), (b, c) = seen[1][0], seen[2][0]
+    assert (a.request_id, a.new_token_ids, a.new_logprobs, a.finish_reason, a.stop_reason) == ("a", [3, 4], [one, two], "stop", 1)
+    assert (b.request_id, b.new_token_ids, b.new_logprobs, b.finish_reason) == ("b", [5, 7, 9], None, "length")
+    assert (c.request_id, c.new_token_ids) == ("c", [1])
+
+
+def test_a_version_of_vllm_that_differs_is_told() -> None:
+    with pytest.raises(RuntimeError, match="hands out answers in another way"):
+        wait_for_whole_answers(SimpleNamespace())
+
+
+def test_a_sampler_with_ways_of_its_own_is_left_alone() -> None:
+    """That of vLLM's second model runner has no such method."""
+    sampler = SimpleNamespace()
+    gather_sampled_alone(sampler)
+    assert not vars(sampler)
