@@ -223,12 +223,15 @@ class Fleet:
         return Machine(shapes | {"sampler": shapes["actor"]}, named, len(engines[0]), ceilings)
 
     def accounts(self, rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, seconds: float) -> dict[str, float]:
-        """Of an iteration of `seconds`: floors of its phases, GiB of each model's tensors at most, each role's seconds of work by phase,
-        and the share in which it waited."""
+        """Of an iteration of `seconds`: floors of its phases, GiB that each model's tensors filled and its allocator held at most, and
+        holds now, each role's seconds of work by phase, and the share in which it waited."""
         metrics = floors(rollouts, trained, passes, self.machine) if self.machine is not None else {}
         models = [group for group in self.groups if group is not self.sampler]
-        peaks = wait_all([group.call("look", "peak_memory") for group in models], self.timeout)
-        metrics |= {f"memory/{group.name}": max(peak) / 2**30 for group, peak in zip(models, peaks, strict=True) if max(peak)}
+        memory = wait_all([group.call("look", "memory") for group in models], self.timeout)
+        for group, by_rank in zip(models, memory, strict=True):
+            gib = [max(ranks) / 2**30 for ranks in zip(*by_rank, strict=True)]
+            names = (f"memory/{group.name}{what}" for what in ("", "/held", "/kept"))
+            metrics |= dict(zip(names, gib, strict=True)) if any(gib) else {}
         for group in self.groups:
             spent = group.spent()
             metrics |= {f"work/{group.name}/{phase.replace(' ', '_')}": taken for phase, taken in spent.items()}

@@ -89,12 +89,14 @@ class Resident:
     def card(self) -> str | None:
         return card_id()
 
-    def peak_memory(self) -> int:
-        """Bytes that this process's tensors have taken on its card at most, since asked last."""
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        if peak:
-            torch.cuda.reset_peak_memory_stats()
-        return peak
+    def memory(self) -> tuple[int, int, int]:
+        """Bytes of its card that this process's tensors have filled at most and its allocator has held at most, since asked last, and
+        that it holds now."""
+        if not torch.cuda.is_available():
+            return 0, 0, 0
+        found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        return found
 
     def shape(self) -> Shape:
         return shape_of(self.module.model)

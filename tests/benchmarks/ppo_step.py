@@ -204,7 +204,7 @@ def show(line: dict[str, float]) -> None:
         "value/loss",
     )
     print(f"step {line['step']}  {total(line):.1f} s  {told}")
-    for title, said in (("work", named("work/")), ("wait", named("wait/")), ("GiB of tensors", named("memory/"))):
+    for title, said in (("work", named("work/")), ("wait", named("wait/")), ("GiB", named("memory/"))):
         print(f"    {title} {said}")
     print(f"    { ({name: round(line[name], 6) for name in checks if name in line}) }")
 

@@ -2,8 +2,9 @@
 
     python tests/benchmarks/training.py --model FOLDER --out FOLDER --what sft [--prompts 0.5] [--peer] [--cards 4 --zero-stage 3]
 
-Both train the same documents in bf16 with AdamW, equally many tokens a pass, and are timed from the third optimiser step on. MFU counts
-6N operations a token (DPO's reference log-probs are computed beforehand by both) against --flops, the card's measured matrix rate.
+Both train the same documents in bf16 with AdamW, equally many tokens a pass, and are timed from the third optimiser step on. Ours steps a
+copy of the weights in fp32; TRL steps what it loaded, bf16, or fp32 under autocast with --peer-weights float32. MFU counts 6N operations a
+token (DPO's reference log-probs are computed beforehand by both) against --flops, the card's measured matrix rate.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rlhf_core.config import DPO, KTO, SFT, Ranks, RewardModel, Trainable
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
 
-PASS_TOKENS, PASSES = 16384, 4  # tokens of one pass on one card; passes of one optimiser step
+PASSES = 4  # of one optimiser step, on one card
 PAIR = 1024  # tokens of each side of a pair
 
 
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--what", choices=("sft", "rm", "dpo", "kto"), default="sft")
     parser.add_argument("--prompts", type=float, default=0.0, help="share of each text that is its prompt, of which no loss is taken")
+    parser.add_argument("--pass-tokens", type=int, default=16384, help="tokens of a pass on one card")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--cards", type=int, default=1)
     parser.add_argument("--work", type=int, help="passes of a step are 4 times this, in place of 4 times the cards: equal steps on 1 and 2")
@@ -40,17 +42,19 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--no-liger", action="store_true")
     parser.add_argument("--peer", action="store_true", help="TRL in place of ours")
+    parser.add_argument("--peer-weights", default="bfloat16", choices=("bfloat16", "float32"), help="float32: TRL steps fp32, as ours does")
     parser.add_argument("--flops", type=float, default=790e12)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True)
-    rows = make_rows(arguments.what, arguments.steps * (arguments.work or arguments.cards), arguments.prompts)
+    tokens = arguments.steps * (arguments.work or arguments.cards) * PASSES * arguments.pass_tokens
+    rows = make_rows(arguments.what, tokens, arguments.prompts)
     seconds = (trl if arguments.peer else ours)(arguments, rows)
     per_step = sum(tokens_of(row) for row in rows) / arguments.steps
     steady = sorted(seconds[2:])[len(seconds[2:]) // 2]
     size = sum(file.stat().st_size for file in arguments.model.glob("*.safetensors")) / 2
     rate = per_step / steady
     name = (
-        "TRL"
+        f"TRL, {arguments.peer_weights} weights"
         if arguments.peer
         else f"ours, {arguments.cards} card(s), ZeRO-{arguments.zero_stage}" + (", no Liger" if arguments.no_liger else "")
     )
@@ -63,8 +67,8 @@ def tokens_of(row: dict[str, str]) -> int:
     return sum(len(row["prompt"]) + len(text) for key, text in row.items() if key in ("response", "chosen", "rejected"))
 
 
-def make_rows(what: str, steps: int, prompts: float) -> list[dict[str, Any]]:
-    """Random letters (one token each): documents of 200 to 2,000 tokens whose sum fills the passes, or pairs of 1,024 tokens."""
+def make_rows(what: str, tokens: int, prompts: float) -> list[dict[str, Any]]:
+    """Random letters (one token each): documents of 200 to 1,000 tokens, or pairs of 2 x 1,024, as many as fill the passes."""
     rng = random.Random(0)
 
     def text(length: int) -> str:
@@ -74,7 +78,6 @@ def make_rows(what: str, steps: int, prompts: float) -> list[dict[str, Any]]:
         asked = max(1, round(prompts * length))
         return {"prompt": text(asked), **{answer: text(length - 3 - asked) for answer in answers}}
 
-    tokens = steps * PASSES * PASS_TOKENS
     if what in ("rm", "dpo"):
         return [row(PAIR, "chosen", "rejected") for _ in range(tokens // (2 * PAIR))]
     if what == "kto":
@@ -93,7 +96,7 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[floa
             "max_len": 2048,
             "train_batch_size": len(rows) // arguments.steps,
             "micro_train_batch_size": 1,
-            "micro_train_tokens": PASS_TOKENS,
+            "micro_train_tokens": arguments.pass_tokens,
             "dtype": "bfloat16",
             "zero_stage": arguments.zero_stage,
             "gradient_checkpointing": arguments.checkpointing,
@@ -129,10 +132,12 @@ def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     auto = AutoModelForSequenceClassification if arguments.what == "rm" else AutoModelForCausalLM
     options = {"num_labels": 1} if arguments.what == "rm" else {}
-    model = auto.from_pretrained(arguments.model, dtype=torch.bfloat16, attn_implementation="flash_attention_2", **options)
+    model = auto.from_pretrained(
+        arguments.model, dtype=getattr(torch, arguments.peer_weights), attn_implementation="flash_attention_2", **options
+    )
     common: dict[str, Any] = {
         "output_dir": str(arguments.out / "trl"),
-        "gradient_accumulation_steps": PASSES,
+        "gradient_accumulation_steps": PASSES * (arguments.work or 1),
         "max_steps": arguments.steps,
         "gradient_checkpointing": arguments.checkpointing,
         "bf16": True,
@@ -144,14 +149,14 @@ def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float
     }
     if arguments.what == "sft":
         data = Dataset.from_list([{"prompt": row["prompt"], "completion": row["response"]} for row in rows])
-        config = SFTConfig(**common, packing=True, max_length=2048, per_device_train_batch_size=PASS_TOKENS // 2048)
+        config = SFTConfig(**common, packing=True, max_length=2048, per_device_train_batch_size=arguments.pass_tokens // 2048)
         trainer = SFTTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
     elif arguments.what == "dpo":
         data = Dataset.from_list(rows)
         config = DPOConfig(
             **common,
             max_length=2048,
-            per_device_train_batch_size=PASS_TOKENS // (2 * PAIR),
+            per_device_train_batch_size=arguments.pass_tokens // (2 * PAIR),
             precompute_ref_log_probs=True,
             padding_free=True,
         )
@@ -159,7 +164,7 @@ def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float
     else:
         data = Dataset.from_list(rows)
         common["liger_kernel_config"] = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # no head that speaks
-        config = RewardConfig(**common, max_length=2048, per_device_train_batch_size=PASS_TOKENS // (2 * PAIR))
+        config = RewardConfig(**common, max_length=2048, per_device_train_batch_size=arguments.pass_tokens // (2 * PAIR))
         trainer = RewardTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
     trainer.train()
     return [after - before for before, after in pairwise(times)]

@@ -32,7 +32,8 @@ def run(name: str, config: StageConfig, inputs: dict[str, str], folder: Path) ->
     RunDir(folder).prepare(StageRequest(name=name, digest="0", config=config, inputs=inputs, seed=0))
     command = [sys.executable, "-m", "rlhf_core", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-6000:])
+    if done.returncode:
+        pytest.fail(f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}", pytrace=False)
     return read_metrics(folder)
 
 

@@ -33,7 +33,8 @@ def run(name: str, config: StageConfig, base: Path, folder: Path) -> list[dict[s
     RunDir(folder).prepare(StageRequest(name=name, digest="0", config=config, inputs={"base": str(base)}, seed=0))
     command = [sys.executable, "-m", "rlhf_core", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-6000:])
+    if done.returncode:
+        pytest.fail(f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}", pytrace=False)
     return read_metrics(folder)
 
 
