@@ -29,11 +29,15 @@ def missing() -> str | None:
     return None if importlib.util.find_spec("openrlhf") else "openrlhf is not installed: the peer is left out"
 
 
-def run_child(*arguments: str, timeout: float | None = None, **options: Any) -> int | None:
-    """This Python with `arguments`, whose processes, those that it detaches too, end with it, with this process, on Ctrl-C and after
-    `timeout` seconds. The exit code; None after the timeout."""
+def start_child(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """This Python with `arguments`, whose processes, those that it detaches too, end with it and with this process."""
     command = [sys.executable, "-m", "rlhf_core.reaper", str(os.getpid()), "10", sys.executable, *arguments]
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+
+
+def run_child(*arguments: str, timeout: float | None = None, **options: Any) -> int | None:
+    """`start_child` and a wait, ended on Ctrl-C and after `timeout` seconds. The exit code; None after the timeout."""
+    child = start_child(*arguments, **options)
     try:
         return child.wait(timeout)
     except subprocess.TimeoutExpired:

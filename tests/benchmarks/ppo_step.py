@@ -101,7 +101,8 @@ def main() -> None:
     (arguments.out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
     config = stage_config(arguments)
     run = RunDir(arguments.out / "run")
-    run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))
+    inputs = dict.fromkeys(("base", "other"), str(arguments.model))  # other: a second reward model
+    run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=0))
     peaks = watch_memory()
     start, ended = time.time(), threading.Event()
     watcher = threading.Thread(target=show_steps, args=(run.path, start, peaks, ended))

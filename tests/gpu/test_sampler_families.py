@@ -1,0 +1,79 @@
+"""Engine and policy of every family on one card, without Ray: which of the two is wrong where their log-probs differ."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document
+from rlhf_core.models.load import Policy, load_policy
+from rlhf_core.models.weights import checkpoint_weights
+from rlhf_core.rollout.engine import Sampler
+from tests.families import make_family
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RNG = random.Random(0)
+DOCUMENTS = [[RNG.randrange(3, 80) for _ in range(24)] for _ in range(8)]
+
+
+class Setting(NamedTuple):
+    base: Path
+    sampler: Sampler
+
+    def sampled(self) -> Tensor:
+        return torch.tensor(self.sampler.prompt_logprobs(DOCUMENTS))
+
+    def expected(self) -> Tensor:
+        """In fp32 on the host."""
+        return logprobs(load_policy(str(self.base)).eval(), "cpu")
+
+
+def logprobs(policy: Policy, device: str) -> Tensor:
+    batch = collate([[Document(d, [False] * len(d))] for d in DOCUMENTS], pad_token_id=0).to(device)
+    with torch.no_grad():
+        return policy.to(device)(batch.tokens, batch.positions, batch.documents).logprobs[:, : len(DOCUMENTS[0])].cpu()
+
+
+def assert_close(a: Tensor, b: Tensor) -> None:
+    """bf16's noise at nine of ten tokens; at the others experts may have been chosen otherwise."""
+    gaps = (a - b).abs().flatten()
+    assert gaps.quantile(0.9) < 0.15 and gaps.median() < 0.05, gaps.sort().values[:: len(gaps) // 8].tolist()
+
+
+@pytest.fixture(params=["llama", "qwen2", "qwen3", "mixtral", "qwen3-moe"], scope="module")
+def setting(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    base = make_family(request.param, material / "base", tmp_path_factory.mktemp(request.param))
+    sampler = Sampler(str(base), seed=0, max_model_len=96, dtype="bfloat16", kv_cache_gib=0.5, gpu_memory_utilization=0.1)
+    yield Setting(base, sampler)
+    sampler.close()
+
+
+def test_the_policy_on_the_card_is_that_on_the_host(setting: Setting) -> None:
+    assert_close(
+        logprobs(load_policy(str(setting.base), "bfloat16").eval(), DEVICE), logprobs(load_policy(str(setting.base)).eval(), "cpu")
+    )
+
+
+def test_the_engine_loads_what_the_policy_loads(setting: Setting) -> None:
+    assert_close(setting.sampled(), setting.expected())
+
+
+def test_the_engine_takes_weights_as_they_are(setting: Setting) -> None:
+    policy = load_policy(str(setting.base), "bfloat16").eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    expected, before = logprobs(policy, DEVICE), setting.sampled()
+    setting.sampler.update((name, weight.to(DEVICE)) for name, weight in checkpoint_weights(policy.model, lambda parameters: nullcontext()))
+    assert (before - expected).abs().median() > 0.3, "the weights have not changed enough for the test to tell"
+    assert_close(setting.sampled(), expected)
