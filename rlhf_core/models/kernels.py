@@ -9,8 +9,13 @@ import logging
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_core.models.experts import num_experts
+
 # The log-probs are chunked by our own `Policy`, so Liger's losses stay out.
 PARTS = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False}
+# For these activations Liger takes kernels of its own for experts, and compiles more than a hundred of them when they are first called, to
+# choose one: minutes. transformers has one product for all experts.
+WITH_EXPERTS = {"swiglu": False, "geglu": False}
 
 
 def fuse(model: PreTrainedModel) -> PreTrainedModel:
@@ -22,5 +27,6 @@ def fuse(model: PreTrainedModel) -> PreTrainedModel:
 
     apply = known.get(model.config.model_type)
     if apply is not None:
-        apply(**{part: wanted for part, wanted in PARTS.items() if part in inspect.signature(apply).parameters}, model=model)
+        parts = PARTS | (WITH_EXPERTS if num_experts(model.config) else {})
+        apply(**{part: wanted for part, wanted in parts.items() if part in inspect.signature(apply).parameters}, model=model)
     return model
