@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,7 +35,19 @@ def library() -> Any:
     # Its shared-memory collectives for CPU are compiled at start; gloo needs no compiler and no minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.nvtx.enable_nvtx = False  # marks for a profiler, thousands a pass
+    deepspeed.runtime.zero.partitioned_param_coordinator.get_all_parameters = _remembered_parameters
     return deepspeed
+
+
+_PARAMETERS: tuple[WeakKeyDictionary[nn.Module, list[Any]], ...] = WeakKeyDictionary(), WeakKeyDictionary()
+
+
+def _remembered_parameters(module: Any, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """What DeepSpeed asks of a module several times a pass, in place of walking through it each time."""
+    known = _PARAMETERS[recurse]
+    if module not in known:
+        known[module] = list(module.named_parameters(recurse=recurse))
+    return chain(known[module], module.ds_external_parameters())
 
 
 class ZeroEngine:
