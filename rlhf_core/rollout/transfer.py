@@ -151,12 +151,14 @@ class SameCard:
 
 
 class Sums:
-    """The checksum of the buckets of one sync: their bytes as 64-bit numbers (the rest as bytes), added up modulo 2^64."""
+    """The checksum of the buckets of one sync: their bytes as 64-bit numbers (the rest as bytes), added up modulo 2^64, in any order."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
 
     def add(self, data: Tensor) -> None:
+        if data.storage_offset() % 8:  # a weight larger than a bucket, which is not copied into one
+            data = data.clone()
         whole = len(data) // 8 * 8
         self._sums += [data[:whole].view(torch.int64).sum(), data[whole:].sum()]
 

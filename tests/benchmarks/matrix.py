@@ -96,7 +96,8 @@ def told(name: str, taken: list[int], out: Path, code: int) -> str:
     text = (out / f"{slug(name)}.txt").read_text(errors="replace")
     lines = read_metrics(out / slug(name) / "run")
     if code or not lines:
-        return f"| {name} | ended with code {code}: {text.strip().splitlines()[-1] if text.strip() else 'nothing was said'} |||||||"
+        said = [line for line in text.splitlines() if line.strip() and not line.startswith("exit code")]
+        return f"| {name} | ended with code {code}: {said[-1] if said else 'nothing was said'} |||||||"
     peaks = json.loads(re.findall(r"peak GiB by card (\[.*\])", text)[-1])
     phases = {key.removeprefix("phase/"): value for key, value in lines[-1].items() if key.startswith("phase/")}
     seconds = " | ".join(f"{phases[phase]:.2f}" for phase in ("generate", "score", "train", "sync"))

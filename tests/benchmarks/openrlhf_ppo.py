@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace, cards: int) -> tuple[list[dict[str, float
     log = arguments.out / "openrlhf.log"
     log.touch()
     start, ended, begun = time.monotonic(), threading.Event(), [0.0]
-    watcher = threading.Thread(target=watch, args=(log, begun, ended))
+    watcher = threading.Thread(target=watch, args=(log, begun, ended), daemon=True)
     watcher.start()
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with log.open("wb") as out:
@@ -62,9 +62,10 @@ def run(arguments: argparse.Namespace, cards: int) -> tuple[list[dict[str, float
         )  # fmt: skip
     ended.set()
     watcher.join()
-    unfinished = time.monotonic() - begun[-1] if code is None and len(begun) > 1 + len(read(log)) else 0.0
+    end = start + arguments.peer_seconds if code is None else time.monotonic()  # ending its processes takes time too
+    unfinished = end - begun[-1] if code is None and len(begun) > 1 + len(read(log)) else 0.0
     told = ", ".join(f"{moment - start:.0f}" for moment in begun[1:])
-    print(f"the peer {'was cut off' if code is None else 'ended'} after {time.monotonic() - start:.0f} s; rollouts began after {told} s")
+    print(f"the peer {'was cut off' if code is None else 'ended'} after {end - start:.0f} s; rollouts began after {told} s")
     return read(log), unfinished
 
 

@@ -78,7 +78,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--placement", choices=PLACEMENTS, default="one")
-    parser.add_argument("--set", default="{}", help="JSON of more settings of the stage; 'vllm' is merged")
+    parser.add_argument("--set", default="{}", help="JSON of more settings of the stage; 'vllm' is merged, 'reward' names models")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--generate-len", type=int, default=512)
@@ -105,7 +105,7 @@ def main() -> None:
     run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=0))
     peaks = watch_memory()
     start, ended = time.time(), threading.Event()
-    watcher = threading.Thread(target=show_steps, args=(run.path, start, peaks, ended))
+    watcher = threading.Thread(target=show_steps, args=(run.path, start, peaks, ended), daemon=True)
     watcher.start()
     code = run_child("-m", "rlhf_core", str(run.path))
     ended.set()
@@ -144,7 +144,6 @@ def stage_config(arguments: argparse.Namespace) -> PPO:
     return PPO.model_validate(
         {
             "actor": "base",
-            "reward": ["base", {"function": f"{arguments.out / 'letters.py'}:letters"}],
             "prompts": {"sources": str(arguments.out / "prompts.jsonl"), "template": "{}"},
             "dtype": "bfloat16",
             "zero_stage": arguments.zero_stage,
@@ -160,6 +159,7 @@ def stage_config(arguments: argparse.Namespace) -> PPO:
             "gradient_checkpointing": arguments.recompute,
             **placement,
             **settings,
+            "reward": [*settings.get("reward", ["base"]), {"function": f"{arguments.out / 'letters.py'}:letters"}],
             "vllm": placement["vllm"] | settings.get("vllm", {}),
         }
     )

@@ -45,11 +45,12 @@ def main() -> None:
     parser.add_argument("--peer-weights", default="bfloat16", choices=("bfloat16", "float32"), help="float32: TRL steps fp32, as ours does")
     parser.add_argument("--flops", type=float, default=790e12)
     arguments = parser.parse_args()
+    if arguments.pass_tokens % (2 * PAIR) or (arguments.peer and arguments.cards > 1):
+        parser.error(f"--pass-tokens is a multiple of {2 * PAIR}, and TRL runs on one card")
     arguments.out.mkdir(parents=True)
-    tokens = arguments.steps * (arguments.work or arguments.cards) * PASSES * arguments.pass_tokens
-    rows = make_rows(arguments.what, tokens, arguments.prompts)
-    seconds = (trl if arguments.peer else ours)(arguments, rows)
-    per_step = sum(tokens_of(row) for row in rows) / arguments.steps
+    arguments.passes = (arguments.work or arguments.cards) * PASSES
+    rows = make_rows(arguments.what, arguments.steps * arguments.passes * arguments.pass_tokens, arguments.prompts)
+    seconds, per_step = (trl if arguments.peer else ours)(arguments, rows)
     steady = sorted(seconds[2:])[len(seconds[2:]) // 2]
     size = sum(file.stat().st_size for file in arguments.model.glob("*.safetensors")) / 2
     rate = per_step / steady
@@ -85,7 +86,8 @@ def make_rows(what: str, tokens: int, prompts: float) -> list[dict[str, Any]]:
     return [row(length, "response") for _ in range(tokens // 2048) for length in (200, 1000, 840)]
 
 
-def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float]:
+def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[list[float], float]:
+    """Seconds between the ends of steps, and tokens of a step."""
     file = arguments.out / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     kinds: dict[str, type[Trainable]] = {"sft": SFT, "rm": RewardModel, "dpo": DPO, "kto": KTO}
@@ -113,10 +115,11 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[floa
         sys.exit((arguments.out / "log.txt").read_text()[-3000:])
     times = [line["time"] for line in read_metrics(run.path)]
     print("losses", [round(line["loss"], 5) for line in read_metrics(run.path)])
-    return [after - before for before, after in pairwise(times)]
+    return [after - before for before, after in pairwise(times)], sum(tokens_of(row) for row in rows) / arguments.steps
 
 
-def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float]:
+def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[list[float], float]:
+    """Seconds between the ends of steps, and tokens of a step as TRL counts what it took: its packed rows are not quite full."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
@@ -137,7 +140,7 @@ def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float
     )
     common: dict[str, Any] = {
         "output_dir": str(arguments.out / "trl"),
-        "gradient_accumulation_steps": PASSES * (arguments.work or 1),
+        "gradient_accumulation_steps": arguments.passes,
         "max_steps": arguments.steps,
         "gradient_checkpointing": arguments.checkpointing,
         "bf16": True,
@@ -167,7 +170,8 @@ def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[float
         config = RewardConfig(**common, max_length=2048, per_device_train_batch_size=arguments.pass_tokens // (2 * PAIR))
         trainer = RewardTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
     trainer.train()
-    return [after - before for before, after in pairwise(times)]
+    taken = [line["num_tokens"] for line in trainer.state.log_history if "num_tokens" in line]
+    return [after - before for before, after in pairwise(times)], (taken[-1] - taken[1]) / (len(taken) - 2)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_the_engine_takes_weights_as_they_are(setting: Setting) -> None:
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
     expected, before = logprobs(policy, DEVICE), setting.sampled()
     setting.sampler.update((name, weight.to(DEVICE)) for name, weight in checkpoint_weights(policy.model, lambda parameters: nullcontext()))
     assert (before - expected).abs().median() > 0.3, "the weights have not changed enough for the test to tell"

@@ -55,9 +55,10 @@ def test_actor_and_critic_train_side_by_side_or_in_turn(in_turn: bool, monkeypat
 @pytest.mark.parametrize(("far", "experts", "stops"), [(0, False, False), (1, False, True), (1, True, False), (5, True, True)])
 def test_a_model_with_experts_may_differ_at_a_tenth_of_the_probed_tokens(far: int, experts: bool, stops: bool) -> None:
     """Of 40 tokens `far` are 2 nats away, the others 0.1."""
-    expected = np.full(40, -3.0, np.float32)
+    expected = np.full(41, -3.0, np.float32)
     found = expected + 0.1
-    found[:far] = -5.0
+    found[0] = expected[0] = 0.0  # the first token, of which nobody speaks
+    found[1 : 1 + far] = -5.0
 
     class Probed(Role):
         def call(self, phase: str, method: str, *arguments: Any) -> Any:

@@ -113,6 +113,14 @@ def test_a_changed_byte_changes_the_checksum(made: tuple[bytes, int]) -> None:
             changed.compare(sent.total())
 
 
+def test_a_bucket_may_begin_anywhere() -> None:
+    data = torch.arange(64, dtype=torch.uint8)
+    sent, arrived = Sums(), Sums()
+    sent.add(data[3:40])
+    arrived.add(data[3:40].clone())
+    arrived.compare(sent.total())
+
+
 def test_a_bucket_that_changes_on_its_way_ends_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, meeting = some([(40, 3), (7,), (5, 5)]), Meeting(("127.0.0.1", free_port()), {}, b"", 30)
     monkeypatch.setattr(Broadcast, "_broadcast", flipping(Broadcast._broadcast))
