@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rlhf_core.checkpoint import latest
+from rlhf_core.checkpoint import Resume, latest
 from rlhf_core.plan import Node, Plan
 from rlhf_core.remote_files import StoreFault
 from rlhf_core.stage import RunDir, StageRequest
@@ -70,7 +70,7 @@ def states_kept(store: Store | None, run: RunDir, warn: Callable[..., None], eve
                 store.put_state(run, state.folder.name)
                 copied = state.folder.name
         except (StoreFault, OSError) as error:
-            if state and state.folder.exists():  # else the stage has removed it for a newer one
+            if state and _is_newest(run, state):  # else the stage removes it for a newer one
                 warn("the resume state %s of %s was not copied: %s", state.folder.name, run.path.name, error)
 
     def work() -> None:
@@ -89,3 +89,11 @@ def states_kept(store: Store | None, run: RunDir, warn: Callable[..., None], eve
     finally:
         ended.set()
         thread.join(WAIT_SECONDS)
+
+
+def _is_newest(run: RunDir, state: Resume) -> bool:
+    try:
+        newest = latest(run)
+    except OSError:  # removed while it was looked at
+        return False
+    return newest is not None and newest.folder == state.folder

@@ -6,14 +6,18 @@ import errno
 import json
 import resource
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import fsspec
 import pytest
 
 import rlhf_core.sft
+from rlhf_core import checkpoint
 from rlhf_core.check import check_machine
 from rlhf_core.cluster.ranks import free_port
 from rlhf_core.config import SFT
@@ -194,7 +198,10 @@ def test_a_wiped_machine_goes_on_from_the_stored_state(
     )
     request = StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
     store = Store(f"{bucket}/moved", checkpoints=True, **FAST)
-    real_step, steps = TorchEngine.step, []
+    real_step, steps, warnings = TorchEngine.step, [], []
+
+    def warn(text: str, *values: object) -> None:
+        warnings.append(text % values)
 
     def dies(self: TorchEngine, rate: float) -> float:
         steps.append(rate)
@@ -207,15 +214,15 @@ def test_a_wiped_machine_goes_on_from_the_stored_state(
         run.prepare(request)
     run_stage(whole.path, rlhf_core.sft.run)
     monkeypatch.setattr(TorchEngine, "step", dies)
-    with pytest.raises(OSError, match="gone"), states_kept(store, first, pytest.fail):
+    with pytest.raises(OSError, match="gone"), states_kept(store, first, warn):
         run_stage(first.path, rlhf_core.sft.run)
     said: list[str] = []
     bring(store, second, request, lambda text, *values: said.append(text % values))
     assert said == [f"sft goes on from step-2 of {store.files.url}"]
     second.prepare(request)
-    with states_kept(store, second, pytest.fail, every=0.05):
+    with states_kept(store, second, warn, every=0.05):
         run_stage(second.path, rlhf_core.sft.run)
-    assert len(steps) == 4 + 4
+    assert len(steps) == 4 + 4 and not warnings
     assert second.result().files == whole.result().files and second.result().metrics == whole.result().metrics
     keep(store, second, lambda *_: None)
     assert store.has("sft-0") and store.files.names("states/sft-0") == []
@@ -323,3 +330,24 @@ def test_a_full_store_loses_nothing(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, handler)
     assert run.result() is not None and not store.has("sft-00ff")
     assert store.put(run) and store.fetch(elsewhere(tmp_path), REQUEST)
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_failed_copy_is_told_unless_its_state_gives_way_to_a_newer_one(newer: bool, tmp_path: Path) -> None:
+    run, told, tried = RunDir(tmp_path / "sft-0"), [], threading.Event()
+
+    def save(step: int) -> None:
+        checkpoint.save(run, step, 2, {}, lambda folder: None)
+
+    def put_state(run: RunDir, name: str) -> None:
+        if name == "step-1":
+            if newer:
+                save(2)
+            tried.set()
+            raise StoreFault("gone")
+
+    save(1)
+    store: Any = SimpleNamespace(checkpoints=True, put_state=put_state)
+    with states_kept(store, run, lambda *words: told.append(words), every=0.01):
+        assert tried.wait(10)
+    assert bool(told) is not newer
