@@ -118,7 +118,7 @@ def test_a_bucket_may_begin_anywhere() -> None:
     sent, arrived = Sums(), Sums()
     sent.add(data[3:40])
     arrived.add(data[3:40].clone())
-    arrived.compare(sent.total())
+    assert sent.total() == arrived.total() != 0
 
 
 def test_a_bucket_that_changes_on_its_way_ends_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
