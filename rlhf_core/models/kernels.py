@@ -14,7 +14,7 @@ from rlhf_core.models.experts import num_experts
 # The log-probs are chunked by our own `Policy`, so Liger's losses stay out.
 PARTS = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False}
 # For these activations Liger takes kernels of its own for experts, and compiles more than a hundred of them when they are first called, to
-# choose one: minutes. transformers has one product for all experts.
+# choose one. transformers has one product for all experts.
 WITH_EXPERTS = {"swiglu": False, "geglu": False}
 
 

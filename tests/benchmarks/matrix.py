@@ -66,6 +66,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True)
     waiting, running = [name for name in arguments.rows if ROWS[name].cards <= arguments.cards], {}
+    for name in set(arguments.rows) - set(waiting):
+        print(f"left out, for want of cards: {name} ({ROWS[name].cards})")
     free = set(range(arguments.cards))
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
     while waiting or running:

@@ -52,13 +52,8 @@ def test_actor_and_critic_train_side_by_side_or_in_turn(in_turn: bool, monkeypat
         assert said == ["critic begins to train", "actor begins to train", "critic is through", "actor is through"]
 
 
-@pytest.mark.parametrize(("far", "experts", "stops"), [(0, False, False), (1, False, True), (1, True, False), (5, True, True)])
-def test_a_model_with_experts_may_differ_at_a_tenth_of_the_probed_tokens(far: int, experts: bool, stops: bool) -> None:
-    """Of 40 tokens `far` are 2 nats away, the others 0.1."""
-    expected = np.full(41, -3.0, np.float32)
-    found = expected + 0.1
-    found[0] = expected[0] = 0.0  # the first token, of which nobody speaks
-    found[1 : 1 + far] = -5.0
+def probed(expected: np.ndarray, found: np.ndarray, experts: bool) -> Any:
+    """A fleet whose trainer and engine give these log-probs of one document."""
 
     class Probed(Role):
         def call(self, phase: str, method: str, *arguments: Any) -> Any:
@@ -67,7 +62,22 @@ def test_a_model_with_experts_may_differ_at_a_tenth_of_the_probed_tokens(far: in
 
     actor, sampler = Probed([], "actor"), Probed([], "sampler")
     machine = Machine({"actor": Shape(1, 1, 1, experts)}, {}, 1, Ceilings(1.0, 1.0))
-    made: Any = Fleet(actor, None, actor, {}, sampler, None, str, 1.0, "bfloat16", machine=machine)  # type: ignore[arg-type]
+    return Fleet(actor, None, actor, {}, sampler, None, str, 1.0, "bfloat16", machine=machine)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_prompts_of_one_token_have_nothing_to_probe(experts: bool) -> None:
+    assert probed(np.zeros(1, np.float32), np.zeros(1, np.float32), experts).probe([Document([1], [False])]) == 0.0
+
+
+@pytest.mark.parametrize(("far", "experts", "stops"), [(0, False, False), (1, False, True), (1, True, False), (5, True, True)])
+def test_a_model_with_experts_may_differ_at_a_tenth_of_the_probed_tokens(far: int, experts: bool, stops: bool) -> None:
+    """Of 40 tokens `far` are 2 nats away, the others 0.1."""
+    expected = np.full(41, -3.0, np.float32)
+    found = expected + 0.1
+    found[0] = expected[0] = 0.0  # the first token, of which nobody speaks
+    found[1 : 1 + far] = -5.0
+    made = probed(expected, found, experts)
     if stops:
         with pytest.raises(WeightsDiffer, match="does not hold the actor's weights"):
             made.probe([Document([1], [False])])

@@ -80,6 +80,9 @@ ALL_FOUR = ppo(
     micro_rollout_tokens=16384, gradient_checkpointing=0.5, micro_train_batch_size=1,
 )  # fmt: skip
 IN_TURN = ALL_FOUR.model_copy(update={"gradient_checkpointing": 0.0})
+LONG_PROMPTS = IN_TURN.model_copy(
+    update={"prompt_max_len": 1024, "rollout_batch_size": 1024, "vllm": ALL_FOUR.vllm.model_copy(update={"gpu_memory_utilization": 0.36})}
+)
 
 
 def sizes(config: PPO, size: Any) -> dict[str, Any]:
@@ -114,6 +117,7 @@ def test_parameters_are_counted_as_transformers_does(config: Any, tmp_path: Any)
         (TWO_TOGETHER, SMALL_MODEL, [96.8, 96.8]),
         (SPLIT, LARGE_MODEL, [56.9, 114.6, 116.0, 130.3]),
         (IN_TURN, LARGE_MODEL, [126.8, 127.9, 128.4, 130.4]),
+        (LONG_PROMPTS, LARGE_MODEL, [134.3, 134.7, 135.0, 136.3]),
     ],
 )
 def test_peak_memory_is_foretold_within_15_percent(config: PPO, size: Any, measured: list[float]) -> None:
@@ -135,6 +139,7 @@ def test_peak_memory_is_foretold_within_15_percent(config: PPO, size: Any, measu
         (ALL_FOUR, LARGE_MODEL, {"generate": 11.10, "score": 17.93, "train": 42.41}),
         (ONE, SMALL_MODEL, {"generate": 2.74, "score": 2.22, "train": 4.50}),
         (IN_TURN, LARGE_MODEL, {"generate": 8.47, "score": 17.93, "train": 30.19}),
+        (LONG_PROMPTS, LARGE_MODEL, {"generate": 20.32, "score": 56.71, "train": 90.93}),
     ],
 )
 def test_phases_are_foretold_within_25_percent(config: PPO, size: Any, measured: dict[str, float]) -> None:
