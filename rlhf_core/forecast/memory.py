@@ -1,7 +1,8 @@
 """Memory of each card in each phase of PPO, and of a training stage, before anything starts. Torch-free.
 
 Bytes a parameter that is trained in bf16 (Rajbhandari et al. 2020, section 3.1): weights 2, fp32 copy and Adam's two moments 12,
-gradients 2, and their fp32 form during the step 4. ZeRO-1 and 2 keep the weights whole on each rank, ZeRO-3 cuts everything.
+gradients 2, and their fp32 form during the step 4, whose place PyTorch's allocator cannot give back since small tensors come to lie in it
+(seen on H200s). ZeRO-1 and 2 keep the weights whole on each rank, ZeRO-3 cuts everything.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rlhf_core.forecast.sizes import Size
 
 GIB = 2**30
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
-FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once, and its buckets
+FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once while it computes, and its buckets
 KEPT = 1 / 16  # of a card: weights that take less stay whole from forward pass to backward pass, which would fetch them again
 ROOM = 0.95  # of a card; the rest is lost to fragmentation
 CHUNK = 2048  # positions whose logits exist at once where they are not kept (models/token_logprobs.py)
@@ -47,9 +48,9 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     """A model with its optimiser. `head`: it has the vocabulary as its output (a policy), or one number (a critic)."""
     count = size.parameters - (0 if head else size.head)
     per_rank = count / how.ranks
-    weights = 2 * (per_rank if how.zero_stage == 3 else count)
+    weights, fetched = 2 * (per_rank if how.zero_stage == 3 else count), 0.0
     if how.zero_stage == 3:
-        weights += FETCHED + (2 * count if 2 * count <= KEPT * how.card and not how.adapters else 0)
+        fetched = FETCHED + (2 * count if 2 * count <= KEPT * how.card and not how.adapters else 0)
     if how.adapters:
         state, gradients = 0.0, 0.0
     elif how.zero_stage == 0:  # plain torch, whose fp32 gradients take the place of the bf16 ones when the pass is over
@@ -60,13 +61,16 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
         state, gradients = (12 + 2) * per_rank, 4 * per_rank
     else:
         state, gradients = 12 * per_rank, (2 * count if how.zero_stage == 1 else 2 * per_rank) + 4 * per_rank
+    if not (how.adapters or how.offload or how.zero_stage == 0):
+        state += 4 * per_rank  # where the fp32 gradients were
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
     positions = CHUNK if how.recomputed else how.tokens
     logits = max(CHUNK * 10, positions * 2) * size.vocabulary if head else 0
     if how.zero_stage == 3 and not how.adapters:
         gradients += 2 * (count - (size.head if head else 0)) / size.layers  # those of a layer wait for its last
     step = 4 * count if how.zero_stage == 0 and not how.adapters else 0.0
-    return Held(CONTEXT + weights + state, read(size, scoring_tokens, head).scoring, max(gradients + how.tokens * kept + logits, step))
+    scoring, training = read(size, scoring_tokens, head).scoring, max(gradients + how.tokens * kept + logits, step)
+    return Held(CONTEXT + weights + state, fetched + scoring, fetched + training)
 
 
 def read(size: Size, tokens: int, head: bool, offload: bool = False) -> Held:

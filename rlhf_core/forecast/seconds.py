@@ -12,10 +12,10 @@ from rlhf_core.forecast.sizes import Size
 # Seen on H200s with 1.5B and 7.6B models: share of the matrix ceiling that executed operations reach.
 SCORING = {True: 0.62, False: 0.75}  # with and without a vocabulary head
 TRAINING = {0: 0.65, 1: 0.65, 2: 0.65, 3: 0.58}  # by ZeRO stage
-DECODE_STEP = 0.004  # seconds a step of vLLM takes besides reading weights, keys and values
+DECODE_STEP = 0.0032  # seconds a step of vLLM takes besides reading weights, keys and values
 HOST_ADAM = 1.5e9  # parameters a second of an optimiser step on the host
 SYNC = 40e9  # bytes a second into the engines
-SLEEP = 0.9  # seconds an engine takes to go to sleep and to wake
+SLEEP = 20e9  # bytes a second of weights that an engine drops and takes again, to sleep and to wake
 
 
 class Card(NamedTuple):
@@ -51,7 +51,7 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
     }
     if config.one_step_off_policy:
         found["generate"] = max(0.0, found["generate"] - found["score"] - found["train"])
-    return found | ({"sleep and wake": SLEEP} if config.vllm.sleep else {})
+    return found | ({"sleep and wake": 0.05 + 2 * engine.parameters / SLEEP} if config.vllm.sleep else {})
 
 
 def _busiest(work: Mapping[str, float], layout: Layout, card: Card) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 BF16 = 2  # bytes
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what families call their number of experts
 
 
 class Size(NamedTuple):
@@ -37,13 +39,18 @@ def size_of(folder: str) -> Size:
         raise ValueError(f"{file} does not say {missing}: `alignflow plan` knows decoder models with the usual names only") from None
 
 
+def experts_of_config(config: Mapping[str, Any]) -> int:
+    """Experts of each layer; 0 when the model has none."""
+    return next((int(config[name]) for name in EXPERTS if config.get(name)), 0)
+
+
 def size_of_config(config: dict[str, Any]) -> Size:
     """Llama's shape and its relatives': gated feed-forward, grouped queries, possibly experts."""
     hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or hidden // heads
     queries, keys = heads * width, (config.get("num_key_value_heads") or heads) * width
-    experts = config.get("num_experts") or config.get("num_local_experts") or 1
+    experts = experts_of_config(config) or 1
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
     used = config.get("num_experts_per_tok", 1) if experts > 1 else 1
     block = hidden * (2 * queries + 2 * keys) + 3 * hidden * inner * experts + (hidden * experts if experts > 1 else 0) + 2 * hidden

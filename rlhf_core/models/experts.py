@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what families call their number of experts
+from rlhf_core.forecast.sizes import EXPERTS, experts_of_config
 
 
 def num_experts(config: PretrainedConfig) -> int:
     """Experts of each layer; 0 when the model has none."""
-    return next((int(getattr(config, name)) for name in EXPERTS if getattr(config, name, None)), 0)
+    return experts_of_config({name: getattr(config, name, None) for name in EXPERTS})
 
 
 def balance_loss(router_logits: Sequence[Tensor], documents: Tensor, top_k: int) -> Tensor:

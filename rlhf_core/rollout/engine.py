@@ -19,7 +19,7 @@ import torch
 from rlhf_core.garbage import uncollected
 from rlhf_core.models.lora import base_of
 from rlhf_core.models.save import save_merged
-from rlhf_core.rollout.environment import set_vllm_environment
+from rlhf_core.rollout.environment import compilation, set_vllm_environment
 from rlhf_core.rollout.lean import keep_rows, sampled_logprobs, wait_for_whole_answers
 from rlhf_core.rollout.transfer import Meeting, Route
 
@@ -76,6 +76,7 @@ class Sampler:
             seed=seed,
             max_model_len=max_model_len,
             enforce_eager=not on_gpu,
+            compilation_config=compilation(model) or None,
             gpu_memory_utilization=gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
             enable_prefix_caching=True,

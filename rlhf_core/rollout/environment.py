@@ -1,10 +1,28 @@
-"""What vLLM reads from the environment; set before its first import."""
+"""What vLLM reads from the environment, set before its first import, and how it runs a model."""
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
+from typing import Any
 
+from rlhf_core.forecast.sizes import experts_of_config
 from rlhf_core.machine import num_gpus
+
+# Without torch.compile, the decoding steps recorded as CUDA graphs.
+UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+def compilation(model: str) -> dict[str, Any]:
+    """vLLM's `compilation_config` for a checkpoint folder on a GPU; empty: its own choice.
+
+    Models with experts are not compiled: compiled, some sample from another distribution than they have (vllm#56900 tells of one; a
+    small Mixtral was wrong by a nat a token on an H200).
+    """
+    file = Path(model) / "config.json"
+    config = json.loads(file.read_text()) if num_gpus() and file.is_file() else {}
+    return UNCOMPILED if experts_of_config(config.get("text_config") or config) else {}
 
 
 def set_vllm_environment(kv_cache_gib: float) -> None:

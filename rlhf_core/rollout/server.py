@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 import httpx
 
 from rlhf_core.machine import num_gpus
-from rlhf_core.rollout.environment import server_environment
+from rlhf_core.rollout.environment import compilation, server_environment
 
 START_TIMEOUT, GRACE_SECONDS, POLL_SECONDS = 900.0, 15.0, 0.2
 PORTS = 3  # free ports that are tried: another process may take one before the server does
@@ -79,7 +79,9 @@ def serving(
     """
     with contextlib.ExitStack() as stack:
         options = _options(name, seed, dtype, max_model_len, tensor_parallel_size, gpu_memory_utilization, trust_remote_code)
-        arguments = [*command, "--model", _whole(model, dtype, trust_remote_code, stack), *options]
+        whole = _whole(model, dtype, trust_remote_code, stack)
+        uncompiled = ["--compilation-config", json.dumps(how)] if (how := compilation(whole)) else []
+        arguments = [*command, "--model", whole, *options, *uncompiled]
         server = _start(arguments, name, log, server_environment(kv_cache_gib), start_timeout, stack)
         print(f"local server of {name} is ready at {server.url}, its log is {log.name}", flush=True)
         yield server

@@ -22,7 +22,8 @@ from ppo_step import ROLES
 
 from rlhf_core.tracking import read_metrics
 
-HEAD = ("", "step", "generate", "score", "train", "sync", "peak GiB by card", "first policy and value loss")
+PHASES = ("generate", "score", "train", "sync")
+HEAD = ("", "step", *PHASES, "step by `plan`", "peak GiB by card", "peak by `plan`", "first policy and value loss")
 
 
 class Row(NamedTuple):
@@ -35,6 +36,7 @@ class Row(NamedTuple):
 
 
 HALF = {"gpus": 0.5}
+BESIDE = {"gpus": 0.5, "gpu_memory_utilization": 0.35}  # an engine that shares its card
 ROWS = {
     "one card, fractions": Row("one", {}, 1),
     "all on one card, the engine sleeps": Row("all-1", {}, 1),
@@ -42,6 +44,8 @@ ROWS = {
     "and Adam of actor and critic on the host": Row("all-1", {"adam_offload": ["actor", "critic"]}, 1),
     "models on a card, the engine on another": Row("split-2", {}, 2),
     "and two reward models": Row("split-2", {"reward": ["base", "other"], **{role: {"gpus": 0.2} for role in ROLES}}, 2),
+    "actor + reference; critic, reward, engine": Row("split-2", {"colocate_actor_ref": True, "vllm": BESIDE}, 2),
+    "critic + reward; actor, reference, engine": Row("split-2", {"colocate_critic_reward": True, "vllm": BESIDE}, 2),
     "all on two cards, two engines": Row("all-2", {}, 2, 3),
     "all on two cards, an engine over both (TP 2)": Row("tp-2", {}, 2, 3),
     "actor + reference, critic + reward, engine": Row("split-3", {}, 3),
@@ -99,12 +103,14 @@ def told(name: str, taken: list[int], out: Path, code: int) -> str:
     lines = read_metrics(out / slug(name) / "run")
     if code or not lines:
         said = [line for line in text.splitlines() if line.strip() and not line.startswith("exit code")]
-        return f"| {name} | ended with code {code}: {said[-1] if said else 'nothing was said'} |||||||"
+        return f"| {name} | ended with code {code}: {said[-1] if said else 'nothing was said'} |||||||||"
     peaks = json.loads(re.findall(r"peak GiB by card (\[.*\])", text)[-1])
+    plan = json.loads(re.findall(r"^plan (.*)$", text, re.MULTILINE)[0])
     phases = {key.removeprefix("phase/"): value for key, value in lines[-1].items() if key.startswith("phase/")}
-    seconds = " | ".join(f"{phases[phase]:.2f}" for phase in ("generate", "score", "train", "sync"))
+    seconds = " | ".join(f"{phases[phase]:.2f}" for phase in PHASES)
     losses = ", ".join(f"{lines[0][loss]:.6f}" for loss in ("policy/loss", "value/loss"))
-    return f"| {name} | {sum(phases.values()):.1f} | {seconds} | {', '.join(str(peaks[i]) for i in taken)} | {losses} |"
+    memory = f"{', '.join(str(peaks[i]) for i in taken)} | {', '.join(map(str, plan['GiB']))}"
+    return f"| {name} | {sum(phases.values()):.1f} | {seconds} | {plan['step']:.1f} | {memory} | {losses} |"
 
 
 def slug(name: str) -> str:

@@ -2,10 +2,11 @@
 
     python tests/benchmarks/ppo_step.py --model FOLDER --out FOLDER --placement one --prompts 128 --prompt-len 256 --generate-len 512
 
-FOLDER of --model holds a transformers checkpoint with a tokenizer (random weights do). Prints, for each step, the seconds of each phase
-beside its floor (operations and bytes at the ceilings measured on the card), the share of the step in which each role waits, and the peak
-memory of each card so far, all processes together. A reward of no meaning is added to the reward model's, whose head starts at zero where
-there is none: gradients are not zero, and the weights that travel change. The first step's losses compare placements with each other.
+FOLDER of --model holds a transformers checkpoint with a tokenizer (random weights do). Prints what `alignflow plan` foretells and, for
+each step, the seconds of each phase beside its floor (operations and bytes at the ceilings measured on the card), the share of the step in
+which each role waits, and the peak memory of each card so far, all processes together. A reward of no meaning is added to the reward
+model's, whose head starts at zero where there is none: gradients are not zero, and the weights that travel change. The first step's losses
+compare placements with each other.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ import openrlhf_ppo
 from openrlhf_ppo import run_child
 
 from rlhf_core.config import PPO
+from rlhf_core.forecast.placements import forecast
+from rlhf_core.forecast.seconds import Card
+from rlhf_core.forecast.sizes import size_of
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
 
@@ -100,6 +105,7 @@ def main() -> None:
     prompts = ["".join(rng.choice(letters) for _ in range(arguments.prompt_len)) for _ in range(arguments.prompts * arguments.steps)]
     (arguments.out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
     config = stage_config(arguments)
+    print(f"plan {json.dumps(foretold(config, arguments.model))}", flush=True)
     run = RunDir(arguments.out / "run")
     inputs = dict.fromkeys(("base", "other"), str(arguments.model))  # other: a second reward model
     run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=0))
@@ -165,6 +171,13 @@ def stage_config(arguments: argparse.Namespace) -> PPO:
     )
 
 
+def foretold(config: PPO, model: Path) -> dict[str, Any]:
+    """What `alignflow plan` says: GiB of each kind of card, seconds of a step by phase."""
+    plan = forecast("", config, {}, dict.fromkeys(config.groups, size_of(str(model))), Card())
+    seconds = {"step": plan.total, **plan.seconds}
+    return {"GiB": in_gib([held for _, held in plan.cards.values()]), **{name: round(value, 2) for name, value in seconds.items()}}
+
+
 def show_steps(run: Path, start: float, peaks: list[int], ended: threading.Event) -> None:
     """Prints each step when it is there, until the run has ended."""
     shown, last = 0, False
@@ -184,7 +197,7 @@ def total(line: dict[str, float]) -> float:
     return sum(value for name, value in line.items() if name.startswith("phase/"))
 
 
-def in_gib(sizes: list[int]) -> list[float]:
+def in_gib(sizes: Sequence[float]) -> list[float]:
     return [round(size / 2**30, 1) for size in sizes]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,15 +28,43 @@ DOCUMENTS = [[RNG.randrange(3, 80) for _ in range(24)] for _ in range(8)]
 
 
 class Setting(NamedTuple):
+    """A checkpoint, its log-probs in fp32 on the host, and the process that holds an engine of it."""
+
     base: Path
-    sampler: Sampler
+    expected: Tensor
+    engine: ProcessPoolExecutor
 
     def sampled(self) -> Tensor:
-        return torch.tensor(self.sampler.prompt_logprobs(DOCUMENTS))
+        return self.engine.submit(sampled).result(timeout=300)
 
-    def expected(self) -> Tensor:
-        """In fp32 on the host."""
-        return logprobs(load_policy(str(self.base)).eval(), "cpu")
+
+ENGINES: list[Sampler] = []  # that of this process, which has room for one
+
+
+def start(base: str) -> None:
+    ENGINES.append(Sampler(base, seed=0, max_model_len=96, dtype="bfloat16", kv_cache_gib=0.5, gpu_memory_utilization=0.1))
+
+
+def sampled() -> Tensor:
+    return torch.tensor(ENGINES[0].prompt_logprobs(DOCUMENTS))
+
+
+def update(base: str) -> None:
+    policy = changed(base)
+    ENGINES[0].update((name, weight.to(DEVICE)) for name, weight in checkpoint_weights(policy.model, lambda parameters: nullcontext()))
+
+
+def close() -> None:
+    ENGINES.pop().close()
+
+
+def changed(base: str) -> Policy:
+    """The policy with noise on all of its weights."""
+    policy, generator = load_policy(base, "bfloat16").eval(), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return policy
 
 
 def logprobs(policy: Policy, device: str) -> Tensor:
@@ -52,28 +82,23 @@ def assert_close(a: Tensor, b: Tensor) -> None:
 @pytest.fixture(params=["llama", "qwen2", "qwen3", "mixtral", "qwen3-moe"], scope="module")
 def setting(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     base = make_family(request.param, material / "base", tmp_path_factory.mktemp(request.param))
-    sampler = Sampler(str(base), seed=0, max_model_len=96, dtype="bfloat16", kv_cache_gib=0.5, gpu_memory_utilization=0.1)
-    yield Setting(base, sampler)
-    sampler.close()
+    expected = logprobs(load_policy(str(base)).eval(), "cpu")  # before kernels for cards take the place of the model's parts
+    with ProcessPoolExecutor(1, get_context("spawn")) as engine:
+        engine.submit(start, str(base)).result(timeout=300)
+        yield Setting(base, expected, engine)
+        engine.submit(close).result(timeout=60)
 
 
 def test_the_policy_on_the_card_is_that_on_the_host(setting: Setting) -> None:
-    assert_close(
-        logprobs(load_policy(str(setting.base), "bfloat16").eval(), DEVICE), logprobs(load_policy(str(setting.base)).eval(), "cpu")
-    )
+    assert_close(logprobs(load_policy(str(setting.base), "bfloat16").eval(), DEVICE), setting.expected)
 
 
 def test_the_engine_loads_what_the_policy_loads(setting: Setting) -> None:
-    assert_close(setting.sampled(), setting.expected())
+    assert_close(setting.sampled(), setting.expected)
 
 
 def test_the_engine_takes_weights_as_they_are(setting: Setting) -> None:
-    policy = load_policy(str(setting.base), "bfloat16").eval()
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
-    expected, before = logprobs(policy, DEVICE), setting.sampled()
-    setting.sampler.update((name, weight.to(DEVICE)) for name, weight in checkpoint_weights(policy.model, lambda parameters: nullcontext()))
+    expected, before = logprobs(changed(str(setting.base)), DEVICE), setting.sampled()
+    setting.engine.submit(update, str(setting.base)).result(timeout=300)
     assert (before - expected).abs().median() > 0.3, "the weights have not changed enough for the test to tell"
     assert_close(setting.sampled(), expected)

@@ -58,6 +58,7 @@ ALL_ONE = ONE.model_copy(
         "vllm": ONE.vllm.model_copy(update={"gpus": 1.0, "gpu_memory_utilization": 0.45, "sleep": True}),
     }
 )  # fmt: skip
+ALL_RESIDENT = ALL_ONE.model_copy(update={"ref_reward_offload": False, "adam_offload": ()})
 TWO_APART = ONE.model_copy(
     update={
         **{name: ONE.actor_ranks.model_copy(update={"gpus": 0.25}) for name in all_roles({})},
@@ -112,7 +113,11 @@ def test_parameters_are_counted_as_transformers_does(config: Any, tmp_path: Any)
         (ONE, SMALL_MODEL, [139.0]),
         (ONE, SMALL_MODEL, [135.6]),
         (ONE, SMALL_MODEL, [134.3]),
+        (ONE, SMALL_MODEL, [132.9]),
         (ALL_ONE, SMALL_MODEL, [88.1]),
+        (ALL_RESIDENT, SMALL_MODEL, [121.7]),
+        (ALL_RESIDENT.model_copy(update={"ref_reward_offload": True}), SMALL_MODEL, [119.0]),
+        (ALL_RESIDENT.model_copy(update={"adam_offload": ("actor", "critic")}), SMALL_MODEL, [87.2]),
         (TWO_APART, SMALL_MODEL, [93.5, 128.0]),
         (TWO_TOGETHER, SMALL_MODEL, [96.8, 96.8]),
         (SPLIT, LARGE_MODEL, [56.9, 114.6, 116.0, 130.3]),
@@ -135,6 +140,9 @@ def test_peak_memory_is_foretold_within_15_percent(config: PPO, size: Any, measu
         (TWO_APART, SMALL_MODEL, {"generate": 2.5, "score": 2.27, "train": 4.55}),
         (TWO_TOGETHER, SMALL_MODEL, {"generate": 2.55, "score": 1.27, "train": 2.9}),
         (SPLIT, LARGE_MODEL, {"generate": 9.42, "score": 7.87, "train": 26.77}),
+        (ONE, SMALL_MODEL, {"generate": 2.11, "score": 2.22, "train": 4.45}),
+        (ALL_RESIDENT, SMALL_MODEL, {"generate": 2.01, "score": 2.23, "train": 4.27, "sleep and wake": 0.21}),
+        (ALL_RESIDENT.model_copy(update={"adam_offload": ("actor", "critic")}), SMALL_MODEL, {"generate": 2.4, "score": 2.24, "train": 6.9}),
         (ALL_FOUR, LARGE_MODEL, {"generate": 11.24, "score": 19.67, "train": 49.31}),
         (ALL_FOUR, LARGE_MODEL, {"generate": 11.10, "score": 17.93, "train": 42.41}),
         (ONE, SMALL_MODEL, {"generate": 2.74, "score": 2.22, "train": 4.50}),
@@ -171,7 +179,7 @@ def test_what_trains_in_turn_does_not_add_up() -> None:
 
 @pytest.mark.parametrize(("card", "whole"), [(24 * GIB, 0.0), (80 * GIB, 2.0)])
 def test_a_small_model_stays_whole_on_a_large_card(card: int, whole: float) -> None:
-    known, unknown = (trained(SMALL_MODEL, Training(4, 3, 1.0, 8192, card=size), True, 8192).still for size in (card, 0))
+    known, unknown = (trained(SMALL_MODEL, Training(4, 3, 1.0, 8192, card=size), True, 8192).training for size in (card, 0))
     assert (known - unknown) / SMALL_MODEL.parameters == whole
 
 
