@@ -17,8 +17,8 @@ UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 def compilation(model: str) -> dict[str, Any]:
     """vLLM's `compilation_config` for a checkpoint folder on a GPU; empty: its own choice.
 
-    Models with experts are not compiled: compiled, some sample from another distribution than they have (vllm#56900 tells of one; a
-    small Mixtral was wrong by a nat a token on an H200).
+    Models with experts are not compiled: from what vLLM 0.24 had compiled at the first start (PyTorch 2.11, H200), the second one's
+    log-probs of a small Mixtral were off by a nat. vllm#56900 is a like case.
     """
     file = Path(model) / "config.json"
     config = json.loads(file.read_text()) if num_gpus() and file.is_file() else {}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import get_context
+from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,44 +27,22 @@ RNG = random.Random(0)
 DOCUMENTS = [[RNG.randrange(3, 80) for _ in range(24)] for _ in range(8)]
 
 
+class Engines(BaseManager):
+    """A process of its own, which has room for one engine."""
+
+
+Engines.register("Sampler", Sampler)
+
+
 class Setting(NamedTuple):
-    """A checkpoint, its log-probs in fp32 on the host, and the process that holds an engine of it."""
+    """A checkpoint, its log-probs in fp32 on the host, and its engine in another process."""
 
     base: Path
     expected: Tensor
-    engine: ProcessPoolExecutor
+    sampler: Sampler
 
     def sampled(self) -> Tensor:
-        return self.engine.submit(sampled).result(timeout=300)
-
-
-ENGINES: list[Sampler] = []  # that of this process, which has room for one
-
-
-def start(base: str) -> None:
-    ENGINES.append(Sampler(base, seed=0, max_model_len=96, dtype="bfloat16", kv_cache_gib=0.5, gpu_memory_utilization=0.1))
-
-
-def sampled() -> Tensor:
-    return torch.tensor(ENGINES[0].prompt_logprobs(DOCUMENTS))
-
-
-def update(base: str) -> None:
-    policy = changed(base)
-    ENGINES[0].update((name, weight.to(DEVICE)) for name, weight in checkpoint_weights(policy.model, lambda parameters: nullcontext()))
-
-
-def close() -> None:
-    ENGINES.pop().close()
-
-
-def changed(base: str) -> Policy:
-    """The policy with noise on all of its weights."""
-    policy, generator = load_policy(base, "bfloat16").eval(), torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
-    return policy
+        return torch.tensor(self.sampler.prompt_logprobs(DOCUMENTS))
 
 
 def logprobs(policy: Policy, device: str) -> Tensor:
@@ -83,10 +61,13 @@ def assert_close(a: Tensor, b: Tensor) -> None:
 def setting(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     base = make_family(request.param, material / "base", tmp_path_factory.mktemp(request.param))
     expected = logprobs(load_policy(str(base)).eval(), "cpu")  # before kernels for cards take the place of the model's parts
-    with ProcessPoolExecutor(1, get_context("spawn")) as engine:
-        engine.submit(start, str(base)).result(timeout=300)
-        yield Setting(base, expected, engine)
-        engine.submit(close).result(timeout=60)
+    yield from started(base, expected)
+
+
+def started(base: Path, expected: Tensor) -> Iterator[Setting]:
+    with Engines(ctx=get_context("spawn")) as engines:
+        options = {"max_model_len": 96, "dtype": "bfloat16", "kv_cache_gib": 0.5, "gpu_memory_utilization": 0.1}
+        yield Setting(base, expected, engines.Sampler(str(base), seed=0, **options))  # type: ignore[attr-defined]
 
 
 def test_the_policy_on_the_card_is_that_on_the_host(setting: Setting) -> None:
@@ -97,8 +78,18 @@ def test_the_engine_loads_what_the_policy_loads(setting: Setting) -> None:
     assert_close(setting.sampled(), setting.expected)
 
 
+def test_a_second_engine_of_the_model_loads_it_too(setting: Setting) -> None:
+    """vLLM keeps what it compiled for the next start, whose experts were those of another layer."""
+    for second in started(setting.base, setting.expected):
+        assert_close(second.sampled(), second.expected)
+
+
 def test_the_engine_takes_weights_as_they_are(setting: Setting) -> None:
-    expected, before = logprobs(changed(str(setting.base)), DEVICE), setting.sampled()
-    setting.engine.submit(update, str(setting.base)).result(timeout=300)
+    policy, generator = load_policy(str(setting.base), "bfloat16").eval(), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    expected, before = logprobs(policy, DEVICE), setting.sampled()
+    setting.sampler.update([(name, weight.cpu()) for name, weight in checkpoint_weights(policy.model, lambda parameters: nullcontext())])
     assert (before - expected).abs().median() > 0.3, "the weights have not changed enough for the test to tell"
     assert_close(setting.sampled(), expected)

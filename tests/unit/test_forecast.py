@@ -59,6 +59,7 @@ ALL_ONE = ONE.model_copy(
     }
 )  # fmt: skip
 ALL_RESIDENT = ALL_ONE.model_copy(update={"ref_reward_offload": False, "adam_offload": ()})
+ADAM_OFFLOADED = ALL_RESIDENT.model_copy(update={"adam_offload": ("actor", "critic")})
 TWO_APART = ONE.model_copy(
     update={
         **{name: ONE.actor_ranks.model_copy(update={"gpus": 0.25}) for name in all_roles({})},
@@ -117,7 +118,7 @@ def test_parameters_are_counted_as_transformers_does(config: Any, tmp_path: Any)
         (ALL_ONE, SMALL_MODEL, [88.1]),
         (ALL_RESIDENT, SMALL_MODEL, [121.7]),
         (ALL_RESIDENT.model_copy(update={"ref_reward_offload": True}), SMALL_MODEL, [119.0]),
-        (ALL_RESIDENT.model_copy(update={"adam_offload": ("actor", "critic")}), SMALL_MODEL, [87.2]),
+        (ADAM_OFFLOADED, SMALL_MODEL, [87.2]),
         (TWO_APART, SMALL_MODEL, [93.5, 128.0]),
         (TWO_TOGETHER, SMALL_MODEL, [96.8, 96.8]),
         (SPLIT, LARGE_MODEL, [56.9, 114.6, 116.0, 130.3]),
@@ -142,7 +143,11 @@ def test_peak_memory_is_foretold_within_15_percent(config: PPO, size: Any, measu
         (SPLIT, LARGE_MODEL, {"generate": 9.42, "score": 7.87, "train": 26.77}),
         (ONE, SMALL_MODEL, {"generate": 2.11, "score": 2.22, "train": 4.45}),
         (ALL_RESIDENT, SMALL_MODEL, {"generate": 2.01, "score": 2.23, "train": 4.27, "sleep and wake": 0.21}),
-        (ALL_RESIDENT.model_copy(update={"adam_offload": ("actor", "critic")}), SMALL_MODEL, {"generate": 2.4, "score": 2.24, "train": 6.9}),
+        (
+            ADAM_OFFLOADED,
+            SMALL_MODEL,
+            {"generate": 2.4, "score": 2.24, "train": 6.9},
+        ),
         (ALL_FOUR, LARGE_MODEL, {"generate": 11.24, "score": 19.67, "train": 49.31}),
         (ALL_FOUR, LARGE_MODEL, {"generate": 11.10, "score": 17.93, "train": 42.41}),
         (ONE, SMALL_MODEL, {"generate": 2.74, "score": 2.22, "train": 4.50}),

@@ -17,6 +17,7 @@ import pytest
 
 from rlhf_core.config import Vllm, VllmJudge
 from rlhf_core.reaper import descendants
+from rlhf_core.rollout.environment import UNCOMPILED, compilation
 from rlhf_core.rollout.server import Server, ServerFailed, serving
 
 ROOT = Path(__file__).parents[2]
@@ -181,3 +182,27 @@ def test_on_a_gpu_host_the_model_is_split_and_takes_its_share(
     with stub("good", tensor_parallel_size=split, gpu_memory_utilization=0.6) as server:  # type: ignore[attr-defined]
         told = " ".join(map(str, ask(server, "/v1/models", server.key)[1]["arguments"]))  # type: ignore[call-overload]
     assert f"--tensor-parallel-size {split} " in told and "--gpu-memory-utilization 0.6" in told and "--enforce-eager" not in told
+
+
+@pytest.mark.parametrize(
+    ("config", "uncompiled"),
+    [
+        ({"num_local_experts": 8}, True),
+        ({"num_experts": 128}, True),
+        ({"text_config": {"n_routed_experts": 64}}, True),
+        ({"num_local_experts": 0}, False),
+        ({"model_type": "qwen2"}, False),
+    ],
+)
+def test_a_model_with_experts_is_not_compiled_on_a_gpu(
+    config: dict[str, object], uncompiled: bool, stub: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert compilation(str(tmp_path)) == {}, "the CPU's engine compiles nothing"
+    for user in ("server", "environment"):
+        monkeypatch.setattr(f"rlhf_core.rollout.{user}.num_gpus", lambda: 1)
+    assert compilation("owner/name") == {}
+    with stub(str(tmp_path)) as server:  # type: ignore[attr-defined]
+        told = ask(server, "/v1/models", server.key)[1]["arguments"]
+    given = json.loads(told[told.index("--compilation-config") + 1]) if "--compilation-config" in told else {}  # type: ignore[attr-defined,index]
+    assert given == (UNCOMPILED if uncompiled else {})
