@@ -153,7 +153,7 @@ def test_two_ranks_and_other_micro_batches_train_as_one_rank_does(
     for curve in curves[1:]:
         for line, expected in zip(curve, curves[0], strict=True):
             # At the first step the policy is the reference: whether a margin that is rounding is above 0 says nothing.
-            compared = names - {"accuracy"} if line["step"] == 1 and kind != "kto" else names
+            compared = names - {"accuracy"} if line["step"] == 1 else names
             assert {name: line[name] for name in compared & set(line)} == pytest.approx(
                 {name: expected[name] for name in compared & set(expected)}, rel=1e-3, abs=1e-5
             )
