@@ -12,6 +12,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import ray
@@ -22,11 +23,26 @@ from rlhf_core.cluster.placement import Room, connect, is_ours, passed_environme
 from rlhf_core.cluster.ranks import free_port, set_rank_environment
 from rlhf_core.config import Ranks
 from rlhf_core.garbage import uncollected
+from rlhf_core.launch import raised_by_us
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 
 
 class RoleFailed(RuntimeError):
     """A role died, raised or stayed silent; the message names role and phase."""
+
+
+class LibraryError(RuntimeError):
+    """A library's ValueError: not about what the user gave, as ours are."""
+
+
+@contextmanager
+def told_apart() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if raised_by_us(error):
+            raise
+        raise LibraryError(f"{type(error).__name__}: {error}") from error
 
 
 class Up(NamedTuple):
@@ -85,20 +101,23 @@ class Worker:
         if self._unprepared is not None:
             raise self._unprepared
         set_rank_environment(rank, world_size, *meeting, local_rank)
-        self.role = factory(**options)
+        with told_apart():
+            self.role = factory(**options)
         return Up(os.getpid(), self._imports, time.monotonic() - start)
 
     def call(self, method: str, *args: Any) -> tuple[Any, float]:
         """The method's result and the seconds it took; results lie in host memory, so the device has finished too."""
         start = time.monotonic()
-        result = getattr(self.role, method)(*args)
+        with told_apart():
+            result = getattr(self.role, method)(*args)
         return result, time.monotonic() - start
 
     def stream(self, method: str, *args: Any) -> Iterator[tuple[Any, float]]:
         """What the method yields, each with the seconds since it began."""
         start = time.monotonic()
-        for item in getattr(self.role, method)(*args):
-            yield item, time.monotonic() - start
+        with told_apart():
+            for item in getattr(self.role, method)(*args):
+                yield item, time.monotonic() - start
 
 
 class Pending(NamedTuple):

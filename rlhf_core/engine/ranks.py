@@ -54,6 +54,7 @@ def make_engine(module: nn.Module, config: Trainable) -> Engine:
     """The engine of one rank: plain torch for `zero_stage` 0 (and for auto on one rank), DeepSpeed otherwise."""
     assert config.zero_stage != "auto" or config.ranks.world_size == 1, "decided before (with_zero_stage)"
     recompute(module.model, config.gradient_checkpointing)
+    module.train()  # transformers loads models for reading, where nothing is recomputed
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
     zero_stage = 0 if config.zero_stage == "auto" else config.zero_stage
     if zero_stage == 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -143,7 +143,7 @@ def trained_policy(path: str, dtype: str, trust_remote_code: bool, lora: Lora | 
         raise ValueError(f"{path} has no experts to balance: leave router_aux_coef out")
     if lora is not None:
         add_lora(policy.model, lora, seed)
-    return policy
+    return without_dropout(policy)
 
 
 def trained_scorer(path: str, pad_token_id: int, dtype: str, trust_remote_code: bool, lora: Lora | None, seed: int) -> Scorer:
@@ -151,7 +151,21 @@ def trained_scorer(path: str, pad_token_id: int, dtype: str, trust_remote_code: 
     scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, lora))
     if lora is not None:
         add_lora(scorer.model, lora, seed)
-    return scorer
+    return without_dropout(scorer)
+
+
+Wrapped = TypeVar("Wrapped", bound=nn.Module)
+
+
+def without_dropout(module: Wrapped) -> Wrapped:
+    """With dropout the loss would depend on how a step is split, and PPO's first ratio would not be 1. The stored config keeps its own."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        for name in ("attention_dropout", "dropout"):  # what attention hands to its kernel
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.0)
+    return module
 
 
 def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any]) -> Scorer:

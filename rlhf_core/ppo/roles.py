@@ -265,9 +265,8 @@ class Reward(Frozen):
 
 
 def _engine(module: torch.nn.Module, model: Model, training: Training, offload: bool) -> ZeroEngine:
-    if training.gradient_checkpointing:
-        recompute(module.model, training.gradient_checkpointing)
-        module.train()
+    recompute(module.model, training.gradient_checkpointing)
+    module.train()
     return ZeroEngine(module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, training.timeout, offload)
 
 

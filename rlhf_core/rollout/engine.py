@@ -6,7 +6,6 @@ samples what the undisturbed one samples. Weights come in as (name, tensor) pair
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -95,9 +94,8 @@ class Sampler:
         )
         self.llm.collective_rpc("lean_logprobs")
         wait_for_whole_answers(self.llm.llm_engine)
-        self.tied = (
-            bool(json.loads((Path(model) / "config.json").read_text()).get("tie_word_embeddings", False)) if Path(model).is_dir() else False
-        )
+        self.tied = bool(self.llm.llm_engine.model_config.hf_text_config.tie_word_embeddings)
+        self._forget_merged()
 
     def generate(
         self,
@@ -200,6 +198,7 @@ class Sampler:
             raise ValueError(f"{model} holds no safetensors file to load into the running engine: name a local checkpoint folder")
         self.llm.collective_rpc("load_checkpoint", args=(model, self.tied))
         self.llm.reset_prefix_cache()
+        self._forget_merged()
 
     def cards(self) -> list[str | None]:
         """The card of each process of this engine."""
@@ -225,19 +224,21 @@ class Sampler:
         self.llm.wake_up()
 
     def _whole(self, model: str) -> str:
-        """A folder with the whole model: `model`, or what its adapter makes of its base, kept until `close`."""
+        """A folder with the whole model: `model`, or what its adapter makes of its base, kept until it is loaded."""
         if base_of(model) is None:
             return model
-        if self._merged is None:
-            self._merged = TemporaryDirectory(prefix="alignflow-merged-")
-        folder = Path(self._merged.name) / str(len(list(Path(self._merged.name).iterdir())))
-        save_merged(model, folder, self._dtype, self._trust_remote_code)
-        return str(folder)
+        self._merged = TemporaryDirectory(prefix="alignflow-merged-")
+        save_merged(model, Path(self._merged.name) / "model", self._dtype, self._trust_remote_code)
+        return str(Path(self._merged.name) / "model")
+
+    def _forget_merged(self) -> None:
+        """At once: Ray ends its processes without letting them clean up."""
+        if self._merged is not None:
+            self._merged.cleanup()
+            self._merged = None
 
     def close(self) -> None:
         """Shuts the engine down."""
-        if self._merged is not None:
-            self._merged.cleanup()
         engine: Any = self.llm.llm_engine
         engine.engine_core.shutdown()
         del self.llm

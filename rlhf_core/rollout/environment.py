@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+
 from rlhf_core.forecast.sizes import experts_of_config
 from rlhf_core.machine import num_gpus
 
@@ -15,14 +18,25 @@ UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 def compilation(model: str) -> dict[str, Any]:
-    """vLLM's `compilation_config` for a checkpoint folder on a GPU; empty: its own choice.
+    """vLLM's `compilation_config` for a checkpoint folder or Hub id on a GPU; empty: its own choice.
 
     Models with experts are not compiled: from what vLLM 0.24 had compiled at the first start (PyTorch 2.11, H200), the second one's
     log-probs of a small Mixtral were off by a nat. vllm#56900 is a like case.
     """
-    file = Path(model) / "config.json"
-    config = json.loads(file.read_text()) if num_gpus() and file.is_file() else {}
+    if not num_gpus():
+        return {}
+    try:
+        config = json.loads(_config_file(model).read_text())
+    except (OSError, EntryNotFoundError, HFValidationError):  # vLLM will say what is wrong with it
+        return {}
     return UNCOMPILED if experts_of_config(config.get("text_config") or config) else {}
+
+
+def _config_file(model: str) -> Path:
+    if Path(model).is_dir():
+        return Path(model) / "config.json"
+    repo_id, _, revision = model.partition("@")
+    return Path(hf_hub_download(repo_id, "config.json", revision=revision or None))
 
 
 def set_vllm_environment(kv_cache_gib: float) -> None:

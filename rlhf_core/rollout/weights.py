@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,8 +33,10 @@ class WeightReceiver:
         gather_sampled_alone(self.model_runner.sampler)
 
     def seed(self, seed: int) -> None:
-        """Of the random numbers for answers without a seed of their own."""
+        """Of the random numbers for answers without a seed of their own, which one of vLLM's model runners has of PyTorch, the other of
+        numpy."""
         torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
 
     def open_channel(self, route: Route, meeting: Meeting, first: int) -> None:
         """`first`: the place of this engine's first worker among all workers of all engines."""

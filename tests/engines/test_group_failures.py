@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -34,7 +35,10 @@ def make_role() -> object:
             raise KeyError("gone")
 
         def wrong(self) -> None:
-            raise ValueError("the recipe is wrong")
+            arrange({"actor": Ranks(num_ranks_per_node=1), "critic": Ranks(num_ranks_per_node=2)}, [["actor", "critic"]])
+
+        def unreadable(self) -> None:
+            json.loads("{")
 
         def full(self) -> None:
             raise OutOfMemoryError("CUDA out of memory")
@@ -81,8 +85,10 @@ def test_failures_name_the_role_the_phase_and_what_to_do(groups: tuple[Group, Gr
     critic, _ = groups
     with pytest.raises(RoleFailed, match=r"critic failed in 'train': KeyError\('gone'\)"):
         critic.call("train", "raises").wait(30)
-    with pytest.raises(ValueError, match="critic: the recipe is wrong"):
+    with pytest.raises(ValueError, match="critic: .*actor.*critic"):
         critic.call("train", "wrong").wait(30)
+    with pytest.raises(RoleFailed, match=r"(?s)critic failed in 'train': LibraryError\('JSONDecodeError: Expecting .*json/decoder.py"):
+        critic.call("train", "unreadable").wait(30)
     with pytest.raises(RoleFailed, match=r"critic ran out of GPU memory in 'train': lower micro_train_tokens .* adam_offload"):
         critic.call("train", "full").wait(30)
 

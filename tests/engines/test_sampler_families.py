@@ -81,7 +81,11 @@ def test_an_adapter_arrives_and_one_that_was_not_sent_is_noticed(setting: Settin
     check_gap(setting.gap(policy), PROBE_TOLERANCE["float32"])
 
 
-def test_an_adapter_checkpoint_is_sampled_from_as_the_model_it_makes(setting: Setting, tmp_path: Path) -> None:
+def test_an_adapter_checkpoint_is_sampled_from_as_the_model_it_makes(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "room").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "room"))
     policy = adapted(setting.base)
     engine = TorchEngine(policy, AdamW((0.9, 0.95), 0.0, 1.0))
     save_adapter(policy.model, on_cpu(engine, trained_weights(policy.model, engine.gathered)), str(setting.base), tmp_path)
@@ -90,3 +94,4 @@ def test_an_adapter_checkpoint_is_sampled_from_as_the_model_it_makes(setting: Se
     assert setting.gap(policy) > 0.01
     setting.sampler.load(str(tmp_path))
     assert setting.gap(policy) < 1e-3
+    assert not list((tmp_path / "room").glob("alignflow-merged-*")), "the merged model is left behind"

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rlhf_core.rollout.lean import Rows, gather_sampled_alone, sampled_logprobs, wait_for_whole_answers
+from rlhf_core.rollout.weights import WeightReceiver
 
 
 def step(tokens: list[int], logprobs: list[float]) -> SimpleNamespace:
@@ -62,3 +64,15 @@ def test_a_sampler_with_ways_of_its_own_is_left_alone() -> None:
     sampler = SimpleNamespace()
     gather_sampled_alone(sampler)
     assert not vars(sampler)
+
+
+def test_a_seed_is_that_of_both_of_vllms_model_runners() -> None:
+    """Answers without seeds of their own draw from PyTorch in one and from numpy in the other."""
+    receiver = WeightReceiver()
+
+    def drawn(seed: int) -> tuple[float, int]:
+        receiver.seed(seed)
+        return float(torch.rand(())), int(np.random.randint(2**31))
+
+    first, other, again = drawn(2**47 + 5), drawn(2**47 + 6), drawn(2**47 + 5)
+    assert first == again and first[0] != other[0] and first[1] != other[1]

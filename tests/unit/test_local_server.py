@@ -201,7 +201,9 @@ def test_a_model_with_experts_is_not_compiled_on_a_gpu(
     assert compilation(str(tmp_path)) == {}, "the CPU's engine compiles nothing"
     for user in ("server", "environment"):
         monkeypatch.setattr(f"rlhf_core.rollout.{user}.num_gpus", lambda: 1)
-    assert compilation("owner/name") == {}
+    assert compilation("owner/name") == {}, "the Hub cannot be asked"
+    monkeypatch.setattr("rlhf_core.rollout.environment.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json"))
+    assert compilation("owner/name") == (UNCOMPILED if uncompiled else {})
     with stub(str(tmp_path)) as server:  # type: ignore[attr-defined]
         told = ask(server, "/v1/models", server.key)[1]["arguments"]
     given = json.loads(told[told.index("--compilation-config") + 1]) if "--compilation-config" in told else {}  # type: ignore[attr-defined,index]
