@@ -62,7 +62,7 @@ def _show_ppo(console: Console, name: str, found: list[Placement], card: Card) -
     chosen = choose(found, card)
     for placement in found:
         seconds = [f"{placement.seconds[c]:.1f}" if c in placement.seconds else "" for c in (str(c.header) for c in table.columns[2:-1])]
-        held = f"{placement.peak / GIB:.1f}"
+        held = f"{placement.peak / GIB:.1f}" + (f", vLLM lacks {placement.lacking / GIB:.1f}" if placement.lacking > 0 else "")
         mark = "[green]" if placement is chosen else "" if placement.fits(card) else "[red]"
         table.add_row(f"{mark}{escape(placement.name)}", f"{mark}{held}", *seconds, f"{mark}{placement.total:.1f}")
     console.print(table)

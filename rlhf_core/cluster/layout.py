@@ -30,6 +30,22 @@ class Layout:
     seats: Mapping[str, Sequence[Seat]]
     spans: Mapping[str, int]
 
+    def cards(self) -> list[str]:
+        """The card of each bundle: `card 0` where it takes a whole one, else `shared`, `shared 2`, ..., filled one after the other."""
+        filled: list[float] = []
+        names = []
+        for i, bundle in enumerate(self.bundles):
+            part = bundle.get("GPU", 0.0)
+            if not 0 < part < 1:
+                names.append(f"card {i}")
+                continue
+            place = next((n for n, taken in enumerate(filled) if taken + part <= 1 + 1e-6), len(filled))
+            if place == len(filled):
+                filled.append(0.0)
+            filled[place] += part
+            names.append(f"shared {place + 1}" if place else "shared")
+        return names
+
     def __str__(self) -> str:
         return ", ".join(f"{name} {len(seats)} x ({seats[0].cpus:g} CPU, {seats[0].gpus:g} GPU)" for name, seats in self.seats.items())
 

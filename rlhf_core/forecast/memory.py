@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
-from rlhf_core.config import PPO, Ranks
+from rlhf_core.config import PPO, Lora, Ranks
 from rlhf_core.forecast.sizes import Size
 
 GIB = 2**30
@@ -33,7 +33,7 @@ class Held(NamedTuple):
 
 class Training(NamedTuple):
     """What decides the memory of a trained model: ranks, ZeRO stage, share of layers recomputed, tokens of a pass, Adam on the host, and
-    whether only adapters are trained, whose own few bytes are left out, and the bytes of a card."""
+    whether only adapters are trained, whose own few bytes are left out, the bytes of a card, and those of a weight (QLoRA: NF4)."""
 
     ranks: int
     zero_stage: int
@@ -42,13 +42,14 @@ class Training(NamedTuple):
     offload: bool = False
     adapters: bool = False
     card: float = 0.0
+    weight: float = 2.0
 
 
 def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     """A model with its optimiser. `head`: it has the vocabulary as its output (a policy), or one number (a critic)."""
     count = size.parameters - (0 if head else size.head)
     per_rank = count / how.ranks
-    weights, fetched = 2 * (per_rank if how.zero_stage == 3 else count), 0.0
+    weights, fetched = how.weight * (per_rank if how.zero_stage == 3 else count), 0.0
     if how.zero_stage == 3:
         fetched = FETCHED + (2 * count if 2 * count <= KEPT * how.card and not how.adapters else 0)
     if how.adapters:
@@ -80,6 +81,16 @@ def read(size: Size, tokens: int, head: bool, offload: bool = False) -> Held:
     return Held(CONTEXT + (0 if offload else weights), passing + (weights if offload else 0))
 
 
+def bytes_of_weights(lora: Lora | None) -> float:
+    """Of a weight that is trained or stands below adapters: 4 bits and the constants of their blocks (Dettmers et al. 2023), or bf16."""
+    return 2.0 if lora is None or lora.quantize == "none" else 0.52
+
+
+def engine_needs(size: Size, tensor_parallel_size: int) -> float:
+    """Bytes without which an engine does not start: its weights, and what `rollout.worker` sets aside with its largest batch."""
+    return 2 * size.parameters / tensor_parallel_size + 3 * GIB
+
+
 def roles(config: PPO, sizes: Mapping[str, Size], card_bytes: float) -> dict[str, Held]:
     """What each process of each group holds. `sizes` gives the model of each group of models."""
     longest = config.prompt_max_len + config.generate_max_len
@@ -91,7 +102,8 @@ def roles(config: PPO, sizes: Mapping[str, Size], card_bytes: float) -> dict[str
         if name in ("actor", "critic"):
             assert config.zero_stage != "auto", "decided before (zero.py)"
             share, offload = config.gradient_checkpointing, name in config.adam_offload
-            how = Training(ranks.world_size, config.zero_stage, share, training, offload, config.lora is not None, card_bytes)
+            adapters, weight = config.lora is not None, bytes_of_weights(config.lora)
+            how = Training(ranks.world_size, config.zero_stage, share, training, offload, adapters, card_bytes, weight)
             held[name] = trained(sizes[name], how, head, scoring)
         else:
             held[name] = read(sizes[name], scoring, head, config.ref_reward_offload)
@@ -101,12 +113,12 @@ def roles(config: PPO, sizes: Mapping[str, Size], card_bytes: float) -> dict[str
 
 
 def cards(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:
-    """Peak bytes of each kind of card: `card 0` of the groups on it. Groups with less than a whole card share one."""
+    """Peak bytes of each kind of card: `card 0` of the groups on it. Groups with less than a whole card share some."""
     on: dict[str, list[str]] = {}
+    places = layout.cards()
     for name, seats in layout.seats.items():
         for seat in seats:
-            place = "shared" if 0 < layout.bundles[seat.bundle].get("GPU", 0.0) < 1 else f"card {seat.bundle}"
-            on.setdefault(place, []).append(name)
+            on.setdefault(places[seat.bundle], []).append(name)
     return {
         place: (names, peak([held[name] for name in names], config.vllm.sleep, config.colocate_all)) for place, names in sorted(on.items())
     }

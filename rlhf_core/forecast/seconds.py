@@ -36,12 +36,12 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
     scoring, training, host = {}, {}, [0.0]
     for name in config.groups:
         head = name in ("actor", "reference")
-        count = sizes[name].parameters - (0 if head else sizes[name].head)
+        count, stored = (size - (0 if head else sizes[name].head) for size in (sizes[name].active, sizes[name].parameters))
         scoring[name] = 2 * count * tokens / SCORING[head]
         if name in ("actor", "critic"):
             training[name] = executed * count * tokens * config.max_epochs / TRAINING[config.zero_stage]
             steps = answers * config.max_epochs / config.train_batch_size
-            host.append(steps * count / config.groups[name].world_size / HOST_ADAM if name in config.adam_offload else 0.0)
+            host.append(steps * stored / config.groups[name].world_size / HOST_ADAM if name in config.adam_offload else 0.0)
     engine = sizes["actor"]
     found = {
         "generate": _generate(config, engine, len(layout.seats["sampler"]), card),
@@ -55,13 +55,13 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
 
 
 def _busiest(work: Mapping[str, float], layout: Layout, card: Card) -> float:
-    """Seconds of the card with the most to do; groups in fractions share one card."""
-    load: dict[object, float] = {}
+    """Seconds of the card with the most to do; groups in fractions share cards."""
+    load: dict[str, float] = {}
+    places = layout.cards()
     for name, flops in work.items():
         seats: Sequence[int] = [seat.bundle for seat in layout.seats[name]]
         for bundle in seats:
-            place: object = "shared" if 0 < layout.bundles[bundle].get("GPU", 0.0) < 1 else bundle
-            load[place] = load.get(place, 0.0) + flops / len(seats)
+            load[places[bundle]] = load.get(places[bundle], 0.0) + flops / len(seats)
     return max(load.values(), default=0.0) / card.flops
 
 
@@ -70,6 +70,6 @@ def _generate(config: PPO, size: Size, processes: int, card: Card) -> float:
     prompt, said = config.prompt_max_len, config.generate_max_len
     weights = said * 2 * size.parameters / config.vllm.tensor_parallel_size
     keys = answers * said * (prompt + said / 2) * size.kv / processes
-    prefill = 2 * size.parameters * answers * prompt / processes / card.flops
-    decode = max((weights + keys) / card.bandwidth, 2 * size.parameters * answers * said / processes / card.flops)
+    prefill = 2 * size.active * answers * prompt / processes / card.flops
+    decode = max((weights + keys) / card.bandwidth, 2 * size.active * answers * said / processes / card.flops)
     return prefill + decode + said * DECODE_STEP

@@ -10,15 +10,19 @@ from typing import Any, NamedTuple
 BF16 = 2  # bytes
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what families call their number of experts
 
+TIED = ("gemma", "cohere")  # families that share embeddings and head unless their config.json says otherwise
+
 
 class Size(NamedTuple):
-    """Parameters of a decoder (`head`: of its output layer, in `parameters` too unless tied), and what depends on its shape.
+    """Parameters of a decoder (`head`: of its output layer, in `parameters` too unless tied; `active`: those that a token meets, which are
+    fewer with experts), and what depends on its shape.
 
     `kept`: bytes of activations that training keeps of one layer and token in bf16, with FlashAttention and fused norms and activations.
     `passing`: bytes of one layer and token that a pass without gradients holds at once. `kv`: bytes of keys and values of one token.
     """
 
     parameters: float
+    active: float
     head: float
     layers: int
     hidden: int
@@ -55,9 +59,11 @@ def size_of_config(config: dict[str, Any]) -> Size:
     used = config.get("num_experts_per_tok", 1) if experts > 1 else 1
     block = hidden * (2 * queries + 2 * keys) + 3 * hidden * inner * experts + (hidden * experts if experts > 1 else 0) + 2 * hidden
     embeddings = vocabulary * hidden
-    tied = bool(config.get("tie_word_embeddings", False))
+    tied = bool(config.get("tie_word_embeddings", str(config.get("model_type")).startswith(TIED)))
+    parameters = layers * block + embeddings * (1 if tied else 2) + hidden
     return Size(
-        parameters=layers * block + embeddings * (1 if tied else 2) + hidden,
+        parameters=parameters,
+        active=parameters - layers * 3 * hidden * inner * (experts - used),
         head=0 if tied else embeddings,
         layers=layers,
         hidden=hidden,

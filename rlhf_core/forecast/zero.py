@@ -5,15 +5,17 @@ The estimates are for bfloat16. Without a GPU, or a model whose size is told, it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import DPO, KTO, PPO, Lora, RewardModel, Trainable
-from rlhf_core.forecast.memory import GIB, ROOM, Training, cards, roles, stage_peak
+from rlhf_core.forecast.memory import GIB, ROOM, Training, bytes_of_weights, cards, roles, stage_peak
 from rlhf_core.forecast.sizes import Size, size_of
-from rlhf_core.snapshots import described
+from rlhf_core.published import ADAPTER_CONFIG
+from rlhf_core.snapshots import described, pinned_base
 
 
 class Chosen(NamedTuple):
@@ -56,14 +58,18 @@ def stage_of_training(config: Trainable, size: Size | None, card_bytes: float) -
 
 def peak_of_training(config: Trainable, size: Size, stage: int, card_bytes: float) -> float:
     """Bytes of a card of SFT, reward model, DPO or KTO under a ZeRO stage."""
-    tokens = config.micro_train_tokens or config.micro_train_batch_size * config.max_len
-    how = Training(config.ranks.world_size, stage, config.gradient_checkpointing, tokens, False, config.lora is not None, card_bytes)
+    documents = config.micro_train_batch_size * (2 if isinstance(config, DPO | RewardModel) else 1)  # of a pair
+    tokens, adapters = config.micro_train_tokens or documents * config.max_len, config.lora is not None
+    weight = bytes_of_weights(config.lora)
+    how = Training(config.ranks.world_size, stage, config.gradient_checkpointing, tokens, False, adapters, card_bytes, weight)
     return stage_peak(size, config.ranks, how, isinstance(config, DPO | KTO), not isinstance(config, RewardModel))
 
 
 def size_at(place: str) -> Size | None:
-    """The size of a model in a folder or on the Hub; None when its config.json does not tell."""
+    """The size of a model in a folder or on the Hub, of an adapter's base; None when its config.json does not tell."""
     try:
+        if (adapter := Path(place) / ADAPTER_CONFIG).is_file():
+            place = pinned_base(Path(place)) or str(json.loads(adapter.read_text()).get("base_model_name_or_path"))
         return size_of(place if Path(place).is_dir() else str(described(place)))
     except ValueError:
         return None

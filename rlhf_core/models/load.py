@@ -43,11 +43,16 @@ class TokenLogprobs(NamedTuple):
 class Policy(nn.Module):
     """A causal language model that returns log-probs. In training logits are kept as other activations are: not with checkpointing.
 
-    Raises ValueError for a model whose logits are more than a multiple of its head's outputs.
+    Raises ValueError for a model whose logits are more than a multiple of its head's outputs, or that reads more than text.
     """
 
     def __init__(self, model: PreTrainedModel, balanced: bool = False):
         super().__init__()
+        if model.config.get_text_config() is not model.config:
+            raise ValueError(
+                f"{model.name_or_path} is {type(model).__name__}, which reads more than text: name a text model, or a checkpoint of its "
+                f"language part alone"
+            )
         self.model, self.balanced, self.scale = model, balanced, logit_scale(model)
 
     def forward(

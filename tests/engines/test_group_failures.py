@@ -85,7 +85,7 @@ def test_failures_name_the_role_the_phase_and_what_to_do(groups: tuple[Group, Gr
     critic, _ = groups
     with pytest.raises(RoleFailed, match=r"critic failed in 'train': KeyError\('gone'\)"):
         critic.call("train", "raises").wait(30)
-    with pytest.raises(ValueError, match="critic: .*actor.*critic"):
+    with pytest.raises(ValueError, match=r"critic: .*actor.*critic"):
         critic.call("train", "wrong").wait(30)
     with pytest.raises(RoleFailed, match=r"(?s)critic failed in 'train': LibraryError\('JSONDecodeError: Expecting .*json/decoder.py"):
         critic.call("train", "unreadable").wait(30)

@@ -233,3 +233,50 @@ def test_the_command_names_every_stage_and_a_choice(tmp_path: Path, capsys: pyte
     assert "choose all together" in told and "actor and reference on 2, critic and reward on 1, vLLM on 1" in told
     (tmp_path / "base" / "config.json").unlink()
     assert main(["plan", str(tmp_path / "recipe.yaml")]) == 2
+
+
+EXPERTS = size_of_config(
+    {"hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 4,
+     "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144}
+)  # fmt: skip
+
+
+def test_operations_are_those_of_the_experts_that_a_token_meets() -> None:
+    assert EXPERTS.parameters == pytest.approx(30.5e9, rel=0.01) and EXPERTS.active == pytest.approx(3.35e9, rel=0.01)
+    assert SMALL_MODEL.active == SMALL_MODEL.parameters
+    layout = arrange(ALL_FOUR.placed, ALL_FOUR.together)
+    all_met = phases(ALL_FOUR, layout, sizes(ALL_FOUR, EXPERTS._replace(active=EXPERTS.parameters)), Card())
+    some_met = phases(ALL_FOUR, layout, sizes(ALL_FOUR, EXPERTS), Card())
+    assert all_met["train"] / some_met["train"] == pytest.approx(9, rel=0.1) and some_met["generate"] < all_met["generate"]
+
+
+def test_groups_in_fractions_fill_one_card_after_the_other() -> None:
+    halves = ONE.model_copy(update={name: ONE.actor_ranks.model_copy(update={"gpus": 0.5}) for name in all_roles({})})
+    found = cards(halves, arrange(halves.placed), roles(halves, sizes(halves, SMALL_MODEL), Card().memory))
+    assert [names for names, _ in found.values()] == [["actor", "critic"], ["reference", "reward:rm"], ["sampler"]]
+
+
+def test_an_engine_whose_share_is_too_small_for_its_weights_is_not_chosen() -> None:
+    tight = Card(memory=79.6 * GIB)
+    as_it_is, *options = placements(ALL_FOUR, 4, sizes(ALL_FOUR, LARGE_MODEL._replace(parameters=14.8e9, active=14.8e9)), tight)
+    assert as_it_is.lacking > 0 and not as_it_is.fits(tight), "24 GiB for 27.6 of weights"
+    assert options and all(option.lacking <= 0 for option in options)
+    over_two = ALL_FOUR.model_copy(update={"vllm": ALL_FOUR.vllm.model_copy(update={"tensor_parallel_size": 2, "num_engines": 2})})
+    engines = [p.fields["vllm"] for p in placements(over_two, 4, sizes(over_two, LARGE_MODEL), Card())[1:]]
+    assert {(engine["num_engines"], engine["tensor_parallel_size"]) for engine in engines} == {(2, 2), (1, 1)}
+
+
+@pytest.mark.parametrize("reward", [["rm"], ["rm", "other"], [{"function": "f.py:f"}], [{"model": "rm", "ranks": {"gpus": 1}}, "other"]])
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_options_ask_for_no_more_cards_than_there_are(estimator: str, reward: list[Any]) -> None:
+    given = {"reward": reward, "advantage_estimator": estimator, "n_samples_per_prompt": 2, "critic": "rm" if estimator == "gae" else None}
+    config = PPO.model_validate(ALL_FOUR.model_dump() | {"colocate_all": False, "ref_reward_offload": False} | given)
+    options = placements(config, 4, sizes(config, LARGE_MODEL), Card())[1:]
+    assert any("all together" in option.name for option in options)
+    full = estimator == "grpo" and len(config.reward_models) == 2  # actor and reference on 2, each reward model on 1: none for an engine
+    assert any("vLLM on" in option.name for option in options) != full
+    for option in options:
+        changed = PPO.model_validate(config.model_dump() | option.fields)
+        asked = sum(bundle["GPU"] for bundle in arrange(changed.placed, changed.together).bundles)
+        assert asked == 4, option.name
+        assert ("critic" in option.name) <= config.has_critic

@@ -11,6 +11,8 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GraniteConfig,
     GraniteForCausalLM,
     Lfm2Config,
@@ -178,3 +180,17 @@ def test_layers_that_share_weights_are_not_fetched_whole() -> None:
     assert _layers(model) == {type(model.model.layers[0])}
     model.model.layers[1].mlp = model.model.layers[0].mlp
     assert _layers(model) == set()
+
+
+def test_a_model_that_reads_more_than_text_is_refused() -> None:
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config={**SHAPE, "head_dim": 8}, vision_config=vision))
+    with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration, which reads more than text"):
+        Policy(model)

@@ -158,3 +158,21 @@ def test_only_what_one_rank_trained_in_bf16_is_made_anew(tmp_path: Path) -> None
     others = (sft(zero_stage="auto"), sft(**one, lora=Lora()), sft(**one, dtype="float32"), sft(**one | {"zero_stage": 1}))
     assert {optimised(config) for config in others} == {None}
     assert optimised(RewardModel(data=DATA, dtype="bfloat16", lora=Lora(), **one)) == "float32", "its head is trained whole"
+
+
+def test_a_pair_is_two_documents_and_4_bit_weights_are_a_quarter() -> None:
+    fields: dict[str, Any] = {"data": DATA, "ranks": FOUR, "dtype": "bfloat16", "micro_train_batch_size": 4, "max_len": 2048}
+    pairs, same = RewardModel(**fields), RewardModel(**fields, micro_train_tokens=2 * 4 * 2048)
+    assert peak_of_training(pairs, BIG, 3, 80 * GIB) == peak_of_training(same, BIG, 3, 80 * GIB)
+    texts = SFT(**fields)
+    assert peak_of_training(texts, BIG, 3, 80 * GIB) < peak_of_training(pairs, BIG, 3, 80 * GIB)
+    whole, quarter = (peak_of_training(sft(lora=Lora(quantize=kind)), BIG, 2, 80 * GIB) for kind in ("none", "nf4"))
+    assert whole - quarter == pytest.approx(1.48 * BIG.parameters)
+
+
+def test_an_adapters_size_is_that_of_its_base(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
+    assert size_at(str(tmp_path / "adapter")) == size_at(str(tmp_path / "base")) == BIG
