@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO
+from rlhf_core.forecast.memory import engine_needs
 from rlhf_core.forecast.sizes import Size
 
 # Seen on H200s with 1.5B and 7.6B models: share of the matrix ceiling that executed operations reach.
@@ -15,6 +17,7 @@ TRAINING = {0: 0.65, 1: 0.65, 2: 0.65, 3: 0.58}  # by ZeRO stage
 DECODE_STEP = 0.0032  # seconds a step of vLLM takes besides reading weights, keys and values
 HOST_ADAM = 1.5e9  # parameters a second of an optimiser step on the host
 SYNC = 40e9  # bytes a second into the engines
+SEQUENCES = 1024.0  # answers that an engine of vLLM works on at once, where their keys and values have room
 SLEEP = 20e9  # bytes a second of weights that an engine drops and takes again, to sleep and to wake
 
 
@@ -66,10 +69,13 @@ def _busiest(work: Mapping[str, float], layout: Layout, card: Card) -> float:
 
 
 def _generate(config: PPO, size: Size, processes: int, card: Card) -> float:
-    answers = config.rollout_batch_size * config.n_samples_per_prompt
+    answers, over = config.rollout_batch_size * config.n_samples_per_prompt, config.vllm.tensor_parallel_size
     prompt, said = config.prompt_max_len, config.generate_max_len
-    weights = said * 2 * size.parameters / config.vllm.tensor_parallel_size
+    room = over * (config.vllm.gpu_memory_utilization * card.memory - engine_needs(size, over))
+    at_once = min(SEQUENCES, max(1.0, room // (size.kv * (prompt + said)))) if room > 0 else SEQUENCES  # answers in an engine
+    steps = said * math.ceil(answers * over / processes / at_once)
+    weights = steps * 2 * size.parameters / over
     keys = answers * said * (prompt + said / 2) * size.kv / processes
     prefill = 2 * size.active * answers * prompt / processes / card.flops
     decode = max((weights + keys) / card.bandwidth, 2 * size.active * answers * said / processes / card.flops)
-    return prefill + decode + said * DECODE_STEP
+    return prefill + decode + steps * DECODE_STEP

@@ -280,3 +280,16 @@ def test_options_ask_for_no_more_cards_than_there_are(estimator: str, reward: li
         asked = sum(bundle["GPU"] for bundle in arrange(changed.placed, changed.together).bundles)
         assert asked == 4, option.name
         assert ("critic" in option.name) <= config.has_critic
+
+
+def test_answers_that_an_engine_has_no_room_for_come_after_the_others() -> None:
+    def seconds(prompts: int) -> float:
+        config = ALL_FOUR.model_copy(update={"rollout_batch_size": prompts})
+        return phases(config, arrange(config.placed, config.together), sizes(config, LARGE_MODEL), Card())["generate"]
+
+    fitting = seconds(4 * 256)  # an engine's 24 GiB hold the keys and values of 360 answers of 1,280 tokens
+    assert seconds(4 * 1024) > 2.5 * fitting > 2.5 * seconds(512)
+    large = ALL_FOUR.model_copy(
+        update={"vllm": ALL_FOUR.vllm.model_copy(update={"gpu_memory_utilization": 0.6}), "rollout_batch_size": 4 * 1024}
+    )
+    assert phases(large, arrange(large.placed, large.together), sizes(large, LARGE_MODEL), Card())["generate"] < seconds(4 * 1024)
