@@ -87,11 +87,13 @@ def _options(config: PPO, count: int, needed: float) -> dict[str, dict[str, Any]
         share = min(0.9, max(share, math.ceil(20 * 1.2 * needed / over) / 20))
         return vllm | {"num_engines": cards // over, "tensor_parallel_size": over, "gpus": 1.0, "gpu_memory_utilization": share}
 
-    together = {**apart, **dict.fromkeys(RANKS, ranks(count)), "colocate_all": True, "vllm": engines(count, 0.3) | {"sleep": True}}
+    roles = [field for field in RANKS if config.has_critic or field != "critic_ranks"]
+    together = {**apart, **dict.fromkeys(roles, ranks(count)), "colocate_all": True, "vllm": engines(count, 0.3) | {"sleep": True}}
+    offloaded = ["actor", "critic"] if config.has_critic else ["actor"]
     options = {
         "all together": {**together, "zero_stage": 2},
         "all together, ZeRO-3, reference and reward offloaded": {**together, "zero_stage": 3, "ref_reward_offload": True},
-        "all together, Adam offloaded too": {**together, "zero_stage": 3, "ref_reward_offload": True, "adam_offload": ["actor", "critic"]},
+        "all together, Adam offloaded too": {**together, "zero_stage": 3, "ref_reward_offload": True, "adam_offload": offloaded},
     }
     judges = ["critic"] * config.has_critic + ["reward"] * bool(config.reward_models)
     actor, each = count // 2, max(1, count // 4)
@@ -100,7 +102,7 @@ def _options(config: PPO, count: int, needed: float) -> dict[str, dict[str, Any]
         split = {
             **apart,
             **dict.fromkeys(("actor_ranks", "reference_ranks"), ranks(actor)),
-            **dict.fromkeys(("critic_ranks", "reward_ranks"), ranks(each)),
+            **dict.fromkeys([field for field in roles if field in ("critic_ranks", "reward_ranks")], ranks(each)),
             "colocate_actor_ref": True,
             "colocate_critic_reward": config.has_critic and bool(config.reward_models),
             "zero_stage": 3,
