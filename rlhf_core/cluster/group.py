@@ -37,6 +37,7 @@ class LibraryError(RuntimeError):
 
 @contextmanager
 def told_apart() -> Iterator[None]:
+    """Raises LibraryError in place of a ValueError that is not ours."""
     try:
         yield
     except ValueError as error:
@@ -99,7 +100,8 @@ class Worker:
         if cards:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(card for place in cards for card in place)
         if self._unprepared is not None:
-            raise self._unprepared
+            with told_apart():
+                raise self._unprepared
         set_rank_environment(rank, world_size, *meeting, local_rank)
         with told_apart():
             self.role = factory(**options)

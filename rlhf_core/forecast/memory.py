@@ -1,8 +1,8 @@
 """Memory of each card in each phase of PPO, and of a training stage, before anything starts. Torch-free.
 
 Bytes a parameter that is trained in bf16 (Rajbhandari et al. 2020, section 3.1): weights 2, fp32 copy and Adam's two moments 12,
-gradients 2, and their fp32 form during the step 4, whose place PyTorch's allocator cannot give back since small tensors come to lie in it
-(seen on H200s). ZeRO-1 and 2 keep the weights whole on each rank, ZeRO-3 cuts everything.
+gradients 2, and their fp32 form during the step 4. As much again stays with PyTorch's allocator from step to step: seen on H200s, fitted to
+their peaks, its cause not looked into. ZeRO-1 and 2 keep the weights whole on each rank, ZeRO-3 cuts everything.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     else:
         state, gradients = 12 * per_rank, (2 * count if how.zero_stage == 1 else 2 * per_rank) + 4 * per_rank
     if not (how.adapters or how.offload or how.zero_stage == 0):
-        state += 4 * per_rank  # where the fp32 gradients were
+        state += 4 * per_rank  # what the allocator keeps
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
     positions = CHUNK if how.recomputed else how.tokens
     logits = max(CHUNK * 10, positions * 2) * size.vocabulary if head else 0

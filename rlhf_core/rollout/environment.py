@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from huggingface_hub.errors import EntryNotFoundError
 
 from rlhf_core.forecast.sizes import experts_of_config
 from rlhf_core.machine import num_gpus
@@ -27,7 +27,7 @@ def compilation(model: str) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(_config_file(model).read_text())
-    except (OSError, EntryNotFoundError, HFValidationError):  # vLLM will say what is wrong with it
+    except (OSError, EntryNotFoundError, ValueError):  # vLLM will say what is wrong with it
         return {}
     return UNCOMPILED if experts_of_config(config.get("text_config") or config) else {}
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import random
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -63,7 +61,8 @@ def ppo(material: Path, **more: object) -> PPO:
     )
 
 
-def logprobs(policy: Policy, documents: Sequence[list[int]] = ([5, 9, 20, 33, 40, 51, 7], [8, 8, 9, 10, 77, 81])) -> torch.Tensor:
+def logprobs(policy: Policy) -> torch.Tensor:
+    documents = [[5, 9, 20, 33, 40, 51, 7], [8, 8, 9, 10, 77, 81]]
     batch = collate([[Document(d, [False] * len(d))] for d in documents], pad_token_id=0).to("cuda")
     with torch.no_grad():
         return policy(batch.tokens, batch.positions, batch.documents).logprobs
@@ -134,12 +133,4 @@ def test_vllm_follows_the_actor_of_each_family(family: str, material: Path, tmp_
     inputs = {"base": str(base), "reward": str(material / "base")}
     for line in run("ppo", ppo(material, **more), inputs, tmp_path / "ppo"):
         assert abs(line["policy/first_ratio"] - 1) < 0.01
-        assert line["sampler/gap"] < max(0.05, 2 * rounding(base)), "both sides round"
-
-
-def rounding(base: Path) -> float:
-    """Mean |difference| that bf16 makes in the policy's own log-probs: with experts some tokens meet others than in fp32."""
-    rng = random.Random(0)
-    documents = [[rng.randrange(3, 80) for _ in range(24)] for _ in range(16)]
-    exact, rounded = (logprobs(load_policy(str(base), dtype).eval().cuda(), documents) for dtype in ("float32", "bfloat16"))
-    return float((exact - rounded)[:, 1:].abs().mean())
+        assert line["sampler/gap"] < 0.05

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen2Config, Qwen3MoeConfig
+from transformers import Cohere2Config, Gemma3TextConfig, GemmaConfig, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3MoeConfig
 
 from flows.cli import main
 from rlhf_core.cluster.layout import arrange
@@ -106,6 +106,13 @@ def test_parameters_are_counted_as_transformers_does(config: Any, tmp_path: Any)
     config.save_pretrained(tmp_path)
     real = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     assert size_of(str(tmp_path)).parameters == pytest.approx(real, rel=0.01)  # biases and the norms of heads are left out
+
+
+@pytest.mark.parametrize("config", [GemmaConfig, Gemma3TextConfig, Cohere2Config, LlamaConfig, Qwen2Config, MixtralConfig])
+def test_where_config_json_is_silent_embeddings_are_tied_as_transformers_has_it(config: Any) -> None:
+    told = config().to_dict()
+    silent = {name: value for name, value in told.items() if name != "tie_word_embeddings"}
+    assert size_of_config(silent) == size_of_config(told)
 
 
 @pytest.mark.parametrize(
