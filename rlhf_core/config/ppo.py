@@ -121,6 +121,10 @@ class PPO(Gated, Sampling):
 
     lora: Lora | None = Field(None, description="actor and critic train low-rank adapters; default: all weights")
     router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
+    routing_replay: bool = Field(
+        True,
+        description="mixtures of experts, on GPUs: the actor sends each token to the experts to which vLLM sent it (R3, Ma et al. 2025)",
+    )
 
     actor_ranks: Ranks = Ranks()
     critic_ranks: Ranks = Ranks()

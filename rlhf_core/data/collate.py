@@ -5,9 +5,10 @@ There is no attention mask here: positions restart with each document, which is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from rlhf_core.data.documents import Document
@@ -21,12 +22,14 @@ class Batch:
     document of its own to attention. A document that goes on from another begins at a later position: what it sees before that are the
     first tokens of the last document that began at 0. documents: int64, index of the document in the flattened rows, -1 on pads.
     mask: bool, True where the loss speaks of the token.
+    experts: int16, (B, T, layers, k), those to send a token to, -1 where that is not known; None where no document tells.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     documents: torch.Tensor
     mask: torch.Tensor
+    experts: torch.Tensor | None = None
     on_host: Batch | None = None
 
     @property
@@ -36,15 +39,12 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         device = torch.device(device)
-        kept = self
-        if device.type == "cuda":
-            tokens, positions, documents, mask = (tensor.pin_memory() for tensor in self.tensors())
-            kept = Batch(tokens, positions, documents, mask)
-        tokens, positions, documents, mask = (sent(tensor, device) for tensor in kept.tensors())
-        return Batch(tokens, positions, documents, mask, on_host=kept)
+        kept = self._each(torch.Tensor.pin_memory) if device.type == "cuda" else self
+        return replace(kept._each(lambda tensor: sent(tensor, device)), on_host=kept)
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.tokens, self.positions, self.documents, self.mask
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        experts = None if self.experts is None else change(self.experts)
+        return Batch(change(self.tokens), change(self.positions), change(self.documents), change(self.mask), experts)
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -76,6 +76,8 @@ def collate(rows: Sequence[Sequence[Document]], pad_token_id: int) -> Batch:
     positions = torch.zeros(shape, dtype=torch.int64)
     documents = torch.full(shape, -1, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.bool)
+    told = next((document.experts for row in rows for document in row if document.experts is not None), None)
+    experts = None if told is None else torch.full((*shape, *told.shape[1:]), -1, dtype=torch.int16)
     index = 0
     for b, row in enumerate(rows):
         start = 0
@@ -85,5 +87,7 @@ def collate(rows: Sequence[Sequence[Document]], pad_token_id: int) -> Batch:
             positions[b, here] = torch.arange(document.shared, len(document))
             documents[b, here] = index
             mask[b, here] = torch.tensor(document.mask[document.shared :], dtype=torch.bool)
+            if experts is not None and document.experts is not None:
+                experts[b, start : here.stop - 1] = torch.from_numpy(document.experts[document.shared :].astype(np.int16))
             start, index = here.stop, index + 1
-    return Batch(tokens, positions, documents, mask)
+    return Batch(tokens, positions, documents, mask, experts)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
+import numpy as np
+
 if TYPE_CHECKING:
     from rlhf_core.data.survey import Surveyed
 
@@ -19,11 +21,13 @@ class Document:
     """One sequence. `mask[t]` is True where the loss speaks of `tokens[t]`: answers and their end-of-turn token.
 
     In a row it may go on from the last whole document before it, whose first `shared` tokens are its own and are not laid again.
+    `experts` (T - 1, layers, k): those that a sampler sent each token but the last to, where it told.
     """
 
     tokens: list[int]
     mask: list[bool]
     shared: int = 0
+    experts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.mask), f"{len(self.tokens)} tokens but a mask of {len(self.mask)}"

@@ -151,7 +151,8 @@ class ZeroEngine:
 
 
 def _set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> bool:
-    """Modules that are fetched whole; whether layers are. For every module inside, DeepSpeed's work in Python takes longer than the collectives do.
+    """Modules that are fetched whole. Layers (then True is returned): for every module inside, DeepSpeed's work in Python takes longer than
+    the collectives do.
 
     Blocks whose experts are modules of their own: which experts run differs by rank, and fetching is a collective.
     """

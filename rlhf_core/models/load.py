@@ -25,6 +25,7 @@ from rlhf_core.models.experts import balance_loss, num_experts
 from rlhf_core.models.head import logit_scale
 from rlhf_core.models.kernels import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
+from rlhf_core.models.routing import Replay, replayed
 from rlhf_core.models.token_logprobs import Entropy, token_logprobs
 
 
@@ -54,6 +55,12 @@ class Policy(nn.Module):
                 f"language part alone"
             )
         self.model, self.balanced, self.scale = model, balanced, logit_scale(model)
+        self._replay: Replay | None = None
+
+    def replay_routing(self) -> None:
+        """From now on `experts` says where tokens go, of families whose routing can be replayed."""
+        if replayed(self.model.config.to_dict()):
+            self._replay = Replay(self.model)
 
     def forward(
         self,
@@ -63,11 +70,15 @@ class Policy(nn.Module):
         temperature: float = 1.0,
         entropy: Entropy = "no",
         mask: Tensor | None = None,
+        experts: Tensor | None = None,
     ) -> TokenLogprobs:
         """Of every token, or of those under `mask` (B, T) and 0 elsewhere: prompts then cost nothing at the head.
 
-        `positions` and `mask` may stay in the host's memory (`Batch.host`): then nothing here waits for the card.
+        `positions` and `mask` may stay in the host's memory (`Batch.host`): then nothing here waits for the card. After
+        `replay_routing` `experts` (B, T, layers, k) says to which experts tokens go.
         """
+        if self._replay is not None:  # until the next pass: layers may be computed again for the backward pass
+            self._replay.table = None if experts is None else experts.flatten(0, 1)
         hidden, router_logits = _hidden(self.model, tokens, positions, self.balanced)
         wanted = spoken(positions, mask)
         count = wanted.shape[1]
@@ -83,7 +94,7 @@ class Policy(nn.Module):
 
 def spoken_logprobs(policy: Callable[..., TokenLogprobs], batch: Batch, temperature: float = 1.0, entropy: Entropy = "no") -> TokenLogprobs:
     """`Policy.forward` of a batch, or an engine's around it, for the tokens that the loss speaks of; the host waits for nothing."""
-    return policy(batch.tokens, batch.host.positions, batch.documents, temperature, entropy, batch.host.mask)
+    return policy(batch.tokens, batch.host.positions, batch.documents, temperature, entropy, batch.host.mask, batch.experts)
 
 
 class Scorer(nn.Module):

@@ -12,12 +12,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.sampling import Line, Sampled, Sampling, rollout
 from rlhf_core.rollout.engine import Answer
 from rlhf_core.stage import write_text
 
-AHEAD = "ahead.jsonl"
+AHEAD, EXPERTS = "ahead.jsonl", "ahead.npz"
 
 
 def ask_ahead(fleet: Fleet, line: Line, position: int, sampling: Sampling) -> Callable[[], Sampled]:
@@ -33,12 +35,14 @@ def ask_ahead(fleet: Fleet, line: Line, position: int, sampling: Sampling) -> Ca
 
 
 def write_ahead(folder: Path, ahead: Sampled) -> None:
-    """Writes the answers, their log-probs and their age into a resume state."""
+    """Writes the answers, their log-probs, their experts and their age into a resume state."""
     lines = [json.dumps({"age": ahead.age, "position": ahead.position})]
     for found in ahead.rollouts:
         start = len(found.prompt.tokens)
         tokens, logprobs = found.document.tokens[start:], found.sampler_logprobs[start:].tolist()
         lines.append(json.dumps({"tokens": tokens, "logprobs": logprobs, "finished": found.finished}))
+    told = {str(i): found.document.experts for i, found in enumerate(ahead.rollouts) if found.document.experts is not None}
+    np.savez(folder / EXPERTS, allow_pickle=False, **told)
     write_text(folder / AHEAD, "\n".join(lines) + "\n")
 
 
@@ -48,5 +52,7 @@ def read_ahead(folder: Path, line: Line, n: int) -> Sampled | None:
         return None
     head, *answers = map(json.loads, (folder / AHEAD).read_text().splitlines())
     prompts = [prompt for prompt, _ in line.take(head["position"] - line.batch, line.batch) for _ in range(n)]
-    rollouts = [rollout(prompt, Answer(**answer)) for prompt, answer in zip(prompts, answers, strict=True)]
+    told = np.load(folder / EXPERTS, allow_pickle=False) if (folder / EXPERTS).is_file() else {}
+    experts = [told[str(i)] if str(i) in told else None for i in range(len(answers))]
+    rollouts = [rollout(p, Answer(**answer, experts=e)) for p, answer, e in zip(prompts, answers, experts, strict=True)]
     return Sampled(rollouts, None, head["position"], {}, head["age"])

@@ -309,6 +309,7 @@ def start_fleet(
             can_sleep=config.vllm.sleep,
             tensor_parallel_size=config.vllm.tensor_parallel_size,
             seed_answers=config.vllm.seed_answers,
+            tells_experts=config.routing_replay,
         ),
         groups["reference"].build(Reference, model=model("reference"), temperature=config.temperature, offload=offload),
         *(group.build(Reward, model=model(group.name), offload=offload) for group in rewards.values()),
@@ -334,6 +335,7 @@ def start_fleet(
             training=training,
             objective=objective_of(config),
             temperature=config.temperature,
+            routing_replay=config.routing_replay,
         )
     )
     if "critic" in groups:

@@ -146,8 +146,10 @@ class Trained(Resident):
 class Actor(Trained):
     """The policy that is trained."""
 
-    def __init__(self, model: Model, training: Training, objective: Objective, temperature: float):
+    def __init__(self, model: Model, training: Training, objective: Objective, temperature: float, routing_replay: bool = False):
         policy = trained_policy(model.path, model.dtype, model.trust_remote_code, training.lora, training.seed, objective.router_aux_coef)
+        if routing_replay:
+            policy.replay_routing()
         self.engine, self.module = _engine(policy, model, training, "actor" in training.adam_offload), policy
         self.model, self.lora = model, training.lora
         self.passes = _passes(self.engine, training.micro_batch_size, training.micro_tokens)

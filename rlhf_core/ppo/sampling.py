@@ -158,5 +158,6 @@ def _answer(fleet: Fleet, taken: Sequence[tuple[Prompt, int]], sampling: Samplin
 
 def rollout(prompt: Prompt, answer: Answer) -> Rollout:
     """A prompt and its answer as one document; the mask marks the answer, its end-of-sequence token included."""
-    document = Document(prompt.tokens + answer.tokens, [False] * len(prompt.tokens) + [True] * len(answer.tokens))
+    mask = [False] * len(prompt.tokens) + [True] * len(answer.tokens)
+    document = Document(prompt.tokens + answer.tokens, mask, experts=answer.experts)
     return Rollout(prompt, document, np.array([0.0] * len(prompt.tokens) + answer.logprobs, dtype=np.float32), answer.finished)

@@ -13,12 +13,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlhf_core.garbage import uncollected
 from rlhf_core.models.lora import base_of
+from rlhf_core.models.routing import replayed
 from rlhf_core.models.save import save_merged
-from rlhf_core.rollout.environment import compilation, set_vllm_environment
+from rlhf_core.rollout.environment import compilation, config_of, set_vllm_environment
 from rlhf_core.rollout.lean import keep_rows, sampled_logprobs, wait_for_whole_answers
 from rlhf_core.rollout.transfer import Meeting, Route
 
@@ -29,12 +31,14 @@ CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
 class Answer:
     """One sampled answer. `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the distribution it sampled from.
 
-    `finished` is False when the length limit cut it; else the last token is a stop token.
+    `finished` is False when the length limit cut it; else the last token is a stop token. `experts` (T - 1, layers, k): those to which the
+    tokens of prompt and answer went, but for the last one, which went nowhere; where an engine was asked for them.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finished: bool
+    experts: np.ndarray | None = None
 
 
 def library(kv_cache_gib: float) -> Any:
@@ -62,6 +66,7 @@ class Sampler:
         trust_remote_code: bool = False,
         can_sleep: bool = False,
         tensor_parallel_size: int = 1,
+        tells_experts: bool = False,
     ):
         on_gpu = torch.cuda.is_available()
         self._merged: TemporaryDirectory[str] | None = None
@@ -76,6 +81,8 @@ class Sampler:
             max_model_len=max_model_len,
             enforce_eager=not on_gpu,
             compilation_config=compilation(model) or None,
+            # vLLM's engine for CPUs has no way to tell.
+            enable_return_routed_experts=tells_experts and on_gpu and replayed(config_of(model)),
             gpu_memory_utilization=gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
             enable_prefix_caching=True,
@@ -250,6 +257,5 @@ def _requests(prompts: Sequence[Sequence[int]], n: int) -> list[dict[str, list[i
 
 def _answer(output: Any) -> Answer:
     tokens = list(output.token_ids)
-    if output.logprobs is None:
-        return Answer(tokens, [], output.finish_reason == "stop")
-    return Answer(tokens, sampled_logprobs(output.logprobs, tokens), output.finish_reason == "stop")
+    logprobs = [] if output.logprobs is None else sampled_logprobs(output.logprobs, tokens)
+    return Answer(tokens, logprobs, output.finish_reason == "stop", output.routed_experts)

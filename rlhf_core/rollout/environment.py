@@ -25,11 +25,16 @@ def compilation(model: str) -> dict[str, Any]:
     """
     if not num_gpus():
         return {}
-    try:
-        config = json.loads(_config_file(model).read_text())
-    except (OSError, EntryNotFoundError, ValueError):  # vLLM will say what is wrong with it
-        return {}
+    config = config_of(model)
     return UNCOMPILED if experts_of_config(config.get("text_config") or config) else {}
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The config.json of a checkpoint folder or Hub id; empty where it cannot be read: vLLM will say what is wrong with it."""
+    try:
+        return dict(json.loads(_config_file(model).read_text()))
+    except (OSError, EntryNotFoundError, ValueError):
+        return {}
 
 
 def _config_file(model: str) -> Path:

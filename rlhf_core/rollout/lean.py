@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,21 +51,24 @@ def wait_for_whole_answers(engine: Any) -> None:
     process = getattr(processor, "process_outputs", None)
     if not callable(process):
         raise RuntimeError(OTHER_FORM.format("answers"))
-    begun: dict[str, tuple[Any, list[Rows]]] = {}
+    begun: dict[str, tuple[Any, list[Rows], list[np.ndarray]]] = {}
 
     def collect(outputs: list[Any], *others: Any, **named: Any) -> Any:
         whole = []
         for output in outputs:
             if (known := begun.get(output.request_id)) is None:
-                known = begun[output.request_id] = output, []
+                known = begun[output.request_id] = output, [], []
             else:
                 known[0].new_token_ids.extend(output.new_token_ids)
             if output.new_logprobs is not None:
                 known[1].append(output.new_logprobs)
+            if output.routed_experts is not None:
+                known[2].append(output.routed_experts)
             if output.finish_reason is not None:
-                first, found = begun.pop(output.request_id)
+                first, found, experts = begun.pop(output.request_id)
                 first.finish_reason, first.stop_reason = output.finish_reason, output.stop_reason
                 first.new_logprobs = found or None
+                first.routed_experts = np.concatenate(experts) if experts else None
                 whole.append(first)
         return process(whole, *others, **named)
 

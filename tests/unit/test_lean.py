@@ -35,8 +35,9 @@ def test_arrays_that_speak_of_other_tokens_are_refused(tokens: list[int]) -> Non
         sampled_logprobs(SimpleNamespace(), [5])
 
 
-def output(request: str, tokens: list[int], logprobs: Any = None, reason: str | None = None) -> SimpleNamespace:
-    return SimpleNamespace(request_id=request, new_token_ids=tokens, new_logprobs=logprobs, finish_reason=reason, stop_reason=reason and 1)
+def output(request: str, tokens: list[int], logprobs: Any = None, reason: str | None = None, experts: Any = None) -> SimpleNamespace:
+    named = {"request_id": request, "new_token_ids": tokens, "new_logprobs": logprobs, "routed_experts": experts}
+    return SimpleNamespace(**named, finish_reason=reason, stop_reason=reason and 1)
 
 
 def test_an_answer_is_handed_on_once_when_it_is_whole() -> None:
@@ -52,6 +53,17 @@ def test_an_answer_is_handed_on_once_when_it_is_whole() -> None:
     assert (a.request_id, a.new_token_ids, a.new_logprobs, a.finish_reason, a.stop_reason) == ("a", [3, 4], [one, two], "stop", 1)
     assert (b.request_id, b.new_token_ids, b.new_logprobs, b.finish_reason) == ("b", [5, 7, 9], None, "length")
     assert (c.request_id, c.new_token_ids) == ("c", [1])
+
+
+def test_experts_of_a_prompt_and_of_each_step_are_handed_on_in_order() -> None:
+    seen: list[Any] = []
+    processor = SimpleNamespace(process_outputs=lambda outputs: seen.extend(outputs))
+    wait_for_whole_answers(SimpleNamespace(output_processor=processor))
+    steps = [np.full((rows, 2, 2), number, np.uint8) for number, rows in enumerate((3, 1, 1))]
+    for number, experts in enumerate(steps):
+        processor.process_outputs([output("a", [number], reason="stop" if number == 2 else None, experts=experts)])
+    (a,) = seen
+    assert a.routed_experts.shape == (5, 2, 2) and a.routed_experts[:, 0, 0].tolist() == [0, 0, 0, 1, 2]
 
 
 def test_a_version_of_vllm_that_differs_is_told() -> None:

@@ -1,0 +1,50 @@
+"""Rollout routing replay (R3; Ma et al. 2025, arXiv:2510.11370): a policy sends each token to the experts that the sampler sent it to.
+
+Engine and trainer add up in different orders, and a token between two experts goes to one here and to the other there: its log-probs are
+then those of two models. What the chosen experts weigh stays the policy's to say, and their router's gradient flows through it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Families whose routers weigh experts by a softmax over all of them, and of which vLLM tells what they chose.
+REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+
+
+def replayed(config: Mapping[str, Any]) -> bool:
+    """Whether the routing of a model with this config.json can be replayed."""
+    return config.get("model_type") in REPLAYED
+
+
+class Replay:
+    """What a model's routers choose. `table`, while it is set: experts of each token and layer, (tokens, layers, k), -1: as they like."""
+
+    def __init__(self, model: nn.Module):
+        self.table: Tensor | None = None
+        for name, router in model.named_modules():
+            if type(router).__name__.endswith("TopKRouter"):
+                router.register_forward_hook(partial(self._choose, _layer(name)))
+
+    def _choose(self, layer: int, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self.table is None:
+            return None
+        logits, weights, own = output
+        told = self.table[:, layer].long()
+        chosen = torch.where(told >= 0, told, own)
+        probabilities = torch.softmax(logits.float(), -1).gather(-1, chosen)
+        if getattr(router, "norm_topk_prob", True):
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        return logits, probabilities.to(weights.dtype), chosen
+
+
+def _layer(name: str) -> int:
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    assert found, f"{name} is in no layer"
+    return int(found[1])

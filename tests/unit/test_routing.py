@@ -1,0 +1,192 @@
+"""Rollout routing replay: tokens go to the experts that the sampler sent them to, and nothing else about the policy changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, OlmoeConfig, OlmoeForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+from rlhf_core.config import PPO, Data
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.engine.base import AdamW, TorchEngine
+from rlhf_core.models.load import Policy, load_policy, spoken_logprobs
+from rlhf_core.models.memory import recompute
+from rlhf_core.models.routing import REPLAYED
+from rlhf_core.ppo import roles
+from rlhf_core.ppo.ahead import read_ahead, write_ahead
+from rlhf_core.ppo.fleet import objective_of
+from rlhf_core.ppo.sampling import Line, Sampled, rollout
+from rlhf_core.rollout.engine import Answer
+from tests.families import FAMILIES, QWEN_MOE, SHAPE, make_family
+
+SPARSE = {**SHAPE, "vocab_size": 96, "initializer_range": 0.2}
+OTHERS = {
+    "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**SPARSE, num_experts=4, num_experts_per_tok=2, norm_topk_prob=False)),
+    "qwen2_moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(**SPARSE, **{**QWEN_MOE, "norm_topk_prob": False}, shared_expert_intermediate_size=32)
+    ),
+}
+LAYERS, CHOSEN, EXPERTS = 2, 2, 4
+
+
+def policy_of(family: str) -> Policy:
+    torch.manual_seed(0)
+    if family in OTHERS:
+        return Policy(OTHERS[family]().eval())
+    make, config, more = FAMILIES[family.replace("_", "-")]
+    return Policy(make(config(**SPARSE, **more)).eval())
+
+
+def told(length: int, seed: int) -> np.ndarray:
+    """Experts of all tokens but the last, another two of four for each token and layer."""
+    generator = np.random.default_rng(seed)
+    return np.stack([[generator.permutation(EXPERTS)[:CHOSEN] for _ in range(LAYERS)] for _ in range(length - 1)]).astype(np.uint8)
+
+
+def documents(lengths: tuple[int, ...] = (9, 5, 7), telling: bool = True) -> list[Document]:
+    generator = np.random.default_rng(7)
+    return [
+        Document(
+            generator.integers(3, 90, n).tolist(), [False] * 2 + [True] * (n - 2), experts=told(n, seed) if telling and seed != 1 else None
+        )
+        for seed, n in enumerate(lengths)
+    ]
+
+
+class Forced(TorchFunctionMode):
+    """Routers as their families wrote them, but what they take for the largest are the experts of a table, layer by layer."""
+
+    def __init__(self, table: Tensor):
+        super().__init__()
+        self.table, self.layer = table.flatten(0, 1).long(), 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is not torch.topk:
+            return found
+        chosen = torch.where(self.table[:, self.layer] >= 0, self.table[:, self.layer], found.indices)
+        self.layer += 1
+        return args[0].gather(-1, chosen), chosen
+
+
+@pytest.mark.parametrize("family", REPLAYED)
+def test_every_family_weighs_the_experts_it_is_told_as_it_weighs_its_own(family: str) -> None:
+    policy, batch = policy_of(family), collate([documents()[:2], documents()[2:]], 0)
+    assert batch.experts is not None
+    with torch.no_grad():
+        plain = spoken_logprobs(policy, batch).logprobs
+        with Forced(batch.experts) as forced:
+            expected = policy(batch.tokens, batch.positions, batch.documents, mask=batch.mask).logprobs
+        policy.replay_routing()
+        replayed = spoken_logprobs(policy, batch).logprobs
+        again = policy(batch.tokens, batch.positions, batch.documents, mask=batch.mask).logprobs
+    assert forced.layer == LAYERS
+    torch.testing.assert_close(replayed, expected)
+    assert (replayed - plain).abs().max() > 0.05, "the experts told are others"
+    torch.testing.assert_close(again, plain)  # a pass without a table is as it was
+
+
+def test_rows_of_a_batch_have_the_experts_of_their_tokens() -> None:
+    one, two, three = documents()
+    shared = Document([*one.tokens[:4], 3, 4], [False] * 4 + [True] * 2, shared=4, experts=told(6, 5))
+    batch = collate([[one, shared], [two, three]], 0)
+    assert batch.experts is not None and batch.experts.dtype == torch.int16
+    assert batch.experts.shape == (*batch.tokens.shape, LAYERS, CHOSEN)
+    expected = torch.full_like(batch.experts, -1)
+    expected[0, :8] = torch.from_numpy(one.experts.astype(np.int16))
+    expected[0, 9] = torch.from_numpy(shared.experts[4].astype(np.int16))
+    expected[1, 5:11] = torch.from_numpy(three.experts.astype(np.int16))
+    assert torch.equal(batch.experts, expected), "-1: last tokens, documents that tell nothing, padding"
+    assert collate([documents(telling=False)], 0).experts is None
+    there = batch.to("cpu")
+    assert there.experts is not None and torch.equal(there.experts, expected)
+
+
+def test_layers_computed_again_go_to_the_same_experts() -> None:
+    gradients = []
+    for checkpointing in (0.0, 1.0):
+        policy = policy_of("mixtral").train()
+        policy.replay_routing()
+        recompute(policy.model, checkpointing)
+        batch = collate([documents()], 0)
+        spoken_logprobs(policy, batch).logprobs.sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() and any("gate" in name for name in gradients[0]), "routers are trained"
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], msg=name)
+
+
+def test_rounding_that_sends_tokens_elsewhere_is_taken_out(material: Path, tmp_path: Path) -> None:
+    """bf16 against fp32: with the experts that fp32 chose the difference is smaller, as a dense model's is."""
+    base = make_family("mixtral", material / "base", tmp_path / "base")
+    whole, rounded = load_policy(str(base)).eval(), load_policy(str(base), "bfloat16").eval()
+    chosen: list[Tensor] = []
+    for part in whole.modules():
+        if type(part).__name__ == "MixtralTopKRouter":
+            part.register_forward_hook(lambda module, inputs, output: chosen.append(output[2]))
+    generator = np.random.default_rng(0)
+    plain = [Document(generator.integers(3, 80, 24).tolist(), [False] + [True] * 23) for _ in range(64)]
+    batch = collate([[document] for document in plain], 0)
+    with torch.no_grad():
+        expected = spoken_logprobs(whole, batch).logprobs
+        before = spoken_logprobs(rounded, batch).logprobs
+        ids = torch.stack(chosen, 1).view(*batch.tokens.shape, LAYERS, CHOSEN).numpy()
+        rounded.replay_routing()
+        telling = [[Document(d.tokens, d.mask, experts=ids[i, : len(d) - 1])] for i, d in enumerate(plain)]
+        after = spoken_logprobs(rounded, collate(telling, 0)).logprobs
+    gaps = [(found - expected).abs().mean() for found in (before, after)]
+    assert gaps[1] < 0.9 * gaps[0], gaps
+
+
+def test_the_actor_scores_and_trains_with_what_the_sampler_told(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "ZeroEngine", lambda module, adamw, *_: TorchEngine(module, adamw))
+    base = make_family("qwen3-moe", material / "base", tmp_path / "base")
+    model = roles.Model(str(base), "float32", 0, 4, False)
+    objective = objective_of(PPO(prompts=Data(sources="none")))
+    training = roles.Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 4, 0.0, 60)
+    replaying, plain = (roles.Actor(model, training, objective, 1.0, routing_replay=replay) for replay in (True, False))
+    told_to, silent = documents(), documents(telling=False)
+    theirs, own = dict(replaying.logprobs(told_to)), dict(plain.logprobs(silent))
+    assert np.abs(theirs[0] - own[0]).max() > 0.05
+    np.testing.assert_allclose(dict(replaying.logprobs(silent))[0], own[0], atol=1e-5)
+    np.testing.assert_allclose(dict(plain.logprobs(told_to))[0], own[0], atol=1e-5)
+
+    def first_ratio(actor: roles.Actor) -> float:
+        ones = [np.ones(len(d), np.float32) for d in told_to]
+        items = [
+            roles.Experience(d, theirs[i], theirs[i], 0 * one, one, one, one) for i, (d, one) in enumerate(zip(told_to, ones, strict=True))
+        ]
+        return actor.train(items, [roles.Update([0, 1, 2], 1e-6, 0.0)])[0]["policy/ratio"]
+
+    assert first_ratio(replaying) == pytest.approx(1, abs=1e-5)
+    assert abs(first_ratio(plain) - 1) > 1e-3
+
+
+def test_a_family_that_chooses_otherwise_is_left_alone() -> None:
+    torch.manual_seed(0)
+    sizes = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+    shape = {name: value for name, value in SPARSE.items() if name not in ("head_dim", "num_key_value_heads")}
+    policy = Policy(DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **sizes, **experts, moe_intermediate_size=32)).eval())
+    telling, silent = collate([documents()], 0), collate([documents(telling=False)], 0)
+    policy.replay_routing()
+    with torch.no_grad():
+        torch.testing.assert_close(spoken_logprobs(policy, telling).logprobs, spoken_logprobs(policy, silent).logprobs)
+
+
+def test_answers_that_wait_on_disk_keep_their_experts(tmp_path: Path) -> None:
+    line = Line([Prompt((), [i, 7], {}, False) for i in range(4)], 2, seed=3)
+    prompts = [prompt for prompt, _ in line.take(0, 2)]
+    found = [rollout(p, Answer([5, 6], [-1.0, -2.0], True, told(4, i) if i else None)) for i, p in enumerate(prompts)]
+    write_ahead(tmp_path, Sampled(found, None, 2, {}, age=1))
+    back = read_ahead(tmp_path, line, 1)
+    assert back is not None and back.rollouts[0].document.experts is None
+    kept = back.rollouts[1].document.experts
+    assert kept is not None and kept.dtype == np.uint8 and np.array_equal(kept, told(4, 1))
