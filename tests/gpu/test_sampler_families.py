@@ -106,7 +106,7 @@ def test_with_the_experts_that_it_is_told_the_policy_is_closer_to_the_engine(set
     plain, replayed = gaps(telling=False), gaps(telling=True)
     assert replayed.mean() < 0.9 * plain.mean() and replayed.mean() < 0.05, (plain.mean(), replayed.mean())
     print(
-        f"mean gap {plain.mean():.4f}, largest {plain.max():.2f} nats; with the engine's experts {replayed.mean():.4f}, {replayed.max():.2f}"
+        f"gap {plain.mean():.4f}, largest {plain.max():.2f} nats; with an engine's experts {replayed.mean():.4f}, {replayed.max():.2f}"
     )
 
 
