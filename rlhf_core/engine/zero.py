@@ -67,8 +67,8 @@ class ZeroEngine:
         fetching = {}
         if zero_stage == 3:
             # The gradients of a whole layer are taken when that of its input is there: the first one's has none below frozen embeddings.
-            whole = _set_leaves(deepspeed, module, layers=not self._frozen)
-            fetching = _fetching(module, keep=not self._frozen and self._on_every_rank(_small(module)), whole=whole)
+            _set_leaves(deepspeed, module, layers=not self._frozen)
+            fetching = _fetching(module, keep=not self._frozen and self._on_every_rank(_small(module)))
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=adamw_optimizer([p for p in module.parameters() if p.requires_grad], adamw),
@@ -150,17 +150,16 @@ class ZeroEngine:
         dist.barrier()
 
 
-def _set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> bool:
-    """Modules that are fetched whole. Layers (then True is returned): for every module inside, DeepSpeed's work in Python takes longer than
-    the collectives do.
+def _set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:
+    """Modules that are fetched whole. Layers: for every module inside, DeepSpeed's work in Python takes longer than the collectives do.
 
     Blocks whose experts are modules of their own: which experts run differs by rank, and fetching is a collective.
     """
     whole = {type(part) for part in module.modules() if isinstance(getattr(part, "experts", None), nn.ModuleList)}
-    in_layers = _layers(module) if layers else set()
-    if whole | in_layers:
-        deepspeed.utils.set_z3_leaf_modules(module, list(whole | in_layers))
-    return bool(in_layers)
+    if layers:
+        whole |= _layers(module)
+    if whole:
+        deepspeed.utils.set_z3_leaf_modules(module, list(whole))
 
 
 def _device() -> torch.device:
@@ -173,17 +172,11 @@ def _small(module: nn.Module) -> bool:
     return sum(weight.nbytes for weight in module.parameters()) <= KEPT * card
 
 
-def _fetching(module: nn.Module, keep: bool, whole: bool) -> dict[str, Any]:
-    """DeepSpeed's settings of what is fetched ahead, and how long it is kept: with `keep`, until it is needed again.
-
-    Small weights come with their layer where layers are fetched `whole`. Else every rank keeps them, and they are gathered one by one
-    after each step.
-    """
+def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
+    """DeepSpeed's settings of what is fetched ahead, and how long it is kept: with `keep`, until it is needed again."""
     layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
     largest = max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
     fetching: dict[str, Any] = {"stage3_prefetch_bucket_size": max(50_000_000, largest)}  # the next layer comes while one computes
-    if whole:
-        fetching["stage3_param_persistence_threshold"] = 0
     if keep:
         fetching |= {"stage3_max_live_parameters": 10**12, "stage3_max_reuse_distance": 10**12, "memory_efficient_linear": False}
     return fetching

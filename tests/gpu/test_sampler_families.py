@@ -104,7 +104,7 @@ def test_with_the_experts_that_it_is_told_the_policy_is_closer_to_the_engine(set
 
     assert all(a.experts.shape == (len(p) + len(a.tokens) - 1, 2, 2) for p, a in asked)
     plain, replayed = gaps(telling=False), gaps(telling=True)
-    assert replayed.mean() < 0.9 * plain.mean() and replayed.mean() < 0.05, (plain.mean(), replayed.mean())
+    assert replayed.mean() < plain.mean() and replayed.quantile(0.99) < 0.2, (plain.mean(), replayed.mean(), replayed.quantile(0.99))
     print(f"gap {plain.mean():.4f}, largest {plain.max():.2f} nats; with an engine's experts {replayed.mean():.4f}, {replayed.max():.2f}")
 
 
