@@ -4,7 +4,7 @@
 
 Random documents of 200 to 1,000 tokens fill each pass; every optimiser step has 4 passes. `launched` is when the host was through
 with a pass that began on an idle card: as long as it is below the pass's own seconds, the card sets the pace. --profile tells for each
-of the card's streams how long it worked and how long it waited.
+of the card's streams how long it worked and how long it waited, and where the busiest waited longest.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def made_up(tokens: int, vocabulary: int) -> list[Document]:
 
 
 def show(profile: torch.profiler.profile) -> None:
-    """Work and gaps of each stream over a step, and its longest kernels."""
+    """Work and gaps of each stream over a step, and its longest kernels; of the busiest one also its longest gaps."""
     import json
 
     with tempfile.TemporaryDirectory() as folder:
@@ -106,6 +106,7 @@ def show(profile: torch.profiler.profile) -> None:
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             streams[event["args"]["stream"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+    longest = max(streams.values(), key=lambda kernels: sum(end - start for start, end, _ in kernels))
     for stream, kernels in streams.items():
         kernels.sort()
         gaps = [after[0] - before[1] for before, after in pairwise(kernels)]
@@ -118,6 +119,12 @@ def show(profile: torch.profiler.profile) -> None:
             by_name[name] += end - start
         for name, spent in sorted(by_name.items(), key=lambda item: -item[1])[:6]:
             print(f"    {spent / 1e3:7.1f} ms {name[:90]}")
+        if kernels == longest:
+            first = kernels[0][0]
+            for before, after in sorted(pairwise(kernels), key=lambda pair: pair[0][1] - pair[1][0])[:10]:
+                print(
+                    f"    waited {(after[0] - before[1]) / 1e3:6.1f} ms, {(before[1] - first) / 1e3:.0f} ms in, {before[2][:50]} -> {after[2][:50]}"
+                )
 
 
 if __name__ == "__main__":
