@@ -122,9 +122,8 @@ def show(profile: torch.profiler.profile) -> None:
         if kernels == longest:
             first = kernels[0][0]
             for before, after in sorted(pairwise(kernels), key=lambda pair: pair[0][1] - pair[1][0])[:10]:
-                print(
-                    f"    waited {(after[0] - before[1]) / 1e3:6.1f} ms, {(before[1] - first) / 1e3:.0f} ms in, {before[2][:50]} -> {after[2][:50]}"
-                )
+                waited, at = (after[0] - before[1]) / 1e3, (before[1] - first) / 1e3
+                print(f"    waited {waited:6.1f} ms, {at:.0f} ms in, {before[2][:50]} -> {after[2][:50]}")
 
 
 if __name__ == "__main__":
