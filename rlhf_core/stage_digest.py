@@ -31,7 +31,7 @@ LATER: dict[str, Any] = {
     "tensor_parallel_size": 1,
     "seed_answers": False,
     "one_step_off_policy": False,
-    "routing_replay": True,
+    "routing_replay": True,  # of mixtures of experts on GPUs, results without it count as results with it
     "stream_batch_size": None,
 }
 NO_RESULT = {

@@ -22,7 +22,7 @@ class Batch:
     document of its own to attention. A document that goes on from another begins at a later position: what it sees before that are the
     first tokens of the last document that began at 0. documents: int64, index of the document in the flattened rows, -1 on pads.
     mask: bool, True where the loss speaks of the token.
-    experts: int16, (B, T, layers, k), those to send a token to, -1 where that is not known; None where no document tells.
+    experts: int16, (B, T, layers, k), those to send a token to, -1 where that is not known; None where nobody asked or no document tells.
     """
 
     tokens: torch.Tensor
@@ -63,8 +63,8 @@ def rounded(count: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def collate(rows: Sequence[Sequence[Document]], pad_token_id: int) -> Batch:
-    """Rows of documents to one batch; T is the longest row, `rounded`.
+def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, experts: bool = False) -> Batch:
+    """Rows of documents to one batch; T is the longest row, `rounded`. With `experts` those that documents tell.
 
     Raises ValueError when there is no row or a document is empty.
     """
@@ -76,8 +76,8 @@ def collate(rows: Sequence[Sequence[Document]], pad_token_id: int) -> Batch:
     positions = torch.zeros(shape, dtype=torch.int64)
     documents = torch.full(shape, -1, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.bool)
-    told = next((document.experts for row in rows for document in row if document.experts is not None), None)
-    experts = None if told is None else torch.full((*shape, *told.shape[1:]), -1, dtype=torch.int16)
+    told = next((document.experts for row in rows for document in row if experts and document.experts is not None), None)
+    chosen = None if told is None else torch.full((*shape, *told.shape[1:]), -1, dtype=torch.int16)
     index = 0
     for b, row in enumerate(rows):
         start = 0
@@ -87,7 +87,7 @@ def collate(rows: Sequence[Sequence[Document]], pad_token_id: int) -> Batch:
             positions[b, here] = torch.arange(document.shared, len(document))
             documents[b, here] = index
             mask[b, here] = torch.tensor(document.mask[document.shared :], dtype=torch.bool)
-            if experts is not None and document.experts is not None:
-                experts[b, start : here.stop - 1] = torch.from_numpy(document.experts[document.shared :].astype(np.int16))
+            if chosen is not None and document.experts is not None:
+                chosen[b, start : here.stop - 1] = torch.from_numpy(document.experts[document.shared :].astype(np.int16))
             start, index = here.stop, index + 1
-    return Batch(tokens, positions, documents, mask, experts)
+    return Batch(tokens, positions, documents, mask, chosen)

@@ -31,6 +31,9 @@ class Document:
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.mask), f"{len(self.tokens)} tokens but a mask of {len(self.mask)}"
+        assert self.experts is None or len(self.experts) == len(self.tokens) - 1, (
+            f"{len(self.tokens)} tokens but experts of {len(self.experts)}"
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)

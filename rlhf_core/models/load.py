@@ -62,6 +62,10 @@ class Policy(nn.Module):
         if replayed(self.model.config.to_dict()):
             self._replay = Replay(self.model)
 
+    @property
+    def replays(self) -> bool:
+        return self._replay is not None
+
     def forward(
         self,
         tokens: Tensor,

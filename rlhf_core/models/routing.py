@@ -19,8 +19,18 @@ REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 
 def replayed(config: Mapping[str, Any]) -> bool:
-    """Whether the routing of a model with this config.json can be replayed."""
-    return config.get("model_type") in REPLAYED
+    """Whether the routing of a model with this config.json can be replayed. vLLM keeps experts by the places of whole attention."""
+    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
+    return config.get("model_type") in REPLAYED and not windowed
+
+
+def told(config: Mapping[str, Any], version: str) -> bool:
+    """Whether that version of vLLM tells to which experts of such a model tokens went.
+
+    Release 0.24 does, on cards before Blackwell, for which it has kernels that choose by themselves: zeros are told then (vllm#44116).
+    """
+    card = torch.cuda.is_available() and torch.cuda.get_device_capability() < (10, 0)
+    return card and version.startswith("0.24.") and replayed(config)
 
 
 class Replay:
@@ -28,9 +38,10 @@ class Replay:
 
     def __init__(self, model: nn.Module):
         self.table: Tensor | None = None
-        for name, router in model.named_modules():
-            if type(router).__name__.endswith("TopKRouter"):
-                router.register_forward_hook(partial(self._choose, _layer(name)))
+        routers = {name: part for name, part in model.named_modules() if type(part).__name__.endswith("TopKRouter")}
+        assert routers, f"{type(model).__name__} has no router"
+        for name, router in routers.items():
+            router.register_forward_hook(partial(self._choose, _layer(name)))
 
     def _choose(self, layer: int, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
         if self.table is None:

@@ -309,9 +309,15 @@ def start_fleet(
             can_sleep=config.vllm.sleep,
             tensor_parallel_size=config.vllm.tensor_parallel_size,
             seed_answers=config.vllm.seed_answers,
-            tells_experts=config.routing_replay,
+            routing_replay=config.routing_replay,
         ),
-        groups["reference"].build(Reference, model=model("reference"), temperature=config.temperature, offload=offload),
+        groups["reference"].build(
+            Reference,
+            model=model("reference"),
+            temperature=config.temperature,
+            offload=offload,
+            routing_replay=config.routing_replay and paths["reference"] == paths["actor"],
+        ),
         *(group.build(Reward, model=model(group.name), offload=offload) for group in rewards.values()),
     ]
     chosen = zero_stage_of(config, paths, groups, kept_stage)

@@ -168,7 +168,7 @@ class Actor(Trained):
         entropy: Entropy = "gradient" if self.objective.entropy_coef else "value"
 
         def loss(part: list[Experience]) -> Loss:
-            batch, shared = _collate(part, self.passes, self.model.pad_token_id, self.engine.device)
+            batch, shared = _collate(part, self.passes, self.model.pad_token_id, self.engine)
             new = spoken_logprobs(self.engine, batch, self.temperature, entropy)
             old, ref, advantages, weights = (
                 _per_token(batch, shared, [getattr(e, name) for e in part])
@@ -232,7 +232,7 @@ class Critic(Trained):
         tokens = count([item.document.mask for item in items]).tokens
 
         def loss(part: list[Experience]) -> Loss:
-            batch, shared = _collate(part, self.passes, self.model.pad_token_id, self.engine.device)
+            batch, shared = _collate(part, self.passes, self.model.pad_token_id, self.engine)
             old, returns = (_per_token(batch, shared, [getattr(e, name) for e in part]) for name in ("values", "returns"))
             return value_loss(self._values(batch), old, returns, batch.mask, self.value_clip, tokens)
 
@@ -246,8 +246,11 @@ class Critic(Trained):
 class Reference(Frozen):
     """The frozen policy the KL is measured against."""
 
-    def __init__(self, model: Model, temperature: float, offload: bool = False):
-        super().__init__(load_policy(model.path, model.dtype, model.trust_remote_code), model, offload)
+    def __init__(self, model: Model, temperature: float, offload: bool = False, routing_replay: bool = False):
+        policy = load_policy(model.path, model.dtype, model.trust_remote_code)
+        if routing_replay:
+            policy.replay_routing()
+        super().__init__(policy, model, offload)
         self.temperature = temperature
 
     def logprobs(self, documents: Sequence[Document]) -> Scored:
@@ -284,7 +287,7 @@ def _score(rank: ZeroEngine | Frozen, documents: Sequence[Document], model: Mode
     parts = _parts(documents, passes)
     for index, weight in deal(len(parts), rank.rank, rank.world_size):
         rows = passes.lay([documents[i] for i in parts[index]])
-        batch = collate(rows, model.pad_token_id).to(rank.device)
+        batch = collate(rows, model.pad_token_id, _replays(rank)).to(rank.device)
         with torch.no_grad():
             values = forward(batch).float()
         if weight:
@@ -302,6 +305,10 @@ def _passes(rank: ZeroEngine | Frozen, rows: int, tokens: int | None) -> Passes:
     return Passes(rows, tokens, rank.world_size, share)
 
 
+def _replays(rank: ZeroEngine | Frozen) -> bool:
+    return isinstance(rank.module, Policy) and rank.module.replays
+
+
 def _parts(documents: Sequence[Document], passes: Passes) -> list[list[int]]:
     """Indices of the documents of each pass: answers to a prompt together where it can be shared, similar lengths together elsewhere, so
     that rows carry little padding."""
@@ -316,10 +323,10 @@ def _micro_batches(items: list[Experience], passes: Passes) -> list[list[Experie
     return [[items[i] for i in part] for part in _parts([item.document for item in items], passes)]
 
 
-def _collate(items: Sequence[Experience], passes: Passes, pad_token_id: int, device: torch.device) -> tuple[Batch, list[int]]:
+def _collate(items: Sequence[Experience], passes: Passes, pad_token_id: int, engine: ZeroEngine) -> tuple[Batch, list[int]]:
     """The batch, and how many tokens of each document are another's."""
     rows = passes.lay([item.document for item in items])
-    return collate(rows, pad_token_id).to(device), [document.shared for row in rows for document in row]
+    return collate(rows, pad_token_id, _replays(engine)).to(engine.device), [document.shared for row in rows for document in row]
 
 
 def _per_token(batch: Batch, shared: Sequence[int], rows: Sequence[np.ndarray]) -> Tensor:

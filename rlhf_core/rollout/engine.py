@@ -18,7 +18,7 @@ import torch
 
 from rlhf_core.garbage import uncollected
 from rlhf_core.models.lora import base_of
-from rlhf_core.models.routing import replayed
+from rlhf_core.models.routing import told
 from rlhf_core.models.save import save_merged
 from rlhf_core.rollout.environment import compilation, config_of, set_vllm_environment
 from rlhf_core.rollout.lean import keep_rows, sampled_logprobs, wait_for_whole_answers
@@ -66,7 +66,7 @@ class Sampler:
         trust_remote_code: bool = False,
         can_sleep: bool = False,
         tensor_parallel_size: int = 1,
-        tells_experts: bool = False,
+        routing_replay: bool = False,
     ):
         on_gpu = torch.cuda.is_available()
         self._merged: TemporaryDirectory[str] | None = None
@@ -81,8 +81,7 @@ class Sampler:
             max_model_len=max_model_len,
             enforce_eager=not on_gpu,
             compilation_config=compilation(model) or None,
-            # vLLM's engine for CPUs has no way to tell.
-            enable_return_routed_experts=tells_experts and on_gpu and replayed(config_of(model)),
+            enable_return_routed_experts=routing_replay and told(config_of(model), vllm.__version__),
             gpu_memory_utilization=gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
             enable_prefix_caching=True,
@@ -125,7 +124,7 @@ class Sampler:
         params = self._params(seeds, n, temperature, max_new_tokens, stop_token_ids, seed_whole, logprobs)
         with uncollected():
             outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
-        answers = [_answer(output.outputs[0]) for output in outputs]
+        answers = [_answer(output) for output in outputs]
         return [answers[i : i + n] for i in range(0, len(answers), n)]
 
     def stream(
@@ -151,7 +150,7 @@ class Sampler:
                 if output.finished:
                     prompt, which = divmod(int(output.request_id), n)
                     group = found.setdefault(prompt, {})
-                    group[which] = _answer(output.outputs[0])
+                    group[which] = _answer(output)
                     if len(group) == n:
                         yield prompt, [answer for _, answer in sorted(found.pop(prompt).items())]
 
@@ -255,7 +254,11 @@ def _requests(prompts: Sequence[Sequence[int]], n: int) -> list[dict[str, list[i
     return [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(n)]
 
 
-def _answer(output: Any) -> Answer:
-    tokens = list(output.token_ids)
+def _answer(request: Any) -> Answer:
+    """Raises RuntimeError when log-probs or experts are not those of the answer's tokens."""
+    output = request.outputs[0]
+    tokens, experts = list(output.token_ids), output.routed_experts
     logprobs = [] if output.logprobs is None else sampled_logprobs(output.logprobs, tokens)
-    return Answer(tokens, logprobs, output.finish_reason == "stop", output.routed_experts)
+    if experts is not None and (len(experts) != len(request.prompt_token_ids) + len(tokens) - 1 or not experts.any()):
+        raise RuntimeError("vLLM does not tell to which experts it sent these tokens: set routing_replay to false")
+    return Answer(tokens, logprobs, output.finish_reason == "stop", experts)

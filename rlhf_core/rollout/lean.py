@@ -63,7 +63,7 @@ def wait_for_whole_answers(engine: Any) -> None:
             if output.new_logprobs is not None:
                 known[1].append(output.new_logprobs)
             if output.routed_experts is not None:
-                known[2].append(output.routed_experts)
+                known[2].append(output.routed_experts.copy())  # a view would keep its whole step's
             if output.finish_reason is not None:
                 first, found, experts = begun.pop(output.request_id)
                 first.finish_reason, first.stop_reason = output.finish_reason, output.stop_reason

@@ -31,7 +31,7 @@ class SamplerRole:
         can_sleep: bool = False,
         tensor_parallel_size: int = 1,
         seed_answers: bool = False,
-        tells_experts: bool = False,
+        routing_replay: bool = False,
     ):
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # The engine is alone in this process: torch.distributed variables of the group would make it wait for others.
@@ -47,7 +47,7 @@ class SamplerRole:
             trust_remote_code=trust_remote_code,
             can_sleep=can_sleep,
             tensor_parallel_size=tensor_parallel_size,
-            tells_experts=tells_experts,
+            routing_replay=routing_replay,
         )
         self._first = self.rank * tensor_parallel_size
         self._seed_whole = torch.cuda.is_available() and not seed_answers

@@ -65,7 +65,7 @@ def setting(request: pytest.FixtureRequest, material: Path, tmp_path_factory: py
 
 def started(base: Path, expected: Tensor) -> Iterator[Setting]:
     with BaseManager(ctx=get_context("spawn")) as engines:
-        options = {"max_model_len": 96, "dtype": "bfloat16", "kv_cache_gib": 0.5, "gpu_memory_utilization": 0.1, "tells_experts": True}
+        options = {"max_model_len": 96, "dtype": "bfloat16", "kv_cache_gib": 0.5, "gpu_memory_utilization": 0.1, "routing_replay": True}
         yield Setting(base, expected, engines.Sampler(str(base), seed=0, **options))  # type: ignore[attr-defined]
 
 
@@ -91,19 +91,29 @@ def test_with_the_experts_that_it_is_told_the_policy_is_closer_to_the_engine(set
     if not num_experts(policy.model.config):
         assert all(answer.experts is None for _, answer in asked)
         return
+    own: list[Tensor] = []
+    for part in policy.modules():
+        if type(part).__name__.endswith("TopKRouter"):
+            part.register_forward_hook(lambda module, inputs, output: own.append(output[2]))
     policy.replay_routing()
 
     def gaps(telling: bool) -> Tensor:
         rows = [
             [Document(p + a.tokens, [False] * len(p) + [True] * len(a.tokens), experts=a.experts if telling else None)] for p, a in asked
         ]
-        batch = collate(rows, pad_token_id=0).to(DEVICE)
+        batch = collate(rows, pad_token_id=0, experts=True).to(DEVICE)
         with torch.no_grad():
             found = spoken_logprobs(policy, batch).logprobs[batch.mask]
         return (found.cpu() - torch.tensor([logprob for _, a in asked for logprob in a.logprobs])).abs()
 
     assert all(a.experts.shape == (len(p) + len(a.tokens) - 1, 2, 2) for p, a in asked)
-    plain, replayed = gaps(telling=False), gaps(telling=True)
+    plain = gaps(telling=False)
+    chosen = torch.stack(own, 1).view(len(asked), -1, 2, 2).sort(-1).values.cpu()
+    told = [torch.from_numpy(answer.experts.astype("int64")).sort(-1).values for _, answer in asked]
+    assert all((experts.diff(dim=-1) > 0).all() for experts in told), "no token goes to an expert twice"
+    same = torch.cat([(experts == mine[: len(experts)]).all(-1).flatten() for experts, mine in zip(told, chosen, strict=True)])
+    assert same.float().mean() > 0.9, "all but the undecided tokens would have gone there of themselves"
+    replayed = gaps(telling=True)
     assert replayed.mean() < plain.mean() and replayed.quantile(0.99) < 0.2, (plain.mean(), replayed.mean(), replayed.quantile(0.99))
     print(f"gap {plain.mean():.4f}, largest {plain.max():.2f} nats; with an engine's experts {replayed.mean():.4f}, {replayed.max():.2f}")
 

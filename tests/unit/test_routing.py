@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,15 @@ from rlhf_core.config import PPO, Data
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.engine.base import AdamW, TorchEngine
+from rlhf_core.models import routing
 from rlhf_core.models.load import Policy, load_policy, spoken_logprobs
 from rlhf_core.models.memory import recompute
 from rlhf_core.models.routing import REPLAYED
-from rlhf_core.ppo import roles
+from rlhf_core.ppo import fleet, roles
 from rlhf_core.ppo.ahead import read_ahead, write_ahead
 from rlhf_core.ppo.fleet import objective_of
 from rlhf_core.ppo.sampling import Line, Sampled, rollout
-from rlhf_core.rollout.engine import Answer
+from rlhf_core.rollout.engine import Answer, _answer
 from tests.families import FAMILIES, QWEN_MOE, SHAPE, make_family
 
 SPARSE = {**SHAPE, "vocab_size": 96, "initializer_range": 0.2}
@@ -78,7 +80,7 @@ class Forced(TorchFunctionMode):
 
 @pytest.mark.parametrize("family", REPLAYED)
 def test_every_family_weighs_the_experts_it_is_told_as_it_weighs_its_own(family: str) -> None:
-    policy, batch = policy_of(family), collate([documents()[:2], documents()[2:]], 0)
+    policy, batch = policy_of(family), collate([documents()[:2], documents()[2:]], 0, experts=True)
     assert batch.experts is not None
     with torch.no_grad():
         plain = spoken_logprobs(policy, batch).logprobs
@@ -96,7 +98,7 @@ def test_every_family_weighs_the_experts_it_is_told_as_it_weighs_its_own(family:
 def test_rows_of_a_batch_have_the_experts_of_their_tokens() -> None:
     one, two, three = documents()
     shared = Document([*one.tokens[:4], 3, 4], [False] * 4 + [True] * 2, shared=4, experts=told(6, 5))
-    batch = collate([[one, shared], [two, three]], 0)
+    batch = collate([[one, shared], [two, three]], 0, experts=True)
     assert batch.experts is not None and batch.experts.dtype == torch.int16
     assert batch.experts.shape == (*batch.tokens.shape, LAYERS, CHOSEN)
     expected = torch.full_like(batch.experts, -1)
@@ -104,7 +106,10 @@ def test_rows_of_a_batch_have_the_experts_of_their_tokens() -> None:
     expected[0, 9] = torch.from_numpy(shared.experts[4].astype(np.int16))
     expected[1, 5:11] = torch.from_numpy(three.experts.astype(np.int16))
     assert torch.equal(batch.experts, expected), "-1: last tokens, documents that tell nothing, padding"
-    assert collate([documents(telling=False)], 0).experts is None
+    assert collate([documents(telling=False)], 0, experts=True).experts is None
+    assert collate([documents()], 0).experts is None, "critic and reward models have no use for them"
+    with pytest.raises(AssertionError, match="experts of 4"):
+        Document([1, 2, 3, 4], [True] * 4, experts=told(5, 0))
     there = batch.to("cpu")
     assert there.experts is not None and torch.equal(there.experts, expected)
 
@@ -115,7 +120,7 @@ def test_layers_computed_again_go_to_the_same_experts() -> None:
         policy = policy_of("mixtral").train()
         policy.replay_routing()
         recompute(policy.model, checkpointing)
-        batch = collate([documents()], 0)
+        batch = collate([documents()], 0, experts=True)
         spoken_logprobs(policy, batch).logprobs.sum().backward()
         gradients.append({name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys() and any("gate" in name for name in gradients[0]), "routers are trained"
@@ -140,13 +145,15 @@ def test_rounding_that_sends_tokens_elsewhere_is_taken_out(material: Path, tmp_p
         ids = torch.stack(chosen, 1).view(*batch.tokens.shape, LAYERS, CHOSEN).numpy()
         rounded.replay_routing()
         telling = [[Document(d.tokens, d.mask, experts=ids[i, : len(d) - 1])] for i, d in enumerate(plain)]
-        after = spoken_logprobs(rounded, collate(telling, 0)).logprobs
+        after = spoken_logprobs(rounded, collate(telling, 0, experts=True)).logprobs
     gaps = [(found - expected).abs().mean() for found in (before, after)]
     assert gaps[1] < 0.9 * gaps[0], gaps
 
 
 def test_the_actor_scores_and_trains_with_what_the_sampler_told(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roles, "ZeroEngine", lambda module, adamw, *_: TorchEngine(module, adamw))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     base = make_family("qwen3-moe", material / "base", tmp_path / "base")
     model = roles.Model(str(base), "float32", 0, 4, False)
     objective = objective_of(PPO(prompts=Data(sources="none")))
@@ -154,6 +161,9 @@ def test_the_actor_scores_and_trains_with_what_the_sampler_told(material: Path, 
     replaying, plain = (roles.Actor(model, training, objective, 1.0, routing_replay=replay) for replay in (True, False))
     told_to, silent = documents(), documents(telling=False)
     theirs, own = dict(replaying.logprobs(told_to)), dict(plain.logprobs(silent))
+    begun, other = (dict(roles.Reference(model, 1.0, routing_replay=replay).logprobs(told_to)) for replay in (True, False))
+    np.testing.assert_allclose(begun[0], theirs[0], atol=1e-5, err_msg="the KL to where the actor began is 0")
+    np.testing.assert_allclose(other[0], own[0], atol=1e-5)
     assert np.abs(theirs[0] - own[0]).max() > 0.05
     np.testing.assert_allclose(dict(replaying.logprobs(silent))[0], own[0], atol=1e-5)
     np.testing.assert_allclose(dict(plain.logprobs(told_to))[0], own[0], atol=1e-5)
@@ -175,10 +185,78 @@ def test_a_family_that_chooses_otherwise_is_left_alone() -> None:
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
     shape = {name: value for name, value in SPARSE.items() if name not in ("head_dim", "num_key_value_heads")}
     policy = Policy(DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **sizes, **experts, moe_intermediate_size=32)).eval())
-    telling, silent = collate([documents()], 0), collate([documents(telling=False)], 0)
+    telling, silent = collate([documents()], 0, experts=True), collate([documents(telling=False)], 0, experts=True)
     policy.replay_routing()
     with torch.no_grad():
         torch.testing.assert_close(spoken_logprobs(policy, telling).logprobs, spoken_logprobs(policy, silent).logprobs)
+
+
+@pytest.mark.parametrize(
+    ("config", "version", "card", "expected"),
+    [
+        ({"model_type": "mixtral", "sliding_window": None}, "0.24.0", (9, 0), True),
+        ({"model_type": "mixtral", "sliding_window": 4096}, "0.24.0", (9, 0), False),
+        ({"model_type": "qwen3_moe", "sliding_window": 4096, "use_sliding_window": False}, "0.24.0", (9, 0), True),
+        ({"model_type": "qwen3_moe"}, "0.24.0", (10, 0), False),
+        ({"model_type": "qwen3_moe"}, "0.32.0", (9, 0), False),
+        ({"model_type": "qwen3_moe"}, "0.24.0", None, False),
+        ({"model_type": "qwen3"}, "0.24.0", (9, 0), False),
+        ({}, "0.24.0", (9, 0), False),
+    ],
+)
+def test_engines_are_asked_where_they_are_known_to_tell(
+    config: dict[str, Any], version: str, card: tuple[int, int] | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
+    assert routing.told(config, version) is expected
+
+
+def request(experts: np.ndarray | None) -> SimpleNamespace:
+    """What vLLM returns: a prompt of two tokens and an answer of three."""
+    answer = SimpleNamespace(token_ids=[5, 6, 1], logprobs=None, finish_reason="stop", routed_experts=experts)
+    return SimpleNamespace(prompt_token_ids=[3, 4], outputs=[answer])
+
+
+def test_what_vllm_tells_reaches_the_pass() -> None:
+    answer = _answer(request(told(5, 3)))
+    document = rollout(Prompt((), [3, 4], {}, False), answer).document
+    batch = collate([[document]], 0, experts=True)
+    assert batch.experts is not None and np.array_equal(batch.experts[0, :4].numpy(), told(5, 3))
+    assert _answer(request(None)).experts is None
+    for wrong in (told(4, 3), told(6, 3), told(2, 3), np.zeros((4, LAYERS, CHOSEN), np.uint8)):
+        with pytest.raises(RuntimeError, match="does not tell to which experts"):
+            _answer(request(wrong))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"sampler": True, "actor": True, "reference": True}),
+        ({"reference": "other"}, {"sampler": True, "actor": True, "reference": False}),
+        ({"routing_replay": False}, {"sampler": False, "actor": False, "reference": False}),
+    ],
+)
+def test_roles_are_told_to_replay(fields: dict[str, Any], expected: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    built: dict[str, bool] = {}
+
+    class Group:
+        def __init__(self, name: str):
+            self.name = name
+
+        def build(self, factory: Any, **options: Any) -> SimpleNamespace:
+            if "routing_replay" in options:
+                built[self.name] = options["routing_replay"]
+            up = SimpleNamespace(imports=0.0, loading=0.0, process=1)
+            return SimpleNamespace(role=self.name, wait=lambda timeout: [up])
+
+    monkeypatch.setattr(fleet.Fleet, "open_channel", lambda self: None)
+    monkeypatch.setattr(fleet.Fleet, "look_around", lambda self: None)
+    config = PPO(prompts=Data(sources="none"), zero_stage=1, **fields)
+    names = ("sampler", "actor", "critic", "reference", *(f"reward:{source.title}" for source in config.reward_models))
+    paths = dict.fromkeys(names, "base") | ({"reference": "another"} if config.reference else {})
+    fleet.start_fleet(config, paths, SimpleNamespace(pad_token_id=0), 0, {name: Group(name) for name in names}, False)  # type: ignore[arg-type,misc]
+    assert built == expected
 
 
 def test_answers_that_wait_on_disk_keep_their_experts(tmp_path: Path) -> None:
