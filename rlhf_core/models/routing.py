@@ -47,8 +47,8 @@ class Replay:
         if self.table is None:
             return None
         logits, weights, own = output
-        told = self.table[:, layer].long()
-        chosen = torch.where(told >= 0, told, own)
+        wanted = self.table[:, layer].long()
+        chosen = torch.where(wanted >= 0, wanted, own)
         probabilities = torch.softmax(logits.float(), -1).gather(-1, chosen)
         if getattr(router, "norm_topk_prob", True):
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)

@@ -296,6 +296,7 @@ def start_fleet(
         )
 
     offload = config.ref_reward_offload
+    as_the_actor = config.routing_replay and paths["reference"] == paths["actor"]  # a KL that begins at 0
     loading: list[Pending] = [
         groups["sampler"].build(
             SamplerRole,
@@ -312,11 +313,7 @@ def start_fleet(
             routing_replay=config.routing_replay,
         ),
         groups["reference"].build(
-            Reference,
-            model=model("reference"),
-            temperature=config.temperature,
-            offload=offload,
-            routing_replay=config.routing_replay and paths["reference"] == paths["actor"],
+            Reference, model=model("reference"), temperature=config.temperature, offload=offload, routing_replay=as_the_actor
         ),
         *(group.build(Reward, model=model(group.name), offload=offload) for group in rewards.values()),
     ]
