@@ -24,8 +24,8 @@ def replayed(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in REPLAYED and not windowed
 
 
-def told(config: Mapping[str, Any], version: str) -> bool:
-    """Whether that version of vLLM tells to which experts of such a model tokens went.
+def vllm_tells(config: Mapping[str, Any], version: str) -> bool:
+    """Whether that version of vLLM tells on this machine to which experts of such a model tokens went.
 
     Release 0.24 does, on cards before Blackwell, for which it has kernels that choose by themselves: zeros are told then (vllm#44116).
     """

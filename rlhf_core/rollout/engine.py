@@ -18,7 +18,7 @@ import torch
 
 from rlhf_core.garbage import uncollected
 from rlhf_core.models.lora import base_of
-from rlhf_core.models.routing import told
+from rlhf_core.models.routing import vllm_tells
 from rlhf_core.models.save import save_merged
 from rlhf_core.rollout.environment import compilation, config_of, set_vllm_environment
 from rlhf_core.rollout.lean import keep_rows, sampled_logprobs, wait_for_whole_answers
@@ -81,7 +81,7 @@ class Sampler:
             max_model_len=max_model_len,
             enforce_eager=not on_gpu,
             compilation_config=compilation(model) or None,
-            enable_return_routed_experts=routing_replay and told(config_of(model), vllm.__version__),
+            enable_return_routed_experts=routing_replay and vllm_tells(config_of(model), vllm.__version__),
             gpu_memory_utilization=gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
             enable_prefix_caching=True,

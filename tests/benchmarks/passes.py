@@ -119,7 +119,7 @@ def show(profile: torch.profiler.profile) -> None:
             by_name[name] += end - start
         for name, spent in sorted(by_name.items(), key=lambda item: -item[1])[:6]:
             print(f"    {spent / 1e3:7.1f} ms {name[:90]}")
-        if kernels == longest:
+        if kernels is longest:
             first = kernels[0][0]
             for before, after in sorted(pairwise(kernels), key=lambda pair: pair[0][1] - pair[1][0])[:10]:
                 waited, at = (after[0] - before[1]) / 1e3, (before[1] - first) / 1e3

@@ -114,7 +114,8 @@ def test_with_the_experts_that_it_is_told_the_policy_is_closer_to_the_engine(set
     same = torch.cat([(experts == mine[: len(experts)]).all(-1).flatten() for experts, mine in zip(told, chosen, strict=True)])
     assert same.float().mean() > 0.9, "all but the undecided tokens would have gone there of themselves"
     replayed = gaps(telling=True)
-    assert replayed.mean() < plain.mean() and replayed.quantile(0.99) < 0.2, (plain.mean(), replayed.mean(), replayed.quantile(0.99))
+    assert replayed.quantile(0.99) < 0.2, replayed.quantile(0.99)
+    assert replayed.mean() < 0.9 * plain.mean() and replayed.mean() < 0.05, (plain.mean(), replayed.mean())
     print(f"gap {plain.mean():.4f}, largest {plain.max():.2f} nats; with an engine's experts {replayed.mean():.4f}, {replayed.max():.2f}")
 
 

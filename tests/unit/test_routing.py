@@ -209,7 +209,7 @@ def test_engines_are_asked_where_they_are_known_to_tell(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
-    assert routing.told(config, version) is expected
+    assert routing.vllm_tells(config, version) is expected
 
 
 def request(experts: np.ndarray | None) -> SimpleNamespace:
