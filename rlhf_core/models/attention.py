@@ -1,33 +1,27 @@
-"""Attention inside each document of a packed row, on a GPU: flash-attn's varlen kernel, or PyTorch's own where that package is missing.
+"""Attention inside each document of a packed row, on a GPU: a varlen kernel (`attention_kernels`) in transformers' models.
 
-Both take the rows laid end to end with the borders of the documents, so that nothing is padded and no mask is built
-(FlashAttention-2, Dao 2023). They are called past transformers' own way to flash-attn, which asks the card once a pass whether
-rows are packed: the host would wait there instead of launching ahead. Without a GPU or in fp32 transformers' `sdpa` runs with a
-block-diagonal mask.
+It takes the rows laid end to end with the borders of the documents, so that nothing is padded and no mask is built. It is called past
+transformers' own way to flash-attn, which asks the card once a pass whether rows are packed: the host would wait there instead of
+launching ahead. Without a GPU or in fp32 transformers' `sdpa` runs with a block-diagonal mask.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-from collections.abc import Callable
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import varlen
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlhf_core.data.collate import sent
+from rlhf_core.models import attention_kernels
+from rlhf_core.models.attention_kernels import Heads, flash_kernel, kernel_for
 
 FLASH, VARLEN = "flash_attention_2", "varlen"
 WITHIN_BORDERS = {"full_attention", "sliding_attention"}
 CARRYING = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
-LARGEST_HEAD = 256  # of both kernels
-_ASKS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # not in PyTorch 2.11, which groups heads unasked
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if _ASKS else {}
+LARGEST_HEAD = 256  # of all kernels
 
 
 def attention_for(dtype: str) -> str:
@@ -35,48 +29,16 @@ def attention_for(dtype: str) -> str:
     return FLASH if dtype == "bfloat16" and torch.cuda.is_available() and flash_kernel() is not None else "sdpa"
 
 
-@cache
-def flash_kernel() -> Callable[..., Tensor] | None:
-    """flash-attn's; None where that package is missing, or was built for another PyTorch."""
-    if importlib.util.find_spec("flash_attn") is None:
-        return None
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    return cast(Callable[..., Tensor], flash_attn_varlen_func)
-
-
-def _attend(kernel: Callable[..., Tensor] | None, *rows: Any, scale: float, window: int) -> Tensor:
-    """Of queries, keys, values, their edges and their longest: `kernel` is flash-attn's, None PyTorch's own."""
-    if kernel is not None:
-        return kernel(*rows, softmax_scale=scale, causal=True, window_size=(window, 0))
-    return cast(Tensor, varlen.varlen_attn(*rows, scale=scale, window_size=(window, 0), **_GROUPED))
-
-
-@cache
-def _agrees(kernel: Callable[..., Tensor] | None, device: torch.device, queries: int, window: int) -> bool:
-    """Whether the last `queries` of 8 tokens see as many before them as `window` says (-1: all). A flash-attn that was built without
-    windows says nothing and attends to more, to later tokens too."""
-    rows = torch.arange(8 * 64, device=device).sin().view(8, 1, 64).to(torch.bfloat16)
-    edges = [torch.tensor([0, count], dtype=torch.int32, device=device) for count in (queries, 8)]
-    found = _attend(kernel, rows[-queries:], rows, rows, *edges, queries, 8, scale=1 / 8, window=window).squeeze(1).float()
-    row = rows.squeeze(1).float()
-    seen = torch.ones(8, 8, dtype=torch.bool, device=device).tril().triu(-8 if window < 0 else -window)
-    expected = (row @ row.T / 8).masked_fill(~seen, -torch.inf).softmax(-1) @ row
-    return bool((found - expected[-queries:]).abs().max() < 0.05)
-
-
-def _kernel_for(window: int, device: torch.device) -> Callable[..., Tensor] | None:
-    flash = flash_kernel()
-    return flash if flash is not None and (window < 0 or _agrees(flash, device, 8, 1)) else None
-
-
 def can_share(model: PreTrainedModel, device: torch.device) -> bool:
-    """Whether documents may go on from the prompt of another (`collate.Batch`): the kernels must put queries behind all their keys."""
-    return model.config._attn_implementation == VARLEN and all(
-        _agrees(_kernel_for(window, device), device, 3, window) for window in (-1, 1)
-    )
+    """Whether documents may go on from the prompt of another (`collate.Batch`): a kernel must put queries behind all their keys."""
+    return model.config._attn_implementation == VARLEN and attention_kernels.can_share(_heads(model), device)
+
+
+def _heads(model: PreTrainedModel) -> Heads:
+    config = model.config.get_text_config()
+    queries = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // queries
+    return Heads(queries // (getattr(config, "num_key_value_heads", None) or queries), -(-size // 8) * 8)
 
 
 class _Gathered(torch.autograd.Function):
@@ -195,8 +157,8 @@ def varlen_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if keys is not None:
         k, v = _Gathered.apply(k, keys), _Gathered.apply(v, keys)
-    extent = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    attended = _attend(_kernel_for(window, query.device), q, k, v, *extent, scale=scale, window=window)
+    kernel = kernel_for(Heads(q.shape[1] // k.shape[1], q.shape[-1]), window, keys is not None, query.device)
+    attended = kernel(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scale, window=window)
     return attended[..., :size].unsqueeze(0), None
 
 

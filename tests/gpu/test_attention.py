@@ -14,7 +14,8 @@ from rlhf_core.data.packing import Passes
 from rlhf_core.dpo import pair_logprobs
 from rlhf_core.engine.base import AdamW, TorchEngine
 from rlhf_core.losses import dpo_loss, reward_loss, sft_loss
-from rlhf_core.models import attention
+from rlhf_core.models import attention, attention_kernels
+from rlhf_core.models.attention_kernels import Heads
 from rlhf_core.models.load import Policy, Scorer, spoken_logprobs
 from rlhf_core.reward_model import pair_scores
 from tests.unit.test_models import SHAPE, documents
@@ -22,6 +23,26 @@ from tests.unit.test_shared_prompts import pairs as shared_pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 WIDE = SHAPE | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+
+
+KERNELS = ["the first that is right", "flash-attn's", "PyTorch's"]
+
+
+def only(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel != KERNELS[0]:
+        monkeypatch.setattr(attention_kernels, "flash4_kernel", lambda: None)
+    if kernel == "PyTorch's":
+        monkeypatch.setattr(attention_kernels, "flash_kernel", lambda: None)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("window", [-1, 100])
+@pytest.mark.parametrize("heads", [Heads(1, 64), Heads(1, 80), Heads(4, 96), Heads(6, 128), Heads(7, 128), Heads(2, 256)])
+def test_what_was_found_right_in_short_documents_is_in_long_ones(heads: Heads, window: int, shared: bool) -> None:
+    documents = ((700, 1500), (1, 2), (129, 1029)) if shared else ((1500, 1500), (1, 1), (1029, 1029))
+    device = torch.device("cuda", 0)
+    kernel = attention_kernels.kernel_for(heads, window, shared, device)
+    assert attention_kernels._difference(kernel, heads, window, documents, device) < attention_kernels.CLOSE
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -39,22 +60,22 @@ def test_all_implementations_agree(window: int | None, monkeypatch: pytest.Monke
         found[name] = logprobs.detach(), torch.cat([p.grad.float().flatten() for p in policy.parameters() if p.grad is not None])
 
     # Transformers' own way to flash-attn does not notice a build without windows.
-    plain = [attention.FLASH] if attention.flash_kernel() and window is None else []
+    plain = [attention.FLASH] if attention_kernels.flash_kernel() and window is None else []
     for name in ("eager", "sdpa", *plain, attention.VARLEN):
         policy.model.set_attn_implementation(name)
         read(name)
-    monkeypatch.setattr(attention, "flash_kernel", lambda: None)
-    read("PyTorch's kernel")
+    for way in KERNELS[1:]:
+        only(way, monkeypatch)
+        read(way)
     logprobs, gradient = found["eager"]
     for name, (ours, our_gradient) in found.items():
         assert (ours - logprobs).abs().max() < 0.05, name
         assert torch.nn.functional.cosine_similarity(our_gradient, gradient, dim=0) > 0.999, name
 
 
-@pytest.mark.parametrize("kernel", ["flash-attn's", "PyTorch's"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_prompts_that_are_laid_once_give_the_same_numbers(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kernel == "PyTorch's":
-        monkeypatch.setattr(attention, "flash_kernel", lambda: None)
+    only(kernel, monkeypatch)
     torch.manual_seed(0)
     policy = attention.settled(Qwen2ForCausalLM(Qwen2Config(**WIDE)).to("cuda", torch.bfloat16))
     engine = TorchEngine(Policy(policy), AdamW((0.9, 0.95), 0.0, 1.0))

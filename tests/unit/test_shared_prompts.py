@@ -16,7 +16,7 @@ from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document, Pair
 from rlhf_core.data.packing import Passes
 from rlhf_core.dpo import pair_logprobs
-from rlhf_core.models import attention
+from rlhf_core.models import attention, attention_kernels
 from rlhf_core.models.load import Policy, Scorer
 from rlhf_core.ppo import roles
 from rlhf_core.ppo.fleet import objective_of
@@ -124,14 +124,16 @@ def test_attention_that_knows_nothing_of_shared_prompts_refuses() -> None:
 @pytest.mark.parametrize("aligned", [True, False])
 def test_prompts_are_shared_where_the_kernel_puts_queries_behind_their_keys(aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(*arguments: Any, softmax_scale: float, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
-        query, key, value, queries, keys, longest, _ = arguments
+        query, key, value, queries, keys, longest, longest_key = arguments
         if not aligned:  # causal from the first key on
-            key, value, keys = key[: len(query)], value[: len(query)], queries
-        return plain_varlen(query, key, value, queries, keys, longest, len(key), scale=softmax_scale, window_size=window_size)
+            first = torch.cat([torch.arange(n) + start for n, start in zip(queries.diff().tolist(), keys.tolist(), strict=False)])
+            key, value, keys, longest_key = key[first], value[first], queries, longest
+        rows = (query, key, value, queries, keys, longest, longest_key)
+        return plain_varlen(*rows, scale=softmax_scale, window_size=window_size, enable_gqa=True)
 
     policy = Policy(FAMILIES[next(iter(FAMILIES))]().eval())
     policy.model.set_attn_implementation(attention.VARLEN)
-    monkeypatch.setattr(attention, "flash_kernel", lambda: kernel)
+    monkeypatch.setattr(attention_kernels, "flash_kernel", lambda: kernel)
     assert attention.can_share(policy.model, torch.device("cpu")) == aligned
 
 

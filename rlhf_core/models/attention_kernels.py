@@ -1,0 +1,176 @@
+"""Kernels of causal attention inside the documents of packed rows, on GPUs. A kernel is taken where it was seen to compute just that.
+
+FlashAttention-4 (package flash-attn-4, whose kernels for Hopper and Blackwell are compiled when they are first called), FlashAttention-2
+(flash-attn; Dao 2023) or PyTorch's own, the first of these that is there. What a build was made without, some leave out without a word:
+windows, sizes of heads, even gradients. So each is tried before, on heads like the model's, against plain attention.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+Kernel = Callable[..., Tensor]
+_ASKS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # not in PyTorch 2.11, which groups heads unasked
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if _ASKS else {}
+# Queries and keys of documents of a trial: more than a block of a kernel, and answers that go on from a prompt.
+LONG = 256
+WHOLE, SHARED = ((5, 5), (301, 301)), ((3, 8), (140, 301))
+CLOSE = 0.02  # mean difference over mean size; bf16 takes 0.002 to 0.004
+
+
+class Heads(NamedTuple):
+    """Heads of an attention: of queries for one of keys, and their size."""
+
+    group: int
+    size: int
+
+
+@cache
+def flash_kernel() -> Kernel | None:
+    """flash-attn's; None where that package is missing, or was built for another PyTorch."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return cast(Kernel, flash_attn_varlen_func)
+
+
+@cache
+def flash4_kernel() -> Kernel | None:
+    """flash-attn-4's; None where that package is missing or cannot be imported. What it compiles is kept for the next process."""
+    try:
+        importlib.metadata.version("flash-attn-4")  # flash-attn 2 has an early form of its folder
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(caches / "flash-attn-4"))  # not in /tmp, where others may put theirs
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+    except Exception as problem:  # other releases of what it is made of fail in many ways
+        print(f"flash-attn-4 cannot be imported ({type(problem).__name__}: {problem}): another kernel runs", flush=True)
+        return None
+    return cast(Kernel, flash_attn_varlen_func)
+
+
+def _flash4(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window: int,
+) -> Tensor:
+    # Above a block of the kernel: for shorter documents it would compile others.
+    bounds = {"max_seqlen_q": max(longest, LONG), "max_seqlen_k": max(longest_key, LONG)}
+    edges = {"cu_seqlens_q": starts, "cu_seqlens_k": key_starts, **bounds}
+    seen = (None, None) if window < 0 else (window, 0)
+    attended: Any = kernel(q, k, v, **edges, softmax_scale=scale, causal=window < 0, window_size=seen)
+    return cast(Tensor, attended[0] if isinstance(attended, tuple) else attended)
+
+
+def _flash(kernel: Kernel, *rows: Any, scale: float, window: int) -> Tensor:
+    return kernel(*rows, softmax_scale=scale, causal=True, window_size=(window, 0))
+
+
+def _pytorch(kernel: Kernel, *rows: Any, scale: float, window: int) -> Tensor:
+    return kernel(*rows, scale=scale, window_size=(window, 0), **_GROUPED)
+
+
+_CALLS: dict[str, Kernel] = {"flash-attn-4": _flash4, "flash-attn": _flash, "PyTorch": _pytorch}
+
+
+def kernel_for(heads: Heads, window: int, shared: bool, device: torch.device) -> Kernel:
+    """Takes queries, keys, values (T, heads, size), their edges and their longest, and `scale` and `window`: how many tokens before it a
+    token sees (-1: all). `shared`: documents may have more keys than queries, which are then the last. Raises RuntimeError where nothing
+    computes that."""
+    for name, kernel in _there(device):
+        if tried := _tried(name, kernel, heads, window >= 0, shared, device):
+            return tried
+    raise RuntimeError(f"no attention kernel here computes {_kinds(heads, window >= 0, shared)} (why is said above): take dtype float32")
+
+
+def can_share(heads: Heads, device: torch.device) -> bool:
+    """Whether `kernel_for` has one for shared prompts, with a window and without."""
+    return all(any(_tried(*there, heads, windowed, True, device) for there in _there(device)) for windowed in (False, True))
+
+
+def _there(device: torch.device) -> Iterator[tuple[str, Kernel]]:
+    """What is installed, the fastest first."""
+    if _at_least_hopper(device) and (flash4 := flash4_kernel()):
+        yield "flash-attn-4", flash4
+    if flash := flash_kernel():
+        yield "flash-attn", flash
+    yield "PyTorch", cast(Kernel, varlen.varlen_attn)
+
+
+def _at_least_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _tried(name: str, kernel: Kernel, heads: Heads, windowed: bool, shared: bool, device: torch.device) -> Kernel | None:
+    """The kernel, if values and gradients are those of plain attention."""
+    call, kinds = partial(_CALLS[name], kernel), _kinds(heads, windowed, shared)
+    try:
+        off = _difference(call, heads, 2 if windowed else -1, SHARED if shared else WHOLE, device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:
+        why = f"{type(problem).__name__}: {str(problem).strip()[:200]}"
+        print(f"{name}'s attention does not run here for {kinds} ({why}): another is looked for", flush=True)
+        return None
+    if not off < CLOSE:
+        print(f"{name}'s attention computes something else for {kinds} (off by {off:.2g}): another is looked for", flush=True)
+        return None
+    return call
+
+
+def _kinds(heads: Heads, windowed: bool, shared: bool) -> str:
+    return f"heads of {heads.size}" + (" in windows" if windowed else "") + (" after shared prompts" if shared else "")
+
+
+def _difference(kernel: Kernel, heads: Heads, window: int, documents: tuple[tuple[int, int], ...], device: torch.device) -> float:
+    """The largest over values and the gradients of queries, keys and values: mean difference over mean size."""
+    scale, dice = heads.size**-0.5, torch.Generator().manual_seed(0)
+    queries, keys = (torch.tensor([0, *counts]).cumsum(0) for counts in zip(*documents, strict=True))
+
+    def drawn(rows: Tensor, number: int) -> Tensor:
+        return torch.randn(int(rows[-1]), number, heads.size, generator=dice).to(device, torch.bfloat16).requires_grad_()
+
+    with torch.enable_grad():
+        q, k, v = drawn(queries, heads.group), drawn(keys, 1), drawn(keys, 1)
+        upward = drawn(queries, heads.group).detach()
+        edges = (queries.int().to(device), keys.int().to(device), *(max(counts) for counts in zip(*documents, strict=True)))
+        attended = kernel(q, k, v, *edges, scale=scale, window=window)
+        found = [attended, *torch.autograd.grad(attended, (q, k, v), upward)]
+        parts = []
+        for (first, last), (start, end) in zip(queries.unfold(0, 2, 1).tolist(), keys.unfold(0, 2, 1).tolist(), strict=True):
+            back = torch.arange(end - start, device=device)
+            back = back[-(last - first) :, None] - back  # queries are the last
+            seen = (back >= 0) & ((back <= window) | (window < 0))
+            alike = torch.einsum("qgd,kd->gqk", q[first:last].float(), k[start:end, 0].float()) * scale
+            parts.append(torch.einsum("gqk,kd->qgd", alike.masked_fill(~seen, -torch.inf).softmax(-1), v[start:end, 0].float()))
+        plain = torch.cat(parts)
+        expected = [plain, *torch.autograd.grad(plain, (q, k, v), upward.float())]
+    pairs = [(ours.detach().float(), theirs.detach()) for ours, theirs in zip(found, expected, strict=True)]
+    ratios = [(ours - theirs).abs().mean() / theirs.abs().mean() for ours, theirs in pairs]
+    return float(torch.stack(ratios).nan_to_num(torch.inf).max())

@@ -1,0 +1,122 @@
+"""Which attention kernel is taken: the first that computes what is asked for. A plain computation stands in for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.models import attention_kernels
+from rlhf_core.models.attention_kernels import Heads, can_share, kernel_for
+from tests.unit.test_attention import plain_varlen
+
+CPU, HEADS = torch.device("cpu"), Heads(group=2, size=16)
+
+
+class WrongGradient(torch.autograd.Function):
+    """As FlashAttention-4 4.0.0b36 does for some sizes of heads on Hopper: values are right, gradients are another's."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.roll(1, 0)
+
+
+def flash4(calls: list[str], change: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows) -> Callable[..., Any]:
+    def kernel(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, **named: Any) -> Any:
+        calls.append("flash-attn-4")
+        left, right = named["window_size"]
+        assert (named["causal"], right) == ((True, None) if left is None else (False, 0)), "a window to the left alone is causal"
+        edges = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        window = (-1 if left is None else left, 0)
+        return plain_varlen(change(q), k, v, *edges, scale=named["softmax_scale"], window_size=window, enable_gqa=True), None
+
+    return kernel
+
+
+def flash2(calls: list[str]) -> Callable[..., Any]:
+    def kernel(*rows: Any, softmax_scale: float, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
+        calls.append("flash-attn")
+        return plain_varlen(*rows, scale=softmax_scale, window_size=window_size, enable_gqa=True)
+
+    return kernel
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def there(flash: Any, flash_4: Any, hopper: bool = True) -> None:
+        monkeypatch.setattr(attention_kernels, "flash_kernel", lambda: flash)
+        monkeypatch.setattr(attention_kernels, "flash4_kernel", lambda: flash_4)
+        monkeypatch.setattr(attention_kernels, "_at_least_hopper", lambda device: hopper)
+
+    return there
+
+
+def attended(window: int, shared: bool) -> torch.Tensor:
+    dice = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(count, heads, 16, generator=dice) for count, heads in ((5 if shared else 9, 4), (9, 2), (9, 2)))
+    edges = [torch.tensor(counts, dtype=torch.int32) for counts in ([0, 1, 5] if shared else [0, 4, 9], [0, 4, 9])]
+    longest = [int(counts.diff().max()) for counts in edges]
+    found = kernel_for(HEADS, window, shared, CPU)(q, k, v, *edges, *longest, scale=0.25, window=window)
+    expected = plain_varlen(q, k, v, *edges, *longest, scale=0.25, window_size=(window, 0), enable_gqa=True)
+    torch.testing.assert_close(found, expected)
+    return found
+
+
+@pytest.mark.parametrize("window", [-1, 3])
+@pytest.mark.parametrize("shared", [False, True])
+def test_flash_attention_4_comes_first_from_hopper_on(window: int, shared: bool, install: Callable[..., None]) -> None:
+    calls: list[str] = []
+    install(flash2(calls), flash4(calls))
+    attended(window, shared)
+    assert calls == ["flash-attn-4"] * 2, "tried, and called"
+    attended(window, shared)
+    assert calls == ["flash-attn-4"] * 3 and can_share(HEADS, CPU), "tried once"
+    calls.clear()
+    install(flash2(calls), flash4(calls), hopper=False)
+    attended(window, shared)
+    assert set(calls) == {"flash-attn"}
+
+
+def test_a_kernel_with_wrong_gradients_is_passed_over(install: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[str] = []
+    install(flash2(calls), flash4(calls, WrongGradient.apply))
+    attended(-1, False)
+    assert calls[-1] == "flash-attn" and calls.count("flash-attn-4") == 1
+    assert "flash-attn-4's attention computes something else for heads of 16 (off by 1" in capsys.readouterr().out
+
+
+def test_a_kernel_that_fails_is_passed_over(install: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[str] = []
+
+    def fails(rows: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("of another release of the compiler")
+
+    install(flash2(calls), flash4(calls, fails))
+    attended(3, True)
+    assert calls[-1] == "flash-attn"
+    assert (
+        "does not run here for heads of 16 in windows after shared prompts (AttributeError: of another release" in capsys.readouterr().out
+    )
+
+
+def test_memory_that_is_full_is_not_the_kernels_fault(install: Callable[..., None]) -> None:
+    def full(rows: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    install(None, flash4([], full))
+    with pytest.raises(torch.OutOfMemoryError):
+        kernel_for(HEADS, -1, False, CPU)
+
+
+def test_without_any_kernel_the_way_out_is_named(install: Callable[..., None]) -> None:
+    """PyTorch's own does not run on a CPU."""
+    install(None, None)
+    assert not can_share(HEADS, CPU)
+    with pytest.raises(RuntimeError, match=r"no attention kernel here computes heads of 16 in windows .* take dtype float32"):
+        kernel_for(HEADS, 3, False, CPU)
