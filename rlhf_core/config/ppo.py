@@ -10,7 +10,7 @@ from rlhf_core.config.data import Data
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.groups import Wanted, check_together
 from rlhf_core.config.rounds import Sampling, Vllm
-from rlhf_core.config.training import PASS_TOKENS, RECOMPUTED, ROUTER, Lora, Recomputed, check_batch, check_lora
+from rlhf_core.config.training import PASS_TOKENS, RECOMPUTED, ROUTER, Lora, Recomputed, check_batch, check_lora, check_zero
 from rlhf_core.reward_sources import ModelReward, RewardSources, check_titles
 from rlhf_core.types import Positive, Ranks, Rate, Share
 
@@ -114,8 +114,10 @@ class PPO(Gated, Sampling):
     keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
     gradient_checkpointing: Recomputed = Field(0.0, description=RECOMPUTED)
-    zero_stage: Literal["auto", 1, 2, 3] = Field(
-        "auto", description="DeepSpeed ZeRO stage of actor and critic; auto: the lowest that fits their GPUs, without GPUs 3"
+    zero_stage: Literal["auto", 0, 1, 2, 3] = Field(
+        "auto",
+        description="of actor and critic, 0: plain torch, one rank each; 1-3: DeepSpeed ZeRO; auto: 0 on a GPU each, on several the lowest "
+        "that fits them, without GPUs 3",
     )
     timeout: Positive = Field(600, description="seconds any role may stay silent before the run stops and names it")
 
@@ -239,7 +241,10 @@ class PPO(Gated, Sampling):
     @model_validator(mode="after")
     def _check(self) -> PPO:
         check_lora(self.lora, self.zero_stage)
+        if self.zero_stage == 0 and self.adam_offload:
+            raise ValueError("zero_stage=0 keeps Adam on the GPU, adam_offload asks for the host: set zero_stage to 2, 3 or auto")
         for ranks in (self.actor_ranks, self.critic_ranks):
+            check_zero(self.zero_stage, ranks)
             check_batch("train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, ranks.world_size)
         samples = self.rollout_batch_size * self.n_samples_per_prompt
         if samples % self.train_batch_size:

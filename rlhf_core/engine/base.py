@@ -46,6 +46,9 @@ class Engine(Protocol):
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
         """While open, these parameters are whole on every rank; a collective."""
 
+    def release(self) -> None:
+        """Memory that nothing but an allocator holds is free for others."""
+
     def save_state(self, folder: Path) -> None: ...
 
     def load_state(self, folder: Path) -> None: ...
@@ -96,6 +99,9 @@ class TorchEngine:
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()
 
     def save_state(self, folder: Path) -> None:
         weights = {name: weight.detach() for name, weight in self._optimised.items()}

@@ -28,10 +28,23 @@ class Chosen(NamedTuple):
         return f"zero_stage {self.stage}: {self.why}"
 
 
+ALONE = Chosen(0, "one rank has nothing to share out")
+
+
+def uses_deepspeed(config: PPO) -> bool:
+    """Whether actor and critic need it, where the recipe does not say: several ranks of one, or Adam on the host. Without GPUs always."""
+    if config.zero_stage != "auto":
+        return config.zero_stage > 0
+    ranks = [ranks for name, ranks in config.groups.items() if name in ("actor", "critic")]
+    return bool(config.adam_offload) or any(group.world_size > 1 or not group.gpus for group in ranks)
+
+
 def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, card_bytes: float) -> Chosen:
     """For actor and critic, beside all that shares their GPUs. `sizes`: of each group's model, None if unknown; `card_bytes`: 0: no GPU."""
     if config.zero_stage != "auto":
         return Chosen(config.zero_stage, "as the recipe says")
+    if card_bytes and not uses_deepspeed(config):
+        return ALONE
     if sizes is None or not card_bytes or config.dtype != "bfloat16":
         return _unknown(sizes, card_bytes, config.lora)
     known, layout = sizes, arrange(config.placed, config.together)
@@ -49,7 +62,7 @@ def stage_of_training(config: Trainable, size: Size | None, card_bytes: float) -
     if config.zero_stage != "auto":
         return Chosen(config.zero_stage, "as the recipe says")
     if config.ranks.world_size == 1:
-        return Chosen(0, "one rank has nothing to share out")
+        return ALONE
     if size is None or not card_bytes or config.dtype != "bfloat16":
         return _unknown(size, card_bytes, config.lora)
     known = size

@@ -373,7 +373,7 @@ def start_fleet(
 
 def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Group], kept_stage: int | None) -> Chosen:
     """The ZeRO stage of actor and critic; where the recipe leaves it open, by the smallest of their GPUs."""
-    if config.zero_stage == "auto" and kept_stage:
+    if config.zero_stage == "auto" and kept_stage is not None:
         return Chosen(kept_stage, "as its resume state")
     if config.zero_stage != "auto" or not config.actor_ranks.gpus:
         return stage_of_ppo(config, None, 0)

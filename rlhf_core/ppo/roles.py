@@ -19,7 +19,7 @@ from rlhf_core.config import Lora
 from rlhf_core.data.collate import Batch, collate, sent
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
-from rlhf_core.engine.base import AdamW
+from rlhf_core.engine.base import AdamW, Engine, TorchEngine
 from rlhf_core.engine.ranks import export
 from rlhf_core.engine.zero import ZeroEngine, library
 from rlhf_core.losses import Loss, value_loss, with_balance
@@ -39,9 +39,9 @@ from rlhf_core.supervised import accumulate, deal
 Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
 
 
-def prepare(trains: bool) -> None:
+def prepare(deepspeed: bool) -> None:
     """Imports what a role needs that this module does not."""
-    if trains:
+    if deepspeed:
         library()
 
 
@@ -131,7 +131,7 @@ class Frozen(Resident):
 class Trained(Resident):
     """A role with an optimiser."""
 
-    engine: ZeroEngine
+    engine: Engine
 
     def release(self) -> None:
         self.engine.release()
@@ -269,9 +269,11 @@ class Reward(Frozen):
         return [(index, values[-1:]) for index, values in everywhere]
 
 
-def _engine(module: torch.nn.Module, model: Model, training: Training, offload: bool) -> ZeroEngine:
+def _engine(module: torch.nn.Module, model: Model, training: Training, offload: bool) -> Engine:
     recompute(module.model, training.gradient_checkpointing)
     module.train()
+    if training.zero_stage == 0:
+        return TorchEngine(module, training.adamw)
     return ZeroEngine(module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, training.timeout, offload)
 
 
@@ -280,7 +282,7 @@ def _tensors(module: torch.nn.Module) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}.values())
 
 
-def _score(rank: ZeroEngine | Frozen, documents: Sequence[Document], model: Model, forward: Callable[[Batch], Tensor]) -> Scored:
+def _score(rank: Engine | Frozen, documents: Sequence[Document], model: Model, forward: Callable[[Batch], Tensor]) -> Scored:
     """This rank's share of the documents, similar lengths together; `forward` gives (B, T)."""
     passes = _passes(rank, model.micro_batch_size, model.micro_tokens)
     read: list[tuple[list[int], list[Document], Tensor, Tensor]] = []
@@ -300,12 +302,12 @@ def _score(rank: ZeroEngine | Frozen, documents: Sequence[Document], model: Mode
     return scored
 
 
-def _passes(rank: ZeroEngine | Frozen, rows: int, tokens: int | None) -> Passes:
+def _passes(rank: Engine | Frozen, rows: int, tokens: int | None) -> Passes:
     share = can_share(rank.module.model, rank.device) and not (isinstance(rank.module, Policy) and rank.module.balanced)
     return Passes(rows, tokens, rank.world_size, share)
 
 
-def _replays(rank: ZeroEngine | Frozen) -> bool:
+def _replays(rank: Engine | Frozen) -> bool:
     return isinstance(rank.module, Policy) and rank.module.replays
 
 
@@ -323,7 +325,7 @@ def _micro_batches(items: list[Experience], passes: Passes) -> list[list[Experie
     return [[items[i] for i in part] for part in _parts([item.document for item in items], passes)]
 
 
-def _collate(items: Sequence[Experience], passes: Passes, pad_token_id: int, engine: ZeroEngine) -> tuple[Batch, list[int]]:
+def _collate(items: Sequence[Experience], passes: Passes, pad_token_id: int, engine: Engine) -> tuple[Batch, list[int]]:
     """The batch, and how many tokens of each document are another's."""
     rows = passes.lay([item.document for item in items])
     return collate(rows, pad_token_id, _replays(engine)).to(engine.device), [document.shared for row in rows for document in row]

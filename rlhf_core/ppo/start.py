@@ -9,6 +9,7 @@ from rlhf_core.cluster.group import Group, cpu_threads
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.placement import connect, leave, reserve
 from rlhf_core.config import PPO
+from rlhf_core.forecast.zero import uses_deepspeed
 from rlhf_core.garbage import uncollected
 from rlhf_core.stage import Outcome, RunDir, StageRequest
 
@@ -38,5 +39,5 @@ def seated(config: PPO) -> dict[str, Group]:
         if name == "sampler":
             group.prepare("rlhf_core.rollout.role:prepare", config.vllm.kv_cache_gib)
         else:
-            group.prepare("rlhf_core.ppo.roles:prepare", name in ("actor", "critic"))
+            group.prepare("rlhf_core.ppo.roles:prepare", name in ("actor", "critic") and uses_deepspeed(config))
     return groups

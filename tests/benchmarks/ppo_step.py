@@ -89,7 +89,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--generate-len", type=int, default=512)
     parser.add_argument("--micro-tokens", type=int, default=24576, help="tokens of a pass")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--zero-stage", type=int, default=2)
+    parser.add_argument("--zero-stage", type=lambda stage: stage if stage == "auto" else int(stage), default="auto")
     parser.add_argument("--recompute", type=float, default=1.0, help="share of the layers with gradient checkpointing")
     return parser
 

@@ -44,7 +44,8 @@ def ppo(material: Path, function: Path) -> PPO:
     here = {"max_steps": ITERATIONS, "num_episodes": ITERATIONS, "export_at": (SAVED - 1, SAVED), "max_epochs": 1, "min_lr_ratio": 1}
     sizes = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "train_batch_size": 16, "micro_train_batch_size": 8}
     how = {"advantage_estimator": "grpo", "reward": f"{function}:early", "actor_ranks": Ranks(cpus=SHARE), "one_step_off_policy": True}
-    return PPO(**{**common(material), **here, **sizes, **how})
+    plain = {"zero_stage": 0}  # plain torch, which is cut off and resumed here, DeepSpeed in test_ppo.py
+    return PPO(**{**common(material), **here, **sizes, **how, **plain})
 
 
 @pytest.fixture(scope="module")

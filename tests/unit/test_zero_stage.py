@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rlhf_core import checkpoint
 from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
@@ -16,7 +17,7 @@ from rlhf_core.forecast.memory import GIB, ROOM
 from rlhf_core.forecast.placements import forecast, placements
 from rlhf_core.forecast.seconds import Card
 from rlhf_core.forecast.sizes import Size, size_of_config
-from rlhf_core.forecast.zero import Chosen, peak_of_training, size_at, stage_of_ppo, stage_of_training
+from rlhf_core.forecast.zero import Chosen, peak_of_training, size_at, stage_of_ppo, stage_of_training, uses_deepspeed
 from rlhf_core.ppo.fleet import zero_stage_of
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.stage_digest import deciding
@@ -105,6 +106,27 @@ def test_ppo_counts_all_that_shares_the_cards_of_actor_and_critic() -> None:
     assert placements(explicit, 4, sizes(beside), Card(memory=memory))[0].name == "as in the recipe"
 
 
+def test_actor_and_critic_with_a_gpu_each_need_no_deepspeed() -> None:
+    one = dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks(gpus=0.2))
+    for config in (ppo(**one), ppo(**one, dtype="float32"), ppo(**one, lora=Lora(quantize="nf4"))):
+        assert stage_of_ppo(config, None, 100 * GIB) == Chosen(0, "one rank has nothing to share out") and not uses_deepspeed(config)
+    for more in (
+        {"critic_ranks": FOUR},
+        {"adam_offload": ["critic"]},
+        {"zero_stage": 1},
+        {"actor_ranks": Ranks(), "reference_ranks": Ranks()},
+    ):
+        assert uses_deepspeed(ppo(**one | more)), more
+    assert stage_of_ppo(ppo(**one, adam_offload=True), None, 100 * GIB).stage == 3
+    explicit = ppo(**one, zero_stage=0)
+    assert stage_of_ppo(explicit, None, 0).stage == 0 and not uses_deepspeed(explicit)
+    assert uses_deepspeed(ppo(**dict.fromkeys(one, Ranks()), vllm={})), "without GPUs"
+    with pytest.raises(ValidationError, match="zero_stage=0 trains on one rank, ranks ask for 4"):
+        ppo(zero_stage=0)
+    with pytest.raises(ValidationError, match="zero_stage=0 keeps Adam on the GPU, adam_offload asks for the host"):
+        ppo(**one, zero_stage=0, adam_offload=True)
+
+
 def test_ppo_asks_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
 
@@ -122,6 +144,7 @@ def test_ppo_asks_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path)
     groups["critic"] = Group(100)
     assert zero_stage_of(config, paths, groups, None).stage == 1
     assert zero_stage_of(config, paths, groups, 3) == Chosen(3, "as its resume state")
+    assert zero_stage_of(config, paths, groups, 0) == Chosen(0, "as its resume state")
     assert zero_stage_of(ppo(zero_stage=2), paths, groups, 3).stage == 2
     on_cpu = ppo(**dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks()), vllm={})
     assert zero_stage_of(on_cpu, paths, {}, None).stage == 3
