@@ -85,6 +85,8 @@ class ZeroEngine:
                 "steps_per_print": 10**9,
             },
         )
+        if zero_stage == 3 and torch.cuda.is_available() and not offload:
+            self._engine.optimizer.reduce_and_partition_stream = _Reducing()
         self.module, self.device = module, self._engine.device
 
     def __call__(self, *inputs: Any) -> Any:
@@ -148,6 +150,14 @@ class ZeroEngine:
 
     def barrier(self) -> None:
         dist.barrier()
+
+
+class _Reducing(torch.cuda.Stream):
+    """ZeRO-3's stream of gradients. At the end of a pass its work holds back the card's next kernel and not the host, as DeepSpeed has it:
+    the host launches the next pass meanwhile. With the optimiser's state on the host, gradients are read there, and it must wait."""
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream().wait_stream(self)
 
 
 def _set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:

@@ -31,7 +31,8 @@ def attention_for(dtype: str) -> str:
 
 def can_share(model: PreTrainedModel, device: torch.device) -> bool:
     """Whether documents may go on from the prompt of another (`collate.Batch`): a kernel must put queries behind all their keys."""
-    return model.config._attn_implementation == VARLEN and attention_kernels.can_share(_heads(model), device)
+    windows = getattr(model.config.get_text_config(), "sliding_window", None) is not None
+    return model.config._attn_implementation == VARLEN and attention_kernels.can_share(_heads(model), windows, device)
 
 
 def _heads(model: PreTrainedModel) -> Heads:

@@ -108,9 +108,9 @@ def kernel_for(heads: Heads, window: int, shared: bool, device: torch.device) ->
     raise RuntimeError(f"no attention kernel here computes {_kinds(heads, window >= 0, shared)} (why is said above): take dtype float32")
 
 
-def can_share(heads: Heads, device: torch.device) -> bool:
-    """Whether `kernel_for` has one for shared prompts, with a window and without."""
-    return all(any(_tried(*there, heads, windowed, True, device) for there in _there(device)) for windowed in (False, True))
+def can_share(heads: Heads, windows: bool, device: torch.device) -> bool:
+    """Whether `kernel_for` has one for shared prompts, without a window and, if there are `windows`, with one."""
+    return all(any(_tried(*there, heads, windowed, True, device) for there in _there(device)) for windowed in {False, windows})
 
 
 def _there(device: torch.device) -> Iterator[tuple[str, Kernel]]:

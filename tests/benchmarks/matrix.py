@@ -32,7 +32,7 @@ class Row(NamedTuple):
     placement: str
     settings: dict[str, Any]
     cards: int
-    zero_stage: int = 2
+    zero_stage: int | str = "auto"
 
 
 HALF = {"gpus": 0.5}

@@ -20,11 +20,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
-from rlhf_core.engine.base import AdamW
+from rlhf_core.engine.base import AdamW, TorchEngine
 from rlhf_core.engine.zero import ZeroEngine
 from rlhf_core.models.load import spoken_logprobs, trained_policy
 
@@ -34,7 +33,7 @@ PASSES, STEPS = 4, 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--zero-stage", type=int, default=3)
+    parser.add_argument("--zero-stage", type=int, default=3, help="0: plain torch, on one card")
     parser.add_argument("--tokens", type=int, default=16384, help="of a pass")
     parser.add_argument("--vocabulary", type=int, default=150000, help="tokens are drawn below this")
     parser.add_argument("--profile", action="store_true")
@@ -45,7 +44,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     policy = trained_policy(str(arguments.model), "bfloat16", False, None, 0).to(device).train()
     size = sum(weight.numel() for weight in policy.parameters())
-    engine = ZeroEngine(policy, AdamW((0.9, 0.95), 0.0, 1.0), arguments.zero_stage, "bfloat16", 1, 300)
+    adamw, stage = AdamW((0.9, 0.95), 0.0, 1.0), arguments.zero_stage
+    engine = ZeroEngine(policy, adamw, stage, "bfloat16", 1, 300) if stage else TorchEngine(policy, adamw)
     batch = collate([made_up(arguments.tokens, arguments.vocabulary)], 0).to(device)
 
     def one_pass(last: bool) -> None:
@@ -66,7 +66,7 @@ def main() -> None:
 
     for _ in range(3):
         step()
-    dist.barrier()
+    engine.barrier()
     seconds = statistics.median(step() for _ in range(STEPS)) / PASSES
     wait()
     start = time.monotonic()
@@ -80,7 +80,7 @@ def main() -> None:
         rate = arguments.tokens / seconds
         peak = torch.cuda.max_memory_allocated() / 2**30 if on_card else float("nan")
         whole = f"{rate:,.0f} tokens/s a card, {rate * engine.world_size:,.0f} in all, MFU {6 * size * rate / 790e12:.1%}"
-        print(f"ZeRO-{arguments.zero_stage}, {engine.world_size} ranks: {seconds * 1e3:.1f} ms a pass with its share of the step, {whole}")
+        print(f"ZeRO-{stage}, {engine.world_size} ranks: {seconds * 1e3:.1f} ms a pass with its share of the step, {whole}")
         print(f"one pass alone: launched {launched * 1e3:.0f} ms, done {alone * 1e3:.0f}; peak {peak:.1f} GiB", flush=True)
     if arguments.profile and on_card:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

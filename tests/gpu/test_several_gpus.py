@@ -75,7 +75,7 @@ def ppo(material: Path, function: Path, placement: str) -> PPO:
         reward=f"{function}:early",
         advantage_estimator="grpo",
         dtype="bfloat16",
-        zero_stage=3 if placement == "together" else 2,
+        zero_stage=3 if placement == "together" else "auto",
         colocate_all=placement == "together",
         rollout_batch_size=16,
         n_samples_per_prompt=4,

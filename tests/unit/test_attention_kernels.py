@@ -76,7 +76,7 @@ def test_flash_attention_4_comes_first_from_hopper_on(window: int, shared: bool,
     attended(window, shared)
     assert calls == ["flash-attn-4"] * 2, "tried, and called"
     attended(window, shared)
-    assert calls == ["flash-attn-4"] * 3 and can_share(HEADS, CPU), "tried once"
+    assert calls == ["flash-attn-4"] * 3 and can_share(HEADS, True, CPU), "tried once"
     calls.clear()
     install(flash2(calls), flash4(calls), hopper=False)
     attended(window, shared)
@@ -117,6 +117,6 @@ def test_memory_that_is_full_is_not_the_kernels_fault(install: Callable[..., Non
 def test_without_any_kernel_the_way_out_is_named(install: Callable[..., None]) -> None:
     """PyTorch's own does not run on a CPU."""
     install(None, None)
-    assert not can_share(HEADS, CPU)
+    assert not can_share(HEADS, True, CPU)
     with pytest.raises(RuntimeError, match=r"no attention kernel here computes heads of 16 in windows .* take dtype float32"):
         kernel_for(HEADS, 3, False, CPU)
