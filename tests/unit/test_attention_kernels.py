@@ -32,7 +32,9 @@ def flash4(calls: list[str], change: Callable[[torch.Tensor], torch.Tensor] = la
         calls.append("flash-attn-4")
         left, right = named["window_size"]
         assert (named["causal"], right) == ((True, None) if left is None else (False, 0)), "a window to the left alone is causal"
-        edges = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        longest = [int(edges.diff().max()) for edges in (cu_seqlens_q, cu_seqlens_k)]
+        assert max_seqlen_q >= max(longest[0], 256) and max_seqlen_k >= max(longest[1], 256), "kernels of one block are others"
+        edges = (cu_seqlens_q, cu_seqlens_k, *longest)
         window = (-1 if left is None else left, 0)
         return plain_varlen(change(q), k, v, *edges, scale=named["softmax_scale"], window_size=window, enable_gqa=True), None
 
