@@ -57,7 +57,10 @@ MEANINGS: dict[str, dict[str, str]] = {
         "kl": "PPO left its reference far behind: lower actor_learning_rate or raise init_kl_coef, and distrust its reward.",
         "policy/clip_share": "PPO's steps are too large: many tokens are clipped; lower actor_learning_rate or max_epochs.",
         "policy/ratio": "PPO's steps are too large: the policy moves far within one rollout; lower actor_learning_rate.",
-        "policy/first_ratio": "Sampling and training disagree before the first step: not PPO is bad, but its log-probs; compare dtypes.",
+        **dict.fromkeys(
+            ("policy/first_ratio", "policy/first_ratio_gap"),
+            "Sampling and training disagree before the first step: not PPO is bad, but its log-probs; compare dtypes.",
+        ),
         "policy/kl_old": "PPO's steps are too large: lower actor_learning_rate or max_epochs.",
         "policy/entropy": "PPO's policy has collapsed to few answers, or came apart: look at its answers, learning rate and entropy_coef.",
         "policy/grad_norm": "PPO is unstable: lower actor_learning_rate.",

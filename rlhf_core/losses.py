@@ -188,7 +188,7 @@ def policy_loss(
     `dual_clip` c > 1: the objective of a token with A < 0 is at least c A (Ye et al. 2020).
     Denominator: response tokens. GRPO's mean per answer: `weights` 1/|answer| on its tokens, denominator answers. Dr. GRPO:
     denominator answers x a constant length, which the metrics then share.
-    clip_share: tokens whose gradient a clip cut; kl_old: k3 estimate of KL(old || new), nats per token.
+    clip_share: tokens whose gradient a clip cut; ratio_gap: |rho - 1|; kl_old: k3 estimate of KL(old || new), nats per token.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0)
     advantages = torch.where(mask, advantages, 0)
@@ -205,6 +205,7 @@ def policy_loss(
             "policy/loss": -counted * is_weights * objective,
             "policy/clip_share": counted * (objective != surrogate),
             "policy/ratio": counted * ratio,
+            "policy/ratio_gap": counted * (ratio - 1).abs(),
             "policy/kl_old": counted * kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3"),
         },
         denominator,

@@ -118,6 +118,7 @@ def metrics(kind: str, x: float, i: int) -> dict[str, float]:
             "policy/loss": -0.01 + 0.01 * wiggle,
             "policy/clip_share": 0.05 + 0.02 * wiggle,
             "policy/ratio": 1 + 0.004 * wiggle,
+            "policy/ratio_gap": 0.02,
             "value/loss": 0.4 * math.exp(-3 * x) + 0.02 * wiggle,
             "value/explained_variance": 0.8 * (1 - math.exp(-4 * x)) - 0.1 + 0.05 * wiggle,
             "response/length": 14 + 3 * x + wiggle,

@@ -232,7 +232,7 @@ def policy_loss(
     dual_clip: float | None,
     weights: Row,
 ) -> dict[str, float]:
-    totals = {"policy/loss": 0.0, "policy/clip_share": 0.0, "policy/ratio": 0.0, "policy/kl_old": 0.0}
+    totals = {"policy/loss": 0.0, "policy/clip_share": 0.0, "policy/ratio": 0.0, "policy/ratio_gap": 0.0, "policy/kl_old": 0.0}
     for t in range(len(mask)):
         if not mask[t]:
             continue
@@ -245,6 +245,7 @@ def policy_loss(
         totals["policy/loss"] -= weights[t] * is_weights[t] * objective
         totals["policy/clip_share"] += weights[t] * (objective != ratio * a)
         totals["policy/ratio"] += weights[t] * ratio
+        totals["policy/ratio_gap"] += weights[t] * abs(ratio - 1)
         totals["policy/kl_old"] += weights[t] * (ratio - 1 - math.log(ratio))
     return {name: total / denominator for name, total in totals.items()}
 

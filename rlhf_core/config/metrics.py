@@ -32,7 +32,18 @@ HELD_OUT = {"sft": ("loss",), "reward_model": ("loss", "accuracy", "confidence",
 AFTER = {"reward_model": ("score/mean", "score/std"), "kto": ("data/desirable",)}
 BALANCE = "router/balance"  # only of a mixture of experts
 ANSWERS = ("response/length", "response/truncated", "prompt/truncated")
-POLICY_STEPS = ("loss", "clip_share", "ratio", "kl_old", "entropy", "grad_norm", "learning_rate", "first_ratio")
+POLICY_STEPS = (
+    "loss",
+    "clip_share",
+    "ratio",
+    "ratio_gap",
+    "kl_old",
+    "entropy",
+    "grad_norm",
+    "learning_rate",
+    "first_ratio",
+    "first_ratio_gap",
+)
 RATES = ("win_rate", "ci_low", "ci_high", "length_controlled", "swap_consistency", "failed_games")
 OVER_OPTIMISATION = ("kl", "proxy", "over_optimised")
 JUDGING = ("judge_input_tokens/*", "judge_output_tokens/*", "judge_failed_games/*", "judge_cost/*")

@@ -16,7 +16,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from rlhf_core.data.collate import sent
 from rlhf_core.models import attention_kernels
-from rlhf_core.models.attention_kernels import Heads, flash_kernel, kernel_for
+from rlhf_core.models.attention_kernels import flash_kernel, kernel_for
+from rlhf_core.models.attention_trials import Heads
 
 FLASH, VARLEN = "flash_attention_2", "varlen"
 WITHIN_BORDERS = {"full_attention", "sliding_attention"}

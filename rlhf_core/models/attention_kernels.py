@@ -2,7 +2,7 @@
 
 FlashAttention-4 (package flash-attn-4, whose kernels for Hopper and Blackwell are compiled when they are first called), FlashAttention-2
 (flash-attn; Dao 2023) or PyTorch's own, the first of these that is there. What a build was made without, some leave out without a word:
-windows, sizes of heads, even gradients. So each is tried before, on heads like the model's, against plain attention.
+windows, sizes of heads, even gradients. So each is tried before (`attention_trials`).
 """
 
 from __future__ import annotations
@@ -11,29 +11,20 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-Kernel = Callable[..., Tensor]
+from rlhf_core.models.attention_trials import CLOSE, SHARED, WHOLE, Heads, Kernel, difference, steady
+
 _ASKS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # not in PyTorch 2.11, which groups heads unasked
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if _ASKS else {}
-# Queries and keys of documents of a trial: more than a block of a kernel, and answers that go on from a prompt.
-LONG = 256
-WHOLE, SHARED = ((5, 5), (301, 301)), ((3, 8), (140, 301))
-CLOSE = 0.02  # mean difference over mean size; bf16 takes 0.002 to 0.004
-
-
-class Heads(NamedTuple):
-    """Heads of an attention: of queries for one of keys, and their size."""
-
-    group: int
-    size: int
+LONG = 256  # tokens, more than a block of a kernel
 
 
 @cache
@@ -83,8 +74,9 @@ def _flash4(
     bounds = {"max_seqlen_q": max(longest, LONG), "max_seqlen_k": max(longest_key, LONG)}
     edges = {"cu_seqlens_q": starts, "cu_seqlens_k": key_starts, **bounds}
     seen = (None, None) if window < 0 else (window, 0)
-    attended: Any = kernel(q, k, v, **edges, softmax_scale=scale, causal=window < 0, window_size=seen)
-    return cast(Tensor, attended[0] if isinstance(attended, tuple) else attended)
+    # With the sums of the softmax, so that the kernel is the same with gradients and without.
+    attended: Any = kernel(q, k, v, **edges, softmax_scale=scale, causal=window < 0, window_size=seen, return_lse=True)
+    return cast(Tensor, attended[0])
 
 
 def _flash(kernel: Kernel, *rows: Any, scale: float, window: int) -> Tensor:
@@ -131,7 +123,7 @@ def _tried(name: str, kernel: Kernel, heads: Heads, windowed: bool, shared: bool
     """The kernel, if values and gradients are those of plain attention."""
     call, kinds = partial(_CALLS[name], kernel), _kinds(heads, windowed, shared)
     try:
-        off = _difference(call, heads, 2 if windowed else -1, SHARED if shared else WHOLE, device)
+        off = difference(call, heads, 2 if windowed else -1, SHARED if shared else WHOLE, device)
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:
@@ -141,36 +133,14 @@ def _tried(name: str, kernel: Kernel, heads: Heads, windowed: bool, shared: bool
     if not off < CLOSE:
         print(f"{name}'s attention computes something else for {kinds} (off by {off:.2g}): another is looked for", flush=True)
         return None
+    if name == "flash-attn-4" and not steady(call, heads, 2 if windowed else -1, device):
+        print(
+            f"{name}'s attention for {kinds} depends on the rows beside: another is looked for, so that PPO trains what it scored",
+            flush=True,
+        )
+        return None
     return call
 
 
 def _kinds(heads: Heads, windowed: bool, shared: bool) -> str:
     return f"heads of {heads.size}" + (" in windows" if windowed else "") + (" after shared prompts" if shared else "")
-
-
-def _difference(kernel: Kernel, heads: Heads, window: int, documents: tuple[tuple[int, int], ...], device: torch.device) -> float:
-    """The largest over values and the gradients of queries, keys and values: mean difference over mean size."""
-    scale, dice = heads.size**-0.5, torch.Generator().manual_seed(0)
-    queries, keys = (torch.tensor([0, *counts]).cumsum(0) for counts in zip(*documents, strict=True))
-
-    def drawn(rows: Tensor, number: int) -> Tensor:
-        return torch.randn(int(rows[-1]), number, heads.size, generator=dice).to(device, torch.bfloat16).requires_grad_()
-
-    with torch.enable_grad():
-        q, k, v = drawn(queries, heads.group), drawn(keys, 1), drawn(keys, 1)
-        upward = drawn(queries, heads.group).detach()
-        edges = (queries.int().to(device), keys.int().to(device), *(max(counts) for counts in zip(*documents, strict=True)))
-        attended = kernel(q, k, v, *edges, scale=scale, window=window)
-        found = [attended, *torch.autograd.grad(attended, (q, k, v), upward)]
-        parts = []
-        for (first, last), (start, end) in zip(queries.unfold(0, 2, 1).tolist(), keys.unfold(0, 2, 1).tolist(), strict=True):
-            back = torch.arange(end - start, device=device)
-            back = back[-(last - first) :, None] - back  # queries are the last
-            seen = (back >= 0) & ((back <= window) | (window < 0))
-            alike = torch.einsum("qgd,kd->gqk", q[first:last].float(), k[start:end, 0].float()) * scale
-            parts.append(torch.einsum("gqk,kd->qgd", alike.masked_fill(~seen, -torch.inf).softmax(-1), v[start:end, 0].float()))
-        plain = torch.cat(parts)
-        expected = [plain, *torch.autograd.grad(plain, (q, k, v), upward.float())]
-    pairs = [(ours.detach().float(), theirs.detach()) for ours, theirs in zip(found, expected, strict=True)]
-    ratios = [(ours - theirs).abs().mean() / theirs.abs().mean() for ours, theirs in pairs]
-    return float(torch.stack(ratios).nan_to_num(torch.inf).max())

@@ -103,7 +103,7 @@ def ppo_iteration(
         with _phase(phases, "generate"):
             ahead = asked()._replace(age=int("actor" in updates))
     if "actor" in updates:
-        metrics["policy/first_ratio"] = steps[0]["policy/ratio"]
+        metrics |= {f"policy/first_{name}": steps[0][f"policy/{name}"] for name in ("ratio", "ratio_gap")}
         with _phase(phases, "sync"):
             fleet.publish_weights()
         with _phase(phases, "probe"):

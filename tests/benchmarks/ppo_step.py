@@ -212,6 +212,7 @@ def show(line: dict[str, float]) -> None:
         "sampler/gap",
         "sampler/gap_p99",
         "policy/first_ratio",
+        "policy/first_ratio_gap",
         "policy/grad_norm",
         "sync/probe_gap",
         "policy/loss",

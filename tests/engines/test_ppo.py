@@ -215,7 +215,7 @@ def test_the_first_optimiser_step_is_on_policy(runs: Runs) -> None:
     for line in lines:
         assert line["sampler/gap"] < 1e-3, "vLLM and the trainer disagree on the same weights"
     for line in lines[FROZEN:]:
-        assert line["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+        assert line["policy/first_ratio_gap"] < 1e-5
         assert line["sync/probe_gap"] < 1e-3
     assert lines[-1]["kl/mean"] != 0
 

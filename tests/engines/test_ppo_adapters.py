@@ -74,7 +74,7 @@ def test_the_sampler_follows_the_actor(
     lines = read_metrics(tmp_path / "ppo")
     for line in lines:  # the probe after each sync compared vLLM with the actor; rollouts came from the synced weights
         assert line["sync/probe_gap"] < 1e-3 and line["sampler/gap"] < 1e-3
-        assert line["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+        assert line["policy/first_ratio_gap"] < 1e-5
     assert lines[-1]["kl/mean"] != pytest.approx(0, abs=1e-3), "the actor that was sampled from is still the reference"
     checkpoint = tmp_path / "ppo" / "checkpoint"
     if config.lora is not None and config.lora.export == "adapter":

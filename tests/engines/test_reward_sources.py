@@ -124,7 +124,7 @@ def test_there_was_no_critic_and_the_actor_learned_on_policy(run: Path) -> None:
     assert not any(name.startswith("value/") for line in lines for name in line)
     assert lines[0]["kl/mean"] == pytest.approx(0, abs=1e-5) and lines[-1]["policy/kl_loss"] > 0
     for line in lines:
-        assert line["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+        assert line["policy/first_ratio_gap"] < 1e-5
         assert line["sampler/gap_p99"] < 1e-2 and line["sync/probe_gap"] < 1e-3
     before = load_file(run / "rm" / "checkpoint" / "model.safetensors")
     after = load_file(run / "grpo" / "checkpoint" / "model.safetensors")

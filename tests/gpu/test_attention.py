@@ -10,12 +10,14 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.dpo import pair_logprobs
 from rlhf_core.engine.base import AdamW, TorchEngine
 from rlhf_core.losses import dpo_loss, reward_loss, sft_loss
 from rlhf_core.models import attention, attention_kernels
-from rlhf_core.models.attention_kernels import Heads
+from rlhf_core.models.attention_trials import CLOSE, Heads, difference
+from rlhf_core.models.kernels import fuse
 from rlhf_core.models.load import Policy, Scorer, spoken_logprobs
 from rlhf_core.reward_model import pair_scores
 from tests.unit.test_models import SHAPE, documents
@@ -42,7 +44,28 @@ def test_what_was_found_right_in_short_documents_is_in_long_ones(heads: Heads, w
     documents = ((700, 1500), (1, 2), (129, 1029)) if shared else ((1500, 1500), (1, 1), (1029, 1029))
     device = torch.device("cuda", 0)
     kernel = attention_kernels.kernel_for(heads, window, shared, device)
-    assert attention_kernels._difference(kernel, heads, window, documents, device) < attention_kernels.CLOSE
+    assert difference(kernel, heads, window, documents, device) < CLOSE
+
+
+def test_what_is_trained_first_says_to_the_last_bit_what_was_scored() -> None:
+    """PPO starts with ratios of 1: no kernel may depend on whether there are gradients, nor on the rows beside. With rows as long as usual."""
+    shape = {"hidden_size": 1536, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, vocab_size=1024, pad_token_id=0)).to("cuda", torch.bfloat16)
+    policy, dice = Policy(fuse(attention.settled(model))), torch.Generator().manual_seed(0)
+    answers = [torch.randint(2, 1024, (length,), generator=dice).tolist() for length in [768] * 14 + [301, 1235]]
+
+    def logprobs(order: list[int]) -> list[torch.Tensor]:
+        batch = collate([[Document(answers[i], [True] * len(answers[i])) for i in order]], pad_token_id=0).to("cuda")
+        found = policy(batch.tokens, batch.positions, batch.documents).logprobs[batch.documents >= 0]
+        parts = found.detach().split([len(answers[i]) for i in order])
+        return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
+
+    with torch.no_grad():
+        scored = logprobs(list(range(16)))
+    trained = logprobs(torch.randperm(16, generator=dice).tolist())
+    assert sum(map(len, answers)) * 12 > 131072, "above this Liger has another kernel for rows that have gradients"
+    assert all(torch.equal(a, b) for a, b in zip(trained, scored, strict=True))
 
 
 @pytest.mark.parametrize("window", [None, 4])

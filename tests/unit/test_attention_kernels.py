@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rlhf_core.models import attention_kernels
-from rlhf_core.models.attention_kernels import Heads, can_share, kernel_for
+from rlhf_core.models.attention_kernels import can_share, kernel_for
+from rlhf_core.models.attention_trials import Heads
 from tests.unit.test_attention import plain_varlen
 
 CPU, HEADS = torch.device("cpu"), Heads(group=2, size=16)
@@ -30,6 +31,7 @@ class WrongGradient(torch.autograd.Function):
 def flash4(calls: list[str], change: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows) -> Callable[..., Any]:
     def kernel(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, **named: Any) -> Any:
         calls.append("flash-attn-4")
+        assert named["return_lse"], "as for a kernel with gradients"
         left, right = named["window_size"]
         assert (named["causal"], right) == ((True, None) if left is None else (False, 0)), "a window to the left alone is causal"
         longest = [int(edges.diff().max()) for edges in (cu_seqlens_q, cu_seqlens_k)]
@@ -76,9 +78,9 @@ def test_flash_attention_4_comes_first_from_hopper_on(window: int, shared: bool,
     calls: list[str] = []
     install(flash2(calls), flash4(calls))
     attended(window, shared)
-    assert calls == ["flash-attn-4"] * 2, "tried, and called"
+    assert calls == ["flash-attn-4"] * 4, "tried three times, and called"
     attended(window, shared)
-    assert calls == ["flash-attn-4"] * 3 and can_share(HEADS, True, CPU), "tried once"
+    assert calls == ["flash-attn-4"] * 5 and can_share(HEADS, True, CPU), "and not tried again"
     calls.clear()
     install(flash2(calls), flash4(calls), hopper=False)
     attended(window, shared)
@@ -91,6 +93,14 @@ def test_a_kernel_with_wrong_gradients_is_passed_over(install: Callable[..., Non
     attended(-1, False)
     assert calls[-1] == "flash-attn" and calls.count("flash-attn-4") == 1
     assert "flash-attn-4's attention computes something else for heads of 16 (off by 1" in capsys.readouterr().out
+
+
+def test_one_whose_last_bits_depend_on_gradients_is_too(install: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[str] = []
+    install(flash2(calls), flash4(calls, lambda rows: rows * 1.004 if rows.requires_grad else rows))
+    attended(-1, False)
+    assert calls[-1] == "flash-attn" and calls.count("flash-attn-4") == 3
+    assert "flash-attn-4's attention for heads of 16 depends on the rows beside" in capsys.readouterr().out
 
 
 def test_a_kernel_that_fails_is_passed_over(install: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ class Fleet:
         if self.actor == self.killed_at:
             raise KeyboardInterrupt
         self.weights.append(float(experience[0].is_weights[-1]))
-        return [{"policy/ratio": 1.0}]
+        return [{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}]
 
     def publish_weights(self) -> None:
         self.said.append("publish")

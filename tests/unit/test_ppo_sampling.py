@@ -70,7 +70,7 @@ class Fleet:
     def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> list[dict[str, float]]:
         self.trained.append(updates)
         self.said.append("train")
-        return [{"policy/ratio": 1.0} for _ in next(iter(updates.values()))]
+        return [{"policy/ratio": 1.0, "policy/ratio_gap": 0.0} for _ in next(iter(updates.values()))]
 
     def accounts(self, rollouts: object, trained: object, passes: int, seconds: float) -> dict[str, float]:
         return {}

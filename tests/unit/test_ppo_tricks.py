@@ -152,6 +152,7 @@ def test_each_token_has_its_own_ratio(models: Path, plain_engine: None) -> None:
     shares = {ratio: actor(models, ratio=ratio).train(moved, [Update(list(range(8)), 1e-9, 0.0)])[0] for ratio in ("token", "sequence")}
     tokens = [np.exp(np.linspace(0, 0.6, len(e.document))[2:]) for e in moved]
     assert shares["token"]["policy/ratio"] == pytest.approx(np.concatenate(tokens).mean(), rel=1e-4)
+    assert shares["token"]["policy/ratio_gap"] == pytest.approx(np.abs(np.concatenate(tokens) - 1).mean(), rel=1e-4)
     geometric = [np.exp(np.log(ratios).mean()) for ratios in tokens]
     assert shares["sequence"]["policy/ratio"] == pytest.approx(np.mean(geometric), rel=1e-4)
 
