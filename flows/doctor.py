@@ -84,6 +84,8 @@ def _packages(gpus: int) -> list[Finding]:
     if gpus:
         flash = _version("flash-attn")
         found.append(Finding("ok" if flash else "warn", "flash-attn", flash or "missing: PyTorch's own varlen attention runs instead"))
+        if flash4 := _version("flash-attn-4"):
+            found.append(Finding("ok", "flash-attn-4", f"{flash4}, taken on Hopper and Blackwell for heads that it computes rightly"))
     elif torch:
         for name in CUDA_ONLY:
             if version := _version(name):

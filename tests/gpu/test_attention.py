@@ -48,7 +48,7 @@ def test_what_was_found_right_in_short_documents_is_in_long_ones(heads: Heads, w
 
 
 def test_what_is_trained_first_says_to_the_last_bit_what_was_scored() -> None:
-    """PPO starts with ratios of 1: no kernel may depend on whether there are gradients, nor on the rows beside. With rows as long as usual."""
+    """PPO starts with ratios of 1: no kernel may depend on whether there are gradients, nor on the rows beside. Rows are long, as usual."""
     shape = {"hidden_size": 1536, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 2, "num_hidden_layers": 2}
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**shape, vocab_size=1024, pad_token_id=0)).to("cuda", torch.bfloat16)

@@ -66,6 +66,11 @@ TWO_APART = ONE.model_copy(
         "vllm": ONE.vllm.model_copy(update={"gpus": 1.0, "gpu_memory_utilization": 0.9}),
     }
 )  # fmt: skip
+ONE_IN_TORCH = ONE.model_copy(update={"zero_stage": 0})
+TWO_REWARDS = ppo(
+    **all_roles({"gpus": 0.2}), reward=["rm", "other"], vllm={"gpus": 1}, zero_stage=0, rollout_batch_size=128, train_batch_size=128,
+    generate_max_len=512, micro_train_tokens=24576, micro_rollout_tokens=24576, gradient_checkpointing=True, micro_train_batch_size=1,
+)  # fmt: skip
 HALVES = TWO_APART.model_copy(update={"vllm": ONE.vllm.model_copy(update={"gpus": 0.5, "gpu_memory_utilization": 0.35})})
 ACTOR_BESIDE_REFERENCE = HALVES.model_copy(update={"colocate_actor_ref": True})
 CRITIC_BESIDE_REWARD = HALVES.model_copy(update={"colocate_critic_reward": True})
@@ -100,6 +105,8 @@ NOT_FITTED: list[tuple[PPO, list[float], float]] = [
     (CRITIC_BESIDE_REWARD, [45.7, 95.0], 5.8),
     (ONE_ENGINE, [105.1, 105.7], 7.1),
     (TWO_APART, [94.7, 126.6], 10.5),
+    (ONE_IN_TORCH, [111.2], 9.5),
+    (TWO_REWARDS, [77.7, 126.6], 9.5),
 ]
 BEFORE_THEY_RAN = [(config, SMALL_MODEL, held) for config, held, _ in NOT_FITTED]
 
