@@ -91,7 +91,7 @@ def _options(config: PPO, count: int, needed: float) -> dict[str, dict[str, Any]
     together = {**apart, **dict.fromkeys(roles, ranks(count)), "colocate_all": True, "vllm": engines(count, 0.3) | {"sleep": True}}
     offloaded = ["actor", "critic"] if config.has_critic else ["actor"]
     options = {
-        "all together": {**together, "zero_stage": 2},
+        "all together": {**together, "zero_stage": 2 if count > 1 else 0},
         "all together, ZeRO-3, reference and reward offloaded": {**together, "zero_stage": 3, "ref_reward_offload": True},
         "all together, Adam offloaded too": {**together, "zero_stage": 3, "ref_reward_offload": True, "adam_offload": offloaded},
     }

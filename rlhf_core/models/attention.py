@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from rlhf_core.data.collate import sent
 from rlhf_core.models import attention_kernels
 from rlhf_core.models.attention_kernels import flash_kernel, kernel_for
-from rlhf_core.models.attention_trials import Heads
+from rlhf_core.models.attention_trials import MANY, Heads, Kind
 
 FLASH, VARLEN = "flash_attention_2", "varlen"
 WITHIN_BORDERS = {"full_attention", "sliding_attention"}
@@ -40,6 +40,9 @@ def _heads(model: PreTrainedModel) -> Heads:
     config = model.config.get_text_config()
     queries = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // queries
+    if rope := getattr(config, "qk_rope_head_dim", None):  # MLA, whose head_dim is that of a part
+        size = max(config.qk_nope_head_dim + rope, config.v_head_dim)
+        return Heads(1, -(-size // 8) * 8)
     return Heads(queries // (getattr(config, "num_key_value_heads", None) or queries), -(-size // 8) * 8)
 
 
@@ -159,7 +162,8 @@ def varlen_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if keys is not None:
         k, v = _Gathered.apply(k, keys), _Gathered.apply(v, keys)
-    kernel = kernel_for(Heads(q.shape[1] // k.shape[1], q.shape[-1]), window, keys is not None, query.device)
+    heads, many = Heads(q.shape[1] // k.shape[1], q.shape[-1]), len(cu_seq_lens_q) > MANY + 1
+    kernel = kernel_for(Kind(heads, window >= 0, keys is not None, many), query.device)
     attended = kernel(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scale, window=window)
     return attended[..., :size].unsqueeze(0), None
 

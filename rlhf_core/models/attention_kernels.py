@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from rlhf_core.models.attention_trials import CLOSE, SHARED, WHOLE, Heads, Kernel, difference, steady
+from rlhf_core.models.attention_trials import Heads, Kernel, Kind, objection
 
 _ASKS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # not in PyTorch 2.11, which groups heads unasked
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if _ASKS else {}
@@ -46,10 +46,11 @@ def flash4_kernel() -> Kernel | None:
         importlib.metadata.version("flash-attn-4")  # flash-attn 2 has an early form of its folder
     except importlib.metadata.PackageNotFoundError:
         return None
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(caches / "flash-attn-4"))  # not in /tmp, where others may put theirs
     try:
+        major, minor = torch.cuda.get_device_capability()  # of which its cache knows nothing
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash-attn-4" / f"sm{major}{minor}"
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(caches))  # not in /tmp, where others may put theirs
         from flash_attn.cute import flash_attn_varlen_func
     except Exception as problem:  # other releases of what it is made of fail in many ways
         print(f"flash-attn-4 cannot be imported ({type(problem).__name__}: {problem}): another kernel runs", flush=True)
@@ -90,19 +91,19 @@ def _pytorch(kernel: Kernel, *rows: Any, scale: float, window: int) -> Tensor:
 _CALLS: dict[str, Kernel] = {"flash-attn-4": _flash4, "flash-attn": _flash, "PyTorch": _pytorch}
 
 
-def kernel_for(heads: Heads, window: int, shared: bool, device: torch.device) -> Kernel:
+def kernel_for(kind: Kind, device: torch.device) -> Kernel:
     """Takes queries, keys, values (T, heads, size), their edges and their longest, and `scale` and `window`: how many tokens before it a
-    token sees (-1: all). `shared`: documents may have more keys than queries, which are then the last. Raises RuntimeError where nothing
-    computes that."""
+    token sees (-1: all). Raises RuntimeError where nothing computes that."""
     for name, kernel in _there(device):
-        if tried := _tried(name, kernel, heads, window >= 0, shared, device):
+        if tried := _tried(name, kernel, kind, device):
             return tried
-    raise RuntimeError(f"no attention kernel here computes {_kinds(heads, window >= 0, shared)} (why is said above): take dtype float32")
+    raise RuntimeError(f"no attention kernel here computes {kind} (why is said above): take dtype float32")
 
 
 def can_share(heads: Heads, windows: bool, device: torch.device) -> bool:
     """Whether `kernel_for` has one for shared prompts, without a window and, if there are `windows`, with one."""
-    return all(any(_tried(*there, heads, windowed, True, device) for there in _there(device)) for windowed in {False, windows})
+    kinds = [Kind(heads, windowed, shared=True) for windowed in {False, windows}]
+    return all(any(_tried(*there, kind, device) for there in _there(device)) for kind in kinds)
 
 
 def _there(device: torch.device) -> Iterator[tuple[str, Kernel]]:
@@ -119,28 +120,15 @@ def _at_least_hopper(device: torch.device) -> bool:
 
 
 @cache
-def _tried(name: str, kernel: Kernel, heads: Heads, windowed: bool, shared: bool, device: torch.device) -> Kernel | None:
+def _tried(name: str, kernel: Kernel, kind: Kind, device: torch.device) -> Kernel | None:
     """The kernel, if values and gradients are those of plain attention."""
-    call, kinds = partial(_CALLS[name], kernel), _kinds(heads, windowed, shared)
+    call = partial(_CALLS[name], kernel)
     try:
-        off = difference(call, heads, 2 if windowed else -1, SHARED if shared else WHOLE, device)
+        found = objection(call, kind, device, must_be_steady=name == "flash-attn-4")
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:
-        why = f"{type(problem).__name__}: {str(problem).strip()[:200]}"
-        print(f"{name}'s attention does not run here for {kinds} ({why}): another is looked for", flush=True)
-        return None
-    if not off < CLOSE:
-        print(f"{name}'s attention computes something else for {kinds} (off by {off:.2g}): another is looked for", flush=True)
-        return None
-    if name == "flash-attn-4" and not steady(call, heads, 2 if windowed else -1, device):
-        print(
-            f"{name}'s attention for {kinds} depends on the rows beside: another is looked for, so that PPO trains what it scored",
-            flush=True,
-        )
-        return None
-    return call
-
-
-def _kinds(heads: Heads, windowed: bool, shared: bool) -> str:
-    return f"heads of {heads.size}" + (" in windows" if windowed else "") + (" after shared prompts" if shared else "")
+        found = f"does not run here ({type(problem).__name__}: {str(problem).strip()[:200]})"
+    if found:
+        print(f"{name}'s attention for {kind} {found}: another is looked for", flush=True)
+    return None if found else call

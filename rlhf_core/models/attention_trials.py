@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 Kernel = Callable[..., Tensor]
-# Queries and keys of documents of a trial: more than a block of a kernel, and answers that go on from a prompt.
+Documents = tuple[tuple[int, int], ...]
+# Queries and keys of documents of a trial: more than a block of a kernel, and answers that go on from a prompt; and so many that
+# FlashAttention-4 takes another way to find them (above 256).
 WHOLE, SHARED = ((5, 5), (301, 301)), ((3, 8), (140, 301))
+MANY = 256
 CLOSE = 0.02  # mean difference over mean size; bf16 takes 0.002 to 0.004
+NEAR = 0.25  # largest difference of a number, over its own and the mean size
 
 
 class Heads(NamedTuple):
@@ -19,6 +23,34 @@ class Heads(NamedTuple):
 
     group: int
     size: int
+
+
+class Kind(NamedTuple):
+    """What an attention is asked: windows, documents with more keys than queries, which are the last, more documents than `MANY`."""
+
+    heads: Heads
+    windowed: bool = False
+    shared: bool = False
+    many: bool = False
+
+    def __str__(self) -> str:
+        asked = {"in windows": self.windowed, "after shared prompts": self.shared, f"of more than {MANY} documents": self.many}
+        return " ".join([f"heads of {self.heads.size}", *(name for name, wanted in asked.items() if wanted)])
+
+
+def objection(kernel: Kernel, kind: Kind, device: torch.device, must_be_steady: bool) -> str | None:
+    """Why the kernel is not for this, if it isn't. It may be asked in the midst of a layer that is recomputed in the backward pass."""
+    window = 2 if kind.windowed else -1
+    documents: Documents = SHARED if kind.shared else WHOLE
+    if kind.many:
+        documents = ((2, 7) if kind.shared else (4, 4),) * (MANY + 1)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        mean, largest = difference(kernel, kind.heads, window, documents, device)
+        if not (mean < CLOSE and largest < NEAR):
+            return f"computes something else (off by {mean:.2g}, a number by {largest:.2g})"
+        if must_be_steady and not steady(kernel, kind.heads, window, device):
+            return "gives other bits with gradients or beside other rows, and PPO is to train what it scored"
+    return None
 
 
 def steady(kernel: Kernel, heads: Heads, window: int, device: torch.device) -> bool:
@@ -41,8 +73,9 @@ def steady(kernel: Kernel, heads: Heads, window: int, device: torch.device) -> b
     return all(torch.equal(a, b) for a, b in zip(trained, scored, strict=True))
 
 
-def difference(kernel: Kernel, heads: Heads, window: int, documents: tuple[tuple[int, int], ...], device: torch.device) -> float:
-    """The largest over values and the gradients of queries, keys and values: mean difference over mean size."""
+def difference(kernel: Kernel, heads: Heads, window: int, documents: Documents, device: torch.device) -> tuple[float, float]:
+    """From plain attention, the largest over values and the gradients of queries, keys and values: the mean difference over the mean size,
+    and the largest difference of a number over its own and the mean size."""
     scale, dice = heads.size**-0.5, torch.Generator().manual_seed(0)
     queries, keys = (torch.tensor([0, *counts]).cumsum(0) for counts in zip(*documents, strict=True))
 
@@ -65,5 +98,7 @@ def difference(kernel: Kernel, heads: Heads, window: int, documents: tuple[tuple
         plain = torch.cat(parts)
         expected = [plain, *torch.autograd.grad(plain, (q, k, v), upward.float())]
     pairs = [(ours.detach().float(), theirs.detach()) for ours, theirs in zip(found, expected, strict=True)]
-    ratios = [(ours - theirs).abs().mean() / theirs.abs().mean() for ours, theirs in pairs]
-    return float(torch.stack(ratios).nan_to_num(torch.inf).max())
+    means = [(ours - theirs).abs().mean() / theirs.abs().mean() for ours, theirs in pairs]
+    largest = [((ours - theirs).abs() / (theirs.abs() + theirs.abs().mean())).max() for ours, theirs in pairs]
+    mean_of_worst, worst = (float(torch.stack(found).nan_to_num(torch.inf).max()) for found in (means, largest))
+    return mean_of_worst, worst

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.models import attention_kernels
+from rlhf_core.data.collate import collate
+from rlhf_core.models import attention, attention_kernels
 from rlhf_core.models.attention_kernels import can_share, kernel_for
-from rlhf_core.models.attention_trials import Heads
+from rlhf_core.models.attention_trials import MANY, Heads, Kind
+from rlhf_core.models.load import Policy
+from rlhf_core.models.memory import recompute
 from tests.unit.test_attention import plain_varlen
+from tests.unit.test_models import FAMILIES, documents
 
 CPU, HEADS = torch.device("cpu"), Heads(group=2, size=16)
 
@@ -66,7 +70,7 @@ def attended(window: int, shared: bool) -> torch.Tensor:
     q, k, v = (torch.randn(count, heads, 16, generator=dice) for count, heads in ((5 if shared else 9, 4), (9, 2), (9, 2)))
     edges = [torch.tensor(counts, dtype=torch.int32) for counts in ([0, 1, 5] if shared else [0, 4, 9], [0, 4, 9])]
     longest = [int(counts.diff().max()) for counts in edges]
-    found = kernel_for(HEADS, window, shared, CPU)(q, k, v, *edges, *longest, scale=0.25, window=window)
+    found = kernel_for(Kind(HEADS, window >= 0, shared), CPU)(q, k, v, *edges, *longest, scale=0.25, window=window)
     expected = plain_varlen(q, k, v, *edges, *longest, scale=0.25, window_size=(window, 0), enable_gqa=True)
     torch.testing.assert_close(found, expected)
     return found
@@ -92,7 +96,7 @@ def test_a_kernel_with_wrong_gradients_is_passed_over(install: Callable[..., Non
     install(flash2(calls), flash4(calls, WrongGradient.apply))
     attended(-1, False)
     assert calls[-1] == "flash-attn" and calls.count("flash-attn-4") == 1
-    assert "flash-attn-4's attention computes something else for heads of 16 (off by 1" in capsys.readouterr().out
+    assert "flash-attn-4's attention for heads of 16 computes something else (off by 1" in capsys.readouterr().out
 
 
 def test_one_whose_last_bits_depend_on_gradients_is_too(install: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +104,7 @@ def test_one_whose_last_bits_depend_on_gradients_is_too(install: Callable[..., N
     install(flash2(calls), flash4(calls, lambda rows: rows * 1.004 if rows.requires_grad else rows))
     attended(-1, False)
     assert calls[-1] == "flash-attn" and calls.count("flash-attn-4") == 3
-    assert "flash-attn-4's attention for heads of 16 depends on the rows beside" in capsys.readouterr().out
+    assert "flash-attn-4's attention for heads of 16 gives other bits with gradients" in capsys.readouterr().out
 
 
 def test_a_kernel_that_fails_is_passed_over(install: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,8 +117,42 @@ def test_a_kernel_that_fails_is_passed_over(install: Callable[..., None], capsys
     attended(3, True)
     assert calls[-1] == "flash-attn"
     assert (
-        "does not run here for heads of 16 in windows after shared prompts (AttributeError: of another release" in capsys.readouterr().out
+        "for heads of 16 in windows after shared prompts does not run here (AttributeError: of another release" in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_many_documents_are_a_trial_of_their_own(shared: bool, install: Callable[..., None]) -> None:
+    """FlashAttention-4 finds them by another way then."""
+    laid: list[int] = []
+
+    def kernel(*rows: Any, softmax_scale: float, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
+        laid.append(len(rows[3]) - 1)
+        return flash2([])(*rows, softmax_scale=softmax_scale, causal=causal, window_size=window_size) * (1 if laid[-1] <= MANY else 2)
+
+    install(kernel, None)
+    kernel_for(Kind(HEADS, shared=shared), CPU)
+    assert laid == [2]
+    with pytest.raises(RuntimeError, match="of more than 256 documents"):
+        kernel_for(Kind(HEADS, shared=shared, many=True), CPU)
+    assert laid == [2, MANY + 1]
+
+
+def test_a_trial_in_a_layer_that_is_recomputed_changes_nothing(install: Callable[..., None]) -> None:
+    """The first pass of SFT is one that trains."""
+    gradients, calls = [], list[str]()
+    for share in (0, 1):
+        install(flash2(calls), None)
+        torch.manual_seed(0)
+        policy = Policy(FAMILIES["llama"]().train())
+        policy.model.set_attn_implementation(attention.VARLEN)
+        recompute(policy.model, share)
+        batch = collate([documents()], pad_token_id=0)
+        policy(batch.tokens, batch.positions, batch.documents).logprobs.sum().backward()
+        gradients.append([weight.grad for weight in policy.parameters() if weight.grad is not None])
+    assert len(calls) == (1 + 2) + (1 + 4), "a trial for each of the two stand-ins, two layers, and once more where they are recomputed"
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed)
 
 
 def test_memory_that_is_full_is_not_the_kernels_fault(install: Callable[..., None]) -> None:
@@ -123,7 +161,7 @@ def test_memory_that_is_full_is_not_the_kernels_fault(install: Callable[..., Non
 
     install(None, flash4([], full))
     with pytest.raises(torch.OutOfMemoryError):
-        kernel_for(HEADS, -1, False, CPU)
+        kernel_for(Kind(HEADS), CPU)
 
 
 def test_without_any_kernel_the_way_out_is_named(install: Callable[..., None]) -> None:
@@ -131,4 +169,4 @@ def test_without_any_kernel_the_way_out_is_named(install: Callable[..., None]) -
     install(None, None)
     assert not can_share(HEADS, True, CPU)
     with pytest.raises(RuntimeError, match=r"no attention kernel here computes heads of 16 in windows .* take dtype float32"):
-        kernel_for(HEADS, 3, False, CPU)
+        kernel_for(Kind(HEADS, windowed=True), CPU)

@@ -304,6 +304,11 @@ def test_an_engine_whose_share_is_too_small_for_its_weights_is_not_chosen() -> N
     assert {(engine["num_engines"], engine["tensor_parallel_size"]) for engine in engines} == {(2, 2), (1, 1)}
 
 
+def test_on_one_card_plain_torch_is_proposed() -> None:
+    one, two = (next(p for p in placements(ONE, n, sizes(ONE, SMALL_MODEL), Card()) if p.name == "all together") for n in (1, 2))
+    assert (one.fields["zero_stage"], two.fields["zero_stage"]) == (0, 2)
+
+
 @pytest.mark.parametrize("reward", [["rm"], ["rm", "other"], [{"function": "f.py:f"}], [{"model": "rm", "ranks": {"gpus": 1}}, "other"]])
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
 def test_options_ask_for_no_more_cards_than_there_are(estimator: str, reward: list[Any]) -> None:

@@ -74,6 +74,15 @@ def test_one_group_for_everything(tmp_path: Path) -> None:
     assert (ppo.init_kl_coef, ppo.zero_stage) == (0.02, 2)  # the dialect's defaults
 
 
+@pytest.mark.parametrize(("more", "stage"), [("", 0), ("--adam_offload", 1), ("--critic_num_gpus_per_node 2", 1)])
+def test_no_zero_stays_so_where_a_recipe_may_say_it(more: str, stage: int, tmp_path: Path) -> None:
+    flags = "--pretrain a/b --reward_pretrain a/rm --prompt_data p --bf16 --zero_stage 0 "
+    flags += " ".join(f"--{role}_num_gpus_per_node 1" for role in ("actor", "ref", "reward") + (() if "critic" in more else ("critic",)))
+    _, found = migrated(tmp_path, f"python train_ppo_ray.py {flags} {more}")
+    ppo = found.recipe.stages["ppo"]
+    assert isinstance(ppo, PPO) and ppo.zero_stage == stage
+
+
 def test_models_that_share_cards_get_equal_groups(tmp_path: Path) -> None:
     flags = "--pretrain a/b --reward_pretrain a/rm --prompt_data p --bf16 --actor_num_gpus_per_node 4 --critic_num_gpus_per_node 2"
     shared = "--colocate_actor_ref --colocate_critic_reward --reward_num_gpus_per_node 8 --vllm_num_engines 2 --vllm_tensor_parallel_size 2"
