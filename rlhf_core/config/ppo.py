@@ -243,8 +243,8 @@ class PPO(Gated, Sampling):
         check_lora(self.lora, self.zero_stage)
         if self.zero_stage == 0 and self.adam_offload:
             raise ValueError("zero_stage=0 keeps Adam on the GPU, adam_offload asks for the host: set zero_stage to 2, 3 or auto")
-        for ranks in (self.actor_ranks, self.critic_ranks):
-            check_zero(self.zero_stage, ranks)
+        for name, ranks in (("actor_ranks", self.actor_ranks), ("critic_ranks", self.critic_ranks)):
+            check_zero(self.zero_stage, ranks, name)
             check_batch("train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, ranks.world_size)
         samples = self.rollout_batch_size * self.n_samples_per_prompt
         if samples % self.train_batch_size:

@@ -75,9 +75,9 @@ def check_batch(whole_name: str, whole: int, micro_name: str, micro: int, ranks:
         )
 
 
-def check_zero(zero_stage: int | str, ranks: Ranks) -> None:
+def check_zero(zero_stage: int | str, ranks: Ranks, name: str = "ranks") -> None:
     if zero_stage == 0 and ranks.world_size > 1:
-        raise ValueError(f"zero_stage=0 trains on one rank, ranks ask for {ranks.world_size}: set zero_stage to 1, 2, 3 or auto")
+        raise ValueError(f"zero_stage=0 trains on one rank, {name} ask for {ranks.world_size}: set zero_stage to 1, 2, 3 or auto")
 
 
 def check_lora(lora: Lora | None, zero_stage: int | str) -> None:

@@ -121,8 +121,8 @@ def test_actor_and_critic_with_a_gpu_each_need_no_deepspeed() -> None:
     explicit = ppo(**one, zero_stage=0)
     assert stage_of_ppo(explicit, None, 0).stage == 0 and not uses_deepspeed(explicit)
     assert uses_deepspeed(ppo(**dict.fromkeys(one, Ranks()), vllm={})), "without GPUs"
-    with pytest.raises(ValidationError, match="zero_stage=0 trains on one rank, ranks ask for 4"):
-        ppo(zero_stage=0)
+    with pytest.raises(ValidationError, match="zero_stage=0 trains on one rank, critic_ranks ask for 4"):
+        ppo(**one | {"critic_ranks": FOUR}, zero_stage=0)
     with pytest.raises(ValidationError, match="zero_stage=0 keeps Adam on the GPU, adam_offload asks for the host"):
         ppo(**one, zero_stage=0, adam_offload=True)
 
