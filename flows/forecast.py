@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import textwrap
+from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf_core.config import PPO, Trainable
-from rlhf_core.forecast.memory import GIB
+from rlhf_core.config import PPO, RewardModel, Trainable
+from rlhf_core.forecast.memory import GIB, ROOM
+from rlhf_core.forecast.passes import alternatives
 from rlhf_core.forecast.placements import Placement, choose, placements
-from rlhf_core.forecast.seconds import Card
-from rlhf_core.forecast.sizes import Size, size_of
-from rlhf_core.forecast.zero import peak_of_training, stage_of_training
+from rlhf_core.forecast.seconds import Card, seconds_of_pass
+from rlhf_core.forecast.sizes import Size
+from rlhf_core.forecast.zero import peak_of_training, stage_of_training, told_size
 from rlhf_core.names import TRAINED_FROM
 from rlhf_core.plan import Node, Plan
-from rlhf_core.snapshots import described
 
 SOURCE = {**TRAINED_FROM, "reward_model": "model"}  # the field that names what a stage starts from
 
@@ -27,13 +29,16 @@ def show_forecast(console: Console, planned: Plan, count: int, card: Card) -> No
     console.print(f"estimates for {told} (--card-memory, --flops, --bandwidth); bf16, answers of full length", highlight=False)
     for node in planned.nodes:
         if isinstance(node.config, PPO):
-            _show_ppo(console, node.name, placements(node.config, count, sizes_of(planned, node, node.config), card), card)
+            found = placements(node.config, count, sizes_of(planned, node, node.config), card)
+            _show_ppo(console, node.name, node.config, found, card)
         elif isinstance(node.config, Trainable):
             size, config = model_size(planned, node, getattr(node.config, SOURCE[node.kind])), node.config
             chosen = stage_of_training(config, size, card.memory)
-            held = peak_of_training(config, size, chosen.stage, card.memory) / GIB
+            held = peak_of_training(config, size, chosen.stage, card.memory)
             zero = f", zero_stage {chosen.stage}" if config.zero_stage == "auto" else ""
-            told = f"[bold]{escape(node.name)}[/]: {held:.1f} GiB a card on {config.ranks.world_size} card(s){zero}{_too_much(held, card)}"
+            told = f"[bold]{escape(node.name)}[/]: {held / GIB:.1f} GiB a card on {config.ranks.world_size} card(s){zero}"
+            if held > ROOM * card.memory:
+                told += f" [red]and a card has {card.memory / GIB:.0f}: {_what_fits(config, size, chosen.stage, card)}[/]"
             console.print(told, highlight=False)
 
 
@@ -51,11 +56,10 @@ def model_size(planned: Plan, node: Node, name: str) -> Size:
     while name not in node.models:
         node = planned[node.stages[name]]
         name = getattr(node.config, SOURCE[node.kind])
-    place = node.models[name]
-    return size_of(place if Path(place).is_dir() else str(described(place)))
+    return told_size(node.models[name])
 
 
-def _show_ppo(console: Console, name: str, found: list[Placement], card: Card) -> None:
+def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], card: Card) -> None:
     table = Table(title=f"{name}: placements", title_justify="left", box=None, pad_edge=False)
     for column in ("placement", "GiB, fullest card", *dict.fromkeys(phase for p in found for phase in p.seconds), "seconds an iteration"):
         table.add_column(column, justify="left" if column == "placement" else "right", overflow="fold")
@@ -67,12 +71,32 @@ def _show_ppo(console: Console, name: str, found: list[Placement], card: Card) -
         table.add_row(f"{mark}{escape(placement.name)}", f"{mark}{held}", *seconds, f"{mark}{placement.total:.1f}")
     console.print(table)
     if chosen is None:
-        console.print(f"none of these fits {card.memory / GIB:.0f} GiB: more cards, fewer tokens a pass, or gradient_checkpointing: true")
+        less = "whatever the passes: more cards, lora, or a smaller model"
+        console.print(f"none of these fits {card.memory / GIB:.0f} GiB, {less}", highlight=False)
         return
-    fields = ", ".join(f"{field}: {value}" for field, value in chosen.fields.items() if value not in (False, [])) or "leave it as it is"
-    console.print(f"choose [green]{escape(chosen.name)}[/]: the fastest that fits. {escape(fields)}", highlight=False)
+    if not chosen.fields:
+        console.print(f"choose [green]{escape(chosen.name)}[/]: the fastest that fits. Leave it as it is", highlight=False)
+        return
+    console.print(f"choose [green]{escape(chosen.name)}[/]: the fastest that fits. In the recipe, under {escape(name)}:", highlight=False)
+    fields = yaml.safe_dump(_to_write(config, chosen), sort_keys=False, default_flow_style=None, width=120)
+    console.print(textwrap.indent(fields.rstrip(), "  "), markup=False, highlight=False, soft_wrap=True)
 
 
-def _too_much(held: float, card: Card) -> str:
-    more = "fewer tokens a pass, gradient_checkpointing, a higher zero_stage or more ranks"
-    return f" [red]and a card has {card.memory / GIB:.0f}: {more}[/]" if held > card.memory / GIB else ""
+def _to_write(config: PPO, chosen: Placement) -> dict[str, Any]:
+    """The fields that differ from the recipe's, groups without what they have anyway."""
+    changed = PPO.model_validate(config.model_dump() | chosen.fields)
+    told, whole = config.model_dump(mode="json"), changed.model_dump(mode="json")
+    short = changed.model_dump(mode="json", exclude_defaults=True)
+    return {field: short.get(field, whole[field]) for field in chosen.fields if whole[field] != told[field]}
+
+
+def _what_fits(config: Trainable, size: Size, stage: int, card: Card) -> str:
+    """The fastest passes that fit, as a recipe says them."""
+    head = not isinstance(config, RewardModel)
+    peaks = {each: peak_of_training(config, size, stage, card.memory, each) for each in alternatives(config)}
+    fitting = [each for each, held in peaks.items() if held <= ROOM * card.memory]
+    if not fitting:
+        return "no pass is short enough: more ranks, lora, or a smaller model"
+    best = min(fitting, key=lambda each: seconds_of_pass(size, each, stage, head, card) / each.tokens)
+    fields = ", ".join(f"{field}: {value}" for field, value in best.fields.items())
+    return f"with {fields} it is {peaks[best] / GIB:.1f}"

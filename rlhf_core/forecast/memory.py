@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO, Lora, Ranks
+from rlhf_core.forecast.passes import as_told, longest
 from rlhf_core.forecast.sizes import Size
 
 GIB = 2**30
@@ -93,17 +94,15 @@ def engine_needs(size: Size, tensor_parallel_size: int) -> float:
 
 def roles(config: PPO, sizes: Mapping[str, Size], card_bytes: float) -> dict[str, Held]:
     """What each process of each group holds. `sizes` gives the model of each group of models."""
-    longest = config.prompt_max_len + config.generate_max_len
-    scoring = config.micro_rollout_tokens or config.micro_rollout_batch_size * longest
-    training = config.micro_train_tokens or config.micro_train_batch_size * longest
+    scoring, training = config.micro_rollout_tokens or config.micro_rollout_batch_size * longest(config), as_told(config)
     held: dict[str, Held] = {}
     for name, ranks in config.groups.items():
         head = name in ("actor", "reference")
         if name in ("actor", "critic"):
             assert config.zero_stage != "auto", "decided before (zero.py)"
-            share, offload = config.gradient_checkpointing, name in config.adam_offload
+            offload = name in config.adam_offload
             adapters, weight = config.lora is not None, bytes_of_weights(config.lora)
-            how = Training(ranks.world_size, config.zero_stage, share, training, offload, adapters, card_bytes, weight)
+            how = Training(ranks.world_size, config.zero_stage, training.recomputed, training.tokens, offload, adapters, card_bytes, weight)
             held[name] = trained(sizes[name], how, head, scoring)
         else:
             held[name] = read(sizes[name], scoring, head, config.ref_reward_offload)

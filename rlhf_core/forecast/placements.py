@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +10,8 @@ from pydantic import ValidationError
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.forecast.memory import ROOM, cards, engine_needs, roles
-from rlhf_core.forecast.seconds import Card, phases
+from rlhf_core.forecast.passes import alternatives
+from rlhf_core.forecast.seconds import Card, phases, share_of_engine
 from rlhf_core.forecast.sizes import Size
 from rlhf_core.forecast.zero import stage_of_ppo
 from rlhf_core.reward_sources import ModelReward
@@ -50,15 +50,25 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], card: Card) -
     """The recipe's own placement first, then what could be had on `count` cards."""
     taken = f", zero_stage {stage_of_ppo(config, sizes, card.memory).stage}" if config.zero_stage == "auto" else ""
     found = [forecast(f"as in the recipe{taken}", config, {}, sizes, card)] if config.actor_ranks.gpus else []
-    for name, fields in _options(config, count, engine_needs(sizes["actor"], 1) / card.memory).items():
+    for name, fields in _options(config, count, sizes["actor"], card).items():
         try:
             changed = PPO.model_validate(config.model_dump() | fields)
         except ValidationError:  # the batch sizes do not fit so many ranks, or the engines are to work beside the models
             continue
         if sum(bundle.get("GPU", 0.0) for bundle in arrange(changed.placed, changed.together).bundles) > count:
             continue
-        found.append(forecast(name, changed, fields, sizes, card))
+        found.append(_with_passes_that_fit(name, changed, fields, sizes, card))
     return found
+
+
+def _with_passes_that_fit(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], card: Card) -> Placement:
+    """The fastest passes that fit, the recipe's own among equals (within 1 %) and where none does."""
+    found = [forecast(name, config, fields, sizes, card)]
+    for other in alternatives(config)[1:]:
+        changed = config.model_copy(update=other.fields)
+        found.append(forecast(f"{name}; {other}", changed, fields | other.fields, sizes, card))
+    fastest = min((placement.total for placement in found if placement.fits(card)), default=0.0)
+    return next((placement for placement in found if placement.fits(card) and placement.total <= 1.01 * fastest), found[0])
 
 
 def choose(found: list[Placement], card: Card) -> Placement | None:
@@ -68,8 +78,8 @@ def choose(found: list[Placement], card: Card) -> Placement | None:
     return min((p for p in fitting if p.total <= 1.05 * fastest), key=lambda p: p.peak, default=None)
 
 
-def _options(config: PPO, count: int, needed: float) -> dict[str, dict[str, Any]]:
-    """`needed`: the share of a card without which an engine on one card does not start."""
+def _options(config: PPO, count: int, engine: Size, card: Card) -> dict[str, dict[str, Any]]:
+    """Fields that make each placement. `engine`: the size of the model that an engine reads."""
 
     def ranks(number: int) -> dict[str, Any]:
         return {"num_nodes": 1, "num_ranks_per_node": number, "cpus": config.actor_ranks.cpus, "gpus": 1.0}
@@ -81,24 +91,31 @@ def _options(config: PPO, count: int, needed: float) -> dict[str, dict[str, Any]
     if any(source.ranks for source in config.reward_models):
         apart["reward"] = [source.model_dump() for source in rewards]
 
-    def engines(cards: int, share: float) -> dict[str, Any]:
-        """As many as fit `cards`, each over as many as the recipe says where they divide."""
+    def engines(cards: int, alone: bool) -> dict[str, Any]:
+        """As many as fit `cards`, each over as many as the recipe says where they divide; alone on their cards, or beside models."""
         over = config.vllm.tensor_parallel_size if cards % config.vllm.tensor_parallel_size == 0 else 1
-        share = min(0.9, max(share, math.ceil(20 * 1.2 * needed / over) / 20))
-        return vllm | {"num_engines": cards // over, "tensor_parallel_size": over, "gpus": 1.0, "gpu_memory_utilization": share}
+        share = 0.9 if alone else share_of_engine(config, engine, cards // over, over, card)
+        placed = {"num_engines": cards // over, "tensor_parallel_size": over, "gpus": 1.0}
+        return vllm | placed | {"gpu_memory_utilization": share, "sleep": not alone}
 
     roles = [field for field in RANKS if config.has_critic or field != "critic_ranks"]
-    together = {**apart, **dict.fromkeys(roles, ranks(count)), "colocate_all": True, "vllm": engines(count, 0.3) | {"sleep": True}}
+    together = {**apart, **dict.fromkeys(roles, ranks(count)), "colocate_all": True, "vllm": engines(count, alone=False)}
     offloaded = ["actor", "critic"] if config.has_critic else ["actor"]
+    shards = ", ZeRO-3" if count > 1 else ""  # one card has nothing to share out
     options = {
-        "all together": {**together, "zero_stage": 2 if count > 1 else 0},
-        "all together, ZeRO-3, reference and reward offloaded": {**together, "zero_stage": 3, "ref_reward_offload": True},
-        "all together, Adam offloaded too": {**together, "zero_stage": 3, "ref_reward_offload": True, "adam_offload": offloaded},
+        "all together": {**together, "zero_stage": 2 if shards else 0},
+        f"all together{shards}, reference and reward offloaded": {**together, "zero_stage": 3 if shards else 0, "ref_reward_offload": True},
+        "all together, Adam offloaded too": {
+            **together,
+            "zero_stage": 3 if shards else 2,
+            "ref_reward_offload": True,
+            "adam_offload": offloaded,
+        },
     }
     judges = ["critic"] * config.has_critic + ["reward"] * bool(config.reward_models)
     actor, each = count // 2, max(1, count // 4)
     judging = each * (1 if config.has_critic else len(config.reward_models))  # without a critic reward models share no cards
-    if (engine := count - actor - judging) >= 1 and count >= 3:
+    if (left := count - actor - judging) >= 1 and count >= 3:
         split = {
             **apart,
             **dict.fromkeys(("actor_ranks", "reference_ranks"), ranks(actor)),
@@ -106,11 +123,11 @@ def _options(config: PPO, count: int, needed: float) -> dict[str, dict[str, Any]
             "colocate_actor_ref": True,
             "colocate_critic_reward": config.has_critic and bool(config.reward_models),
             "zero_stage": 3,
-            "vllm": engines(engine, 0.9) | {"sleep": False},
+            "vllm": engines(left, alone=True),
         }
         others = f"{' and '.join(judges)} on {judging}, " if judges else ""
-        options[f"actor and reference on {actor}, {others}vLLM on {engine}"] = split
+        options[f"actor and reference on {actor}, {others}vLLM on {left}"] = split
         if config.has_critic:
             with_offload = {**split, "adam_offload": ["critic"]}
-            options[f"the same, the critic's Adam offloaded ({actor} + {each} + {engine})"] = with_offload
+            options[f"the same, the critic's Adam offloaded ({actor} + {each} + {left})"] = with_offload
     return options

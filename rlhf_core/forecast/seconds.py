@@ -9,11 +9,13 @@ from typing import NamedTuple
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO
 from rlhf_core.forecast.memory import engine_needs
+from rlhf_core.forecast.passes import Pass, as_told, longest
 from rlhf_core.forecast.sizes import Size
 
 # Seen on H200s with 1.5B and 7.6B models: share of the matrix ceiling that executed operations reach.
 SCORING = {True: 0.62, False: 0.75}  # with and without a vocabulary head
 TRAINING = {0: 0.65, 1: 0.65, 2: 0.65, 3: 0.58}  # by ZeRO stage
+LAUNCH = {0: 0.0034, 1: 0.0068, 2: 0.0068, 3: 0.0092}  # seconds a layer in which the host launches a pass, forward and backward
 DECODE_STEP = 0.0032  # seconds a step of vLLM takes besides reading weights, keys and values
 HOST_ADAM = 1.5e9  # parameters a second of an optimiser step on the host
 SYNC = 40e9  # bytes a second into the engines
@@ -33,23 +35,23 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
     """Seconds by phase for full-length answers: an upper bound where answers end early. Of generation that runs beside scoring and
     training, what those do not cover."""
     answers = config.rollout_batch_size * config.n_samples_per_prompt
-    tokens = answers * (config.prompt_max_len + config.generate_max_len)
+    tokens, passing = answers * longest(config), as_told(config)
     assert config.zero_stage != "auto", "decided before (zero.py)"
-    executed = 6 + 2 * config.gradient_checkpointing
     scoring, training, host = {}, {}, [0.0]
     for name in config.groups:
         head = name in ("actor", "reference")
         count, stored = (size - (0 if head else sizes[name].head) for size in (sizes[name].active, sizes[name].parameters))
-        scoring[name] = 2 * count * tokens / SCORING[head]
+        scoring[name] = 2 * count * tokens / SCORING[head] / card.flops
         if name in ("actor", "critic"):
-            training[name] = executed * count * tokens * config.max_epochs / TRAINING[config.zero_stage]
+            passes = tokens * config.max_epochs / passing.tokens
+            training[name] = passes * seconds_of_pass(sizes[name], passing, config.zero_stage, head, card)
             steps = answers * config.max_epochs / config.train_batch_size
             host.append(steps * stored / config.groups[name].world_size / HOST_ADAM if name in config.adam_offload else 0.0)
     engine = sizes["actor"]
     found = {
         "generate": _generate(config, engine, len(layout.seats["sampler"]), card),
-        "score": _busiest(scoring, layout, card),
-        "train": _busiest(training, layout, card) + (sum if config.colocate_all else max)(host),
+        "score": _busiest(scoring, layout),
+        "train": _busiest(training, layout) + (sum if config.colocate_all else max)(host),
         "sync": 0.1 + 2 * engine.parameters / SYNC / 2,
     }
     if config.one_step_off_policy:
@@ -57,22 +59,36 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
     return found | ({"sleep and wake": 0.05 + 2 * engine.parameters / SLEEP} if config.vllm.sleep else {})
 
 
-def _busiest(work: Mapping[str, float], layout: Layout, card: Card) -> float:
-    """Seconds of the card with the most to do; groups in fractions share cards."""
+def seconds_of_pass(size: Size, what: Pass, zero_stage: int, head: bool, card: Card) -> float:
+    """Its operations, or what the host takes to launch them where that is longer. `head`: as in `memory.trained`."""
+    again = 1 + what.recomputed / 3  # of 3 parts, forward and twice as much backward, the first is done again
+    count = size.active - (0 if head else size.head)
+    return again * max(6 * count * what.tokens / TRAINING[zero_stage] / card.flops, size.layers * LAUNCH[zero_stage])
+
+
+def share_of_engine(config: PPO, size: Size, engines: int, over: int, card: Card) -> float:
+    """Of a card (`over`: of so many), for the weights and for the keys and values of all answers that one of `engines` has at a time."""
+    answers = min(SEQUENCES, math.ceil(config.rollout_batch_size * config.n_samples_per_prompt / engines))
+    wanted = engine_needs(size, over) + answers * longest(config) * size.kv / over
+    return min(0.9, math.ceil(20 * 1.1 * wanted / card.memory) / 20)
+
+
+def _busiest(work: Mapping[str, float], layout: Layout) -> float:
+    """Seconds of the card with the most to do, of seconds on one card; groups in fractions share cards."""
     load: dict[str, float] = {}
     places = layout.cards()
-    for name, flops in work.items():
+    for name, seconds in work.items():
         seats: Sequence[int] = [seat.bundle for seat in layout.seats[name]]
         for bundle in seats:
-            load[places[bundle]] = load.get(places[bundle], 0.0) + flops / len(seats)
-    return max(load.values(), default=0.0) / card.flops
+            load[places[bundle]] = load.get(places[bundle], 0.0) + seconds / len(seats)
+    return max(load.values(), default=0.0)
 
 
 def _generate(config: PPO, size: Size, processes: int, card: Card) -> float:
     answers, over = config.rollout_batch_size * config.n_samples_per_prompt, config.vllm.tensor_parallel_size
     prompt, said = config.prompt_max_len, config.generate_max_len
     room = over * (config.vllm.gpu_memory_utilization * card.memory - engine_needs(size, over))
-    at_once = min(SEQUENCES, max(1.0, room // (size.kv * (prompt + said)))) if room > 0 else SEQUENCES  # answers in an engine
+    at_once = min(SEQUENCES, max(1.0, room // (size.kv * longest(config)))) if room > 0 else SEQUENCES  # answers in an engine
     steps = said * math.ceil(answers * over / processes / at_once)
     weights = steps * 2 * size.parameters / over
     keys = answers * said * (prompt + said / 2) * size.kv / processes

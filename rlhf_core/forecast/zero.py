@@ -13,7 +13,9 @@ from typing import NamedTuple
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import DPO, KTO, PPO, Lora, RewardModel, Trainable
 from rlhf_core.forecast.memory import GIB, ROOM, Training, bytes_of_weights, cards, roles, stage_peak
+from rlhf_core.forecast.passes import Pass, as_told
 from rlhf_core.forecast.sizes import Size, size_of
+from rlhf_core.lineage import is_remote
 from rlhf_core.published import ADAPTER_CONFIG
 from rlhf_core.snapshots import described, pinned_base
 
@@ -69,23 +71,27 @@ def stage_of_training(config: Trainable, size: Size | None, card_bytes: float) -
     return _lowest((1, 2, 3), config, lambda stage: peak_of_training(config, known, stage, card_bytes), card_bytes)
 
 
-def peak_of_training(config: Trainable, size: Size, stage: int, card_bytes: float) -> float:
-    """Bytes of a card of SFT, reward model, DPO or KTO under a ZeRO stage."""
-    documents = config.micro_train_batch_size * (2 if isinstance(config, DPO | RewardModel) else 1)  # of a pair
-    tokens, adapters = config.micro_train_tokens or documents * config.max_len, config.lora is not None
-    weight = bytes_of_weights(config.lora)
-    how = Training(config.ranks.world_size, stage, config.gradient_checkpointing, tokens, False, adapters, card_bytes, weight)
+def peak_of_training(config: Trainable, size: Size, stage: int, card_bytes: float, what: Pass | None = None) -> float:
+    """Bytes of a card of SFT, reward model, DPO or KTO under a ZeRO stage, with passes as the recipe has them or others."""
+    tokens, recomputed = what or as_told(config)
+    adapters, weight = config.lora is not None, bytes_of_weights(config.lora)
+    how = Training(config.ranks.world_size, stage, recomputed, tokens, False, adapters, card_bytes, weight)
     return stage_peak(size, config.ranks, how, isinstance(config, DPO | KTO), not isinstance(config, RewardModel))
 
 
 def size_at(place: str) -> Size | None:
-    """The size of a model in a folder or on the Hub, of an adapter's base; None when its config.json does not tell."""
+    """As `told_size`; None when its config.json does not tell."""
     try:
-        if (adapter := Path(place) / ADAPTER_CONFIG).is_file():
-            place = pinned_base(Path(place)) or str(json.loads(adapter.read_text()).get("base_model_name_or_path"))
-        return size_of(place if Path(place).is_dir() else str(described(place)))
+        return told_size(place)
     except ValueError:
         return None
+
+
+def told_size(place: str) -> Size:
+    """The size of a model in a folder or on the Hub, of an adapter's base. Raises ValueError when its config.json does not tell."""
+    if (adapter := Path(place) / ADAPTER_CONFIG).is_file():
+        place = pinned_base(Path(place)) or str(json.loads(adapter.read_text()).get("base_model_name_or_path"))
+    return size_of(str(described(place)) if is_remote(place) else place)
 
 
 def _lowest(stages: Sequence[int], config: PPO | Trainable, peak: Callable[[int], float], card_bytes: float) -> Chosen:

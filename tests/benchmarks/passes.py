@@ -1,6 +1,6 @@
 """Seconds of SFT passes on the ranks of `torchrun`, without Ray, data or a loop: what the engine and DeepSpeed make of a card.
 
-    torchrun --nproc-per-node 4 tests/benchmarks/passes.py --model FOLDER [--zero-stage 3] [--tokens 16384] [--profile]
+    torchrun --nproc-per-node 4 tests/benchmarks/passes.py --model FOLDER [--zero-stage 3] [--tokens 16384 ...] [--profile]
 
 Random documents of 200 to 1,000 tokens fill each pass; every optimiser step has 4 passes. `launched` is when the host was through
 with a pass that began on an idle card: as long as it is below the pass's own seconds, the card sets the pace. --profile tells for each
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--zero-stage", type=int, default=3, help="0: plain torch, on one card")
-    parser.add_argument("--tokens", type=int, default=16384, help="of a pass")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384], help="of a pass; several sizes one after the other")
     parser.add_argument("--vocabulary", type=int, default=150000, help="tokens are drawn below this")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
@@ -46,11 +46,20 @@ def main() -> None:
     size = sum(weight.numel() for weight in policy.parameters())
     adamw, stage = AdamW((0.9, 0.95), 0.0, 1.0), arguments.zero_stage
     engine = ZeroEngine(policy, adamw, stage, "bfloat16", 1, 300) if stage else TorchEngine(policy, adamw)
-    batch = collate([made_up(arguments.tokens, arguments.vocabulary)], 0).to(device)
+    for tokens in arguments.tokens:
+        measure(engine, tokens, size, arguments, device)
+
+
+def measure(engine: TorchEngine | ZeroEngine, tokens: int, size: int, arguments: argparse.Namespace, device: torch.device) -> None:
+    """Prints what a pass of so many tokens takes."""
+    on_card, stage = device.type == "cuda", arguments.zero_stage
+    batch = collate([made_up(tokens, arguments.vocabulary)], 0).to(device)
+    if on_card:
+        torch.cuda.reset_peak_memory_stats()
 
     def one_pass(last: bool) -> None:
         logprobs = spoken_logprobs(engine, batch).logprobs
-        engine.backward(-(logprobs * batch.mask).sum() / arguments.tokens / PASSES / engine.world_size, last)
+        engine.backward(-(logprobs * batch.mask).sum() / tokens / PASSES / engine.world_size, last)
 
     def step() -> float:
         start = time.monotonic()
@@ -77,10 +86,10 @@ def main() -> None:
     one_pass(True)
     engine.step(1e-6)
     if engine.rank == 0:
-        rate = arguments.tokens / seconds
+        rate = tokens / seconds
         peak = torch.cuda.max_memory_allocated() / 2**30 if on_card else float("nan")
         whole = f"{rate:,.0f} tokens/s a card, {rate * engine.world_size:,.0f} in all, MFU {6 * size * rate / 790e12:.1%}"
-        print(f"ZeRO-{stage}, {engine.world_size} ranks: {seconds * 1e3:.1f} ms a pass with its share of the step, {whole}")
+        print(f"ZeRO-{stage}, {engine.world_size} ranks, {tokens} tokens: {seconds * 1e3:.1f} ms a pass with its part of the step, {whole}")
         print(f"one pass alone: launched {launched * 1e3:.0f} ms, done {alone * 1e3:.0f}; peak {peak:.1f} GiB", flush=True)
     if arguments.profile and on_card:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

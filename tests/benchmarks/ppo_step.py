@@ -25,7 +25,7 @@ import openrlhf_ppo
 from openrlhf_ppo import run_child
 
 from rlhf_core.config import PPO
-from rlhf_core.forecast.placements import forecast
+from rlhf_core.forecast.placements import choose, forecast, placements
 from rlhf_core.forecast.seconds import Card
 from rlhf_core.forecast.sizes import size_of
 from rlhf_core.stage import RunDir, StageRequest
@@ -82,7 +82,9 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--placement", choices=PLACEMENTS, default="one")
+    parser.add_argument("--placement", choices=[*PLACEMENTS, "plan"], default="one", help="plan: what `alignflow plan` chooses on one card")
+    parser.add_argument("--card-memory", type=float, default=Card().memory / 2**30, help="GiB of a card, for what the plan says")
+    parser.add_argument("--bandwidth", type=float, default=Card().bandwidth / 1e12, help="TB/s of its memory")
     parser.add_argument("--set", default="{}", help="JSON of more settings of the stage; 'vllm' is merged, 'reward' names models")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--prompt-len", type=int, default=256)
@@ -105,7 +107,10 @@ def main() -> None:
     prompts = ["".join(rng.choice(letters) for _ in range(arguments.prompt_len)) for _ in range(arguments.prompts * arguments.steps)]
     (arguments.out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
     config = stage_config(arguments)
-    print(f"plan {json.dumps(foretold(config, arguments.model))}", flush=True)
+    card = Card(memory=arguments.card_memory * 2**30, bandwidth=arguments.bandwidth * 1e12)
+    if arguments.placement == "plan":
+        config = chosen(config, arguments.model, card)
+    print(f"plan {json.dumps(foretold(config, arguments.model, card))}", flush=True)
     run = RunDir(arguments.out / "run")
     inputs = dict.fromkeys(("base", "other"), str(arguments.model))  # other: a second reward model
     run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=0))
@@ -146,7 +151,7 @@ def stage_config(arguments: argparse.Namespace) -> PPO:
     """The stage that the options of the command describe."""
     (arguments.out / "letters.py").write_text(LETTERS)
     settings = json.loads(arguments.set)
-    placement = PLACEMENTS[arguments.placement]
+    placement = PLACEMENTS["one" if arguments.placement == "plan" else arguments.placement]
     return PPO.model_validate(
         {
             "actor": "base",
@@ -171,9 +176,18 @@ def stage_config(arguments: argparse.Namespace) -> PPO:
     )
 
 
-def foretold(config: PPO, model: Path) -> dict[str, Any]:
+def chosen(config: PPO, model: Path, card: Card) -> PPO:
+    """The stage as `alignflow plan` would have it on one card."""
+    best = choose(placements(config, 1, dict.fromkeys(config.groups, size_of(str(model))), card), card)
+    if best is None:
+        sys.exit("no placement fits")
+    print(f"chosen: {best.name} {json.dumps(best.fields)}", flush=True)
+    return PPO.model_validate(config.model_dump() | best.fields)
+
+
+def foretold(config: PPO, model: Path, card: Card) -> dict[str, Any]:
     """What `alignflow plan` says: GiB of each kind of card, seconds of a step by phase."""
-    plan = forecast("", config, {}, dict.fromkeys(config.groups, size_of(str(model))), Card())
+    plan = forecast("", config, {}, dict.fromkeys(config.groups, size_of(str(model))), card)
     seconds = {"step": plan.total, **plan.seconds}
     return {"GiB": in_gib([held for _, held in plan.cards.values()]), **{name: round(value, 2) for name, value in seconds.items()}}
 

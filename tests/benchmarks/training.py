@@ -14,6 +14,7 @@ import json
 import random
 import sys
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,10 @@ def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[list
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
     times: list[float] = []
+    with suppress(ImportError):  # beside nvidia-cutlass-dsl Liger would take kernels that are slower here, and ours keeps to Triton's too
+        from liger_kernel.backends import set_impl
+
+        set_impl("nvidia-triton")
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
