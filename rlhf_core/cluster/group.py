@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.placement import Room, connect, is_ours, passed_environment, reserve
-from rlhf_core.cluster.ranks import free_port, set_rank_environment
+from rlhf_core.cluster.ranks import LESS_MEMORY, free_port, set_rank_environment
 from rlhf_core.config import Ranks
 from rlhf_core.garbage import uncollected
 from rlhf_core.launch import raised_by_us
@@ -153,11 +153,7 @@ class Pending(NamedTuple):
             if isinstance(error.cause, ValueError):
                 raise ValueError(f"{self.role}: {error.cause}") from None
             if type(error.cause).__name__ == "OutOfMemoryError":
-                raise RoleFailed(
-                    f"{self.role} ran out of GPU memory in '{self.phase}': lower micro_train_tokens or micro_rollout_tokens (or the micro "
-                    f"batch sizes), set gradient_checkpointing, adam_offload or ref_reward_offload, or lower vllm.gpu_memory_utilization. "
-                    f"{error.cause}"
-                ) from None
+                raise RoleFailed(f"{self.role} ran out of GPU memory in '{self.phase}': {LESS_MEMORY}. {error.cause}") from None
             raise RoleFailed(f"{self.role} failed in '{self.phase}': {error.cause!r}\n{error}") from None
 
 

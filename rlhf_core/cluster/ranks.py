@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 import socket
 
+# What helps a role or a stage whose GPU has no memory left.
+LESS_MEMORY = (
+    "lower micro_train_tokens or micro_train_batch_size (in PPO also those of rollouts, and vllm.gpu_memory_utilization), or set "
+    "gradient_checkpointing (in PPO also adam_offload, ref_reward_offload); `alignflow plan` says what fits"
+)
+
 
 def set_rank_environment(rank: int, world_size: int, address: str, port: int, local_rank: int = 0) -> None:
     """What torch.distributed and DeepSpeed read from the environment."""

@@ -6,14 +6,16 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from rlhf_core import checkpoint
-from rlhf_core.cluster.ranks import free_port, set_rank_environment
+from rlhf_core.cluster.ranks import LESS_MEMORY, free_port, set_rank_environment
 from rlhf_core.config import DPO, KTO, SFT, Lora, RewardModel, Trainable
 from rlhf_core.data.report import JSON
 from rlhf_core.engine.base import AdamW, Engine, TorchEngine, on_cpu
-from rlhf_core.forecast.zero import Chosen, size_at, stage_of_training
+from rlhf_core.forecast.sizes import Size
+from rlhf_core.forecast.zero import Chosen, doubt, peak_of_training, size_at, stage_of_training
 from rlhf_core.models.memory import recompute
 from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
@@ -32,7 +34,12 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
     assert isinstance(config, (SFT, RewardModel, DPO, KTO))
     if config.ranks.world_size == 1:
         set_rank_environment(0, 1, "127.0.0.1", free_port())
-        return rank(request, run)
+        if torch.cuda.is_available():
+            _doubt(request, config, torch.cuda.get_device_properties(0).total_memory)
+        try:
+            return rank(request, run)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(f"{request.name} ran out of GPU memory: {LESS_MEMORY}. {error}") from None
     from rlhf_core.cluster.group import run_on_group
 
     return run_on_group(rank, request.name, run, config.ranks, lambda card_bytes: with_zero_stage(request, run, config, card_bytes))
@@ -40,14 +47,25 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
 
 def with_zero_stage(request: StageRequest, run: RunDir, config: Trainable, card_bytes: int) -> StageRequest:
     """The request with a ZeRO stage where the recipe leaves it open: that of the resume state, else by `card_bytes` of a GPU (0: none)."""
-    if config.zero_stage != "auto":
-        return request
-    resume = checkpoint.latest(run)
-    kept = resume.loop.get("zero_stage") if resume else None
-    source = request.inputs[getattr(config, TRAINED_FROM.get(request.config.stage, "model"))]
-    chosen = Chosen(kept, "as its resume state") if kept else stage_of_training(config, size_at(source), card_bytes)
-    print(chosen, flush=True)
-    return request.model_copy(update={"config": config.model_copy(update={"zero_stage": chosen.stage})})
+    if config.zero_stage == "auto":
+        resume = checkpoint.latest(run)
+        kept = resume.loop.get("zero_stage") if resume else None
+        chosen = Chosen(kept, "as its resume state") if kept else stage_of_training(config, _size(request, config), card_bytes)
+        print(chosen, flush=True)
+        config = config.model_copy(update={"zero_stage": chosen.stage})
+    _doubt(request, config, card_bytes)
+    return request.model_copy(update={"config": config})
+
+
+def _size(request: StageRequest, config: Trainable) -> Size | None:
+    return size_at(request.inputs[getattr(config, TRAINED_FROM.get(request.config.stage, "model"))])
+
+
+def _doubt(request: StageRequest, config: Trainable, card_bytes: int) -> None:
+    """Says so where a card will hardly hold the training."""
+    if card_bytes and config.dtype == "bfloat16" and (size := _size(request, config)) is not None:
+        stage = 0 if config.zero_stage == "auto" else config.zero_stage
+        print(doubt(peak_of_training(config, size, stage, card_bytes), card_bytes), end="", flush=True)
 
 
 def make_engine(module: nn.Module, config: Trainable) -> Engine:

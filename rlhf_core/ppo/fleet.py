@@ -18,10 +18,10 @@ from rlhf_core.cluster.group import Group, Pending, Up, share, wait_all
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.engine.base import AdamW
-from rlhf_core.forecast.zero import Chosen, size_at, stage_of_ppo
 from rlhf_core.ppo.floors import Machine, floors
 from rlhf_core.ppo.objective import Objective
 from rlhf_core.ppo.roles import Actor, Critic, Model, Reference, Reward, Training, Update
+from rlhf_core.ppo.room import zero_stage_of
 from rlhf_core.ppo.types import Experience, Rollout, Scores
 from rlhf_core.reward_sources import ModelReward
 from rlhf_core.rewards.asking import Outside, Rewards, asker, collect
@@ -318,7 +318,6 @@ def start_fleet(
         *(group.build(Reward, model=model(group.name), offload=offload) for group in rewards.values()),
     ]
     chosen = zero_stage_of(config, paths, groups, kept_stage)
-    print(f"actor{' and critic' if config.has_critic else ''}: {chosen}", flush=True)
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
     training = Training(
         adamw,
@@ -369,18 +368,6 @@ def start_fleet(
     )
     fleet.open_channel()
     return replace(fleet, machine=fleet.look_around())
-
-
-def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Group], kept_stage: int | None) -> Chosen:
-    """The ZeRO stage of actor and critic; where the recipe leaves it open, by the smallest of their GPUs."""
-    if config.zero_stage == "auto" and kept_stage is not None:
-        return Chosen(kept_stage, "as its resume state")
-    if config.zero_stage != "auto" or not config.actor_ranks.gpus:
-        return stage_of_ppo(config, None, 0)
-    sizes = {name: size_at(paths[name]) for name in config.groups}
-    known = {name: size for name, size in sizes.items() if size is not None}
-    card_bytes = min(groups[name].card_bytes(config.timeout) for name in ("actor", "critic") if name in groups)
-    return stage_of_ppo(config, known if len(known) == len(sizes) else None, card_bytes)
 
 
 def check_gap(gap: float, tolerance: float, most: bool = False) -> None:

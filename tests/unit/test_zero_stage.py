@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from rlhf_core import checkpoint
 from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
 from rlhf_core.digests import Digests
-from rlhf_core.engine.ranks import with_zero_stage
+from rlhf_core.engine.ranks import on_ranks, with_zero_stage
 from rlhf_core.forecast.memory import GIB, ROOM
 from rlhf_core.forecast.placements import forecast, placements
 from rlhf_core.forecast.seconds import Card
 from rlhf_core.forecast.sizes import Size, size_of_config
-from rlhf_core.forecast.zero import Chosen, peak_of_training, size_at, stage_of_ppo, stage_of_training, uses_deepspeed
-from rlhf_core.ppo.fleet import zero_stage_of
+from rlhf_core.forecast.zero import Chosen, peak_of_ppo, peak_of_training, size_at, stage_of_ppo, stage_of_training, uses_deepspeed
+from rlhf_core.ppo.room import zero_stage_of
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.stage_digest import deciding
 
@@ -127,7 +128,7 @@ def test_actor_and_critic_with_a_gpu_each_need_no_deepspeed() -> None:
         ppo(**one, zero_stage=0, adam_offload=True)
 
 
-def test_ppo_asks_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path) -> None:
+def test_ppo_asks_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
 
     class Group:
@@ -146,11 +147,19 @@ def test_ppo_asks_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path)
     assert zero_stage_of(config, paths, groups, 3) == Chosen(3, "as its resume state")
     assert zero_stage_of(config, paths, groups, 0) == Chosen(0, "as its resume state")
     assert zero_stage_of(ppo(zero_stage=2), paths, groups, 3).stage == 2
+    capsys.readouterr()
+    assert zero_stage_of(config, paths, groups, None).stage == 1
+    told = capsys.readouterr().out
+    assert told.startswith("actor and critic: zero_stage 1: the lowest") and "out of memory" not in told
+    groups["actor"] = Group(40)
+    zero_stage_of(config, paths, groups, None)
+    estimate = peak_of_ppo(config, sizes(config), 3, 40 * GIB) / GIB
+    assert f"it may run out of memory: an estimated {estimate:.0f} GiB on a GPU of 40 GiB; `alignflow plan`" in capsys.readouterr().out
     on_cpu = ppo(**dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks()), vllm={})
     assert zero_stage_of(on_cpu, paths, {}, None).stage == 3
 
 
-def test_a_group_gets_a_request_with_a_stage(tmp_path: Path) -> None:
+def test_a_group_gets_a_request_with_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
@@ -160,8 +169,22 @@ def test_a_group_gets_a_request_with_a_stage(tmp_path: Path) -> None:
         return with_zero_stage(request, run, config, memory * GIB).config.zero_stage  # type: ignore[union-attr]
 
     assert (settled(sft(), 100), settled(sft(), 48), settled(sft(zero_stage=2), 100)) == (1, 3, 2)
+    capsys.readouterr()
+    assert settled(sft(), 60) == 3 and "out of memory" not in capsys.readouterr().out
+    assert settled(sft(zero_stage=2), 48) == 2
+    estimate = peak_of_training(sft(), BIG, 2, 48 * GIB) / GIB
+    assert f"it may run out of memory: an estimated {estimate:.0f} GiB on a GPU of 48 GiB" in capsys.readouterr().out
     checkpoint.save(run, 3, 1, {"zero_stage": 2}, lambda folder: None)
     assert settled(sft(), 100) == 2, "other cards do not change what a state was made with"
+
+
+def test_a_stage_whose_gpu_is_full_says_what_helps(tmp_path: Path) -> None:
+    def rank(*_: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    request = StageRequest(name="tuned", digest="0", config=sft(ranks=Ranks()), inputs={"base": str(tmp_path)}, seed=0)
+    with pytest.raises(RuntimeError, match=r"^tuned ran out of GPU memory: lower micro_train_tokens .*`alignflow plan`.* allocate 2 GiB$"):
+        on_ranks(rank, request, RunDir(tmp_path / "run"))
 
 
 def test_a_folder_that_tells_no_size(tmp_path: Path) -> None:
