@@ -89,9 +89,7 @@ def test_failures_name_the_role_the_phase_and_what_to_do(groups: tuple[Group, Gr
         critic.call("train", "wrong").wait(30)
     with pytest.raises(RoleFailed, match=r"(?s)critic failed in 'train': LibraryError\('JSONDecodeError: Expecting .*json/decoder.py"):
         critic.call("train", "unreadable").wait(30)
-    with pytest.raises(
-        RoleFailed, match=r"critic ran out of GPU memory in 'train': lower micro_train_.* adam_offload.*`alignflow plan`"
-    ):
+    with pytest.raises(RoleFailed, match=r"critic ran out of GPU memory in 'train': lower micro_train_.* adam_offload.*`alignflow plan`"):
         critic.call("train", "full").wait(30)
 
 
