@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rlhf_core.check_models import model_problem, packing_problem
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import (
     KTO,
@@ -48,7 +49,6 @@ from rlhf_core.store import Store
 from rlhf_core.tax_tasks import is_path, read_task
 
 LONG_PROMPT = 2**12  # bytes: files with more than this for each prompt of an iteration hold enough of them
-WEIGHTS = ("*.safetensors", "*.bin")
 STARTS_FROM = {
     "sft": "model",
     "reward_model": "model",
@@ -98,11 +98,12 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     broken: dict[str, str] = {}
     for node in todo:
         for name, place in node.models.items():
-            broken |= _model_problem("base_model" if name == "base" else f"stages.{node.name}: {name}", place)
+            broken |= model_problem("base_model" if name == "base" else f"stages.{node.name}: {name}", place)
     problems = list(broken.values())
     frames = _frames(plan, todo, broken) if importlib.util.find_spec("transformers") is not None else {}
     for node in todo:
         start = tokenizer_of(plan, node)
+        problems += packing_problem(f"stages.{node.name}", node.config, start)
         for text in texts(node.config):
             where = f"stages.{node.name}.{text.field}"
             problems += _refused(where, check_columns, text.data, text.kind) if text.kind else []
@@ -249,19 +250,6 @@ def tokenizer_of(plan: Plan, node: Node) -> str | None:
         if name not in node.stages:
             return node.models[name]
         node = plan[node.stages[name]]
-
-
-def _model_problem(where: str, place: str) -> dict[str, str]:
-    folder = Path(place)
-    if is_remote(place):
-        return {}  # the tokenizer is fetched from it, and tells
-    if not folder.is_dir():
-        return {place: f"{where}: there is no model folder {place}; correct the path, or make the model first"}
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        return {place: f"{where}: {place} has no config.json, so it is no model folder; give one that transformers can load"}
-    if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
-        return {place: f"{where}: {place} has no weights ({' or '.join(WEIGHTS)}); give a whole model folder"}
-    return {}
 
 
 def _frames(plan: Plan, nodes: Sequence[Node], broken: Collection[str]) -> dict[tuple[str, str], int | str]:

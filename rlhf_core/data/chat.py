@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -42,6 +43,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path}: no tokenizer can be loaded from here ({_first_line(error)})") from error
+    except StrictDataclassError as error:
+        raise ValueError(f"{path}: its config.json contradicts itself ({_first_line(error.__cause__ or error)})") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{path}: the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
@@ -279,5 +282,5 @@ class Renderer:
         return next((token for token in self._ids(text.rpartition(word)[2]) if token in special), None)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]

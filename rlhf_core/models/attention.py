@@ -18,10 +18,10 @@ from rlhf_core.data.collate import sent
 from rlhf_core.models import attention_kernels
 from rlhf_core.models.attention_kernels import flash_kernel, kernel_for
 from rlhf_core.models.attention_trials import MANY, Heads, Kind
+from rlhf_core.models.kinds import CARRYING
 
 FLASH, VARLEN = "flash_attention_2", "varlen"
 WITHIN_BORDERS = {"full_attention", "sliding_attention"}
-CARRYING = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 LARGEST_HEAD = 256  # of all kernels
 
 
