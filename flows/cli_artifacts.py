@@ -13,9 +13,8 @@ from rlhf_core.stage import write_text
 def report(run: Path) -> int:
     """Write the page of a run again, and the page over all runs beside it.
 
-    Parameters
-    ----------
-    run: a recipe, the folder <artifacts>/<recipe name>, or <artifacts> for the page over all runs alone.
+    Args:
+        run: a recipe, the folder ARTIFACTS/NAME of one, or ARTIFACTS for the page over all runs alone.
     """
     from evaluation.index import write_index
     from tasks.report import RUN, found, rewrite, write
@@ -34,9 +33,8 @@ def report(run: Path) -> int:
 def runs(artifacts: Path = Path("artifacts")) -> int:
     """List the stages in an artifacts folder, the oldest first.
 
-    Parameters
-    ----------
-    artifacts: the `artifacts` folder of recipes.
+    Args:
+        artifacts: the `artifacts` folder of recipes.
     """
     from flows.history import runs as found
     from flows.history import stores
@@ -50,10 +48,9 @@ def runs(artifacts: Path = Path("artifacts")) -> int:
 def diff(before: Path, after: Path) -> int:
     """Show what changed between two runs: configuration, inputs, versions, metrics.
 
-    Parameters
-    ----------
-    before: a stage's directory <artifacts>/stages/<stage>-<digest>, or a recipe's folder <artifacts>/<recipe name>.
-    after: another one of that sort.
+    Args:
+        before: a stage's directory ARTIFACTS/stages/STAGE-DIGEST, or a recipe's folder ARTIFACTS/NAME.
+        after: another one of that sort.
     """
     from flows.history import differences
     from flows.show import show_differences
@@ -65,10 +62,9 @@ def diff(before: Path, after: Path) -> int:
 def lineage(checkpoint: str, *, out: Path | None = None) -> int:
     """Show what a checkpoint came from: its parents, their data and the versions they were made with.
 
-    Parameters
-    ----------
-    checkpoint: a checkpoint, a stage's directory, or a Hub id.
-    out: also draw it, to this SVG file.
+    Args:
+        checkpoint: a checkpoint, a stage's directory, or a Hub id.
+        out: also draw it, to this SVG file.
     """
     from flows.history import lineage_of
     from flows.show import show_lineage
@@ -87,12 +83,11 @@ def lineage(checkpoint: str, *, out: Path | None = None) -> int:
 
 
 def gc(artifacts: Path = Path("artifacts"), *, delete: bool = False) -> int:
-    """Show what no recipe needs: stages that no folder <artifacts>/<recipe name> refers to, resume states of stages that are done.
+    """Show what no recipe needs: stages that no folder ARTIFACTS/NAME refers to, resume states of stages that are done.
 
-    Parameters
-    ----------
-    artifacts: the `artifacts` folder of recipes.
-    delete: remove it; what a process works on stays.
+    Args:
+        artifacts: the `artifacts` folder of recipes.
+        delete: remove it; what a process works on stays.
     """
     from flows.history import garbage, remove, stores
     from flows.show import show_garbage, show_stores

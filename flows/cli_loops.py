@@ -30,16 +30,15 @@ def serve(
 ) -> int:
     """Start a Prefect server, a worker and the deployments of recipes on this machine; Ctrl-C ends it all.
 
-    Parameters
-    ----------
-    given: YAML files, and overrides (<stage>.<field>=<value>) for all of them.
-    home: folder of the server's database and logs; one `serve` at a time.
-    host: 0.0.0.0 listens to other machines too; there is no authentication.
-    port: of the server and its pages; 0 takes a free one.
-    schedule: let loops train a round when their schedule fires; a recipe without a loop runs as a whole then.
-    cron: minute, hour, day, month, weekday.
-    timezone: of the cron schedule, such as Europe/Berlin.
-    every: seconds; an interval in place of the cron schedule.
+    Args:
+        given: YAML files, and overrides (STAGE.FIELD=VALUE) for all of them.
+        home: folder of the server's database and logs; one `serve` at a time.
+        host: 0.0.0.0 listens to other machines too; there is no authentication.
+        port: of the server and its pages; 0 takes a free one.
+        schedule: let loops train a round when their schedule fires; a recipe without a loop runs as a whole then.
+        cron: minute, hour, day, month, weekday.
+        timezone: of the cron schedule, such as Europe/Berlin.
+        every: seconds; an interval in place of the cron schedule.
     """
     from prefect.client.orchestration import SyncPrefectClient
 
@@ -86,11 +85,10 @@ def serve(
 def status(recipe: str, *overrides: str, stage: str | None = None) -> int:
     """Show the rounds of a loop: which are done, when, their win rates, what is next, and why not now.
 
-    Parameters
-    ----------
-    recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
-    overrides: as for run.
-    stage: which loop, where a recipe has several.
+    Args:
+        recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
+        overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
+        stage: which loop, where a recipe has several.
     """
     loaded = load_recipe(recipe, overrides)
     name = loop_of(loaded, stage)

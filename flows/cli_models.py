@@ -13,10 +13,9 @@ from rlhf_core.stage import write_text
 def pull(model: str, folder: Path) -> int:
     """Download a model of the Hub at one commit, to start a stage from. A private one needs a token in HF_TOKEN.
 
-    Parameters
-    ----------
-    model: owner/name, or owner/name@REVISION with a branch, a tag or a commit.
-    folder: where to; give it as base_model, or as a stage's model.
+    Args:
+        model: owner/name, or owner/name@REVISION with a branch, a tag or a commit.
+        folder: where to; give it as base_model, or as a stage's model.
     """
     from rlhf_core.pull import pull as fetch
 
@@ -31,13 +30,12 @@ def pull(model: str, folder: Path) -> int:
 def serve_reward(checkpoint: str, *, port: int = 8000, host: str = "127.0.0.1", template: str = "chat", micro_batch_size: int = 8) -> int:
     """Serve a reward model over HTTP, for `reward: http://HOST:PORT` of other runs. Ends with Ctrl-C.
 
-    Parameters
-    ----------
-    checkpoint: folder or Hub id of a reward model.
-    port: 0 takes a free one and says which.
-    host: 0.0.0.0 listens to other machines too; there is no authentication.
-    template: 'chat': the tokenizer's chat template; else a plain one with one {} for the prompt.
-    micro_batch_size: documents of one forward pass.
+    Args:
+        checkpoint: folder or Hub id of a reward model.
+        port: 0 takes a free one and says which.
+        host: 0.0.0.0 listens to other machines too; there is no authentication.
+        template: 'chat': the tokenizer's chat template; else a plain one with one {} for the prompt.
+        micro_batch_size: documents of one forward pass.
     """
     if "{}" not in template and template != "chat":
         raise ValueError(f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt")
@@ -68,18 +66,17 @@ def leaderboard(
 ) -> int:
     """Score a folder of judgments, ours or published ones of Arena-Hard. Asks no model.
 
-    Parameters
-    ----------
-    folder: a benchmark with model_judgment/ and model_answer/, an evaluation's run directory or report, or any folder of judgments.
-    answers: folder of the answers, for style control; default: beside the judgments.
-    control: styles to control for.
-    category: only these categories.
-    reference: also show arena-hard-auto's own statistics (its bootstraps, seeded).
-    tokenizer: counts the length of answers whose file does not say it: gpt-4o (tiktoken, a download) or a model's folder or Hub id.
-    rounds: bootstrap resamples of the questions.
-    seed: seed of the bootstraps.
-    max_failed: share of games without a verdict above which there is no score.
-    json: file to write the boards to.
+    Args:
+        folder: a benchmark with model_judgment/ and model_answer/, an evaluation's run directory or report, or any folder of judgments.
+        answers: folder of the answers, for style control; default: beside the judgments.
+        control: styles to control for.
+        category: only these categories.
+        reference: also show arena-hard-auto's own statistics (its bootstraps, seeded).
+        tokenizer: counts the length of answers whose file does not say it: gpt-4o (tiktoken, a download) or a model's folder or Hub id.
+        rounds: bootstrap resamples of the questions.
+        seed: seed of the bootstraps.
+        max_failed: share of games without a verdict above which there is no score.
+        json: file to write the boards to.
     """
     from evaluation.arena_files import folders, read_judgments, read_styles, token_counter
     from evaluation.leaderboard import as_json, boards

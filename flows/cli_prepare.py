@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from flows.terminal import OK, console, errors, tell_pins
 from rlhf_core.check import check_inputs, check_machine, needs
@@ -15,11 +16,10 @@ from rlhf_core.stage import write_text
 def migrate(script: Path, *, out: Path = Path("recipe.yaml"), gpus: int = 8) -> int:
     """Turn a launch script of OpenRLHF, in its flat or its dotted flags, into a recipe. Executes nothing of it.
 
-    Parameters
-    ----------
-    script: shell script, or Kubernetes YAML with one inside.
-    out: recipe to write; it must not exist yet. Its comments say what became of every flag.
-    gpus: GPUs of one machine, for launchers that take all there are.
+    Args:
+        script: shell script, or Kubernetes YAML with one inside.
+        out: recipe to write; it must not exist yet. Its comments say what became of every flag.
+        gpus: GPUs of one machine, for launchers that take all there are.
     """
     from flows.show import show_migration
     from rlhf_core.migrate.script import migrate as read
@@ -46,11 +46,10 @@ def validate(recipe: str, *overrides: str, here: bool = False) -> int:
     """Check a recipe: keys, values, and that its stages fit together. Needs none of its files, and a network only to look up branches and
     tags of the Hub.
 
-    Parameters
-    ----------
-    recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
-    overrides: as for run.
-    here: also check files, columns, tokenizer, limits and this machine's resources, as run does before any work.
+    Args:
+        recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
+        overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
+        here: also check files, columns, tokenizer, limits and this machine's resources, as run does before any work.
     """
     planned = plan(load_recipe(recipe, overrides))
     tell_pins(planned)
@@ -63,34 +62,43 @@ def validate(recipe: str, *overrides: str, here: bool = False) -> int:
     return WRONG_INPUT if inputs else ENVIRONMENT if machine else OK
 
 
-def forecast(recipe: str, *overrides: str, gpus: int = 0, card_memory: float = 139.8, flops: float = 770, bandwidth: float = 4.3) -> int:
+def forecast(
+    recipe: str,
+    *overrides: str,
+    gpus: int = 0,
+    card: Literal["h200", "h100"] = "h200",
+    card_memory: float | None = None,
+    flops: float | None = None,
+    bandwidth: float | None = None,
+) -> int:
     """Estimate memory of each card and seconds of an iteration, and say which placement to choose. Starts nothing.
 
-    Parameters
-    ----------
-    recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
-    overrides: as for run.
-    gpus: cards to place a PPO stage on; default: as many as the recipe asks for.
-    card_memory: GiB of a card; the defaults of these three are those of an H200.
-    flops: TFLOP/s of its bf16 matrix products, as measured.
-    bandwidth: TB/s of its memory, as measured.
+    Args:
+        recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
+        overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
+        gpus: cards to place a PPO stage on; default: as many as the recipe asks for.
+        card: whose memory and rates count; of another card give the next three.
+        card_memory: GiB of a card.
+        flops: TFLOP/s of its bf16 matrix products, as measured.
+        bandwidth: TB/s of its memory, as measured.
     """
     from flows.forecast import show_forecast
-    from rlhf_core.forecast.seconds import Card
+    from rlhf_core.forecast.seconds import CARDS
 
     planned = plan(load_recipe(recipe, overrides))
     asked = max((round(needs(node.config).gpus) for node in planned.nodes), default=0)
-    show_forecast(console, planned, gpus or max(1, asked), Card(card_memory * 2**30, flops * 1e12, bandwidth * 1e12))
+    given = {"memory": (card_memory, 2**30), "flops": (flops, 1e12), "bandwidth": (bandwidth, 1e12)}
+    known = CARDS[card]._replace(**{name: value * unit for name, (value, unit) in given.items() if value is not None})
+    show_forecast(console, planned, gpus or max(1, asked), known)
     return 0
 
 
 def data(recipe: str, *overrides: str) -> int:
     """Report on the data of a recipe without training: rows, lengths, duplicates, balance and faults. Needs files and tokenizers.
 
-    Parameters
-    ----------
-    recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
-    overrides: as for run.
+    Args:
+        recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
+        overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
     """
     from rlhf_core.data.examine import examine
     from rlhf_core.data.report import markdown

@@ -25,12 +25,11 @@ from tasks.server_process import ours, prepared
 def run(recipe: str, *overrides: str, dry_run: bool = False, latest: bool = False) -> int:
     """Run all stages of a recipe that are not done yet.
 
-    Parameters
-    ----------
-    recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
-    overrides: <stage>.<field>=<value>, such as ppo.actor_learning_rate=5e-7, or seed=1.
-    dry_run: only show the stages, what would be skipped and why.
-    latest: look up branches and tags of the Hub anew, unless the last run of this recipe is still to be finished.
+    Args:
+        recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
+        overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
+        dry_run: only show the stages, what would be skipped and why.
+        latest: look up branches and tags of the Hub anew, unless the last run of this recipe is still to be finished.
     """
     loaded = load_recipe(recipe, overrides)
     if latest and not dry_run:
@@ -54,11 +53,10 @@ def run(recipe: str, *overrides: str, dry_run: bool = False, latest: bool = Fals
 def stage(name: str, recipe: str, *overrides: str) -> int:
     """Run one stage of a recipe and nothing else; its parents must be done. The name of a loop runs all of its stages.
 
-    Parameters
-    ----------
-    name: name of the stage, as `alignflow run RECIPE --dry-run` shows it.
-    recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
-    overrides: as for run.
+    Args:
+        name: name of the stage, as `alignflow run RECIPE --dry-run` shows it.
+        recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
+        overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
     """
     planned = plan(load_recipe(recipe, overrides))
     nodes = planned.stages_of(name)

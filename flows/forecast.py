@@ -25,8 +25,7 @@ SOURCE = {**TRAINED_FROM, "reward_model": "model"}  # the field that names what 
 
 def show_forecast(console: Console, planned: Plan, count: int, card: Card) -> None:
     """Every stage that trains: its fullest card, and for PPO the phases and what else could be done on `count` cards."""
-    told = f"{card.memory / GIB:.0f} GiB, {card.flops / 1e12:.0f} TFLOP/s and {card.bandwidth / 1e12:.1f} TB/s a card"
-    console.print(f"estimates for {told} (--card-memory, --flops, --bandwidth); bf16, answers of full length", highlight=False)
+    console.print(f"estimates for {card} (--card, or --card-memory, --flops, --bandwidth); bf16, answers of full length", highlight=False)
     for node in planned.nodes:
         if isinstance(node.config, PPO):
             found = placements(node.config, count, sizes_of(planned, node, node.config), card)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO
-from rlhf_core.forecast.memory import engine_needs
+from rlhf_core.forecast.memory import GIB, engine_needs
 from rlhf_core.forecast.passes import Pass, as_told, longest
 from rlhf_core.forecast.sizes import Size
 
@@ -26,9 +26,15 @@ SLEEP = 20e9  # bytes a second of weights that an engine drops and takes again, 
 class Card(NamedTuple):
     """Memory in bytes, FLOP/s of bf16 matrix products and bytes/s of memory, as measured rather than as sold."""
 
-    memory: float = 139.8 * 2**30
+    memory: float = 139.8 * GIB
     flops: float = 770e12
     bandwidth: float = 4.3e12
+
+    def __str__(self) -> str:
+        return f"{self.memory / GIB:.0f} GiB, {self.flops / 1e12:.0f} TFLOP/s and {self.bandwidth / 1e12:.1f} TB/s a card"
+
+
+CARDS = {"h200": Card(), "h100": Card(memory=79.2 * GIB, bandwidth=3.0e12)}  # those that runs were measured on
 
 
 def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -> dict[str, float]:

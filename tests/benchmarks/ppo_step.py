@@ -26,7 +26,7 @@ from openrlhf_ppo import run_child
 
 from rlhf_core.config import PPO
 from rlhf_core.forecast.placements import choose, forecast, placements
-from rlhf_core.forecast.seconds import Card
+from rlhf_core.forecast.seconds import CARDS, Card
 from rlhf_core.forecast.sizes import size_of
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
@@ -83,8 +83,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--placement", choices=[*PLACEMENTS, "plan"], default="one", help="plan: what `alignflow plan` chooses on one card")
-    parser.add_argument("--card-memory", type=float, default=Card().memory / 2**30, help="GiB of a card, for what the plan says")
-    parser.add_argument("--bandwidth", type=float, default=Card().bandwidth / 1e12, help="TB/s of its memory")
+    parser.add_argument("--card", choices=CARDS, default="h200", help="for what the plan says")
     parser.add_argument("--set", default="{}", help="JSON of more settings of the stage; 'vllm' is merged, 'reward' names models")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--prompt-len", type=int, default=256)
@@ -107,7 +106,7 @@ def main() -> None:
     prompts = ["".join(rng.choice(letters) for _ in range(arguments.prompt_len)) for _ in range(arguments.prompts * arguments.steps)]
     (arguments.out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
     config = stage_config(arguments)
-    card = Card(memory=arguments.card_memory * 2**30, bandwidth=arguments.bandwidth * 1e12)
+    card = CARDS[arguments.card]
     if arguments.placement == "plan":
         config = chosen(config, arguments.model, card)
     print(f"plan {json.dumps(foretold(config, arguments.model, card))}", flush=True)

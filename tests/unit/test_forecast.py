@@ -17,7 +17,7 @@ from rlhf_core.config import PPO
 from rlhf_core.forecast.memory import GIB, Held, Training, cards, peak, read, roles, trained
 from rlhf_core.forecast.passes import Pass, alternatives
 from rlhf_core.forecast.placements import choose, forecast, placements
-from rlhf_core.forecast.seconds import Card, phases, seconds_of_pass
+from rlhf_core.forecast.seconds import CARDS, Card, phases, seconds_of_pass
 from rlhf_core.forecast.sizes import size_of, size_of_config
 
 LARGE = {"num_hidden_layers": 28, "vocab_size": 151936}
@@ -101,7 +101,7 @@ LONG_PROMPTS = IN_TURN.model_copy(
 )
 
 
-H200, H100 = Card(), Card(memory=79.2 * GIB, bandwidth=3.0e12)
+H200, H100 = CARDS["h200"], CARDS["h100"]
 # What the plan chooses for a recipe that recomputes nothing on one H100, and the option beside it: Adam on the host, long passes.
 LONG_PASSES = ONE_IN_TORCH.model_copy(update={"gradient_checkpointing": 0.0})
 CHOSEN = ALL_RESIDENT.model_copy(
@@ -308,8 +308,11 @@ def test_what_it_says_to_write_fits_when_it_is_written(tmp_path: Path, capsys: p
     def told() -> str:
         recipe = {"name": "small", "base_model": str(tmp_path / "base"), "stages": stages}
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "1", "--card", "h100"]) == 0
+        said = capsys.readouterr().out
         assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "1", "--card-memory", "79.2", "--bandwidth", "3"]) == 0
-        return capsys.readouterr().out
+        assert capsys.readouterr().out == said and said.startswith("estimates for 79 GiB, 770 TFLOP/s and 3.0 TB/s a card")
+        return said
 
     before = told()
     passes = re.search(r"sft: 17\d\.\d GiB .* a card has 79: with (micro_train_tokens: \d+), (gradient_checkpointing: 0.0) it is", before)
