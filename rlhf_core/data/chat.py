@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from rlhf_core.data.condition import with_suffix
 from rlhf_core.data.documents import Document, Message
 from rlhf_core.data.frames import check_limit
-from rlhf_core.lineage import is_hub_id
+from rlhf_core.lineage import is_hub_id, is_remote
 
 # Unicode noncharacters, which no text is meant to hold; one that does is itself hidden behind a placeholder.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -39,6 +39,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     Raises ValueError when it cannot be loaded, encodes text to nothing, or lacks an end-of-sequence token or a pad token of its own.
     """
     folder = tokenizer_place(path)
+    if not is_remote(folder) and not Path(folder).is_dir():
+        raise ValueError(f"{path}: there is no model folder here; correct the path, or make the model first")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

@@ -221,6 +221,8 @@ def test_tokenizers_that_cannot_be_trained_with_are_refused(make: Make, tmp_path
         load_tokenizer(str(make(pad_token="<|endoftext|>")))
     with pytest.raises(ValueError, match="no tokenizer can be loaded"):
         load_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match="nowhere: there is no model folder here; correct the path"):
+        load_tokenizer(str(tmp_path / "nowhere"))
     for missing, message in (("eos_token", "no end-of-sequence token"), ("pad_token", "has no pad token")):
         path = make()
         config = json.loads((path / "tokenizer_config.json").read_text())
