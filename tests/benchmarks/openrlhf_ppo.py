@@ -106,6 +106,7 @@ def flags(arguments: argparse.Namespace, cards: int) -> list[str]:
         "ds.param_dtype": "bf16",
         "actor.adam.lr": 5e-7,
         "critic.adam.lr": 9e-6,
+        "algo.advantage.estimator": "reinforce" if arguments.no_critic else "gae",
         "algo.kl.init_coef": 0.01,
         "algo.advantage.is_correction_level": "token",
         "ckpt.output_dir": "peer-out",

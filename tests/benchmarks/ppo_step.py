@@ -85,6 +85,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--placement", choices=[*PLACEMENTS, "plan"], default="one", help="plan: what `alignflow plan` chooses on one card")
     parser.add_argument("--card", choices=CARDS, default="h200", help="for what the plan says")
     parser.add_argument("--set", default="{}", help="JSON of more settings of the stage; 'vllm' is merged, 'reward' names models")
+    parser.add_argument("--no-critic", action="store_true", help="REINFORCE: actor, reference and reward model alone")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--generate-len", type=int, default=512)
@@ -156,6 +157,7 @@ def stage_config(arguments: argparse.Namespace) -> PPO:
             "actor": "base",
             "prompts": {"sources": str(arguments.out / "prompts.jsonl"), "template": "{}"},
             "dtype": "bfloat16",
+            "advantage_estimator": "reinforce_pp" if arguments.no_critic else "gae",
             "zero_stage": arguments.zero_stage,
             "rollout_batch_size": arguments.prompts,
             "train_batch_size": min(128, arguments.prompts),
