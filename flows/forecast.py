@@ -12,14 +12,16 @@ from rich.table import Table
 
 from rlhf_core.config import PPO, RewardModel, Trainable
 from rlhf_core.forecast.memory import GIB, ROOM
-from rlhf_core.forecast.passes import alternatives
+from rlhf_core.forecast.passes import alternatives, fields_of
 from rlhf_core.forecast.placements import Placement, choose, placements
 from rlhf_core.forecast.seconds import Card, seconds_of_pass
 from rlhf_core.forecast.sizes import Size
 from rlhf_core.forecast.zero import peak_of_training, stage_of_training, told_size
 from rlhf_core.names import TRAINED_FROM
 from rlhf_core.plan import Node, Plan
+from rlhf_core.reward_sources import FunctionReward, HttpReward, ModelReward
 
+BF16 = "bfloat16"
 SOURCE = {**TRAINED_FROM, "reward_model": "model"}  # the field that names what a stage starts from
 
 
@@ -32,12 +34,14 @@ def show_forecast(console: Console, planned: Plan, count: int, card: Card) -> No
             _show_ppo(console, node.name, node.config, found, card)
         elif isinstance(node.config, Trainable):
             size, config = model_size(planned, node, getattr(node.config, SOURCE[node.kind])), node.config
-            chosen = stage_of_training(config, size, card.memory)
-            held = peak_of_training(config, size, chosen.stage, card.memory)
-            zero = f", zero_stage {chosen.stage}" if config.zero_stage == "auto" else ""
+            stage = stage_of_training(config, size, card.memory).stage
+            held = peak_of_training(config, size, stage, card.memory)
+            zero = f", zero_stage {stage}" if config.zero_stage == "auto" else ""
             told = f"[bold]{escape(node.name)}[/]: {held / GIB:.1f} GiB a card on {config.ranks.world_size} card(s){zero}"
             if held > ROOM * card.memory:
-                told += f" [red]and a card has {card.memory / GIB:.0f}: {_what_fits(config, size, chosen.stage, card)}[/]"
+                told += f" [red]and a card has {card.memory / GIB:.0f}: {_what_fits(config, size, stage, card)}[/]"
+            if config.dtype != BF16:
+                told += f" [red]with dtype: {BF16}, and the recipe says {config.dtype}[/]"
             console.print(told, highlight=False)
 
 
@@ -66,36 +70,51 @@ def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], 
     for placement in found:
         seconds = [f"{placement.seconds[c]:.1f}" if c in placement.seconds else "" for c in (str(c.header) for c in table.columns[2:-1])]
         held = f"{placement.peak / GIB:.1f}" + (f", vLLM lacks {placement.lacking / GIB:.1f}" if placement.lacking > 0 else "")
+        held += f", {placement.beyond:g} cards too many" if placement.beyond > 0 else ""
         mark = "[green]" if placement is chosen else "" if placement.fits(card) else "[red]"
         table.add_row(f"{mark}{escape(placement.name)}", f"{mark}{held}", *seconds, f"{mark}{placement.total:.1f}")
+    if not found:
+        console.print(f"{escape(name)}: no placement suits its batch sizes and switches on so few cards, or on so many", highlight=False)
+        return
     console.print(table)
     if chosen is None:
-        less = "whatever the passes: more cards, lora, or a smaller model"
-        console.print(f"none of these fits {card.memory / GIB:.0f} GiB, {less}", highlight=False)
+        less = "more cards, or a smaller model" if config.lora else "more cards, lora, or a smaller model"
+        console.print(f"none of these fits {card.memory / GIB:.0f} GiB, with shorter passes neither: {less}", highlight=False)
         return
-    if not chosen.fields:
-        console.print(f"choose [green]{escape(chosen.name)}[/]: the fastest that fits. Leave it as it is", highlight=False)
+    fields = _to_write(config, chosen)
+    told = f"choose [green]{escape(chosen.name)}[/]: the fastest that fits, or as good as it (within 5 %) with more memory left"
+    if not fields:
+        console.print(f"{told}. Leave it as it is", highlight=False)
         return
-    console.print(f"choose [green]{escape(chosen.name)}[/]: the fastest that fits. In the recipe, under {escape(name)}:", highlight=False)
-    fields = yaml.safe_dump(_to_write(config, chosen), sort_keys=False, default_flow_style=None, width=120)
-    console.print(textwrap.indent(fields.rstrip(), "  "), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{told}. In the recipe, under {escape(name)}:", highlight=False)
+    lines = yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120)
+    console.print(textwrap.indent(lines.rstrip(), "  "), markup=False, highlight=False, soft_wrap=True)
 
 
 def _to_write(config: PPO, chosen: Placement) -> dict[str, Any]:
     """The fields that differ from the recipe's, groups without what they have anyway."""
-    changed = PPO.model_validate(config.model_dump() | chosen.fields)
+    fields = chosen.fields | {"dtype": BF16}  # that is what was estimated
+    changed = PPO.model_validate(config.model_dump() | fields)
     told, whole = config.model_dump(mode="json"), changed.model_dump(mode="json")
     short = changed.model_dump(mode="json", exclude_defaults=True)
-    return {field: short.get(field, whole[field]) for field in chosen.fields if whole[field] != told[field]}
+    short["reward"] = [_source(source) for source in changed.reward]
+    return {field: short.get(field, whole[field]) for field in fields if whole[field] != told[field]}
+
+
+def _source(source: ModelReward | FunctionReward | HttpReward) -> dict[str, Any]:
+    named = source.model_dump(mode="json", include={"model", "function", "url"})
+    return named | source.model_dump(mode="json", exclude_defaults=True)
 
 
 def _what_fits(config: Trainable, size: Size, stage: int, card: Card) -> str:
-    """The fastest passes that fit, as a recipe says them."""
-    head = not isinstance(config, RewardModel)
-    peaks = {each: peak_of_training(config, size, stage, card.memory, each) for each in alternatives(config)}
-    fitting = [each for each, held in peaks.items() if held <= ROOM * card.memory]
-    if not fitting:
-        return "no pass is short enough: more ranks, lora, or a smaller model"
-    best = min(fitting, key=lambda each: seconds_of_pass(size, each, stage, head, card) / each.tokens)
-    fields = ", ".join(f"{field}: {value}" for field, value in best.fields.items())
-    return f"with {fields} it is {peaks[best] / GIB:.1f}"
+    """The fastest passes that fit, as a recipe says them, and a higher ZeRO stage where its own leaves room for none."""
+    whole = config.lora is None or config.lora.quantize == "none"  # 4-bit weights are not cut into shards
+    for tried in dict.fromkeys((stage, 3 if config.ranks.world_size > 1 and whole else stage)):
+        peaks = {each: peak_of_training(config, size, tried, card.memory, each) for each in alternatives(config)}
+        fitting = [each for each, held in peaks.items() if held <= ROOM * card.memory]
+        if fitting:
+            head = not isinstance(config, RewardModel)
+            best = min(fitting, key=lambda each: seconds_of_pass(size, each, tried, head, card) / each.tokens)
+            fields = fields_of(best, config) | ({} if tried == stage else {"zero_stage": tried})
+            return f"with {', '.join(f'{field}: {value}' for field, value in fields.items())} it is {peaks[best] / GIB:.1f}"
+    return f"no pass is short enough: more ranks, {'lora, ' if config.lora is None else ''}or a smaller model"

@@ -8,7 +8,7 @@ import socket
 # What helps a role or a stage whose GPU has no memory left.
 LESS_MEMORY = (
     "lower micro_train_tokens or micro_train_batch_size (in PPO also those of rollouts, and vllm.gpu_memory_utilization), or set "
-    "gradient_checkpointing (in PPO also adam_offload, ref_reward_offload); `alignflow plan` says what fits"
+    "gradient_checkpointing (in PPO also adam_offload, ref_reward_offload); `alignflow plan` with this card's memory says what fits"
 )
 
 

@@ -94,13 +94,13 @@ def engine_needs(size: Size, tensor_parallel_size: int) -> float:
 
 def roles(config: PPO, sizes: Mapping[str, Size], card_bytes: float) -> dict[str, Held]:
     """What each process of each group holds. `sizes` gives the model of each group of models."""
-    scoring, training = config.micro_rollout_tokens or config.micro_rollout_batch_size * longest(config), as_told(config)
+    scoring = config.micro_rollout_tokens or config.micro_rollout_batch_size * longest(config)
     held: dict[str, Held] = {}
     for name, ranks in config.groups.items():
         head = name in ("actor", "reference")
         if name in ("actor", "critic"):
             assert config.zero_stage != "auto", "decided before (zero.py)"
-            offload = name in config.adam_offload
+            training, offload = as_told(config, ranks.world_size), name in config.adam_offload
             adapters, weight = config.lora is not None, bytes_of_weights(config.lora)
             how = Training(ranks.world_size, config.zero_stage, training.recomputed, training.tokens, offload, adapters, card_bytes, weight)
             held[name] = trained(sizes[name], how, head, scoring)

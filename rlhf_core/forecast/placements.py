@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.forecast.memory import ROOM, cards, engine_needs, roles
-from rlhf_core.forecast.passes import alternatives
+from rlhf_core.forecast.passes import alternatives, fields_of
 from rlhf_core.forecast.seconds import Card, phases, share_of_engine
 from rlhf_core.forecast.sizes import Size
 from rlhf_core.forecast.zero import stage_of_ppo
@@ -20,8 +20,8 @@ RANKS = ("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks")
 
 
 class Placement(NamedTuple):
-    """One way to place the stage: the fields that make it, bytes of its fullest card, all cards with their groups, seconds by phase, and
-    the bytes that an engine's share of a card lacks for its weights (0 or less: none)."""
+    """One way to place the stage: the fields that make it, bytes of its fullest card, all cards with their groups, seconds by phase, the
+    bytes that an engine's share of a card lacks for its weights (0 or less: none), and the cards that it needs beyond those there are."""
 
     name: str
     fields: dict[str, Any]
@@ -29,13 +29,14 @@ class Placement(NamedTuple):
     cards: dict[str, tuple[list[str], float]]
     seconds: dict[str, float]
     lacking: float
+    beyond: float = 0.0
 
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
 
     def fits(self, card: Card) -> bool:
-        return self.peak <= ROOM * card.memory and self.lacking <= 0
+        return self.peak <= ROOM * card.memory and self.lacking <= 0 and self.beyond <= 0
 
 
 def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], card: Card) -> Placement:
@@ -47,35 +48,43 @@ def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str,
 
 
 def placements(config: PPO, count: int, sizes: Mapping[str, Size], card: Card) -> list[Placement]:
-    """The recipe's own placement first, then what could be had on `count` cards."""
-    taken = f", zero_stage {stage_of_ppo(config, sizes, card.memory).stage}" if config.zero_stage == "auto" else ""
-    found = [forecast(f"as in the recipe{taken}", config, {}, sizes, card)] if config.actor_ranks.gpus else []
+    """The recipe's own placement first, with other passes where those fit or are faster, then what could be had on `count` cards."""
+    found = []
+    if config.actor_ranks.gpus:
+        taken = f", zero_stage {stage_of_ppo(config, sizes, card.memory).stage}" if config.zero_stage == "auto" else ""
+        beyond = max(0.0, _cards(config) - count)
+        found.append(forecast(f"as in the recipe{taken}", config, {}, sizes, card)._replace(beyond=beyond))
+        other = _with_passes_that_fit("the recipe's placement", config, {}, sizes, card)
+        found += [other._replace(beyond=beyond)] if other.fields else []
     for name, fields in _options(config, count, sizes["actor"], card).items():
         try:
             changed = PPO.model_validate(config.model_dump() | fields)
         except ValidationError:  # the batch sizes do not fit so many ranks, or the engines are to work beside the models
             continue
-        if sum(bundle.get("GPU", 0.0) for bundle in arrange(changed.placed, changed.together).bundles) > count:
-            continue
-        found.append(_with_passes_that_fit(name, changed, fields, sizes, card))
+        if _cards(changed) <= count:
+            found.append(_with_passes_that_fit(name, changed, fields, sizes, card))
     return found
+
+
+def _cards(config: PPO) -> float:
+    return sum(bundle.get("GPU", 0.0) for bundle in arrange(config.placed, config.together).bundles)
 
 
 def _with_passes_that_fit(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], card: Card) -> Placement:
     """The fastest passes that fit, the recipe's own among equals (within 1 %) and where none does."""
     found = [forecast(name, config, fields, sizes, card)]
     for other in alternatives(config)[1:]:
-        changed = config.model_copy(update=other.fields)
-        found.append(forecast(f"{name}; {other}", changed, fields | other.fields, sizes, card))
+        passes = fields_of(other, config)
+        found.append(forecast(f"{name}; {other}", config.model_copy(update=passes), fields | passes, sizes, card))
     fastest = min((placement.total for placement in found if placement.fits(card)), default=0.0)
     return next((placement for placement in found if placement.fits(card) and placement.total <= 1.01 * fastest), found[0])
 
 
 def choose(found: list[Placement], card: Card) -> Placement | None:
-    """The fastest that fits; among equals (within 5 %) the one that leaves most memory. None when none fits."""
+    """The fastest that fits; among equals (within 5 %) the recipe's own, or the one that leaves most memory. None when none fits."""
     fitting = [placement for placement in found if placement.fits(card)]
     fastest = min((placement.total for placement in fitting), default=0.0)
-    return min((p for p in fitting if p.total <= 1.05 * fastest), key=lambda p: p.peak, default=None)
+    return min((p for p in fitting if p.total <= 1.05 * fastest), key=lambda p: p.peak if p.fields else 0.0, default=None)
 
 
 def _options(config: PPO, count: int, engine: Size, card: Card) -> dict[str, dict[str, Any]]:
@@ -101,13 +110,18 @@ def _options(config: PPO, count: int, engine: Size, card: Card) -> dict[str, dic
     roles = [field for field in RANKS if config.has_critic or field != "critic_ranks"]
     together = {**apart, **dict.fromkeys(roles, ranks(count)), "colocate_all": True, "vllm": engines(count, alone=False)}
     offloaded = ["actor", "critic"] if config.has_critic else ["actor"]
-    shards = ", ZeRO-3" if count > 1 else ""  # one card has nothing to share out
+    most = 2 if config.lora is not None and config.lora.quantize != "none" else 3  # 4-bit weights are not cut into shards
+    shards = f", ZeRO-{most}" if count > 1 else ""  # one card has nothing to share out
     options = {
         "all together": {**together, "zero_stage": 2 if shards else 0},
-        f"all together{shards}, reference and reward offloaded": {**together, "zero_stage": 3 if shards else 0, "ref_reward_offload": True},
+        f"all together{shards}, reference and reward offloaded": {
+            **together,
+            "zero_stage": most if shards else 0,
+            "ref_reward_offload": True,
+        },
         "all together, Adam offloaded too": {
             **together,
-            "zero_stage": 3 if shards else 2,
+            "zero_stage": most if shards else 2,
             "ref_reward_offload": True,
             "adam_offload": offloaded,
         },
@@ -122,12 +136,12 @@ def _options(config: PPO, count: int, engine: Size, card: Card) -> dict[str, dic
             **dict.fromkeys([field for field in roles if field in ("critic_ranks", "reward_ranks")], ranks(each)),
             "colocate_actor_ref": True,
             "colocate_critic_reward": config.has_critic and bool(config.reward_models),
-            "zero_stage": 3,
+            "zero_stage": most if actor > 1 else 0,
             "vllm": engines(left, alone=True),
         }
         others = f"{' and '.join(judges)} on {judging}, " if judges else ""
         options[f"actor and reference on {actor}, {others}vLLM on {left}"] = split
         if config.has_critic:
-            with_offload = {**split, "adam_offload": ["critic"]}
+            with_offload = {**split, "adam_offload": ["critic"], "zero_stage": most if actor > 1 else 2}
             options[f"the same, the critic's Adam offloaded ({actor} + {each} + {left})"] = with_offload
     return options

@@ -20,6 +20,7 @@ DECODE_STEP = 0.0032  # seconds a step of vLLM takes besides reading weights, ke
 HOST_ADAM = 1.5e9  # parameters a second of an optimiser step on the host
 SYNC = 40e9  # bytes a second into the engines
 SEQUENCES = 1024.0  # answers that an engine of vLLM works on at once, where their keys and values have room
+SPARE = 2 * GIB  # of an engine beside models, so that it starts also where its largest batch takes more than `engine_needs` knows
 SLEEP = 20e9  # bytes a second of weights that an engine drops and takes again, to sleep and to wake
 
 
@@ -41,7 +42,7 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
     """Seconds by phase for full-length answers: an upper bound where answers end early. Of generation that runs beside scoring and
     training, what those do not cover."""
     answers = config.rollout_batch_size * config.n_samples_per_prompt
-    tokens, passing = answers * longest(config), as_told(config)
+    tokens = answers * longest(config)
     assert config.zero_stage != "auto", "decided before (zero.py)"
     scoring, training, host = {}, {}, [0.0]
     for name in config.groups:
@@ -49,8 +50,9 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
         count, stored = (size - (0 if head else sizes[name].head) for size in (sizes[name].active, sizes[name].parameters))
         scoring[name] = 2 * count * tokens / SCORING[head] / card.flops
         if name in ("actor", "critic"):
-            passes = tokens * config.max_epochs / passing.tokens
-            training[name] = passes * seconds_of_pass(sizes[name], passing, config.zero_stage, head, card)
+            a_pass = as_told(config, config.groups[name].world_size)
+            passes = tokens * config.max_epochs / a_pass.tokens
+            training[name] = passes * seconds_of_pass(sizes[name], a_pass, config.zero_stage, head, card)
             steps = answers * config.max_epochs / config.train_batch_size
             host.append(steps * stored / config.groups[name].world_size / HOST_ADAM if name in config.adam_offload else 0.0)
     engine = sizes["actor"]
@@ -75,7 +77,7 @@ def seconds_of_pass(size: Size, what: Pass, zero_stage: int, head: bool, card: C
 def share_of_engine(config: PPO, size: Size, engines: int, over: int, card: Card) -> float:
     """Of a card (`over`: of so many), for the weights and for the keys and values of all answers that one of `engines` has at a time."""
     answers = min(SEQUENCES, math.ceil(config.rollout_batch_size * config.n_samples_per_prompt / engines))
-    wanted = engine_needs(size, over) + answers * longest(config) * size.kv / over
+    wanted = engine_needs(size, over) + SPARE + answers * longest(config) * size.kv / over
     return min(0.9, math.ceil(20 * 1.1 * wanted / card.memory) / 20)
 
 

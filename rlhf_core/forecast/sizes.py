@@ -41,6 +41,8 @@ def size_of(folder: str) -> Size:
         raise ValueError(f"{folder} has no readable config.json: name a local model folder, or fetch it with `alignflow pull`") from None
     except KeyError as missing:
         raise ValueError(f"{file} does not say {missing}: `alignflow plan` knows decoder models with the usual names only") from None
+    except (TypeError, AttributeError, ZeroDivisionError, OverflowError):  # lists, nulls and zeros in place of sizes
+        raise ValueError(f"{file} tells no sizes as numbers: `alignflow plan` knows decoder models of equal layers only") from None
 
 
 def experts_of_config(config: Mapping[str, Any]) -> int:

@@ -76,7 +76,7 @@ def stage_of_training(config: Trainable, size: Size | None, card_bytes: float) -
 
 def peak_of_training(config: Trainable, size: Size, stage: int, card_bytes: float, what: Pass | None = None) -> float:
     """Bytes of a card of SFT, reward model, DPO or KTO under a ZeRO stage, with passes as the recipe has them or others."""
-    tokens, recomputed = what or as_told(config)
+    tokens, recomputed = what or as_told(config, config.ranks.world_size)
     adapters, weight = config.lora is not None, bytes_of_weights(config.lora)
     how = Training(config.ranks.world_size, stage, recomputed, tokens, False, adapters, card_bytes, weight)
     return stage_peak(size, config.ranks, how, isinstance(config, DPO | KTO), not isinstance(config, RewardModel))
@@ -86,8 +86,9 @@ def doubt(held: float, card_bytes: float) -> str:
     """A line for the log where a card has less than what is estimated for it; estimates were up to 15 % off. Empty where it has not."""
     if held <= card_bytes:
         return ""
-    gpu = f"{card_bytes / GIB:.0f} GiB"
-    return f"it may run out of memory: an estimated {held / GIB:.0f} GiB on a GPU of {gpu}; `alignflow plan` says what fits\n"
+    memory = f"{card_bytes / GIB:.1f}"
+    wanted = f"an estimated {held / GIB:.1f} GiB on a GPU of {memory}"
+    return f"it may run out of memory: {wanted}; `alignflow plan RECIPE --card-memory {memory}` says what fits\n"
 
 
 def size_at(place: str) -> Size | None:

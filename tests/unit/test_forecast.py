@@ -15,8 +15,8 @@ from flows.cli import main
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.forecast.memory import GIB, Held, Training, cards, peak, read, roles, trained
-from rlhf_core.forecast.passes import Pass, alternatives
-from rlhf_core.forecast.placements import choose, forecast, placements
+from rlhf_core.forecast.passes import Pass, alternatives, as_told, fields_of
+from rlhf_core.forecast.placements import Placement, choose, forecast, placements
 from rlhf_core.forecast.seconds import CARDS, Card, phases, seconds_of_pass
 from rlhf_core.forecast.sizes import size_of, size_of_config
 
@@ -130,6 +130,11 @@ BEFORE_THEY_RAN = [(config, SMALL_MODEL, card, held) for config, card, held, _ i
 
 def sizes(config: PPO, size: Any) -> dict[str, Any]:
     return dict.fromkeys(config.groups, size)
+
+
+def options(config: PPO, count: int, size: Any, card: Card) -> list[Placement]:
+    """What could be had in place of the recipe's own placement."""
+    return [found for found in placements(config, count, sizes(config, size), card) if "actor_ranks" in found.fields]
 
 
 def test_sizes_are_those_of_the_models() -> None:
@@ -349,20 +354,18 @@ def test_groups_in_fractions_fill_one_card_after_the_other() -> None:
 
 def test_an_engine_whose_share_is_too_small_for_its_weights_is_not_chosen() -> None:
     tight = Card(memory=79.6 * GIB)
-    as_it_is, *options = placements(ALL_FOUR, 4, sizes(ALL_FOUR, LARGE_MODEL._replace(parameters=14.8e9, active=14.8e9)), tight)
+    larger = LARGE_MODEL._replace(parameters=14.8e9, active=14.8e9)
+    as_it_is = placements(ALL_FOUR, 4, sizes(ALL_FOUR, larger), tight)[0]
     assert as_it_is.lacking > 0 and not as_it_is.fits(tight), "24 GiB for 27.6 of weights"
-    assert options and all(option.lacking <= 0 for option in options)
+    assert (others := options(ALL_FOUR, 4, larger, tight)) and all(option.lacking <= 0 for option in others)
     over_two = ALL_FOUR.model_copy(update={"vllm": ALL_FOUR.vllm.model_copy(update={"tensor_parallel_size": 2, "num_engines": 2})})
-    engines = [p.fields["vllm"] for p in placements(over_two, 4, sizes(over_two, LARGE_MODEL), Card())[1:]]
+    engines = [option.fields["vllm"] for option in options(over_two, 4, LARGE_MODEL, Card())]
     assert {(engine["num_engines"], engine["tensor_parallel_size"]) for engine in engines} == {(2, 2), (1, 1)}
 
 
 def test_on_one_card_plain_torch_is_proposed() -> None:
-    stages = {
-        count: [p.fields["zero_stage"] for p in placements(ONE, count, sizes(ONE, SMALL_MODEL), H200)[1:] if "all together" in p.name]
-        for count in (1, 2)
-    }
-    assert stages == {1: [0, 0, 2], 2: [2, 3, 3]}, "with Adam on the host DeepSpeed is needed"
+    stages = {count: [option.fields["zero_stage"] for option in options(ONE, count, SMALL_MODEL, H200)] for count in (1, 2, 3)}
+    assert stages == {1: [0, 0, 2], 2: [2, 3, 3], 3: [0, 2]}, "with Adam on the host DeepSpeed is needed; 128 answers are not for 3 ranks"
 
 
 def test_what_ran_on_a_smaller_card_is_what_is_chosen_for_it() -> None:
@@ -379,7 +382,7 @@ def test_passes_are_the_fastest_that_fit(memory: float, expected: tuple[int, flo
     assert (found and (found.fields["micro_train_tokens"], found.fields["gradient_checkpointing"])) == expected
     if found:
         changed = PPO.model_validate(ONE.model_dump() | found.fields)
-        others = [forecast("", changed.model_copy(update=each.fields), {}, models, card) for each in alternatives(changed)]
+        others = [forecast("", changed.model_copy(update=fields_of(each, ONE)), {}, models, card) for each in alternatives(ONE)]
         assert all(found.total <= 1.01 * other.total for other in others if other.fits(card))
 
 
@@ -395,11 +398,11 @@ def test_passes_as_short_as_a_document_wait_for_the_host() -> None:
 def test_options_ask_for_no_more_cards_than_there_are(estimator: str, reward: list[Any]) -> None:
     given = {"reward": reward, "advantage_estimator": estimator, "n_samples_per_prompt": 2, "critic": "rm" if estimator == "gae" else None}
     config = PPO.model_validate(ALL_FOUR.model_dump() | {"colocate_all": False, "ref_reward_offload": False} | given)
-    options = placements(config, 4, sizes(config, LARGE_MODEL), Card())[1:]
-    assert any("all together" in option.name for option in options)
+    found = options(config, 4, LARGE_MODEL, Card())
+    assert any("all together" in option.name for option in found)
     full = estimator == "grpo" and len(config.reward_models) == 2  # actor and reference on 2, each reward model on 1: none for an engine
-    assert any("vLLM on" in option.name for option in options) != full
-    for option in options:
+    assert any("vLLM on" in option.name for option in found) != full
+    for option in found:
         changed = PPO.model_validate(config.model_dump() | option.fields)
         asked = sum(bundle["GPU"] for bundle in arrange(changed.placed, changed.together).bundles)
         assert asked == 4, option.name
@@ -417,3 +420,61 @@ def test_answers_that_an_engine_has_no_room_for_come_after_the_others() -> None:
         update={"vllm": ALL_FOUR.vllm.model_copy(update={"gpu_memory_utilization": 0.6}), "rollout_batch_size": 4 * 1024}
     )
     assert phases(large, arrange(large.placed, large.together), sizes(large, LARGE_MODEL), Card())["generate"] < seconds(4 * 1024)
+
+
+def test_no_pass_is_longer_than_an_optimiser_step_or_shorter_than_a_document() -> None:
+    small_steps = TWO_TOGETHER.model_copy(update={"train_batch_size": 8})  # 4 documents of 768 tokens on each of two ranks
+    assert as_told(small_steps, 2) == Pass(4 * 768, 1.0)
+    held, asked = ({**roles(config, sizes(config, SMALL_MODEL), H200.memory)} for config in (
+        small_steps, small_steps.model_copy(update={"micro_train_tokens": 4 * 768})))  # fmt: skip
+    assert held == asked and {each.tokens for each in alternatives(small_steps)} == {4 * 768, 2 * 768, 768}
+    assert as_told(ONE.model_copy(update={"micro_train_tokens": 100}), 1).tokens == 768
+    odd = {each.tokens for each in alternatives(ONE.model_copy(update={"micro_train_tokens": 5000}))}
+    assert min(odd) == 768 and 40000 in odd and max(odd) <= 128 * 768
+
+
+def test_longer_passes_are_found_where_the_recipe_has_single_documents() -> None:
+    single = LONG_PASSES.model_copy(update={"micro_train_tokens": None})
+    chosen = choose(placements(single, 1, sizes(single, SMALL_MODEL), H200), H200)
+    told = forecast("", single, {}, sizes(single, SMALL_MODEL), H200)
+    assert chosen is not None and chosen.seconds["train"] < 0.6 * told.seconds["train"]
+    assert chosen.fields["micro_train_batch_size"] >= 8 and "micro_train_tokens" not in chosen.fields, "documents stay documents"
+
+
+def test_the_recipes_own_placement_is_tried_with_other_passes() -> None:
+    ahead = TWO_APART.model_copy(
+        update={"one_step_off_policy": True, "micro_train_tokens": 98304, "zero_stage": 0, "gradient_checkpointing": 0.0}
+    )
+    own, changed, *_ = placements(ahead, 2, sizes(ahead, SMALL_MODEL), H100)
+    assert not own.fits(H100) and changed.fits(H100) and changed.fields.keys() == {"micro_train_tokens", "gradient_checkpointing"}
+    assert choose(placements(ahead, 1, sizes(ahead, SMALL_MODEL), H100)[:2], H100) is None, "it needs two cards"
+
+
+def test_the_recipes_own_placement_is_kept_where_it_is_as_good() -> None:
+    chosen = choose(placements(CHOSEN, 1, sizes(CHOSEN, SMALL_MODEL), H100), H100)
+    assert chosen is not None and chosen.fields == {}
+
+
+def test_a_recipe_is_told_what_else_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base").mkdir()
+    shape = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+    Qwen2Config(**shape, **LARGE).save_pretrained(tmp_path / "base")
+    batches = ("rollout_batch_size", "train_batch_size")
+    four = {"ranks": {"num_ranks_per_node": 4, "gpus": 1}, "data": {"sources": "a.jsonl"}}
+    stages = {
+        "sft": {**four, "zero_stage": 1, "dtype": "bfloat16"},
+        "reward_model": {**four},
+        "ppo": {"prompts": {"sources": "c.jsonl"}, "reward": [{"model": "reward_model", "ranks": {"gpus": 1}}, {"function": "a.py:f"}]},
+        "odd": {"stage": "ppo", "prompts": {"sources": "c.jsonl"}, **dict.fromkeys(batches, 9), "micro_train_batch_size": 9},
+    }
+    recipe = {"name": "small", "base_model": str(tmp_path / "base"), "stages": stages}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4", "--card-memory", "60"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"sft: .* a card has 60: with micro_train_batch_size: \d+, gradient_checkpointing: \d.\d, zero_stage: 3 it is 5\d", said
+    )
+    assert re.search(r"reward_model: .*with dtype: bfloat16, and the recipe says float32", said)
+    assert "odd: no placement suits its batch sizes and switches" in said
+    choice = yaml.safe_load(said.partition("In the recipe, under ppo:\n")[2].partition("odd:")[0])
+    assert choice["dtype"] == "bfloat16" and choice["reward"] == [{"model": "reward_model"}, {"function": "a.py:f"}]

@@ -154,7 +154,10 @@ def test_ppo_asks_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path,
     groups["actor"] = Group(40)
     zero_stage_of(config, paths, groups, None)
     estimate = peak_of_ppo(config, sizes(config), 3, 40 * GIB) / GIB
-    assert f"it may run out of memory: an estimated {estimate:.0f} GiB on a GPU of 40 GiB; `alignflow plan`" in capsys.readouterr().out
+    assert (
+        f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 40.0; `alignflow plan RECIPE --card-memory 40.0`"
+        in capsys.readouterr().out
+    )
     on_cpu = ppo(**dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks()), vllm={})
     assert zero_stage_of(on_cpu, paths, {}, None).stage == 3
 
@@ -173,7 +176,7 @@ def test_a_group_gets_a_request_with_a_stage(tmp_path: Path, capsys: pytest.Capt
     assert settled(sft(), 60) == 3 and "out of memory" not in capsys.readouterr().out
     assert settled(sft(zero_stage=2), 48) == 2
     estimate = peak_of_training(sft(), BIG, 2, 48 * GIB) / GIB
-    assert f"it may run out of memory: an estimated {estimate:.0f} GiB on a GPU of 48 GiB" in capsys.readouterr().out
+    assert f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 48.0" in capsys.readouterr().out
     checkpoint.save(run, 3, 1, {"zero_stage": 2}, lambda folder: None)
     assert settled(sft(), 100) == 2, "other cards do not change what a state was made with"
 
@@ -189,8 +192,9 @@ def test_a_stage_whose_gpu_is_full_says_what_helps(tmp_path: Path) -> None:
 
 def test_a_folder_that_tells_no_size(tmp_path: Path) -> None:
     assert size_at(str(tmp_path)) is None
-    (tmp_path / "config.json").write_text("{}")
-    assert size_at(str(tmp_path)) is None
+    for unknown in ("{}", "[]", json.dumps(SHAPE | {"vocab_size": 9, "intermediate_size": None}), json.dumps(SHAPE | {"vocab_size": [9]})):
+        (tmp_path / "config.json").write_text(unknown)
+        assert size_at(str(tmp_path)) is None, unknown
 
 
 def test_only_what_one_rank_trained_in_bf16_is_made_anew(tmp_path: Path) -> None:
