@@ -81,10 +81,12 @@ def _with_passes_that_fit(name: str, config: PPO, fields: dict[str, Any], sizes:
 
 
 def choose(found: list[Placement], card: Card) -> Placement | None:
-    """The fastest that fits; among equals (within 5 %) the recipe's own, or the one that leaves most memory. None when none fits."""
+    """The fastest that fits; among equals (within 5 %) the recipe's own, or the one that leaves most memory, where that makes a difference
+    (5 % of a card). None when none fits."""
     fitting = [placement for placement in found if placement.fits(card)]
     fastest = min((placement.total for placement in fitting), default=0.0)
-    return min((p for p in fitting if p.total <= 1.05 * fastest), key=lambda p: p.peak if p.fields else 0.0, default=None)
+    equals = [placement for placement in fitting if placement.total <= 1.05 * fastest]
+    return min(equals, key=lambda placement: round(20 * placement.peak / card.memory) if placement.fields else -1, default=None)
 
 
 def _options(config: PPO, count: int, engine: Size, card: Card) -> dict[str, dict[str, Any]]:

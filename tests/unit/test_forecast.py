@@ -450,6 +450,14 @@ def test_the_recipes_own_placement_is_tried_with_other_passes() -> None:
     assert choose(placements(ahead, 1, sizes(ahead, SMALL_MODEL), H100)[:2], H100) is None, "it needs two cards"
 
 
+def test_nothing_is_offloaded_for_memory_that_makes_no_difference() -> None:
+    tiny = SMALL_MODEL._replace(parameters=1e6, active=1e6, layers=2, hidden=64, kept=2000, passing=1000, kv=256, vocabulary=500)
+    plain, offloaded, _ = found = options(ONE, 1, tiny, H200)
+    assert offloaded.peak < plain.peak and choose(found, H200) is plain
+    plain, offloaded, _ = found = options(LONG_PASSES, 1, SMALL_MODEL, H100)
+    assert offloaded.peak < plain.peak and choose(found, H100) is offloaded
+
+
 def test_the_recipes_own_placement_is_kept_where_it_is_as_good() -> None:
     chosen = choose(placements(CHOSEN, 1, sizes(CHOSEN, SMALL_MODEL), H100), H100)
     assert chosen is not None and chosen.fields == {}
