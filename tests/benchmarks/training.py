@@ -127,7 +127,8 @@ def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[list
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
     times: list[float] = []
-    with suppress(ImportError):  # beside nvidia-cutlass-dsl Liger takes other kernels, with which TRL was 1.6 times as slow; ours has Triton's
+    # Beside nvidia-cutlass-dsl Liger takes other kernels, with which TRL was 1.6 times as slow; ours has Triton's.
+    with suppress(ImportError):
         from liger_kernel.backends import set_impl
 
         set_impl("nvidia-triton")
