@@ -85,9 +85,11 @@ def forecast(
     from flows.forecast import show_forecast
     from rlhf_core.forecast.seconds import CARDS
 
+    given = {"memory": (card_memory, 2**30), "flops": (flops, 1e12), "bandwidth": (bandwidth, 1e12)}
+    if gpus < 0 or not all(value is None or value > 0 for value, _ in given.values()):
+        raise ValueError("--gpus, --card-memory, --flops and --bandwidth are numbers above 0: leave out what is not known")
     planned = plan(load_recipe(recipe, overrides))
     asked = max((round(needs(node.config).gpus) for node in planned.nodes), default=0)
-    given = {"memory": (card_memory, 2**30), "flops": (flops, 1e12), "bandwidth": (bandwidth, 1e12)}
     known = CARDS[card]._replace(**{name: value * unit for name, (value, unit) in given.items() if value is not None})
     show_forecast(console, planned, gpus or max(1, asked), known)
     return 0

@@ -11,7 +11,7 @@ from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.forecast.memory import ROOM, cards, engine_needs, roles
 from rlhf_core.forecast.passes import alternatives, fields_of
-from rlhf_core.forecast.seconds import Card, phases, share_of_engine
+from rlhf_core.forecast.seconds import Card, phases, shares_of_engine
 from rlhf_core.forecast.sizes import Size
 from rlhf_core.forecast.zero import stage_of_ppo
 from rlhf_core.reward_sources import ModelReward
@@ -54,15 +54,20 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], card: Card) -
         taken = f", zero_stage {stage_of_ppo(config, sizes, card.memory).stage}" if config.zero_stage == "auto" else ""
         beyond = max(0.0, _cards(config) - count)
         found.append(forecast(f"as in the recipe{taken}", config, {}, sizes, card)._replace(beyond=beyond))
-        other = _with_passes_that_fit("the recipe's placement", config, {}, sizes, card)
+        other = _best(_with_other_passes("the recipe's placement", config, {}, sizes, card), card)
         found += [other._replace(beyond=beyond)] if other.fields else []
-    for name, fields in _options(config, count, sizes["actor"], card).items():
+    for name, fields in _options(config, count).items():
         try:
             changed = PPO.model_validate(config.model_dump() | fields)
         except ValidationError:  # the batch sizes do not fit so many ranks, or the engines are to work beside the models
             continue
-        if _cards(changed) <= count:
-            found.append(_with_passes_that_fit(name, changed, fields, sizes, card))
+        if _cards(changed) > count:
+            continue
+        tried = []
+        for share in shares_of_engine(changed, sizes["actor"], card) if changed.colocate_all else [0.9]:
+            changed = changed.model_copy(update={"vllm": changed.vllm.model_copy(update={"gpu_memory_utilization": share})})
+            tried += _with_other_passes(name, changed, fields | {"vllm": changed.vllm.model_dump()}, sizes, card)
+        found.append(_best(tried, card))
     return found
 
 
@@ -70,12 +75,17 @@ def _cards(config: PPO) -> float:
     return sum(bundle.get("GPU", 0.0) for bundle in arrange(config.placed, config.together).bundles)
 
 
-def _with_passes_that_fit(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], card: Card) -> Placement:
-    """The fastest passes that fit, the recipe's own among equals (within 1 %) and where none does."""
+def _with_other_passes(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], card: Card) -> list[Placement]:
+    """A placement with the recipe's passes, and with each of the others."""
     found = [forecast(name, config, fields, sizes, card)]
     for other in alternatives(config)[1:]:
         passes = fields_of(other, config)
         found.append(forecast(f"{name}; {other}", config.model_copy(update=passes), fields | passes, sizes, card))
+    return found
+
+
+def _best(found: list[Placement], card: Card) -> Placement:
+    """The fastest that fits, the first of equals (within 1 %); the first of all where none fits."""
     fastest = min((placement.total for placement in found if placement.fits(card)), default=0.0)
     return next((placement for placement in found if placement.fits(card) and placement.total <= 1.01 * fastest), found[0])
 
@@ -89,8 +99,8 @@ def choose(found: list[Placement], card: Card) -> Placement | None:
     return min(equals, key=lambda placement: round(20 * placement.peak / card.memory) if placement.fields else -1, default=None)
 
 
-def _options(config: PPO, count: int, engine: Size, card: Card) -> dict[str, dict[str, Any]]:
-    """Fields that make each placement. `engine`: the size of the model that an engine reads."""
+def _options(config: PPO, count: int) -> dict[str, dict[str, Any]]:
+    """Fields that make each placement."""
 
     def ranks(number: int) -> dict[str, Any]:
         return {"num_nodes": 1, "num_ranks_per_node": number, "cpus": config.actor_ranks.cpus, "gpus": 1.0}
@@ -105,9 +115,7 @@ def _options(config: PPO, count: int, engine: Size, card: Card) -> dict[str, dic
     def engines(cards: int, alone: bool) -> dict[str, Any]:
         """As many as fit `cards`, each over as many as the recipe says where they divide; alone on their cards, or beside models."""
         over = config.vllm.tensor_parallel_size if cards % config.vllm.tensor_parallel_size == 0 else 1
-        share = 0.9 if alone else share_of_engine(config, engine, cards // over, over, card)
-        placed = {"num_engines": cards // over, "tensor_parallel_size": over, "gpus": 1.0}
-        return vllm | placed | {"gpu_memory_utilization": share, "sleep": not alone}
+        return vllm | {"num_engines": cards // over, "tensor_parallel_size": over, "gpus": 1.0, "sleep": not alone}
 
     roles = [field for field in RANKS if config.has_critic or field != "critic_ranks"]
     together = {**apart, **dict.fromkeys(roles, ranks(count)), "colocate_all": True, "vllm": engines(count, alone=False)}

@@ -74,11 +74,13 @@ def seconds_of_pass(size: Size, what: Pass, zero_stage: int, head: bool, card: C
     return again * max(6 * count * what.tokens / TRAINING[zero_stage] / card.flops, size.layers * LAUNCH[zero_stage])
 
 
-def share_of_engine(config: PPO, size: Size, engines: int, over: int, card: Card) -> float:
-    """Of a card (`over`: of so many), for the weights and for the keys and values of all answers that one of `engines` has at a time."""
-    answers = min(SEQUENCES, math.ceil(config.rollout_batch_size * config.n_samples_per_prompt / engines))
-    wanted = engine_needs(size, over) + SPARE + answers * longest(config) * size.kv / over
-    return min(0.9, math.ceil(20 * 1.1 * wanted / card.memory) / 20)
+def shares_of_engine(config: PPO, size: Size, card: Card) -> list[float]:
+    """Shares of a card for an engine beside models: its weights, and keys and values of all its answers, or of a half, or of fewer at a
+    time, the largest first."""
+    over = config.vllm.tensor_parallel_size
+    answers = min(SEQUENCES, math.ceil(config.rollout_batch_size * config.n_samples_per_prompt / config.vllm.num_engines))
+    wanted = [engine_needs(size, over) + SPARE + answers / part * longest(config) * size.kv / over for part in (1, 2, 4, 8)]
+    return list(dict.fromkeys(min(0.9, math.ceil(20 * 1.1 * each / card.memory) / 20) for each in wanted))
 
 
 def _busiest(work: Mapping[str, float], layout: Layout) -> float:

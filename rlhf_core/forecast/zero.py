@@ -92,10 +92,10 @@ def doubt(held: float, card_bytes: float) -> str:
 
 
 def size_at(place: str) -> Size | None:
-    """As `told_size`; None when its config.json does not tell."""
+    """As `told_size`; None when its config.json does not tell, or cannot be had now."""
     try:
         return told_size(place)
-    except ValueError:
+    except (ValueError, OSError):
         return None
 
 

@@ -200,6 +200,24 @@ def test_nothing_is_offloaded_for_memory_that_makes_no_difference() -> None:
     assert offloaded.peak < plain.peak and choose(found, H100) is offloaded
 
 
+def test_engines_take_their_answers_in_turns_where_that_lets_the_models_fit() -> None:
+    many = LONG_PASSES.model_copy(update={"rollout_batch_size": 512, "prompt_max_len": 1024, "generate_max_len": 1024})
+    roomy, tight = (
+        next(option for option in options(many, 1, SMALL_MODEL, card) if option.name.startswith("all together, reference"))
+        for card in (H200, H100)
+    )
+    assert roomy.fits(H200) and tight.fits(H100)
+    all_at_once, in_turns = (option.fields["vllm"]["gpu_memory_utilization"] for option in (roomy, tight))
+    assert in_turns * H100.memory < all_at_once * H200.memory and tight.seconds["generate"] > 1.2 * roomy.seconds["generate"]
+    assert 30 * GIB < all_at_once * H200.memory, "512 answers of 2,048 tokens, 28 KiB each, and 6 GiB of weights and batches"
+
+
+@pytest.mark.parametrize("wrong", [["--gpus", "-1"], ["--card-memory", "0"], ["--flops", "-3"], ["--bandwidth", "nan"]])
+def test_numbers_that_no_card_has_are_one_sentence(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "recipe.yaml", *wrong]) == 2
+    assert "--gpus, --card-memory, --flops and --bandwidth are numbers above 0" in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_recipes_own_placement_is_kept_where_it_is_as_good() -> None:
     chosen = choose(placements(CHOSEN, 1, sizes(CHOSEN, SMALL_MODEL), H100), H100)
     assert chosen is not None and chosen.fields == {}

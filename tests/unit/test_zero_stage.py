@@ -14,6 +14,7 @@ from rlhf_core import checkpoint
 from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
 from rlhf_core.digests import Digests
 from rlhf_core.engine.ranks import on_ranks, with_zero_stage
+from rlhf_core.forecast import zero
 from rlhf_core.forecast.memory import GIB, ROOM
 from rlhf_core.forecast.placements import forecast, placements
 from rlhf_core.forecast.seconds import Card
@@ -195,6 +196,15 @@ def test_a_folder_that_tells_no_size(tmp_path: Path) -> None:
     for unknown in ("{}", "[]", json.dumps(SHAPE | {"vocab_size": 9, "intermediate_size": None}), json.dumps(SHAPE | {"vocab_size": [9]})):
         (tmp_path / "config.json").write_text(unknown)
         assert size_at(str(tmp_path)) is None, unknown
+
+
+def test_a_size_that_cannot_be_had_now_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def described(place: str) -> Path:
+        raise ConnectionError(f"the Hub could not send the files of {place}")
+
+    monkeypatch.setattr(zero, "described", described)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base", "revision": "abc"}))
+    assert size_at(str(tmp_path)) is None
 
 
 def test_only_what_one_rank_trained_in_bf16_is_made_anew(tmp_path: Path) -> None:
