@@ -139,18 +139,20 @@ def _hidden(model: PreTrainedModel, tokens: Tensor, positions: Tensor, routed: b
     return backbone.last_hidden_state.view(*tokens.shape, -1), backbone.router_logits if routed else ()
 
 
-def load_policy(path: str, dtype: str = "float32", trust_remote_code: bool = False) -> Policy:
-    """A causal language model from a folder or Hub id, safetensors only; an adapter is merged into the model it names."""
-    return Policy(_load(AutoModelForCausalLM, path, _options(dtype, trust_remote_code)))
+def load_policy(path: str, dtype: str = "float32", trust_remote_code: bool = False, on_host: bool = False) -> Policy:
+    """A causal language model from a folder or Hub id, safetensors only; an adapter is merged into the model it names. `on_host`: in host
+    memory, even where it could go to the card, as a model should that is to leave it: transformers takes one block of the card for all
+    weights, which stays taken as long as anything else has a place in it."""
+    return Policy(_load(AutoModelForCausalLM, path, _options(dtype, trust_remote_code, on_host=on_host)))
 
 
-def load_scorer(path: str, pad_token_id: int, dtype: str = "float32", trust_remote_code: bool = False) -> Scorer:
+def load_scorer(path: str, pad_token_id: int, dtype: str = "float32", trust_remote_code: bool = False, on_host: bool = False) -> Scorer:
     """A reward model or critic. From a plain language model the backbone is taken and the head starts at zero.
 
     `AutoModelForSequenceClassification` reads the score at the last token that is not `pad_token_id`, so that id is stored in
     the config and must be one that never ends a document.
     """
-    return _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code))
+    return _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, on_host=on_host))
 
 
 def trained_policy(path: str, dtype: str, trust_remote_code: bool, lora: Lora | None, seed: int, router_aux_coef: float = 0.0) -> Policy:
@@ -218,13 +220,15 @@ def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, 
     return merge_adapter(_merged(load, base, options), path)
 
 
-def _options(dtype: str, trust_remote_code: bool, lora: Lora | None = None) -> dict[str, Any]:
-    options = {
+def _options(dtype: str, trust_remote_code: bool, lora: Lora | None = None, on_host: bool = False) -> dict[str, Any]:
+    options: dict[str, Any] = {
         "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
         "attn_implementation": attention_for(dtype),
         "trust_remote_code": trust_remote_code,
         "use_safetensors": True,
     }
+    if on_host:
+        options["device_map"] = None  # not `_card`'s
     return options | (_nf4(dtype) if lora is not None and lora.quantize == "nf4" else {})
 
 

@@ -109,10 +109,11 @@ class Frozen(Resident):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module, self.model = module.eval().requires_grad_(False), model
         self.rank, self.world_size = _rank_from_environment()
-        self._waiting = [(p, p.data.cpu().pin_memory()) for p in _tensors(module)] if offload else []
         if not offload:
             self.module.to(self.device)
-        self._leave()
+        for tensor in _tensors(module) if offload else []:  # one after the other: the host holds nothing twice
+            tensor.data = tensor.data.cpu().pin_memory()
+        self._waiting = [(tensor, tensor.data) for tensor in _tensors(module)] if offload else []
 
     def read(self, documents: Sequence[Document], forward: Callable[[Batch], Tensor]) -> Scored:
         for parameter, host in self._waiting:
@@ -247,7 +248,7 @@ class Reference(Frozen):
     """The frozen policy the KL is measured against."""
 
     def __init__(self, model: Model, temperature: float, offload: bool = False, routing_replay: bool = False):
-        policy = load_policy(model.path, model.dtype, model.trust_remote_code)
+        policy = load_policy(model.path, model.dtype, model.trust_remote_code, on_host=offload)
         if routing_replay:
             policy.replay_routing()
         super().__init__(policy, model, offload)
@@ -261,7 +262,7 @@ class Reward(Frozen):
     """A frozen reward model."""
 
     def __init__(self, model: Model, offload: bool = False):
-        super().__init__(load_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code), model, offload)
+        super().__init__(load_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, on_host=offload), model, offload)
 
     def scores(self, documents: Sequence[Document]) -> Scored:
         """The score at each document's last token, as an array of one."""

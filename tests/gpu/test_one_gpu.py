@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_core.config import DPO, PPO, SFT, Data, Ranks, RewardModel, StageConfig, Vllm
+from rlhf_core.data.documents import Document
+from rlhf_core.ppo.roles import Frozen, Model, Reference, Reward
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
 
@@ -68,3 +71,24 @@ def test_the_first_ppo_steps_are_on_policy_within_bf16(chain: Path) -> None:
     for line in read_metrics(chain / "ppo"):
         assert line["policy/first_ratio_gap"] < 0.01
         assert line["sampler/gap"] < 0.02
+
+
+@pytest.mark.parametrize("role", ["reference", "reward"])
+def test_weights_that_wait_in_host_memory_leave_the_card(role: str, tmp_path: Path) -> None:
+    """Of a model with tied embeddings as well, whose head leaves room in the block that transformers loads weights into."""
+    config = Qwen2Config(
+        vocab_size=50_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
+        tie_word_embeddings=True, dtype="bfloat16",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    before = torch.cuda.memory_reserved()
+    model, documents = Model(str(tmp_path), "bfloat16", 0, 1, False, 512), [Document(list(range(1, 300)), [True] * 299)]
+    held: Frozen = Reference(model, 1.0, offload=True) if role == "reference" else Reward(model, offload=True)
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in held.module.parameters())
+    for _ in range(2):
+        scored = held.logprobs(documents) if isinstance(held, Reference) else held.scores(documents)
+        assert len(scored) == 1
+        assert torch.cuda.max_memory_allocated() > weights, "they were never there"
+        held.release()
+        assert torch.cuda.memory_reserved() - before < weights / 2
