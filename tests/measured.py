@@ -98,7 +98,28 @@ CHOSEN = ALL_RESIDENT.model_copy(
         "vllm": ALL_RESIDENT.vllm.model_copy(update={"gpu_memory_utilization": 0.15}),
     }
 )  # fmt: skip
+# Half of its answers fit the engine at a time: this one's step is its first, with what is compiled then.
+TURNS = CHOSEN.model_copy(
+    update={
+        "rollout_batch_size": 384, "generate_max_len": 1536, "vllm": CHOSEN.vllm.model_copy(update={"gpu_memory_utilization": 0.25}),
+    }
+)  # fmt: skip
 BESIDE_IT = CHOSEN.model_copy(update={"zero_stage": 2, "adam_offload": ("actor", "critic"), "micro_train_tokens": 24576})
+
+# The same question for a recipe of short passes with everything recomputed, on an H200: the recipe itself, and the plan's choice.
+SHORT_PASSES = ONE_IN_TORCH.model_copy(update={"micro_train_tokens": 2048, "micro_rollout_tokens": 2048})
+LONGER_PASSES = CHOSEN.model_copy(
+    update={
+        "micro_train_tokens": 8192, "micro_rollout_tokens": 2048,
+        "vllm": CHOSEN.vllm.model_copy(update={"gpu_memory_utilization": 0.1}),
+    }
+)  # fmt: skip
+NO_CRITIC = PPO.model_validate(
+    IN_TURN.model_dump() | all_roles(one_card(2)) | {
+        "advantage_estimator": "reinforce_pp", "rollout_batch_size": 256, "micro_train_tokens": 6144,
+        "vllm": IN_TURN.vllm.model_dump() | {"num_engines": 2},
+    }
+)  # fmt: skip
 
 # Nothing in the forecast was fitted to these: cards, GiB of each, seconds of the second step (of the last on the H100).
 NOT_FITTED: list[tuple[PPO, Card, list[float], float]] = [
@@ -112,8 +133,14 @@ NOT_FITTED: list[tuple[PPO, Card, list[float], float]] = [
     (TWO_REWARDS, H200, [77.7, 126.6], 9.5),
     (CHOSEN, H100, [65.8], 10.1),
     (BESIDE_IT, H100, [71.5], 12.7),
+    (SHORT_PASSES, H200, [105.6], 19.0),
+    (LONGER_PASSES, H200, [71.7], 8.5),
 ]
-BEFORE_THEY_RAN = [(config, SMALL_MODEL, card, held) for config, card, held, _ in NOT_FITTED]
+BEFORE_THEY_RAN = [
+    *((config, SMALL_MODEL, card, held) for config, card, held, _ in NOT_FITTED),
+    (TURNS, SMALL_MODEL, H100, [71.8]),
+    (NO_CRITIC, LARGE_MODEL, H200, [113.0, 114.0]),
+]
 
 
 def sizes(config: PPO, size: Any) -> dict[str, Any]:

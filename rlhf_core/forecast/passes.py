@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from rlhf_core.config import DPO, PPO, RewardModel, Trainable
@@ -29,6 +30,13 @@ def as_told(config: PPO | Trainable, ranks: int) -> Pass:
     """The passes of a recipe on each of `ranks`, of documents of full length; none is longer than an optimiser step."""
     tokens = config.micro_train_tokens or config.micro_train_batch_size * longest(config)
     return Pass(max(longest(config), min(tokens, _most(config, ranks))), config.gradient_checkpointing)
+
+
+def as_laid(config: PPO, ranks: int) -> tuple[Pass, int]:
+    """The passes of an optimiser step on each of `ranks` as whole documents of full length fill them, and how many."""
+    told, documents = as_told(config, ranks), max(1, config.train_batch_size // ranks)
+    passes = math.ceil(documents / (told.tokens // longest(config)))
+    return told._replace(tokens=documents * longest(config) // passes), passes
 
 
 def alternatives(config: PPO | Trainable) -> list[Pass]:

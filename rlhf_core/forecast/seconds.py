@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO
 from rlhf_core.forecast.memory import GIB, engine_needs
-from rlhf_core.forecast.passes import Pass, as_told, longest
+from rlhf_core.forecast.passes import Pass, as_laid, longest
 from rlhf_core.forecast.sizes import Size
 
 # Seen on H200s with 1.5B and 7.6B models: share of the matrix ceiling that executed operations reach.
@@ -50,11 +50,11 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
         count, stored = (size - (0 if head else sizes[name].head) for size in (sizes[name].active, sizes[name].parameters))
         scoring[name] = 2 * count * tokens / SCORING[head] / card.flops
         if name in ("actor", "critic"):
-            a_pass = as_told(config, config.groups[name].world_size)
-            passes = tokens * config.max_epochs / a_pass.tokens
-            training[name] = passes * seconds_of_pass(sizes[name], a_pass, config.zero_stage, head, card)
+            ranks = config.groups[name].world_size
             steps = answers * config.max_epochs / config.train_batch_size
-            host.append(steps * stored / config.groups[name].world_size / HOST_ADAM if name in config.adam_offload else 0.0)
+            a_pass, passes = as_laid(config, ranks)
+            training[name] = steps * ranks * passes * seconds_of_pass(sizes[name], a_pass, config.zero_stage, head, card)
+            host.append(steps * stored / ranks / HOST_ADAM if name in config.adam_offload else 0.0)
     engine = sizes["actor"]
     found = {
         "generate": _generate(config, engine, len(layout.seats["sampler"]), card),

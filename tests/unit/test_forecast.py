@@ -24,6 +24,7 @@ from tests.measured import (
     IN_TURN,
     LARGE_MODEL,
     LONG_PROMPTS,
+    NO_CRITIC,
     NOT_FITTED,
     ONE,
     SMALL_MODEL,
@@ -93,6 +94,7 @@ def test_peak_memory_is_foretold_within_15_percent(config: PPO, size: Any, card:
         (TWO_APART, SMALL_MODEL, {"generate": 2.5, "score": 2.27, "train": 4.55}),
         (TWO_TOGETHER, SMALL_MODEL, {"generate": 2.55, "score": 1.27, "train": 2.9}),
         (SPLIT, LARGE_MODEL, {"generate": 9.42, "score": 7.87, "train": 26.77}),
+        (NO_CRITIC, LARGE_MODEL, {"generate": 8.27, "score": 12.76, "train": 16.37}),
         (ONE, SMALL_MODEL, {"generate": 2.11, "score": 2.22, "train": 4.45}),
         (ALL_RESIDENT, SMALL_MODEL, {"generate": 2.01, "score": 2.23, "train": 4.27, "sleep and wake": 0.21}),
         (
