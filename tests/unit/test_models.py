@@ -32,7 +32,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.engine.zero import _layers
 from rlhf_core.masked import gather_last
 from rlhf_core.models import token_logprobs
-from rlhf_core.models.load import Policy, load_scorer
+from rlhf_core.models.load import Policy, load_policy, load_scorer
 
 SHAPE = {
     "vocab_size": 97,
@@ -141,6 +141,23 @@ def test_entropy_is_that_of_the_scaled_distribution(policy: Policy) -> None:
     logits = policy.model(input_ids=torch.tensor([document.tokens])).logits[0, 0] / 0.5
     p = logits.softmax(-1)
     torch.testing.assert_close(entropy, -(p * p.log()).sum())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: tests/gpu/test_one_gpu.py")
+@pytest.mark.parametrize("on_host", [False, True])
+def test_what_is_to_leave_the_card_is_loaded_into_host_memory(on_host: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a card that exists only in what PyTorch says of it: loading onto it fails."""
+    Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (10**12, 10**12))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for load in (lambda: load_policy(str(tmp_path), on_host=on_host), lambda: load_scorer(str(tmp_path), 0, on_host=on_host)):
+        if on_host:
+            assert all(parameter.is_cpu for parameter in load().parameters())
+        else:
+            with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA|accelerator"):
+                load()
 
 
 def test_reward_model_scores_what_transformers_scores(tmp_path: Path) -> None:
