@@ -9,6 +9,8 @@ data set of the Hub (that format has no other way to name them), and to `eval_re
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -30,8 +32,9 @@ CONDITIONED = (
     "message to ask for its best answers, as the scores below did.\n"
 )
 GATE_COLUMNS = ("stage", "metric", "value", "asked for", "verdict")
+SAMPLING = ("max_tokens", "temperature", "top_p")  # of what an endpoint is told, what is published
 PLAIN_KEYS = ("template",)  # a text with slashes in it, not a place
-HIDDEN_KEYS = ("base_url", "folder")  # names of this machine and its network, of no use elsewhere
+HIDDEN_KEYS = ("base_url", "url", "folder")  # names of this machine and its network, of no use elsewhere
 
 
 def card(
@@ -94,6 +97,40 @@ def front_matter(model: Ancestor, license: str, is_reward_model: bool, adapts: s
     if datasets:
         header["datasets"] = datasets
     return header
+
+
+def public_names(names: Iterable[str]) -> dict[str, str]:
+    """What an evaluation calls its models and judges -> what anyone may read: a place of this machine by its last component."""
+    found = dict.fromkeys(names)
+    taken = {name for name in found if not _is_place(name)}
+    public: dict[str, str] = {}
+    for name in found:
+        short = shown(name) if _is_place(name) else name
+        public[name] = (
+            short if not _is_place(name) or short not in taken else next(s for n in count(2) if (s := f"{short}-{n}") not in taken)
+        )
+        taken.add(public[name])
+    return public
+
+
+def public_report(report: EvalReport) -> tuple[EvalReport, dict[str, str]]:
+    """An evaluation without places of this machine and its network, and without what endpoints were told beside the question; and the
+    public names, by those in `report`."""
+    rates = [*report.win_rates, *report.against_parent]
+    names = [report.baseline, report.judge, *(name for rate in rates for name in (rate.model, rate.baseline, rate.judge))]
+    public = public_names([*names, *report.right, *report.mean_tokens, *report.truncated, *report.agreement, *report.answering])
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {public.get(key, key): renamed(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [renamed(item) for item in value]
+        return public.get(value, value) if isinstance(value, str) else value
+
+    content = renamed(report.model_dump())
+    for asked in content["answering"].values():
+        asked |= {"url": "", "settings": {key: value for key, value in asked["settings"].items() if key in SAMPLING}}
+    return EvalReport.model_validate(content), public
 
 
 def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
@@ -228,7 +265,7 @@ def configuration(model: Ancestor) -> str:
         if stage.environment:
             record["environment"] = stage.environment
         if stage.metrics:
-            record["metrics"] = {key: float(f"{value:.6g}") for key, value in stage.metrics.items()}
+            record["metrics"] = {_metric(key): float(f"{value:.6g}") for key, value in stage.metrics.items()}
         text = yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
         parts.append(f"<details><summary>{stage.name} ({stage.digest})</summary>\n\n```yaml\n{text}```\n\n</details>\n")
     return "\n".join(parts) or "None is recorded.\n"
@@ -253,8 +290,17 @@ def _public(value: Any, key: str = "") -> Any:
         return {name: _public(item, name) for name, item in value.items() if name not in HIDDEN_KEYS}
     if isinstance(value, (list, tuple)):
         return [_public(item, key) for item in value]
-    is_place = isinstance(value, str) and key not in PLAIN_KEYS and ("/" in value or "\\" in value)
-    return shown(value) if is_place else value
+    return shown(value) if isinstance(value, str) and key not in PLAIN_KEYS and _is_place(value) else value
+
+
+def _is_place(name: str) -> bool:
+    return "/" in name or "\\" in name
+
+
+def _metric(key: str) -> str:
+    """`win_rate/MODEL`, where a model is named by its folder, without that folder's place."""
+    what, slash, name = key.partition("/")
+    return f"{what}/{shown(name)}" if slash and Path(name).is_absolute() else key
 
 
 def _runs(steps: list[str]) -> list[tuple[str, int]]:

@@ -24,13 +24,13 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, 
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import logging as hub_logging
 
-from rlhf_core.card import card, eval_results
+from rlhf_core.card import card, eval_results, public_report
 from rlhf_core.config import Publication
 from rlhf_core.hub_requests import PATIENCE, TOKEN_ENV, Patience, patiently, write_refusal
 from rlhf_core.licenses import inherited, upstream_licenses
 from rlhf_core.lineage import HUB_ID, lineage, stage_of
 from rlhf_core.published import ADAPTER_CONFIG, MODEL_FILES, AdapterBase, Published, adapter_base, assemble, put, read_marker
-from rlhf_core.published_data import DATA_FILES, data_card, data_files
+from rlhf_core.published_data import DATA_FILES, data_card, data_files, renamed
 from rlhf_core.stage import Outcome, RunDir, StageRequest, file_digest, write_text
 from rlhf_core.types import EvalReport
 
@@ -127,7 +127,7 @@ def _published_data(request: StageRequest, config: Publication, folder: Path, li
     assert config.dataset
     output = Path(request.inputs[config.dataset])
     files = data_files(output)
-    texts = {CARD: data_card(output, files, config.repo_id or config.dataset, license, config.branch, request.gates)}
+    texts = {CARD: data_card(output, files, config.repo_id or config.dataset, license, config.branch, request.gates)} | renamed(files)
     return put(files, folder, texts, request.name, request.digest, lambda partial: None)
 
 
@@ -160,6 +160,8 @@ def card_files(request: StageRequest, config: Publication, base: AdapterBase | N
         judged = stage[1]["inputs"] if stage else {}  # it may know the model by another name: the last round of a loop
         if name not in judged:
             name = next((other for other, place in judged.items() if Path(place) == checkpoint), name)
+        report, public = public_report(report)
+        name = public.get(name, name)
     architectures = _json(checkpoint / "config.json").get("architectures") or [""]
     chat = any(checkpoint.glob("chat_template.*")) or "chat_template" in _json(checkpoint / "tokenizer_config.json")
     ancestor = lineage(checkpoint)
@@ -231,7 +233,8 @@ def _commit(api: HfApi, folder: Path, repo_id: str, branch: str, head: str | Non
     patterns = (*MODEL_FILES, REPORT, RESULTS) if repo_type == "model" else DATA_FILES
     tree = api.list_repo_tree(repo_id, recursive=True, revision=branch, repo_type=repo_type)
     there = [file.path for file in tree if isinstance(file, RepoFile)]
-    stale = [path for path in there if path not in local and any(Path("/", path).match(f"/{pattern}") for pattern in patterns)]
+    old = [path for path in there if path not in local and any(Path("/", path).match(f"/{pattern}") for pattern in patterns)]
+    stale = [path for path in old if not path.startswith(("LICENSE", "NOTICE"))]  # somebody may have put them there
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationDelete(path) for path in stale),
         *(CommitOperationAdd(path, file) for path, file in local.items()),

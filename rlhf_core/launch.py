@@ -24,7 +24,7 @@ from rlhf_core.types import StageResult
 WRONG_INPUT, ENVIRONMENT = 2, 3  # exit codes of a stage: the user's mistake; a package or device is lacking
 GRACE_SECONDS = 10.0  # between TERM and KILL
 TAIL_LINES = 15
-SECRET_NAME = re.compile(r"(TOKEN|API_KEY|SECRET|PASSWORD|SECRET_ACCESS_KEY)$")
+SECRET_NAME = re.compile(r"(TOKEN|APIKEY|(^|_)KEY|SECRET|PASSWORD)$")
 ROOT = Path(__file__).parents[1]
 OURS = ("flows", "tasks", "evaluation", "rlhf_core")
 

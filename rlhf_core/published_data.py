@@ -12,11 +12,12 @@ from typing import Any
 
 import yaml
 
-from rlhf_core.card import configuration, data_sets, gate_section, table
+from rlhf_core.card import configuration, data_sets, gate_section, public_names, table
 from rlhf_core.config.gates import Verdict
 from rlhf_core.lineage import Ancestor, is_hub_id, lineage, parted, sources, tree
 
 DATA_FILES = ("data/*.jsonl", "judgments/*.jsonl", "answers/*.jsonl")
+NAMED = ("model", "baseline", "judge")  # fields of judgments and answers
 KINDS = {"pairs": "preference pairs", "answers": "scored answers", "judgments": "judgments"}
 MEANING = {
     "prompt": "chat messages before the answer",
@@ -54,6 +55,23 @@ def data_files(output: Path) -> dict[str, Path]:
     if not any(path.startswith("judgments/") for path in files):
         raise ValueError(f"{output} has no judgments: name a finished preferences stage or an evaluation with judges")
     return files
+
+
+def renamed(files: Mapping[str, Path]) -> dict[str, str]:
+    """Path -> text of the files in which a model or judge is named by its place on this machine, which is not published."""
+    of_models = {path: file for path, file in files.items() if path.startswith(("judgments/", "answers/"))}
+    rows = {
+        path: [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+        for path, file in of_models.items()
+    }
+    names = [row[key] for part in rows.values() for row in part for key in NAMED if isinstance(row.get(key), str)]
+    public = {name: short for name, short in public_names(names).items() if name != short}
+    texts: dict[str, str] = {}
+    for path, part in rows.items():
+        if any(row.get(key) in public for row in part for key in NAMED if isinstance(row.get(key), str)):
+            changed = [row | {key: public.get(row[key], row[key]) for key in NAMED if isinstance(row.get(key), str)} for row in part]
+            texts[path] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in changed)
+    return texts
 
 
 def data_card(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -45,6 +46,15 @@ class Remote(Asked):
     requests_per_minute: Positive | None = Field(None, description="requests are spaced so that no more are sent; default: no limit")
     input_price: float | None = Field(None, ge=0, description="US dollars per million input tokens, for the cost in the report")
     output_price: float | None = Field(None, ge=0, description="US dollars per million output tokens")
+
+    @field_validator("base_url")
+    @classmethod
+    def _no_secret(cls, value: str) -> str:
+        if "@" in urlsplit(value).netloc or urlsplit(value).query:
+            raise ValueError(
+                "the address holds a password or a query, which would end up in files: put a key into the variable api_key_env names"
+            )
+        return value
 
 
 class ChatJudge(Asked):

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_core.card import card, eval_results, front_matter
+from rlhf_core.card import card, eval_results, front_matter, public_names, public_report
 from rlhf_core.lineage import Ancestor, lineage, nodes, shown, sources, stages, trained, tree
+from rlhf_core.types import Answering
 from tests.chain import BASE, REPORT, Chain, build
 
 
@@ -35,6 +36,28 @@ def the_card(chain: Chain, **changes: object) -> str:
         "has_chat_template": True,
     }
     return card(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def test_a_report_is_published_without_places_addresses_and_system_prompts() -> None:
+    rates = tuple(
+        rate.model_copy(update={"model": "/home/alice/ck", "baseline": "/mnt/team/base", "judge": "/mnt/rm"}) for rate in REPORT.win_rates
+    )
+    asked = Answering(
+        model="gpt-x", url="http://10.0.0.5:8000/v1", settings={"temperature": 1.0, "system": "be ours", "extra": {"k": "v"}}, questions=1,
+        failed=0, requests=1, input_tokens=1, output_tokens=1,
+    )  # fmt: skip
+    own = {"baseline": "/mnt/team/base", "judge": "/mnt/rm", "right": {"/home/alice/ck": 0.5}, "answering": {"gpt": asked}}
+    report, names = public_report(REPORT.model_copy(update={"win_rates": rates, **own}))
+    text = report.model_dump_json()
+    assert not any(word in text for word in ("alice", "mnt", "10.0.0.5", "be ours", "extra"))
+    assert names["/home/alice/ck"] == "ck" and report.right == {"ck": 0.5} and report.judge == "rm"
+    assert {rate.model for rate in report.win_rates} == {"ck"} and report.answering["gpt"].settings == {"temperature": 1.0}
+    assert [rate.win_rate for rate in report.win_rates] == [rate.win_rate for rate in REPORT.win_rates]
+
+
+def test_public_names_stay_apart() -> None:
+    names = ["/a/ck", "/b/ck", "ck", "Qwen/Qwen3-0.6B", "sft"]
+    assert public_names(names) == {"/a/ck": "ck-2", "/b/ck": "ck-3", "ck": "ck", "Qwen/Qwen3-0.6B": "Qwen/Qwen3-0.6B", "sft": "sft"}
 
 
 def test_lineage_follows_inputs_up_to_the_base_model(chain: Chain) -> None:

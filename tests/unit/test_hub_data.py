@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,20 @@ def test_judgments_and_answers_interchange_after_publication(chain: Chain, serve
     assert [row["uid"] for row in loaded] == ["q0", "q1", "q2"] and loaded[0]["games"][1]["score"] is None
     assert {row["model"] for row in rows(folder, tmp_path, "answers", "answers")} == {"sft", "dpo-1"}
     assert f'load_dataset("{REPO}", "judgments", split="judgments")' in (folder / "README.md").read_text()
+
+
+def test_models_and_judges_are_not_published_by_their_place_on_the_machine(chain: Chain, tmp_path: Path) -> None:
+    report = shutil.copytree(chain.report.parent, tmp_path / chain.report.parent.name) / chain.report.name
+    place = str(tmp_path / "secret" / "ck")
+    for file in [*report.glob("judgments/*.jsonl"), *report.glob("answers/*.jsonl")]:
+        file.write_text(file.read_text().replace('"dpo-1"', f'"{place}"').replace('"rule"', '"/home/alice/rm"'))
+    folder = publish(report, tmp_path / "run", repo_id=None).path / "published"
+    published = {file: file.read_text() for file in folder.rglob("*") if file.is_file()}
+    assert len(published) > 3 and not [file for file, text in published.items() if str(tmp_path) in text or "alice" in text]
+    judgments = read_judgments(folder / "judgments")
+    assert {(row.model, row.judge) for row in judgments} == {("ck", "rm")} and [row.games for row in judgments] == [
+        row.games for row in VERDICTS
+    ]
 
 
 @pytest.mark.parametrize("how", ["refuse", "cut", "lost"])

@@ -56,7 +56,7 @@ def work(request, run):
     if request.name == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if request.name == "noisy":
-        sys.stdout.write("1%\\r50%\\r100%\\n" + "x" * 200000 + "\\nkey " + os.environ["HF_TOKEN"] + "\\nno newline")
+        sys.stdout.write("1%\\r50%\\r100%\\n" + "x" * 200000 + "\\nkey " + os.environ[os.environ["NAMED"]] + "\\nno newline")
         sys.stdout.flush()
     (run / "checkpoint").mkdir(exist_ok=True)
     (run / "checkpoint" / "weights").write_text("1")
@@ -158,8 +158,10 @@ def test_a_killed_stage_is_told_and_can_be_retried(prepare: Prepare) -> None:
     assert "SIGKILL" in str(caught.value) and caught.value.can_retry
 
 
-def test_progress_bars_long_lines_and_secrets(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_very_secret_value")
+@pytest.mark.parametrize("variable", ["HF_TOKEN", "OPENAI_API_KEY", "EXAMPLE_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"])
+def test_progress_bars_long_lines_and_secrets(variable: str, prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "hf_very_secret_value")
+    monkeypatch.setenv("NAMED", variable)
     run_dir = prepare("noisy")
     lines: list[str] = []
     start(run_dir, lines)
