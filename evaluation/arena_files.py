@@ -100,13 +100,15 @@ def read_styles(folder: Path, count_tokens: TokenCount | None = None) -> dict[tu
             text = row["choices"][0]["turns"][-1]["content"] if old else row["messages"][-1]["content"]
             text = text["answer"] if isinstance(text, dict) else text
             length = metadata.get("token_len", row["choices"][0]["turns"][-1].get("token_len") if old else None)
+            text = "" if text is None else text  # a request that failed
+            counted = markdown(text)
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"{where}: is no answer ({type(error).__name__}: {error}): give a folder with answers only") from None
         if length is None and count_tokens is None:
             raise ValueError(f"{where}: the answer has no token_len: name a tokenizer to count with (--tokenizer)")
         if length is None and count_tokens is not None:
             length = count_tokens(text)
-        styles[str(model), str(uid)] = style_of({**markdown(text), **metadata, "token_len": length})
+        styles[str(model), str(uid)] = style_of({**counted, **metadata, "token_len": length})
     return styles
 
 
@@ -143,7 +145,11 @@ def _game(game: Any) -> Game:
 
 def _lines(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for file in sorted(folder.rglob("*.jsonl")):
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{file}: is not UTF-8 text: convert it, or leave it out of the folder") from None
+        for number, line in enumerate(text.split("\n"), 1):
             if not line.strip():
                 continue
             where = f"{file}, line {number}"

@@ -24,7 +24,7 @@ from evaluation.arena_hard import (
     reference_v01_controlled,
     seeded_indices,
 )
-from evaluation.scoring import arena_clusters, interval, swap_consistency
+from evaluation.scoring import arena_clusters, share_interval, swap_consistency
 from evaluation.style import Control
 from rlhf_core.types import Judgment
 
@@ -133,7 +133,7 @@ def _ours(by_model: dict[str, list[Judgment]], styles: Styles | None, controls: 
     raw = {}
     for model, judgments in by_model.items():
         clusters = arena_clusters(judgments)
-        raw[model] = Estimate(clusters.score, *interval(clusters, rounds, seed))
+        raw[model] = Estimate(clusters.score, *share_interval(clusters, rounds, seed))
     if styles is None or not controls:
         return raw, {}, {}
     every = [judgment for judgments in by_model.values() for judgment in judgments]

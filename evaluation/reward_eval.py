@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
 
-from evaluation.scoring import Floats, clusters_of, interval
+from evaluation.scoring import Floats, clusters_of, share_interval
 from rlhf_core.types import Frozen
 
 REWARD_MODELS = "reward_models.json"
@@ -155,7 +155,7 @@ def _report(model: str, pairs: Pairs, differences: Floats, bins: int, rounds: in
 
 def _accuracy(prompts: Sequence[str], correct: Floats, held: NDArray[np.bool_], rounds: int, seed: int) -> Accuracy:
     clusters = clusters_of([(prompts[i], float(correct[i]), 1.0) for i in np.flatnonzero(held)])
-    low, high = interval(clusters, rounds, seed)
+    low, high = share_interval(clusters, rounds, seed)
     return Accuracy(pairs=int(held.sum()), accuracy=clusters.score, ci_low=low, ci_high=high)
 
 

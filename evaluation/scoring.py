@@ -2,12 +2,14 @@
 
 Per game a model scores 0, 0.5 or 1; a question's score is the mean of its games, the win rate the mean over questions.
 Intervals resample *questions* (both games together): resampling games as if they were independent, as arena-hard-auto does
-with its rows, understates the standard deviation by about a third. Style control and Bradley-Terry scores are in `arena_hard`.
+with its rows, understates the standard deviation by about a third. Where no question differs, Wilson's takes the place of an
+interval without width. Style control and Bradley-Terry scores are in `arena_hard`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -73,12 +75,25 @@ def interval(clusters: Clusters, rounds: int, seed: int, level: float = 0.95) ->
     return float(low), float(high)
 
 
+def share_interval(clusters: Clusters, rounds: int, seed: int, level: float = 0.95) -> tuple[float, float]:
+    """`interval` of a share from 0 to 1. Where all questions score alike no resample differs, and 1 of 1 would be as sure as 500 of 500:
+    then Wilson's interval (1927) of as many questions."""
+    scores = clusters.total / clusters.weight
+    if np.ptp(scores) > 1e-12:
+        return interval(clusters, rounds, seed, level)
+    share, count = clusters.score, len(scores)
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5 / (1 + z * z / count)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
 def win_rate(judgments: Sequence[Judgment], rounds: int, seed: int) -> WinRate:
     """Everything about one model's battles against one baseline by one judge. Raises ValueError when no game has a verdict."""
     sides = {(judgment.model, judgment.baseline, judgment.judge) for judgment in judgments}
     assert len(sides) <= 1, f"judgments of several battles in one score: {sorted(sides)}"
     clusters = plain_clusters(judgments)
-    low, high = interval(clusters, rounds, seed)
+    low, high = share_interval(clusters, rounds, seed)
     first = judgments[0]
     return WinRate(
         model=first.model,

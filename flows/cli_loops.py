@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from cyclopts import App
+from httpx import HTTPError
 from rich.console import Console
 from rich.table import Table
 
@@ -40,7 +41,10 @@ def serve(
         timezone: of the cron schedule, such as Europe/Berlin.
         every: seconds; an interval in place of the cron schedule.
     """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"there is no port {port}: give 1 to 65535, or 0 for a free one")
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.exceptions import PrefectException
 
     from flows.deployments import deploy, prepare, schedule_of, served, sweep
     from flows.serve import Servants, free_port, only_one
@@ -71,7 +75,10 @@ def serve(
                     time.sleep(CHECK_SECONDS)
                     servants.check()
                     if time.monotonic() - swept > SWEEP_SECONDS:
-                        sweep(client)
+                        try:
+                            sweep(client)
+                        except (PrefectException, HTTPError) as error:  # the server was busy, or somebody deleted a run meanwhile
+                            console.print(f"runs were not looked at ({type(error).__name__}), again soon", markup=False, highlight=False)
                         servants.bound_log()
                         swept = time.monotonic()
         finally:

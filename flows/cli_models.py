@@ -82,6 +82,12 @@ def leaderboard(
     from evaluation.leaderboard import as_json, boards
     from flows.show import show_board
 
+    if rounds < 1 or seed < 0:
+        raise ValueError(f"--rounds {rounds} and --seed {seed}: give 1 or more rounds, and a seed of 0 or more")
+    if json and not json.absolute().parent.is_dir():
+        raise ValueError(f"{json} cannot be written: there is no folder {json.absolute().parent}")
+    if answers and not answers.is_dir():
+        raise ValueError(f"{answers} is no folder: --answers names the folder with the answers")
     places = folders(folder)
     judgments = [judgment for judgment in read_judgments(places.judgments) if not category or judgment.category in category]
     if not judgments:

@@ -37,6 +37,7 @@ from rlhf_core.plan import plan
 from rlhf_core.recipe import load_recipe
 
 ASKED, SCHEDULED = "asked", "scheduled"  # queues
+LONGEST = 366 * 86400.0  # seconds between two runs of a schedule
 SILENT_SECONDS = 540  # three heartbeats of runs that were given no other frequency: Prefect's is 180 s
 UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
@@ -64,8 +65,8 @@ def schedule_of(every: float | None, cron: str, timezone: str) -> Schedule:
     """ValueError for a schedule that Prefect would refuse or never fire."""
     if timezone not in available_timezones():
         raise ValueError(f"timezone {timezone!r} is unknown: give a name such as Europe/Berlin or UTC")
-    if every is not None and every < 1:
-        raise ValueError(f"an interval of {every:g} s is too short: give 1 or more")
+    if every is not None and not 1 <= every <= LONGEST:
+        raise ValueError(f"an interval of {every:g} s is no schedule: give 1 to {LONGEST:g}, a year")
     try:
         return Schedule(interval=timedelta(seconds=every)) if every is not None else Schedule(cron=cron, timezone=timezone)
     except ValueError:

@@ -12,7 +12,7 @@ from prefect import flow, get_run_logger, runtime
 from prefect.states import Completed
 
 from flows.alignment import SETTINGS, require_type, run_all, run_name
-from rlhf_core.config import Recipe
+from rlhf_core.config import Evaluation, Recipe
 from rlhf_core.loops import alone, begin, finish, folder_of, loop_of, standing
 from rlhf_core.recipe import given_recipe
 from tasks.keys import provided, variables
@@ -53,10 +53,10 @@ def _rounds(recipe: Recipe, stage: str | None, max_rounds: int | None, min_gain:
     with provided(variables(recipe)), alone(folder_of(recipe)) as mine:
         if not mine:
             return _told(f"another run is training {name} of {recipe.name}: this one leaves it to that")
+        if min_gain is not None and not any(isinstance(config, Evaluation) and name in config.models for config in recipe.stages.values()):
+            raise ValueError(f"recipe {recipe.name}: min_gain needs an evaluation that judges {name}: add one, or leave min_gain out")
         while True:
             found = standing(recipe, name)
-            if min_gain is not None and any(rate is None for rate in found.win_rates[-2:]):
-                raise ValueError(f"recipe {recipe.name}: min_gain needs an evaluation that judges {name}: add one, or leave min_gain out")
             if why := found.why_not(max_rounds, min_gain, due):
                 return _told(f"{name} of {recipe.name}: {why}")
             get_run_logger().info("%s: round %d begins", name, found.number)

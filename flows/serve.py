@@ -70,7 +70,7 @@ class Servants:
             try:
                 probe.bind((host, port))
             except OSError as error:
-                raise MachineLacks(f"nothing can be served on {host}:{port} ({error.strerror}): give another --port") from None
+                raise MachineLacks(f"nothing can be served on {host}:{port} ({error.strerror}): give another --port or --host") from None
         watch.start()
         self._start("server", "server", "start", "--host", host, "--port", str(port))
         deadline = time.monotonic() + START_SECONDS
@@ -147,7 +147,10 @@ class Servants:
 
 def free_port(host: str) -> int:
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise MachineLacks(f"nothing can be served on {host} ({error.strerror}): give another --host") from None
         return int(probe.getsockname()[1])
 
 

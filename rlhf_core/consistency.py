@@ -18,6 +18,11 @@ def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:
     stages, aliases, rounds = expanded
     problems = [problem for name, config in stages.items() for problem in _misnamed(name, config, stages, aliases)]
     problems += [problem for name, config in recipe.stages.items() for problem in _misgated(name, config, stages)]
+    problems += [
+        f"stages.{name}.models: {config.baseline} is the baseline, and there is no other model to compare with it: name one"
+        for name, config in recipe.stages.items()
+        if isinstance(config, Evaluation) and config.judges and set(config.models) <= {config.baseline}
+    ]
     return problems + [
         f"stages.{name}.round_branch: {config.model} has no rounds: name {' or '.join(rounds) or 'an iterative stage'} as model"
         for name, config in recipe.stages.items()

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from rlhf_core.config import DPO, KTO, PPO, SFT, AlignmentTax, Preferences, Recipe, RewardModel, StageConfig
 from rlhf_core.digests import ABSENT, Digests
 from rlhf_core.lineage import is_remote
@@ -34,6 +36,7 @@ LATER: dict[str, Any] = {
     "routing_replay": True,  # of mixtures of experts on GPUs, results without it count as results with it
     "stream_batch_size": None,
 }
+PATIENCE = ("max_attempts", "max_failed")  # counted as their defaults, which digests hold from before
 NO_RESULT = {
     "adam_offload",
     "api_key_env",
@@ -72,6 +75,17 @@ def stage_digest(recipe: Recipe, config: StageConfig, stages: Mapping[str, str],
     )
 
 
+def _with_usual_patience(value: Any) -> Any:
+    """With the defaults of the fields that say how much failing is borne, which decides whether there is a result, not what it is."""
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields
+        found = {name: fields[name].get_default() if name in PATIENCE else _with_usual_patience(getattr(value, name)) for name in fields}
+        return value.model_copy(update=found)
+    if isinstance(value, dict):
+        return {key: _with_usual_patience(item) for key, item in value.items()}
+    return tuple(map(_with_usual_patience, value)) if isinstance(value, tuple) else value
+
+
 def deciding(config: StageConfig, digests: Digests) -> Any:
     """The config without what decides no result, and with the content of local data instead of its path."""
 
@@ -85,7 +99,7 @@ def deciding(config: StageConfig, digests: Digests) -> Any:
             return {key: strip(item) for key, item in kept.items()} | path
         return [strip(item) for item in value] if isinstance(value, list) else value
 
-    content = strip(config.model_dump(mode="json"))
+    content = strip(_with_usual_patience(config).model_dump(mode="json"))
     if content.get("zero_stage") == "auto":  # counts as what was there before: plain torch, and ZeRO-3 in PPO
         content["zero_stage"] = 3 if isinstance(config, PPO) else 0
     if isinstance(config, SFT | RewardModel | DPO | KTO) and config.dtype == "bfloat16" and config.ranks.world_size == 1:

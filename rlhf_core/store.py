@@ -39,8 +39,12 @@ class Store:
         return self._result(name) is not None
 
     def put(self, run: RunDir) -> bool:
-        """Copies a run directory whose stage is done. False when it is there already."""
+        """Copies a run directory whose stage is done. False when it is there already, or when part of what the stage made lies outside of
+        the directory (`publication.folder`): elsewhere it is made anew."""
         name = run.path.name
+        result = run.result()
+        if result and any(".." in Path(file).parts for file in result.files):
+            return False
         if self.files.read(f"stages/{name}/{RESULT}") == (run / RESULT).read_bytes():
             return False
         inside = (file.relative_to(run.path) for file in run.path.rglob("*") if file.is_file())

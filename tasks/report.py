@@ -47,7 +47,9 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
 def write(plan: Plan, statuses: dict[str, Status], started: float | None = None) -> Path:
     """Writes the recipe's folder, and the page over all runs. Returns the page's path. `started`: when the run began that ends here."""
     views = views_of(plan, statuses)
-    record(plan, views, started)
+    if started:  # else the page alone is drawn: what the last run used, `gc` is to know
+        record(plan, views, started)
+    plan.folder.mkdir(parents=True, exist_ok=True)
     from evaluation.page import write_report  # draws with matplotlib: a second and more to import, not needed before the end
 
     page = write_report(plan.folder, plan.recipe.name, views)

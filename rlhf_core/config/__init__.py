@@ -109,7 +109,9 @@ STAGE_KINDS = (
 class Recipe(Frozen):
     """A base model, stages, and where their artifacts live."""
 
-    name: str = Field(description="name of the recipe; artifacts are filed under it", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(
+        description="name of the recipe; artifacts are filed under it", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100
+    )
     base_model: str = Field(description="local folder or Hub id of the model every chain starts from")
     artifacts: str = Field("artifacts", description="folder of all run directories")
     store: str | None = Field(None, description="bucket or folder that finished stages are copied to and fetched from: s3://bucket/prefix")

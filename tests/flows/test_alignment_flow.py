@@ -160,7 +160,12 @@ def test_the_command_and_its_exit_codes(recipe: Callable[..., Recipe], capsys: p
     assert "changed: max_len 512 -> 700" in capsys.readouterr().out
     Path("artifacts/tiny/report.html").unlink()
     assert flows.cli.main(["report", "artifacts/tiny"]) == 0 and Path("artifacts/tiny/report.html").exists()
+    recorded = Path("artifacts/tiny/run.json").read_text()
     assert flows.cli.main(["report", "recipe.yaml"]) == 0
+    edited = Path("recipe.yaml").read_text()
+    Path("edited.yaml").write_text(edited + "seed: 11\n")
+    assert flows.cli.main(["report", "edited.yaml"]) == 0
+    assert Path("artifacts/tiny/run.json").read_text() == recorded, "what the last run made is no more known as its own"
     assert flows.cli.main(["stage", "sfft", "recipe.yaml"]) == 2
     assert flows.cli.main(["run", "none.yaml"]) == 2
     assert flows.cli.main(["no-such-command"]) == 2

@@ -16,8 +16,10 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
 
 import flows.serve
+from flows.cli import main
 from flows.deployments import schedule_of, served, sweep
 from flows.serve import LOG, Servants
+from rlhf_core.recipe import load_recipe
 from tests.micro import ROOT, ask, build, wait_until
 
 FILE = ROOT / "deployments" / "prefect.yaml"
@@ -46,7 +48,16 @@ def test_all_deployments_are_made(prefect: str, tmp_path: Path) -> None:
     assert nightly["job_variables"]["working_dir"] == str(tmp_path / "here")
     assert nightly["job_variables"]["env"]["ALIGNFLOW_LIMIT"] == "alignflow-machine"
     sweep = [entry["parameters"]["overrides"] for entry in found["evaluation-sweep"]["schedules"]]
-    assert sorted(sweep) == [["evaluation.temperature=0"], ["evaluation.temperature=1"]]
+    assert sorted(sweep) == [["evaluation.temperature=0", "evaluation.proxy=null"], ["evaluation.temperature=1"]]
+
+
+def test_schedules_fit_the_demos_recipe() -> None:
+    recipe = ROOT / "deployments" / "recipes" / "tiny-cpu.yaml"
+    schedules = [schedule for each in yaml.safe_load(FILE.read_text())["deployments"] for schedule in each.get("schedules", [])]
+    changed = [overrides for schedule in schedules if (overrides := schedule.get("parameters", {}).get("overrides"))]
+    assert len(changed) > 1
+    for overrides in changed:
+        load_recipe(str(recipe), overrides)
 
 
 def test_wrong_schedules_and_recipes_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +67,11 @@ def test_wrong_schedules_and_recipes_are_one_sentence(tmp_path: Path, monkeypatc
         schedule_of(None, "0 2 * * *", "Europe/Berlim")
     with pytest.raises(ValueError, match="cron '0 25' is no schedule"):
         schedule_of(None, "0 25", "UTC")
-    with pytest.raises(ValueError, match=r"interval of 0\.1 s is too short"):
-        schedule_of(0.1, "", "UTC")
+    for every in (0.1, float("nan"), float("inf"), 1e300):
+        with pytest.raises(ValueError, match=r"interval of (0\.1|nan|inf|1e\+300) s is no schedule: give 1 to"):
+            schedule_of(every, "", "UTC")
+    assert main(["serve", "here/recipe.yaml", "--port", "99999"]) == 2
+    assert main(["serve", "here/recipe.yaml", "--port", "0", "--host", "nonsense.invalid"]) == 3
     with pytest.raises(ValueError, match="two recipes are called micro"):
         served(["here/recipe.yaml", f"file://{tmp_path}/here/recipe.yaml"], [])
 

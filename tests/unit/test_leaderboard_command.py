@@ -78,3 +78,19 @@ def test_wrong_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
     told = capsys.readouterr().err
     assert "games have no verdict, more than --max-failed 0.02 allows" in told and told.count("\n") == 1
     assert main(["leaderboard", str(folder), "--max-failed", "1"]) == 0
+    for words, sentence in (
+        (["--rounds", "0"], "give 1 or more rounds"),
+        (["--seed", "-1"], "a seed of 0 or more"),
+        (["--json", str(tmp_path / "none" / "x.json")], "there is no folder"),
+        (["--answers", str(tmp_path / "none")], "--answers names the folder"),
+    ):
+        capsys.readouterr()
+        assert main(["leaderboard", str(folder), "--max-failed", "1", *words]) == 2
+        told = capsys.readouterr().err
+        assert sentence in told and told.count("\n") == 1
+    answers = folder / "model_answer" / "good.jsonl"
+    answers.write_text(answers.read_text().replace('{"answer": "x"}', "null", 1))  # a request that failed
+    assert main(["leaderboard", str(folder), "--max-failed", "1"]) == 0
+    answers.write_bytes("{}\n".encode("utf-16"))
+    assert main(["leaderboard", str(folder), "--max-failed", "1"]) == 2
+    assert "is not UTF-8 text" in capsys.readouterr().err

@@ -132,6 +132,7 @@ def test_an_endpoint_decides_the_digest_by_what_is_asked_only() -> None:
     def key(**changes: Any) -> str:
         return str(planned(recipe(endpoints={"gpt": {"model": "gpt-x"} | changes}))["evaluation"].digest)
 
+    assert key() == key(max_failed=0.5) == key(max_attempts=9), "answers that were kept are found again"
     assert key() == key(concurrency=2) == key(api_key_env="OTHER") == key(input_price=1.0) == key(timeout=9)
     assert len({key(), key(model="gpt-y"), key(base_url="http://here/v1"), key(temperature=1.0), key(more={"top_p": 0.9})}) == 5
 
@@ -147,9 +148,15 @@ def test_an_evaluation_without_endpoints_is_the_one_it_was_before_there_were_any
     ("changes", "message"),
     [
         ({"models": ["sft", "gtp"]}, r"evaluation: the endpoint 'gpt' is asked by nobody"),
+        ({"models": ["base"], "endpoints": {}}, r"stages.evaluation.models: base is the baseline, and there is no other model to compare"),
+        ({"endpoints": {"gpt": {"model": "x", "base_url": "https://me:pass@gw/v1"}}}, r"base_url.*the address holds a password or a query"),
+        ({"endpoints": {"gpt": {"model": "x", "base_url": "https://gw/v1?key=1"}}}, r"base_url.*the address holds a password or a query"),
         ({"models": ["sft", "gpt", "gtp"]}, r"stages.evaluation.models: unknown name 'gtp'; did you mean gpt\?; .*an endpoint"),
         ({"models": ["sft"], "endpoints": {"sft": {"model": "x"}}}, r"stages.evaluation.endpoints.sft: sft is also .* a stage's name"),
-        ({"models": ["base"], "endpoints": {"base": {"model": "x"}}}, r"stages.evaluation.endpoints.base: base is also the base model's"),
+        (
+            {"models": ["base", "sft"], "endpoints": {"base": {"model": "x"}}},
+            r"stages.evaluation.endpoints.base: base is also the base model's",
+        ),
         ({"endpoints": {"gpt": {}}}, r"stages.evaluation.endpoints.gpt.model: missing \(model name at the endpoint\); add it"),
         ({"endpoints": {"gpt": {"model": "x", "base_ulr": "y"}}}, r"endpoints.gpt.base_ulr: unknown key 'base_ulr'; did you mean base_url"),
         ({"judges": [{"kind": "vllm", "model": "gpt"}]}, r"stages.evaluation.judges.0.model: unknown name 'gpt'"),

@@ -73,8 +73,17 @@ def test_swapping_model_and_baseline_mirrors_score_and_interval(labels: list[tup
 @given(st.sampled_from(LABELS), st.integers(1, 20))
 def test_a_judge_that_always_says_the_same_gives_one_half(label: Label, count: int) -> None:
     rate = win_rate(battles([(label, label)] * count), rounds=50, seed=0)
-    assert (rate.win_rate, rate.ci_low, rate.ci_high, rate.arena_score) == (0.5, 0.5, 0.5, 0.5)
+    assert (rate.win_rate, rate.arena_score) == (0.5, 0.5)
+    assert rate.ci_low + rate.ci_high == pytest.approx(1) and rate.ci_low < 0.5
     assert rate.swap_consistency == (1.0 if label == "A=B" else 0.0)
+
+
+@pytest.mark.parametrize(("won", "bounds"), [(True, {1: 0.2065, 4: 0.5101, 20: 0.8389}), (False, {1: 0.7935, 4: 0.4899, 20: 0.1611})])
+def test_questions_that_all_say_the_same_leave_as_much_open_as_there_are_few(won: bool, bounds: dict[int, float]) -> None:
+    """Wilson's interval, which is n / (n + 1.96^2) to 1 where all n are won."""
+    for count, bound in bounds.items():
+        rate = win_rate(battles([("B>A", "A>B") if won else ("A>B", "B>A")] * count), rounds=50, seed=0)
+        assert (rate.ci_low, rate.ci_high) == pytest.approx((bound, 1.0) if won else (0.0, bound), abs=1e-4)
 
 
 @given(verdicts)

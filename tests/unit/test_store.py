@@ -81,6 +81,17 @@ def test_a_stage_goes_there_and_back(store: Store, tmp_path: Path) -> None:
     assert sorted(path.name for path in there.path.iterdir()) == ["checkpoint", "config.json", "metrics.jsonl", "result.json"]
 
 
+def test_what_lies_outside_of_the_run_directory_is_made_anew_elsewhere(store: Store, tmp_path: Path) -> None:
+    """A publication whose `folder` is somewhere else: a copy would never be whole."""
+    run = RunDir(tmp_path / "here" / "stages" / "publication-00ff")
+    run.prepare(REQUEST.model_copy(update={"name": "publication"}))
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "model.safetensors").write_text("weights")
+    run.finish(run.request(), Outcome({}, {"published": "../../../published"}), 1.0)
+    assert run.result() is not None
+    assert not store.put(run) and not store.has(run.path.name)
+
+
 def test_a_cut_upload_does_not_count(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, send = done(tmp_path), RemoteFiles.send
     sent: list[str] = []
