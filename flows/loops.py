@@ -15,6 +15,7 @@ from flows.alignment import SETTINGS, require_type, run_all, run_name
 from rlhf_core.config import Evaluation, Recipe
 from rlhf_core.loops import alone, begin, finish, folder_of, loop_of, standing
 from rlhf_core.recipe import given_recipe
+from rlhf_core.store import store_of
 from tasks.keys import provided, variables
 
 
@@ -27,6 +28,7 @@ def loop(
     min_gain: float | None = None,
 ) -> Any:
     """Trains the next round of a recipe's loop, evaluates and publishes it. A run that finds nothing to do says why, and completes.
+    Rounds that are in the recipe's store alone are fetched before that.
 
     `stage`: which loop, where a recipe has several. `max_rounds`, `min_gain`: when to stop, as for `iterative_preference`.
     """
@@ -55,15 +57,18 @@ def _rounds(recipe: Recipe, stage: str | None, max_rounds: int | None, min_gain:
             return _told(f"another run is training {name} of {recipe.name}: this one leaves it to that")
         if min_gain is not None and not any(isinstance(config, Evaluation) and name in config.models for config in recipe.stages.values()):
             raise ValueError(f"recipe {recipe.name}: min_gain needs an evaluation that judges {name}: add one, or leave min_gain out")
+        fetched, store = False, store_of(recipe)
         while True:
             found = standing(recipe, name)
-            if why := found.why_not(max_rounds, min_gain, due):
+            if why := found.why_not(max_rounds, min_gain, None if fetched else due):
                 return _told(f"{name} of {recipe.name}: {why}")
-            get_run_logger().info("%s: round %d begins", name, found.number)
+            missing = [node for node in found.plan.stages_of(f"{name}.round{found.number}") if not node.done]
+            fetched = store is not None and bool(missing) and all(store.has(node.run_dir.name) for node in missing)
+            get_run_logger().info("%s: round %d %s", name, found.number, "is in the store" if fetched else "begins")
             begin(found)
             run_all(found.plan, found.plan.nodes)
             done = finish(found)
-            if once:
+            if once and not fetched:  # on an empty disk rounds of the store come first
                 rate = "" if done.win_rate is None else f", win rate {done.win_rate:.3f}"
                 return _told(f"{name} of {recipe.name}: round {found.number} is done{rate}")
 

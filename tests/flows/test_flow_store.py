@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import flows.cli
+from flows.loops import loop
 from rlhf_core.config import Recipe
 from rlhf_core.plan import plan
 from rlhf_core.remote_files import RemoteFiles, StoreFault
@@ -48,6 +50,21 @@ def test_another_machine_goes_on_from_the_store(recipe: Callable[..., Recipe], c
         shutil.rmtree(plan(recipe())["sft"].run_dir / "made")  # a checkpoint that a later stage needs
         assert flows.cli.main([*command, "loop.beta=0.3"]) == 0
         assert attempts() == [*ORDER[3:], *ORDER[3:]]
+
+
+def test_a_nightly_loop_goes_on_from_the_store(recipe: Callable[..., Recipe]) -> None:
+    """Two nights, the disk wiped, a third night: it trains round 3 and nothing that the store has."""
+    Path("bucket").mkdir()
+    for _ in range(2):
+        loop("recipe.yaml", overrides=("store=bucket",))
+    trained = [name for name in attempts() if name.startswith("loop.")]
+    assert trained == ORDER[2:6]
+    shutil.rmtree("artifacts")
+    Path("attempts.txt").unlink()
+    loop("recipe.yaml", overrides=("store=bucket",))
+    assert attempts() == ["loop.round3.preferences", "loop.round3.dpo", "evaluation"]
+    record = json.loads(Path("artifacts/tiny/loop.json").read_text())
+    assert len(record["rounds"]) == 3 and record["begun"] is None
 
 
 def test_a_store_that_goes_away_loses_nothing(
