@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from flows.loops import iterative_preference
+from rlhf_core.config import Recipe
 from rlhf_core.recipe import given_recipe, load_recipe
 from tests import micro
+from tests.writing_stages import attempts
 
 CALL = """
 import json, sys
@@ -91,6 +95,14 @@ def test_wrong_parameters_are_one_sentence(here: tuple[Path, dict[str, str]]) ->
     ):
         end = Called(folder, environment, name, **parameters).ended()
         assert end == f"FAILED Flow run encountered an exception: ValueError: {sentence}"
+
+
+def test_min_gain_without_an_evaluation_of_the_loop_is_told_before_anything_is_trained(prefect: str, recipe: Callable[..., Recipe]) -> None:
+    text = Path("recipe.yaml").read_text()
+    Path("recipe.yaml").write_text(text.replace("models: [loop]", "models: [sft], baseline: base"))
+    with pytest.raises(ValueError, match="min_gain needs an evaluation that judges loop: add one, or leave min_gain out"):
+        iterative_preference("recipe.yaml", rounds=1, min_gain=0.0)
+    assert not attempts()
 
 
 def test_recipes_of_parameters(tmp_path: Path) -> None:
