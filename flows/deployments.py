@@ -66,7 +66,7 @@ def schedule_of(every: float | None, cron: str, timezone: str) -> Schedule:
     if timezone not in available_timezones():
         raise ValueError(f"timezone {timezone!r} is unknown: give a name such as Europe/Berlin or UTC")
     if every is not None and not 1 <= every <= LONGEST:
-        raise ValueError(f"an interval of {every:g} s is no schedule: give 1 to {LONGEST:g}, a year")
+        raise ValueError(f"an interval of {every:g} s is no schedule: give 1 to {LONGEST:.0f}, a year")
     try:
         return Schedule(interval=timedelta(seconds=every)) if every is not None else Schedule(cron=cron, timezone=timezone)
     except ValueError:

@@ -55,7 +55,8 @@ def _rounds(recipe: Recipe, stage: str | None, max_rounds: int | None, min_gain:
     with provided(variables(recipe)), alone(folder_of(recipe)) as mine:
         if not mine:
             return _told(f"another run is training {name} of {recipe.name}: this one leaves it to that")
-        if min_gain is not None and not any(isinstance(config, Evaluation) and name in config.models for config in recipe.stages.values()):
+        judged = [model for config in recipe.stages.values() if isinstance(config, Evaluation) for model in config.models]
+        if min_gain is not None and not any(model == name or model.startswith(f"{name}.round") for model in judged):
             raise ValueError(f"recipe {recipe.name}: min_gain needs an evaluation that judges {name}: add one, or leave min_gain out")
         fetched, store = False, store_of(recipe)
         while True:
