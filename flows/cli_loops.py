@@ -28,6 +28,8 @@ def serve(
     cron: str = "0 2 * * *",
     timezone: str = "UTC",
     every: float | None = None,
+    max_rounds: int | None = None,
+    min_gain: float | None = None,
 ) -> int:
     """Start a Prefect server, a worker and the deployments of recipes on this machine; Ctrl-C ends it all.
 
@@ -40,6 +42,8 @@ def serve(
         cron: minute, hour, day, month, weekday.
         timezone: of the cron schedule, such as Europe/Berlin.
         every: seconds; an interval in place of the cron schedule.
+        max_rounds: loops of the recipes end after so many rounds.
+        min_gain: loops end when the win rate of their last round is not more than this above the round before it.
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"there is no port {port}: give 1 to 65535, or 0 for a free one")
@@ -49,7 +53,8 @@ def serve(
     from flows.deployments import deploy, prepare, schedule_of, served, sweep
     from flows.serve import Servants, free_port, only_one
 
-    recipes = served([text for text in given if "=" not in text], [text for text in given if "=" in text])
+    ends = {key: value for key, value in (("max_rounds", max_rounds), ("min_gain", min_gain)) if value is not None}
+    recipes = served([text for text in given if "=" not in text], [text for text in given if "=" in text], ends)
     if not recipes:
         raise ValueError("give the recipes to serve: alignflow serve RECIPE...")
     when = schedule_of(every, cron, timezone) if schedule else None
@@ -62,7 +67,7 @@ def serve(
             servants.start_server()
             with SyncPrefectClient(api=servants.api) as client:
                 prepare(client)
-                for name in [name for one in recipes for name in deploy(servants.api, one, when)]:
+                for name in [name for one in recipes for name in deploy(servants.api, one, when, ends)]:
                     console.print(f"deployment {name}", markup=False, highlight=False)
                 servants.start_worker()
                 told = f"every {every:g} s" if every is not None else f"'{cron}' {timezone}"
@@ -107,7 +112,7 @@ def is_running(folder: Path) -> bool:
     """Whether a process works on the loop of a recipe's folder."""
     if not (folder / LOCK).exists():
         return False
-    with alone(folder) as free:
+    with alone(folder, seconds=0) as free:
         return not free
 
 

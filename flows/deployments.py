@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from uuid import UUID
 from zoneinfo import available_timezones
@@ -33,6 +34,7 @@ from flows.loops import loop
 from flows.parts import evaluate, publish
 from flows.serve import LIMIT, POOL
 from rlhf_core.config import Loop, Recipe
+from rlhf_core.loops import check_judged, loop_of
 from rlhf_core.plan import plan
 from rlhf_core.recipe import load_recipe
 
@@ -50,11 +52,18 @@ class Served(NamedTuple):
     recipe: Recipe
 
 
-def served(paths: Sequence[str], overrides: Sequence[str]) -> list[Served]:
-    """Reads and plans the recipes. ValueError for mistakes, and for two recipes of one name."""
+def served(paths: Sequence[str], overrides: Sequence[str], ends: Mapping[str, float] = MappingProxyType({})) -> list[Served]:
+    """Reads and plans the recipes. ValueError for mistakes, for two recipes of one name, and for what is to end loops (`max_rounds`,
+    `min_gain`) where a recipe has no loop to end."""
     found = [Served(path, tuple(overrides), load_recipe(path, overrides)) for path in paths]
+    if ends.get("max_rounds", 1) < 1:
+        raise ValueError(f"--max-rounds {ends['max_rounds']}: give 1 or more")
     for one in found:
         plan(one.recipe)
+        if ends:
+            name = loop_of(one.recipe)
+            if "min_gain" in ends:
+                check_judged(one.recipe, name)
     names = [one.recipe.name for one in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two recipes are called {twice[0]}: give one of them another name")
@@ -117,8 +126,9 @@ def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
     return len(gone)
 
 
-def deploy(api: str, one: Served, schedule: Schedule | None) -> list[str]:
-    """Makes a recipe's deployments; their names. `schedule`: of its loop, or of the whole recipe when it has none."""
+def deploy(api: str, one: Served, schedule: Schedule | None, ends: Mapping[str, float] = MappingProxyType({})) -> list[str]:
+    """Makes a recipe's deployments; their names. `schedule`: of its loop, or of the whole recipe when it has none. `ends`: parameters of
+    its loop."""
     kinds = {config.stage for config in one.recipe.stages.values()}
     loops = [config for config in one.recipe.stages.values() if isinstance(config, Loop)]
     flows: list[tuple[Flow[..., Any], str]] = [(alignment, "flows.alignment.alignment")]
@@ -126,18 +136,20 @@ def deploy(api: str, one: Served, schedule: Schedule | None) -> list[str]:
     flows += [(evaluate, "flows.parts.evaluate")] if kinds & {"evaluation", "alignment_tax"} else []
     flows += [(publish, "flows.parts.publish")] if "publication" in kinds else []
     with temporary_settings({PREFECT_API_URL: api}):
-        names = [_apply(flow, entrypoint, one, one.recipe.name, ASKED) for flow, entrypoint in flows]
+        names = [_apply(flow, entrypoint, one, one.recipe.name, ASKED, None, ends if flow is loop else {}) for flow, entrypoint in flows]
         if schedule is not None:
             flow, entrypoint = flows[1] if len(loops) == 1 else flows[0]
-            names.append(_apply(flow, entrypoint, one, f"{one.recipe.name}-scheduled", SCHEDULED, schedule))
+            names.append(_apply(flow, entrypoint, one, f"{one.recipe.name}-scheduled", SCHEDULED, schedule, ends if flow is loop else {}))
     return names
 
 
-def _apply(flow: Flow[..., Any], entrypoint: str, one: Served, name: str, queue: str, schedule: Schedule | None = None) -> str:
+def _apply(
+    flow: Flow[..., Any], entrypoint: str, one: Served, name: str, queue: str, schedule: Schedule | None, ends: Mapping[str, float]
+) -> str:
     deployment = flow.to_deployment(
         name,
         schedule=schedule,
-        parameters={"recipe": one.path, "overrides": list(one.overrides)},
+        parameters={"recipe": one.path, "overrides": list(one.overrides), **ends},
         work_pool_name=POOL,
         work_queue_name=queue,
         job_variables={"working_dir": str(Path.cwd())},  # paths in a recipe are relative to it

@@ -12,8 +12,8 @@ from prefect import flow, get_run_logger, runtime
 from prefect.states import Completed
 
 from flows.alignment import SETTINGS, require_type, run_all, run_name
-from rlhf_core.config import Evaluation, Recipe
-from rlhf_core.loops import alone, begin, finish, folder_of, loop_of, standing
+from rlhf_core.config import Recipe
+from rlhf_core.loops import alone, begin, check_judged, finish, folder_of, loop_of, standing
 from rlhf_core.recipe import given_recipe
 from rlhf_core.store import store_of
 from tasks.keys import provided, variables
@@ -55,9 +55,8 @@ def _rounds(recipe: Recipe, stage: str | None, max_rounds: int | None, min_gain:
     with provided(variables(recipe)), alone(folder_of(recipe)) as mine:
         if not mine:
             return _told(f"another run is training {name} of {recipe.name}: this one leaves it to that")
-        judged = [model for config in recipe.stages.values() if isinstance(config, Evaluation) for model in config.models]
-        if min_gain is not None and not any(model == name or model.startswith(f"{name}.round") for model in judged):
-            raise ValueError(f"recipe {recipe.name}: min_gain needs an evaluation that judges {name}: add one, or leave min_gain out")
+        if min_gain is not None:
+            check_judged(recipe, name)
         fetched, store = False, store_of(recipe)
         while True:
             found = standing(recipe, name)

@@ -30,12 +30,14 @@ FILE, LOCK = "loop.json", "loop.lock"
 
 class Round(Frozen):
     """A finished round. `stages`: the digest of each of its stages; `begun`: when the attempt that finished it began (None: another
-    command did it); `win_rate`: against the baseline, where an evaluation judged it."""
+    command did it); `win_rate`: against the baseline, where an evaluation judged it; `before`: that of the round before it in the same
+    evaluation."""
 
     stages: dict[str, str]
     begun: datetime | None
     ended: datetime
     win_rate: float | None = None
+    before: float | None = None
 
 
 class Begun(Frozen):
@@ -62,10 +64,6 @@ class Standing:
     plan: Plan
     failed: tuple[Verdict, ...]
 
-    @property
-    def win_rates(self) -> list[float | None]:
-        return [done.win_rate for done in self.record.rounds]
-
     def done(self) -> tuple[str, ...]:
         """Stages of the next round that are done already."""
         return tuple(node.name for node in self.plan.stages_of(f"{self.record.loop}.round{self.number}") if node.done)
@@ -73,14 +71,14 @@ class Standing:
     def why_not(self, max_rounds: int | None = None, min_gain: float | None = None, due: datetime | None = None) -> str:
         """Why the next round is not to be begun, in a sentence; '' when it is. `due`: what this run was asked for at that time, a round
         that was begun later has done."""
-        rounds, rates = self.record.rounds, self.win_rates
+        rounds = self.record.rounds
         if max_rounds is not None and len(rounds) >= max_rounds:
             return f"{len(rounds)} rounds are done, and {max_rounds} were asked for"
-        if min_gain is not None and len(rates) > 1:
-            before, last = rates[-2:]
+        if min_gain is not None and len(rounds) > 1:
+            last, before = rounds[-1].win_rate, rounds[-2].win_rate if rounds[-1].before is None else rounds[-1].before
             if before is not None and last is not None and last - before <= min_gain:
                 return (
-                    f"the win rate went from {before:.3f} to {last:.3f} in round {len(rates)}: it does not rise by more than {min_gain:g}"
+                    f"the win rate went from {before:.3f} to {last:.3f} in round {len(rounds)}: it does not rise by more than {min_gain:g}"
                 )
         if due is not None and rounds and rounds[-1].begun is not None and rounds[-1].begun > due:
             return f"round {len(rounds)} was begun and finished after {due:%Y-%m-%d %H:%M:%S} UTC, when this run was due"
@@ -100,6 +98,13 @@ def loop_of(recipe: Recipe, name: str | None = None) -> str:
         )
         raise ValueError(f"recipe {recipe.name} has {what}")
     return name or loops[0]
+
+
+def check_judged(recipe: Recipe, loop: str) -> None:
+    """ValueError when no evaluation judges rounds of a loop that is to end by their win rates."""
+    judged = [model for config in recipe.stages.values() if isinstance(config, Evaluation) for model in config.models]
+    if not any(model == loop or model.startswith(f"{loop}.round") for model in judged):
+        raise ValueError(f"recipe {recipe.name}: min_gain needs an evaluation that judges {loop}: add one, or leave min_gain out")
 
 
 def with_rounds(recipe: Recipe, loop: str, rounds: int) -> Recipe:
@@ -175,10 +180,11 @@ def finish(standing: Standing) -> Round:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[bool]:
-    """Whether this process may work on the loop of a recipe's folder, until the block ends. Never waits."""
+def alone(folder: Path, seconds: float = 1.0) -> Iterator[bool]:
+    """Whether this process may work on the loop of a recipe's folder, until the block ends. Waits for it for `seconds`: who only looks
+    whether it is free holds it for an instant."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK, timeout=0)
+    lock = FileLock(folder / LOCK, timeout=seconds)
     try:
         lock.acquire()
     except Timeout:
@@ -233,8 +239,8 @@ def _failed(planned: Plan) -> tuple[Verdict, ...]:
 def _adopted(planned: Plan, loop: str, number: int) -> Round:
     title = f"{loop}.round{number}"
     ended = (planned[title].run_dir / RESULT).stat().st_mtime
-    metric = f"win_rate/{title}"
+    metric, before = f"win_rate/{title}", f"win_rate/{loop}.round{number - 1}"
     results = [RunDir(node.run_dir).result() for node in planned.nodes if isinstance(node.config, Evaluation)]
-    rates = [result.metrics[metric] for result in results if result and metric in result.metrics]
-    stages = stages_of_round(planned, loop, number)
-    return Round(stages=stages, begun=None, ended=datetime.fromtimestamp(ended, UTC), win_rate=rates[0] if rates else None)
+    judged = next((result.metrics for result in results if result and metric in result.metrics), {})
+    stages, when = stages_of_round(planned, loop, number), datetime.fromtimestamp(ended, UTC)
+    return Round(stages=stages, begun=None, ended=when, win_rate=judged.get(metric), before=judged.get(before))

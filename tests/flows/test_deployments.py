@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import FlowRun
 
 import flows.serve
 from flows.cli import main
-from flows.deployments import schedule_of, served, sweep
+from flows.deployments import deploy, prepare, schedule_of, served, sweep
 from flows.serve import LOG, Servants
 from rlhf_core.recipe import load_recipe
 from tests.micro import ROOT, ask, build, wait_until
@@ -49,6 +49,21 @@ def test_all_deployments_are_made(prefect: str, tmp_path: Path) -> None:
     assert nightly["job_variables"]["env"]["ALIGNFLOW_LIMIT"] == "alignflow-machine"
     sweep = [entry["parameters"]["overrides"] for entry in found["evaluation-sweep"]["schedules"]]
     assert sorted(sweep) == [["evaluation.temperature=0", "evaluation.proxy=null"], ["evaluation.temperature=1"]]
+
+
+def test_serve_tells_its_loops_when_to_end(prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    build(tmp_path / "here")
+    with SyncPrefectClient(api=prefect) as client:
+        prepare(client)
+    ends = {"max_rounds": 4}
+    (one,) = served(["here/recipe.yaml"], [], ends)
+    names = deploy(prefect, one, schedule_of(None, "0 2 * * *", "UTC"), ends)
+    made = ask(prefect, "/deployments/filter", {"limit": 100})
+    found = {f"{item['entrypoint'].rpartition('.')[2]}/{item['name']}": item["parameters"] for item in made}
+    assert {name for name in names if found[name].get("max_rounds") == 4} == {"loop/micro", "loop/micro-scheduled"}
+    with pytest.raises(ValueError, match="--max-rounds 0: give 1 or more"):
+        served(["here/recipe.yaml"], [], {"max_rounds": 0})
 
 
 def test_schedules_fit_the_demos_recipe() -> None:

@@ -42,12 +42,12 @@ def do(planned: Plan, node: Node, rate: float = 0.6) -> None:
     run.finish(planned.request(node), Outcome(metrics, {"checkpoint": "checkpoint"}), 1.0)
 
 
-def one_round(of: Recipe, only: int | None = None) -> dict[str, str]:
+def one_round(of: Recipe, only: int | None = None, rate: float = 0.6) -> dict[str, str]:
     """Trains the next round, or `only` so many of its plan's stages that are not done; the digests of all stages."""
     found = standing(of, "loop")
     begin(found)
     for node in [node for node in found.plan.nodes if not node.done][:only]:
-        do(found.plan, node)
+        do(found.plan, node, rate)
     if only is None:
         finish(found)
     return {node.name: node.digest for node in found.plan.nodes}
@@ -138,6 +138,26 @@ def test_why_not_now(tmp_path: Path) -> None:
     assert found.why_not(2) == "2 rounds are done, and 2 were asked for"
     assert "the win rate went from 0.600 to 0.610 in round 2: it does not rise by more than 0.02" in found.why_not(min_gain=0.02)
     assert "round 2 was begun and finished after" in found.why_not(due=datetime.now(UTC) - timedelta(hours=1))
+
+
+def test_a_round_is_compared_with_the_one_before_it_by_one_evaluation(tmp_path: Path) -> None:
+    one_round(recipe(tmp_path))
+    one_round(recipe(tmp_path), rate=0.5)  # another day's judge is harder on both: 0.50 and 0.51
+    found = standing(recipe(tmp_path), "loop")
+    assert [(done.before, done.win_rate) for done in found.record.rounds] == [(None, 0.6), (0.5, 0.51)]
+    assert found.why_not(min_gain=0.005) == ""
+    assert "from 0.500 to 0.510 in round 2" in found.why_not(min_gain=0.02)
+
+
+def test_who_looks_whether_a_loop_is_free_stops_nobody(tmp_path: Path) -> None:
+    folder = folder_of(recipe(tmp_path))
+    script = "import pathlib, sys, time\nfrom rlhf_core.loops import alone\nwith alone(pathlib.Path(sys.argv[1]), seconds=0):\n"
+    script += "    print(flush=True)\n    time.sleep(0.3)\n"
+    other = subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    assert other.stdout is not None and other.stdout.readline() == b"\n"
+    with alone(folder, seconds=60) as mine:
+        assert mine
+    other.communicate()
 
 
 def test_one_process_at_a_time_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
