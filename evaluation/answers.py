@@ -112,11 +112,6 @@ def model_kind(config: PretrainedConfig, renderer: Renderer) -> str:
     return digest([json.dumps(settings, sort_keys=True, default=str), sorted(renderer.tokenizer.get_vocab().items())])
 
 
-def stored_dtype(config: PretrainedConfig) -> str:
-    """The dtype a checkpoint was stored in; float32 when it does not say."""
-    return str(config.dtype or "float32").removeprefix("torch.")
-
-
 def write_answers(path: Path, model: str, questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> None:
     """Writes one model's file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,13 +8,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evaluation.answers import file_name, model_config, stored_dtype
+from evaluation.answers import file_name, model_config
 from evaluation.chat_client import ChatClient, Connection, remote
 from evaluation.judge import Judge, RewardJudge, RuleJudge
 from evaluation.openai_judge import OpenAIJudge
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.lineage import shown
+from rlhf_core.models.dtype import stored_dtype
 from rlhf_core.stage import RunDir, StageRequest, digest
 from rlhf_core.types import Judging, Judgment
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from transformers import AutoConfig
 
-from evaluation.answers import stored_dtype
 from rlhf_core.config import Vllm
 from rlhf_core.digests import Digests
 from rlhf_core.lineage import stage_of
+from rlhf_core.models.dtype import stored_dtype
 from rlhf_core.models.lora import base_of
 from rlhf_core.rollout.server import Server, serving
 from rlhf_core.stage import RunDir, digest

@@ -26,7 +26,6 @@ from evaluation.answers import (
     model_config,
     model_kind,
     read_answers,
-    stored_dtype,
     write_answers,
 )
 from evaluation.arena_files import judgment_lines, token_counter
@@ -43,6 +42,7 @@ from rlhf_core.data.columns import Located, preference_of
 from rlhf_core.data.condition import stored_suffix
 from rlhf_core.data.documents import Document
 from rlhf_core.data.rows import load_rows
+from rlhf_core.models.dtype import stored_dtype
 from rlhf_core.stage import Outcome, RunDir, StageRequest, digest, write_text
 from rlhf_core.tracking import Tracker
 from rlhf_core.types import Answering, EvalReport, Judging, Judgment

@@ -115,11 +115,11 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         result = kto_loss(logprobs, ref, desirable, step.kl, config.beta, config.w_desirable, config.w_undesirable, step.answers)
         result = with_balance(result, balance, config.router_aux_coef, step.answers)
         rewards = config.beta * (logprobs - ref).detach()
-        shown = {
-            "kl": rewards.new_tensor(step.kl * len(items) / step.answers),
-            "rewards/desirable": torch.where(desirable, rewards, 0).sum() / max(1, step.desirable),
-            "rewards/undesirable": torch.where(desirable, 0, rewards).sum() / max(1, step.undesirable),
-        }
+        shown = {"kl": rewards.new_tensor(step.kl * len(items) / step.answers)}
+        if step.desirable:
+            shown["rewards/desirable"] = torch.where(desirable, rewards, 0).sum() / step.desirable
+        if step.undesirable:
+            shown["rewards/undesirable"] = torch.where(desirable, 0, rewards).sum() / step.undesirable
         return Loss(result.loss, result.metrics | shown)
 
     def evaluate(engine: Engine) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """One round of self-made data: sample n answers a prompt, score them, and make of them what `post_processor` says.
 
 A policy that knows rewards in its prompts (conditional SFT) is asked for its best; the rows and the sources of rewards see plain prompts.
-Sampling and scoring follow each other in one process, so that each has the device to itself.
+Sampling and scoring follow each other, so that each has the device to itself; sampled answers outlive a kill (round_answers.py).
 An answer counts with the weighed sum of its rewards; one that a source failed on has none and is left out, whatever becomes of the others.
 """
 
@@ -23,7 +23,8 @@ from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.post_process import post_process
 from rlhf_core.rewards.batch import reward_batch, terms_of
 from rlhf_core.rewards.contract import Sample
-from rlhf_core.rollout.engine import Answer, Sampler
+from rlhf_core.rollout.engine import Answer
+from rlhf_core.round_answers import answers_of_round
 from rlhf_core.stage import Outcome, RunDir, StageRequest, write_text
 
 WHY_NONE = {
@@ -47,8 +48,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     suffix = stored_suffix(policy)
     asking = Renderer(tokenizer, config.prompts.template, suffix)
     asked = [asking.prompt_within(prompt.messages, config.prompt_max_len)[0] if suffix else prompt.tokens for prompt in prompts]
-    print(f"sampling {config.n_samples_per_prompt} answers to each of {len(prompts)} prompts", flush=True)
-    answers = sample(config, policy, asked, renderer.stop_token_ids, request)
+    answers = answers_of_round(config, policy, asked, renderer.stop_token_ids, request, run)
     texts = [[tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in group] for group in answers]
 
     print("scoring the answers", flush=True)
@@ -58,8 +58,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         for prompt, group, said in zip(prompts, answers, texts, strict=True)
         for answer, text in zip(group, said, strict=True)
     ]
-    micro, limit = config.micro_rollout_batch_size, config.max_failed_rewards
-    combined = reward_batch(config.reward, request.inputs, documents, samples, limit, micro, request.trust_remote_code)
+    micro, limit, trust = config.micro_rollout_batch_size, config.max_failed_rewards, request.trust_remote_code
+    combined = reward_batch(config.reward, request.inputs, documents, samples, limit, micro, trust, config.dtype)
     scores = combined.rewards.where(combined.scored, math.nan).view(len(prompts), -1).tolist()
 
     finished = [[answer.finished for answer in group] for group in answers]
@@ -88,30 +88,6 @@ def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, see
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     return [prompts[order[(first + i) % len(order)]] for i in range(min(count or len(order), len(order)))]
-
-
-def sample(
-    config: Preferences, policy: str, prompts: Sequence[list[int]], stop_token_ids: list[int], request: StageRequest
-) -> list[list[Answer]]:
-    """Answers by a vLLM engine that lives for this call. Seeds are a function of run, round and prompt."""
-    sampler = Sampler(
-        policy,
-        seed=request.seed,
-        max_model_len=config.prompt_max_len + config.generate_max_len,
-        kv_cache_gib=config.vllm.kv_cache_gib,
-        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
-        trust_remote_code=request.trust_remote_code,
-    )
-    answers = sampler.generate(
-        prompts,
-        seeds=[random.Random(f"{request.seed}-{config.first_prompt}-{i}").getrandbits(48) for i in range(len(prompts))],
-        temperature=config.temperature,
-        max_new_tokens=config.generate_max_len,
-        stop_token_ids=stop_token_ids,
-        n=config.n_samples_per_prompt,
-    )
-    sampler.close()
-    return answers
 
 
 def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:

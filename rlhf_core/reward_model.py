@@ -44,7 +44,10 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     renderer = Renderer(tokenizer, config.data.template)
     data = preference_pairs(config.data, renderer, config.max_len, request.seed, run / STATE)
-    held_out = preference_pairs(config.eval_data, renderer, config.max_len, request.seed, run / STATE) if config.eval_data else None
+    held_out = None
+    if config.eval_data:
+        theirs = Renderer(tokenizer, config.eval_data.template)
+        held_out = preference_pairs(config.eval_data, theirs, config.max_len, request.seed, run / STATE)
     pad = tokenizer.pad_token_id
     engine = make_engine(trained_scorer(source, pad, config.dtype, request.trust_remote_code, config.lora, request.seed), config)
     if engine.rank == 0:

@@ -56,7 +56,7 @@ def reward_server(
 ) -> ThreadingHTTPServer:
     """A server ready to `serve_forever`; port 0 takes a free one. ValueError when the checkpoint or its tokenizer cannot be used."""
     renderer = Renderer(load_tokenizer(checkpoint, trust_remote_code), template)
-    scorer = RewardScorer(checkpoint, "float32", micro_batch_size, trust_remote_code)
+    scorer = RewardScorer(checkpoint, "auto", micro_batch_size, trust_remote_code)
     lock = Lock()
 
     def score(answers: Sequence[Asked]) -> list[float]:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import SFT, Data, Source
-from rlhf_core.data.answers import AnswerDocuments, answer_documents
+from rlhf_core.data.answers import AnswerDocuments, SuffixOf, answer_documents
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate
 from rlhf_core.data.condition import store_suffix
@@ -49,8 +49,10 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     config = cast(SFT, request.config)
     source = request.inputs[config.model]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
-    data, best_suffix = load_documents(request, config, tokenizer, config.data, run / STATE)
-    held_out = load_documents(request, config, tokenizer, config.eval_data, run / STATE).documents if config.eval_data else None
+    data, best_suffix, suffix_of = load_documents(request, config, tokenizer, config.data, run / STATE)
+    held_out = None
+    if config.eval_data:
+        held_out = load_documents(request, config, tokenizer, config.eval_data, run / STATE, suffix_of).documents
     policy = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
     engine = make_engine(policy, config)
     if engine.rank == 0:
@@ -79,14 +81,20 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def load_documents(
-    request: StageRequest, config: SFT, tokenizer: PreTrainedTokenizerBase, data: Data | None, folder: Path
+    request: StageRequest,
+    config: SFT,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Data | None,
+    folder: Path,
+    suffix_of: SuffixOf | None = None,
 ) -> AnswerDocuments:
-    """Conversations of a file mixture, or answers with the mask on them alone: a preferences stage's (no `data`), or scored ones."""
+    """Conversations of a file mixture, or answers with the mask on them alone: a preferences stage's (no `data`), or scored ones, of
+    which held-out ones are conditioned as those trained on (`suffix_of`)."""
     own = data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
     renderer = Renderer(tokenizer, own.template)
     if data is None or config.condition == "reward":
-        return answer_documents(own, renderer, config.max_len, request.seed, config.condition, folder)
-    return AnswerDocuments(sft_documents(own, renderer, config.max_len, request.seed, folder), "")
+        return answer_documents(own, renderer, config.max_len, request.seed, config.condition, folder, suffix_of)
+    return AnswerDocuments(sft_documents(own, renderer, config.max_len, request.seed, folder))
 
 
 def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: int) -> list[list[Row]]:

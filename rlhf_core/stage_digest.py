@@ -36,7 +36,8 @@ LATER: dict[str, Any] = {
     "routing_replay": True,  # of mixtures of experts on GPUs, results without it count as results with it
     "stream_batch_size": None,
 }
-PATIENCE = ("max_attempts", "max_failed")  # counted as their defaults, which digests hold from before
+# Counted as their defaults, which digests hold from before: how much failing is borne, how often held-out data is looked at.
+PATIENCE = ("max_attempts", "max_failed", "eval_steps")
 NO_RESULT = {
     "adam_offload",
     "api_key_env",
@@ -105,8 +106,14 @@ def deciding(config: StageConfig, digests: Digests) -> Any:
     if isinstance(config, SFT | RewardModel | DPO | KTO) and config.dtype == "bfloat16" and config.ranks.world_size == 1:
         if content["zero_stage"] == 0 and (config.lora is None or isinstance(config, RewardModel)):
             content["optimised"] = "float32"  # what was there before had learned less than its learning rate says
+    if isinstance(config, RewardModel) and config.eval_data and config.eval_data.template != config.data.template:
+        content["held_out"] = "in its own template"  # it was in that of the training data
+    if isinstance(config, SFT) and config.condition == "reward" and config.eval_data:
+        content["held_out"] = "with the training data's condition"  # it was with its own
     if isinstance(config, AlignmentTax):
         content["tasks"] = [_task_content(task, digests) if is_path(task) else task for task in config.tasks]
+    if isinstance(config, Preferences) and config.dtype != "bfloat16":
+        content.pop("dtype")  # float32 was the only way before
     reward = config.reward[0] if isinstance(config, Preferences) and len(config.reward) == 1 else None
     if isinstance(reward, ModelReward) and reward == ModelReward(model=reward.model):
         content["reward"] = reward.model  # one reward model and nothing more said of it

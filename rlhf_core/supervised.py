@@ -77,8 +77,9 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         tracker.close()
     if not trained:
         raise RuntimeError(f"none of the {total} steps had a gradient: nothing was trained")
-    whole = sum(count for count, _ in recent)
-    means = {name: sum(count * m[name] for count, m in recent) / whole for name in recent[0][1]}
+    # A step that has none of what a metric speaks of says nothing of it.
+    spoken = {name: [(count, m[name]) for count, m in recent if name in m] for name in dict.fromkeys(n for _, m in recent for n in m)}
+    means = {name: sum(count * value for count, value in said) / sum(count for count, _ in said) for name, said in spoken.items()}
     return means | evaluation | {"steps": float(total)}
 
 

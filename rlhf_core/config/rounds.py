@@ -35,7 +35,7 @@ class Vllm(Frozen):
     kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on a CPU machine, GiB")
     seed_answers: bool = Field(
         False,
-        description="in ppo on a GPU: a random stream for each answer, which then depends on no other; slower. On CPU it is always so",
+        description="sampling on a GPU: a random stream for each answer, which then depends on no other; slower. On CPU always",
     )
     sleep: bool = Field(
         False, description="in ppo: give the GPU's memory back while the models score and train (the weights come again with the next sync)"
@@ -101,6 +101,9 @@ class Preferences(Gated, Sampling, Rounds):
     """Sample n answers a prompt, score them, and make data of them: pairs, labelled answers, the best, or all with their rewards."""
 
     stage: Literal["preferences"] = "preferences"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of the policy and of reward models; auto: as each checkpoint says. A loop's own is handed on"
+    )
     first_prompt: int = Field(0, ge=0, description="prompts skipped (a round takes its own slice)")
     num_prompts: Positive | None = Field(None, description="prompts used; default all")
 

@@ -61,7 +61,10 @@ class Trainable(Gated):
 
     @model_validator(mode="after")
     def _check_batch(self) -> Trainable:
-        check_batch("train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, self.ranks.world_size)
+        if self.micro_train_tokens is None:
+            check_batch(
+                "train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, self.ranks.world_size
+            )
         check_zero(self.zero_stage, self.ranks)
         check_lora(self.lora, self.zero_stage)
         return self

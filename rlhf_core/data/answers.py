@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
 LABELLED = Shape(1, lambda documents, label: Labelled(documents[0], bool(label)))
 
 
+SuffixOf = Callable[[float], str]
+
+
 class AnswerDocuments(NamedTuple):
-    """Documents to train on, and the suffix of the prompt whose answer has the highest reward ("" without condition)."""
+    """Documents to train on; with a condition also what prompts end with by reward, and what the one with the highest reward does."""
 
     documents: Loaded[Document]
-    best_suffix: str
+    best_suffix: str = ""
+    suffix_of: SuffixOf | None = None
 
 
 def labelled_answers(data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None) -> Loaded[Labelled]:
@@ -44,16 +49,22 @@ def labelled_answers(data: Data, renderer: Renderer, max_len: int, seed: int, fo
 
 
 def answer_documents(
-    data: Data, renderer: Renderer, max_len: int, seed: int, condition: Literal["none", "reward"], folder: Path | None = None
+    data: Data,
+    renderer: Renderer,
+    max_len: int,
+    seed: int,
+    condition: Literal["none", "reward"],
+    folder: Path | None = None,
+    suffix_of: SuffixOf | None = None,
 ) -> AnswerDocuments:
     """Prompts and responses, the mask on the response alone, of at most `max_len` tokens, cut as pairs are.
 
-    condition `reward`: each prompt ends with its response's reward, standardised over all rows, which takes a pass of its own. Folder
-    and errors as in `sft_documents`.
+    condition `reward`: each prompt ends with its response's reward, standardised over all rows, which takes a pass of its own, or as
+    `suffix_of` says: held-out prompts end as those trained on do. Folder and errors as in `sft_documents`.
     """
     kind: Literal["scored", "answer"] = "scored" if condition == "reward" else "answer"
-    suffix_of = best_suffix = None
-    if condition == "reward":
+    best_suffix = ""
+    if condition == "reward" and suffix_of is None:
         rewards = array("d", (reward_of(placed.located) for placed in placed_rows(data, seed, kind)))
         suffix_of = reward_suffix(rewards)
         best_suffix = suffix_of(max(rewards))
@@ -67,4 +78,4 @@ def answer_documents(
         return Made([((document,), 0.0)], cut, 1, "", *lengths)
 
     documents = collect(data, renderer, kind, max_len, seed, make, DOCUMENTS, f"no answer within {max_len} tokens", folder)
-    return AnswerDocuments(documents, best_suffix or "")
+    return AnswerDocuments(documents, best_suffix, suffix_of)

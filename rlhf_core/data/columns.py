@@ -79,10 +79,9 @@ def answer_of(located: Located) -> tuple[list[Message], str]:
 
 def reward_of(located: Located) -> float:
     """The reward of a row's response."""
-    reward = _number(located.row.get("reward"), located.where, "reward")
-    if located.row.get("reward") in (None, "") or not math.isfinite(reward):
+    if located.row.get("reward") in (None, ""):
         raise ValueError(f"{located.where}: column 'reward' must be a finite number, found {located.row.get('reward')!r}")
-    return reward
+    return _number(located.row["reward"], located.where, "reward")
 
 
 def labelled_of(located: Located) -> tuple[list[Message], list[tuple[str, bool]]]:
@@ -146,6 +145,8 @@ def _messages(value: Any, where: str, column: str) -> list[Message]:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"{where}: message {number} of column {column!r} must have a role and a content, both strings")
+        if message.get("tool_calls") or message.get("function_call"):
+            raise ValueError(f"{where}: message {number} of column {column!r} calls a tool, and calls are not read: leave such rows out")
         messages.append({"role": message["role"], "content": message["content"]})
     return messages
 
@@ -158,9 +159,12 @@ def _text(value: Any, where: str, column: str) -> str:
 
 def _number(value: Any, where: str, column: str) -> float:
     try:
-        return 0.0 if value is None or value == "" else float(value)
+        number = 0.0 if value is None or value == "" else float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{where}: column {column!r} must be a number, found {_type(value)}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{where}: column {column!r} must be a finite number, found {value!r}")
+    return number
 
 
 def _type(value: Any) -> str:

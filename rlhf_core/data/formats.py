@@ -7,6 +7,7 @@ completion, equal scores) says why in `no_preference`; whoever needs a preferenc
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -162,6 +163,9 @@ def _text(value: Any, where: str, column: str) -> str:
 
 def _number(value: Any, where: str, column: str) -> float:
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{where}: {column} must be a number, found {value!r}: correct or drop the row") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{where}: {column} must be a number, found {value!r}: correct or drop the row")
+    return number

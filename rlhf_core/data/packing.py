@@ -56,7 +56,9 @@ def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]
     A length over the budget raises the budget to it. There are never more parts than lengths. Deterministic.
     """
     budget = max(budget, *lengths)
-    count = -(-sum(lengths) // budget)
+    # Of lengths over the k-th part of the budget at most k - 1 fit together.
+    fewest = (-(-sum(length * k > budget for length in lengths) // (k - 1)) for k in range(2, 9))
+    count, tight = max(-(-sum(lengths) // budget), *fewest), None
     while True:
         count = min(-(-count // multiple) * multiple, len(lengths))
         parts: list[list[int]] = [[] for _ in range(count)]
@@ -67,7 +69,7 @@ def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]
             heapq.heapreplace(loads, (load + lengths[index], part))
         if max(loads)[0] <= budget:
             return parts
-        tight = best_fit(lengths, budget)
+        tight = tight or best_fit(lengths, budget)
         if len(tight) == count:
             return tight
         count += 1

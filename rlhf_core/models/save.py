@@ -9,9 +9,9 @@ from pathlib import Path
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.data.chat import tokenizer_place
+from rlhf_core.data.chat import Renderer, tokenizer_place
 from rlhf_core.lineage import snapshot_of_hub
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
@@ -28,10 +28,27 @@ def save_model(
     if hasattr(config, "quantization_config"):  # what is written is whole again
         del config.quantization_config
     config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
     save_torch_state_dict(state, folder)
-    save_tokenizer(tokenizer_source, folder, trust_remote_code)
+    tokenizer = save_tokenizer(tokenizer_source, folder, trust_remote_code)
+    if model.can_generate():
+        with_ends(model.generation_config, tokenizer).save_pretrained(folder)
+
+
+def with_ends(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """Generation that also ends at the chat template's end of turn: of a base model that was trained to chat, its own configuration names
+    another token, and who samples from the checkpoint would never stop."""
+    try:
+        ends = Renderer(tokenizer, "chat").stop_token_ids
+    except ValueError:  # no chat template
+        return generation
+    named = generation.eos_token_id
+    there = [] if named is None else [named] if isinstance(named, int) else list(named)
+    missing = [token for token in ends if token not in there]
+    if not missing:
+        return generation
+    changed = copy.deepcopy(generation)
+    changed.eos_token_id = [*there, *missing] if len(there) + len(missing) > 1 else missing[0]
+    return changed
 
 
 def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, folder: Path) -> None:
@@ -46,8 +63,10 @@ def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, fo
     save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
-def save_tokenizer(source: str, folder: Path, trust_remote_code: bool = False) -> None:
-    AutoTokenizer.from_pretrained(tokenizer_place(source), trust_remote_code=trust_remote_code).save_pretrained(folder)
+def save_tokenizer(source: str, folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_place(source), trust_remote_code=trust_remote_code)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 def save_merged(adapter: str, folder: Path, dtype: str, trust_remote_code: bool = False) -> None:

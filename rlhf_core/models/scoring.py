@@ -12,6 +12,7 @@ from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.masked import gather_last
+from rlhf_core.models.dtype import dtype_of
 from rlhf_core.models.load import Scorer, load_scorer
 
 STATISTICS = "score_statistics.json"
@@ -33,11 +34,12 @@ def score_documents(scorer: Scorer, documents: Sequence[Document], pad_token_id:
 
 
 class RewardScorer:
-    """A reward model checkpoint that scores documents; `mean` and `std` are the statistics stored with it (0 and 1 without)."""
+    """A reward model checkpoint that scores documents; `mean` and `std` are the statistics stored with it (0 and 1 without).
+    `dtype` auto: as the checkpoint says."""
 
     def __init__(self, path: str, dtype: str, micro_batch_size: int, trust_remote_code: bool = False):
         self.pad_token_id = load_tokenizer(path, trust_remote_code).pad_token_id
-        self.scorer = load_scorer(path, self.pad_token_id, dtype, trust_remote_code).eval()
+        self.scorer = load_scorer(path, self.pad_token_id, dtype_of(path, dtype, trust_remote_code), trust_remote_code).eval()
         if torch.cuda.is_available():
             self.scorer.cuda()
         self.micro_batch_size = micro_batch_size

@@ -23,9 +23,11 @@ def reward_batch(
     max_failed: float,
     micro_batch_size: int,
     trust_remote_code: bool = False,
+    dtype: str = "float32",
 ) -> Combined:
     """The weighed sum over all sources, (N,) for N answers given as documents (to models) and as samples (to functions and servers).
 
+    `dtype`: of the reward models; auto: as each checkpoint says.
     `running` normalisation is by the mean and standard deviation of this batch. RewardsFailed when a source left more than the share
     `max_failed` of the answers without a reward; ValueError when no answer has a reward of every source.
     """
@@ -33,7 +35,7 @@ def reward_batch(
     models = [source for source in sources if isinstance(source, ModelReward)]
 
     def score(source: ModelReward) -> tuple[str, list[float]]:
-        return source.title, RewardScorer(paths[source.model], "float32", micro_batch_size, trust_remote_code).score(documents)
+        return source.title, RewardScorer(paths[source.model], dtype, micro_batch_size, trust_remote_code).score(documents)
 
     outside = Outside([asker(source) for source in sources if not isinstance(source, ModelReward)])
     try:

@@ -137,10 +137,11 @@ class Sampler:
         stop_token_ids: Sequence[int],
         n: int = 1,
         seed_whole: bool = False,
+        logprobs: bool = True,
     ) -> Iterator[tuple[int, list[Answer]]]:
         """The answers of `generate`, prompt by prompt as they are finished: the prompt's index and its `n` answers."""
         engine, whole = self.llm.llm_engine, self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
-        params = self._params(seeds, n, temperature, max_new_tokens, stop_token_ids, seed_whole, True)
+        params = self._params(seeds, n, temperature, max_new_tokens, stop_token_ids, seed_whole, logprobs)
         for i, (request, how) in enumerate(zip(_requests(prompts, n), params, strict=True)):
             how.output_kind = whole
             engine.add_request(str(i), request, how)

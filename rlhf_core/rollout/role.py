@@ -82,6 +82,7 @@ class SamplerRole:
         max_new_tokens: int,
         stop_token_ids: Sequence[int],
         n: int,
+        logprobs: bool = True,
     ) -> Iterator[tuple[int, list[Answer]]]:
         """As `generate`, prompt by prompt as their answers are finished."""
         mine = range(self.rank, len(prompts), self.world_size)
@@ -93,6 +94,7 @@ class SamplerRole:
             stop_token_ids=stop_token_ids,
             n=n,
             seed_whole=self._seed_whole,
+            logprobs=logprobs,
         )
         yield from ((mine[i], group) for i, group in answers)
 

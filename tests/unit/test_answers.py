@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import chain
 from math import isnan, nan
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import rlhf_core.preferences
+import rlhf_core.round_answers
 from rlhf_core.config import Data, PostProcessor, Preferences
 from rlhf_core.data.answers import answer_documents, labelled_answers
 from rlhf_core.data.chat import Renderer, load_tokenizer
@@ -164,6 +166,14 @@ def test_suffixes_are_standardised_over_the_round() -> None:
         suffixes([2.0, 2.0])
 
 
+def test_held_out_prompts_end_as_those_trained_on(renderer: Renderer, tmp_path: Path) -> None:
+    rows = [{"prompt": "say", "response": "a", "reward": reward} for reward in (1.0, 2.0, 3.0)]
+    trained = answer_documents(write(tmp_path / "a.jsonl", rows), renderer, 64, 0, "reward")
+    held_out = write(tmp_path / "b.jsonl", [rows[2], rows[2]])  # alone they would have nothing to be standardised by
+    documents = answer_documents(held_out, renderer, 64, 0, "reward", suffix_of=trained.suffix_of).documents
+    assert [document.tokens for document in documents.items] == [trained.documents.items[2].tokens] * 2
+
+
 def test_a_renderer_asks_for_the_stored_suffix(renderer: Renderer, tmp_path: Path) -> None:
     assert stored_suffix(str(tmp_path)) == "" == stored_suffix("org/model")
     store_suffix(tmp_path, " <rm_score>: 2.31")
@@ -188,9 +198,10 @@ class ScriptedSampler:
     def __init__(self, model: str, **settings: Any):
         self.answers = [load_tokenizer(model)(text, add_special_tokens=False).input_ids for text in ("3", "4")]
 
-    def generate(self, prompts: list[list[int]], *, stop_token_ids: list[int], n: int, **settings: Any) -> list[list[Answer]]:
+    def stream(self, prompts: list[list[int]], *, stop_token_ids: list[int], n: int, **how: Any) -> Iterator[tuple[int, list[Answer]]]:
         ScriptedSampler.prompts = prompts
-        return [[Answer([*self.answers[i % 2], stop_token_ids[0]], [], True) for i in range(n)] for _ in prompts]
+        for prompt in range(len(prompts)):
+            yield prompt, [Answer([*self.answers[i % 2], stop_token_ids[0]], [], True) for i in range(n)]
 
     def close(self) -> None:
         pass
@@ -216,7 +227,7 @@ def test_the_stage_writes_what_its_post_processor_makes(
         scored.extend(tokenizer.decode(document.tokens) for document in documents)
         return [1.0 if "<|assistant|>4" in text else 0.0 for text in scored]
 
-    monkeypatch.setattr(rlhf_core.preferences, "Sampler", ScriptedSampler)
+    monkeypatch.setattr(rlhf_core.round_answers, "Sampler", ScriptedSampler)
     monkeypatch.setattr(RewardScorer, "score", score)
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"{i} plus {i}"} for i in range(3)])
     config = Preferences(policy="base", reward="rm", prompts=prompts, n_samples_per_prompt=4, prompt_max_len=64, post_processor=kind)

@@ -161,6 +161,7 @@ def test_sharegpt_conversations_are_messages(tmp_path: Path, renderer: Renderer)
         (ULTRAFEEDBACK, {"completions": []}, "'completions' must be a list of objects"),
         (ULTRAFEEDBACK, {"completions": [completion("4", 1.0), {"response": "5"}]}, "fine-grained_score must be a number, found None"),
         (BINARIZED, {"score_chosen": "much"}, "score_chosen must be a number, found 'much'"),
+        (BINARIZED, {"score_chosen": float("nan")}, "score_chosen must be a number, found nan"),
         (ARENA, {"winner": "a"}, "'winner' must be model_a, model_b or tie, found 'a'"),
         (ARENA, {"conversation_b": [user("2 + 2")]}, "'conversation_b' must be a conversation that ends with an assistant message"),
         (HH, {"rejected": "5"}, "'rejected' must begin with"),

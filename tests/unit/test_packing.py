@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf_core.data import packing
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes, best_fit, evenly
 
@@ -74,6 +75,26 @@ def test_passes_in_order_are_filled_by_the_lengths_of_what_they_hold() -> None:
     assert [[len(item) for item in part] for part in parts] == [[3, 5, 2], [9, 1], [12], [4]], "one that is too long goes alone"
     assert [list(part) for part in Passes(3).in_order(items, len)] == [items[:3], items[3:6], items[6:]]
     assert len(Passes(2, tokens=10).in_order([], len)) == 0
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 60), st.integers(1, 4))
+def test_no_more_parts_than_trying_all_numbers_of_them(lengths: list[int], budget: int, ranks: int) -> None:
+    budget, count = max(budget, *lengths), -(-sum(lengths) // max(budget, *lengths))
+    while True:
+        count = min(-(-count // ranks) * ranks, len(lengths))
+        loads = [0] * count
+        for length in sorted(lengths, reverse=True):
+            loads[loads.index(min(loads))] += length
+        if max(loads) <= budget or len(best_fit(lengths, budget)) == count:
+            break
+        count += 1
+    assert len(evenly(lengths, budget, ranks)) == count
+
+
+def test_documents_of_over_half_a_pass_are_dealt_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    dealt = []
+    monkeypatch.setattr(packing, "best_fit", lambda *of: dealt.append(of) or best_fit(*of))
+    assert evenly([2100] * 2000, 4096, 1) == [[i] for i in range(2000)] and not dealt
 
 
 def test_where_an_even_spread_needs_one_pass_more_they_are_filled_instead() -> None:

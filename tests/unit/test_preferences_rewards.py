@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import rlhf_core.preferences
+import rlhf_core.round_answers
 from rlhf_core.config import Preferences
 from rlhf_core.config.metrics import has_metric
 from rlhf_core.data.chat import load_tokenizer
@@ -36,8 +37,9 @@ class ScriptedSampler:
     def __init__(self, model: str, **settings: Any):
         self.answers = [load_tokenizer(model)(text, add_special_tokens=False).input_ids for text in ANSWERS]
 
-    def generate(self, prompts: list[list[int]], *, stop_token_ids: list[int], n: int, **settings: Any) -> list[list[Answer]]:
-        return [[Answer([*self.answers[i], stop_token_ids[0]], [], True) for i in range(n)] for _ in prompts]
+    def stream(self, prompts: list[list[int]], *, stop_token_ids: list[int], n: int, **how: Any) -> Iterator[tuple[int, list[Answer]]]:
+        for prompt in range(len(prompts)):
+            yield prompt, [Answer([*self.answers[i], stop_token_ids[0]], [], True) for i in range(n)]
 
     def close(self) -> None:
         pass
@@ -61,7 +63,7 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def run(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the stage on two prompts, four answers each; gives its outcome and the rows it wrote."""
-    monkeypatch.setattr(rlhf_core.preferences, "Sampler", ScriptedSampler)
+    monkeypatch.setattr(rlhf_core.round_answers, "Sampler", ScriptedSampler)
     monkeypatch.setattr(RewardScorer, "score", score)
     (tmp_path / "code.py").write_text(FUNCTIONS)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} plus {i}", "worth": i}) + "\n" for i in range(2)))
@@ -147,7 +149,7 @@ def test_min_reward_speaks_of_the_weighed_sum(run: Any) -> None:
 
 def test_statistics_that_are_not_there_are_told_before_sampling(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rm" / STATISTICS).unlink()
-    monkeypatch.setattr(ScriptedSampler, "generate", None)
+    monkeypatch.setattr(ScriptedSampler, "stream", None)
     with pytest.raises(ValueError, match=r"has no score_statistics.json: set `normalize` of this reward to running or none"):
         run([{"model": "rm", "normalize": "stored"}])
 

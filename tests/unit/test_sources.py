@@ -170,6 +170,7 @@ GOOD: dict[str, dict[str, Any]] = {
     [
         ("sft", {"messages": "x"}, "must be a list of"),
         ("sft", {"messages": [user("x"), {"role": "assistant"}]}, "message 2 of column 'messages'"),
+        ("sft", {"messages": [user("x"), {**assistant(""), "tool_calls": [{"name": "f"}]}]}, "message 2 of column 'messages' calls a tool"),
         ("sft", {"prompt": "x", "response": 3}, "'response' must be a string, found int"),
         ("sft", {"messages": []}, "found an empty list"),
         ("prompt", {"prompt": 3}, "'prompt' must be a string or a list of messages, found int"),
@@ -178,6 +179,7 @@ GOOD: dict[str, dict[str, Any]] = {
         ("preference", {**GOOD["preference"], "rejected": None}, "'rejected' must be"),
         ("preference", {**GOOD["preference"], "chosen": [user("x")]}, "must end with an assistant message"),
         ("preference", {**GOOD["preference"], "margin": "much"}, "'margin' must be a number"),
+        ("preference", {**GOOD["preference"], "margin": float("nan")}, "'margin' must be a finite number, found nan"),
         ("preference", {"chosen": [user("x"), assistant("y")], "rejected": [user("X"), assistant("z")]}, "differ before it"),
         ("preference", {"chosen": [assistant("y")], "rejected": [assistant("z")]}, "'prompt' must be a string"),
     ],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import rlhf_core.dpo
 import rlhf_core.kto
@@ -128,6 +129,34 @@ def test_the_reward_model_stores_the_statistics_of_its_scores(material: Path, tm
     assert (scorer.mean, scorer.std) == (stored["mean"], stored["std"]) and stored["std"] > 0
     documents = [Document([5, 6, 7, 8][:n], [True] * n) for n in (4, 2, 3)]
     assert scorer.score(documents) == pytest.approx([scorer.score([d])[0] for d in documents], abs=1e-5), "scores keep the order"
+
+
+def test_held_out_pairs_have_their_own_template(material: Path, tmp_path: Path) -> None:
+    config = config_of("reward_model", material, train_batch_size=40)
+    assert isinstance(config, RewardModel) and config.eval_data is not None
+    other = config.model_copy(update={"eval_data": config.eval_data.model_copy(update={"template": "Question: {} Answer: "})})
+    found = [run(each, material, tmp_path / str(i)).metrics for i, each in enumerate((config, other))]
+    assert found[0]["loss"] == found[1]["loss"] and found[0]["eval/loss"] != found[1]["eval/loss"]
+
+
+def test_a_checkpoint_ends_its_answers_where_the_template_does(material: Path, tmp_path: Path) -> None:
+    """A base model's own end of sequence is another token than the end of a turn that it is trained to say."""
+    base = tmp_path / "base"
+    shutil.copytree(material / "base", base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    turns = "{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+    tokenizer.chat_template = turns + "{% if add_generation_prompt %}assistant:{% endif %}"
+    tokenizer.save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(base)
+    config = config_of("sft", material, train_batch_size=40)
+    request = StageRequest(name="sft", digest="0", config=config, inputs={"base": str(base)}, seed=3)
+    (tmp_path / "run").mkdir()
+    rlhf_core.sft.run(request, RunDir(tmp_path / "run"))
+    found = GenerationConfig.from_pretrained(tmp_path / "run" / "checkpoint").eos_token_id
+    assert found == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
 
 
 def test_dpo_starts_at_the_reference(material: Path, tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""The answers of a round, with real engines: several give those of one, and a round that was cut off asks for what it lacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import ray
+
+from rlhf_core.config import Preferences, Vllm
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.sources import prompts
+from rlhf_core.round_answers import answers_of_round
+from rlhf_core.stage import STATE, RunDir, StageRequest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def test_two_engines_give_the_answers_of_one_and_what_is_there_is_not_asked_again(material: Path, tmp_path: Path) -> None:
+    base, found = str(material / "base"), []
+    renderer = Renderer(load_tokenizer(base), "chat")
+    for engines in (1, 2):
+        config = Preferences(
+            policy="base", reward="rm", prompts={"sources": str(material / "prompts.jsonl"), "max_samples": 5}, n_samples_per_prompt=2,
+            prompt_max_len=64, generate_max_len=12, vllm=Vllm(num_engines=engines, cpus=0.5, kv_cache_gib=0.5),
+        )  # fmt: skip
+        asked = [prompt.tokens for prompt in prompts(config.prompts, renderer, 64, 0).items]
+        request = StageRequest(name="x", digest="0", config=config, inputs={"base": base}, seed=3)
+        run = RunDir(tmp_path / str(engines))
+        (run / STATE).mkdir(parents=True)
+        found.append(answers_of_round(config, base, asked, renderer.stop_token_ids, request, run))
+    assert found[0] == found[1] and not ray.is_initialized()
+    assert len({tuple(answer.tokens) for group in found[0] for answer in group}) > 5
+
+    file = tmp_path / "1" / STATE / "answers.jsonl"
+    kept = {prompt: line for line in file.read_text().splitlines(keepends=True) for prompt in [json.loads(line)[0]]}
+    changed = kept[3].replace("true", "false").replace("[[[", "[[[7, ")  # told apart from what an engine would say again
+    file.write_text(kept[0] + changed + kept[4][:-9])
+    config = config.model_copy(update={"vllm": Vllm(kv_cache_gib=0.5)})
+    again = answers_of_round(config, base, asked, renderer.stop_token_ids, request, RunDir(tmp_path / "1"))
+    assert [again[i] for i in (0, 1, 2, 4)] == [found[0][i] for i in (0, 1, 2, 4)]
+    assert again[3][0].tokens == [7, *found[0][3][0].tokens] and not again[3][0].finished
+    assert sorted(json.loads(line)[0] for line in file.read_text().splitlines()) == [0, 1, 2, 3, 4]
