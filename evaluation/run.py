@@ -40,7 +40,7 @@ from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.columns import Located, preference_of
 from rlhf_core.data.condition import stored_suffix
-from rlhf_core.data.documents import Document
+from rlhf_core.data.documents import Document, answered
 from rlhf_core.data.rows import load_rows
 from rlhf_core.models.dtype import stored_dtype
 from rlhf_core.stage import Outcome, RunDir, StageRequest, digest, write_text
@@ -233,7 +233,7 @@ def evaluate_reward_models(
         documents: list[Document] = []
         for _, pair in found:
             prompt, _ = renderer.prompt_within(pair.prompt, config.prompt_max_len)
-            whole = [renderer.answer_tokens(prompt, text) for text in (pair.chosen, pair.rejected)]
+            whole = [answered(prompt, renderer.said(pair.prompt, text)) for text in (pair.chosen, pair.rejected)]
             documents += [document.cut(len(prompt) + config.generate_max_len) for document in whole]
         scores = np.array(scorer.score(documents)).reshape(-1, 2)
         differences[name] = scores[:, 0] - scores[:, 1]

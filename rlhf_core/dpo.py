@@ -135,7 +135,7 @@ def load_pairs(request: StageRequest, config: DPO, tokenizer, folder: Path) -> L
         return preference_pairs(config.data, Renderer(tokenizer, config.data.template), config.max_len, request.seed, folder)
     assert config.pairs is not None
     data = Data(sources=(Source(path=request.inputs[config.pairs], margin_key=None),), template=config.template)
-    return preference_pairs(data, Renderer(tokenizer, config.template), config.max_len, request.seed, folder)
+    return preference_pairs(data, Renderer(tokenizer, config.template, verbatim=True), config.max_len, request.seed, folder)
 
 
 def both(pairs: Sequence[Pair]) -> list[Document]:

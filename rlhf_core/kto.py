@@ -68,7 +68,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     pad, micro = tokenizer.pad_token_id, config.micro_train_batch_size
     own = config.data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
-    data = labelled_answers(own, Renderer(tokenizer, own.template), config.max_len, request.seed, run / STATE)
+    renderer = Renderer(tokenizer, own.template, verbatim=config.data is None)
+    data = labelled_answers(own, renderer, config.max_len, request.seed, run / STATE)
     held_out = (
         labelled_answers(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed, run / STATE)
         if config.eval_data

@@ -2,7 +2,7 @@
 
 Arguments are per prompt: the prompt, its n answers as texts, and their rewards. A prompt that teaches nothing is dropped and counted.
 Answers whose reward failed (nan) are left out.
-Answers that the length limit cut take part in pairs; elsewhere they are left out, for training would put an end after them.
+Answers that the length limit cut take part in pairs, which say so: training puts no end after them. Elsewhere they are left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def post_process(
     texts, rewards = where([texts[i] for i in enough], given), where([rewards[i] for i in enough], given)
     finished = where([finished[i] for i in enough], given)
     if post_processor == "dpo":
-        made = best_and_worst(prompts, texts, rewards)
+        made = best_and_worst(prompts, texts, rewards, finished)
         return Made(made.rows, {**made.dropped, **no_reward})
     texts, rewards = where(texts, finished), where(rewards, finished)
     kept = [i for i, group in enumerate(texts) if group]
@@ -63,20 +63,19 @@ def where(values: Sequence[Sequence[T]], keep: Sequence[Sequence[bool]]) -> list
     return [[value for value, kept in zip(*groups, strict=True) if kept] for groups in zip(values, keep, strict=True)]
 
 
-def best_and_worst(prompts: Prompts, texts: Texts, rewards: Rewards) -> Made:
+def best_and_worst(prompts: Prompts, texts: Texts, rewards: Rewards, finished: Finished) -> Made:
     """The best answer of each prompt against its worst; prompts without a difference in score and text are dropped."""
     pairs: list[PreferencePair] = []
     dropped = {"equal_score": 0, "equal_text": 0}
-    for prompt, group, values in zip(prompts, texts, rewards, strict=True):
+    for prompt, group, values, whole in zip(prompts, texts, rewards, finished, strict=True):
         top, low = max(range(len(values)), key=values.__getitem__), min(range(len(values)), key=values.__getitem__)
         if values[top] == values[low]:
             dropped["equal_score"] += 1
         elif group[top] == group[low]:
             dropped["equal_text"] += 1
         else:
-            pairs.append(
-                PreferencePair(prompt=prompt, chosen=group[top], rejected=group[low], chosen_score=values[top], rejected_score=values[low])
-            )
+            best, worst = {"chosen": group[top], "chosen_score": values[top]}, {"rejected": group[low], "rejected_score": values[low]}
+            pairs.append(PreferencePair(prompt=prompt, **best, **worst, chosen_cut=not whole[top], rejected_cut=not whole[low]))
     return Made(pairs, dropped)
 
 

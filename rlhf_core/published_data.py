@@ -25,6 +25,8 @@ MEANING = {
     "rejected": "the answer with the lower reward",
     "chosen_score": "its reward",
     "rejected_score": "its reward",
+    "chosen_cut": "whether the length limit ended it",
+    "rejected_cut": "whether the length limit ended it",
     "response": "the answer",
     "reward": "reward of the answer, in the units of what gave it",
     "label": "whether the answer is desirable",

@@ -91,7 +91,7 @@ def load_documents(
     """Conversations of a file mixture, or answers with the mask on them alone: a preferences stage's (no `data`), or scored ones, of
     which held-out ones are conditioned as those trained on (`suffix_of`)."""
     own = data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
-    renderer = Renderer(tokenizer, own.template)
+    renderer = Renderer(tokenizer, own.template, verbatim=data is None)
     if data is None or config.condition == "reward":
         return answer_documents(own, renderer, config.max_len, request.seed, config.condition, folder, suffix_of)
     return AnswerDocuments(sft_documents(own, renderer, config.max_len, request.seed, folder))

@@ -55,13 +55,15 @@ class StageResult(Frozen):
 
 
 class PreferencePair(Frozen):
-    """One row of a `pairs.jsonl`. Chat messages are `{"role": ..., "content": ...}`."""
+    """One row of a `pairs.jsonl`; `..._cut`: the length limit ended the answer. Chat messages are `{"role": ..., "content": ...}`."""
 
     prompt: tuple[dict[str, str], ...]
     chosen: str
     rejected: str
     chosen_score: float
     rejected_score: float
+    chosen_cut: bool = False
+    rejected_cut: bool = False
 
 
 class ScoredAnswer(Frozen):

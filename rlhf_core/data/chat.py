@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf_core.data.condition import with_suffix
-from rlhf_core.data.documents import Document, Message
+from rlhf_core.data.documents import Document, Message, answered
 from rlhf_core.data.frames import check_limit
 from rlhf_core.lineage import is_hub_id, is_remote
 
@@ -78,12 +78,15 @@ class Renderer:
     `end_token_id` is the one that training puts after an answer. `frame_len` is the template's own length in tokens.
     A plain template puts system messages before the next user message, and the end-of-sequence token after each answer.
     `prompt_suffix` is put after the last message of every prompt (`rlhf_core.data.condition`); conversations stay as they are.
+    `verbatim`: the answers of the data were sampled, and hold whatever the template puts before an answer's text (a space, an empty
+    thought); `said` adds nothing to them.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, prompt_suffix: str = ""):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, prompt_suffix: str = "", verbatim: bool = False):
         self.tokenizer = tokenizer
         self.template = template
         self.prompt_suffix = prompt_suffix
+        self.verbatim = verbatim
         special = sorted((token.content for token in tokenizer.added_tokens_decoder.values() if token.special), key=len, reverse=True)
         self._hidden = [OPEN, *special]
         self._hidden_pattern = re.compile("|".join(re.escape(text) for text in self._hidden))
@@ -165,8 +168,28 @@ class Renderer:
 
     def answer_tokens(self, prompt_tokens: list[int], response: str) -> Document:
         """As `answer`, after prompt tokens that are already there (and perhaps cut)."""
-        said = [*self._encode(self._hide(response), [], first=False).tokens, self.end_token_id]
-        return Document(prompt_tokens + said, [False] * len(prompt_tokens) + [True] * len(said))
+        return answered(prompt_tokens, self._sampled(response))
+
+    def said(self, prompt_messages: Sequence[Message], response: str) -> list[int]:
+        """The tokens of an answer as `conversation` has them, to its end of turn: what the template writes before its text is part of it.
+
+        Of `verbatim` answers, and where the template does not tell answers apart, just those of the response.
+        """
+        if self.verbatim or self.template != "chat":
+            return self._sampled(response)
+        try:
+            before, _ = self._text(prompt_messages, True)
+            text, spans = self._text([*prompt_messages, {"role": "assistant", "content": response}], False)
+        except ValueError:
+            return self._sampled(response)
+        if not spans or text[: spans[-1][0]] != before:
+            return self._sampled(response)
+        part = self._encode_part(text[slice(*spans[-1])], first=False)
+        stop = next((i for i, token in enumerate(part) if token in self.stop_token_ids), None)
+        return [*part, self.end_token_id] if stop is None else part[: stop + 1]
+
+    def _sampled(self, response: str) -> list[int]:
+        return [*self._encode(self._hide(response), [], first=False).tokens, self.end_token_id]
 
     def _text(self, messages: Sequence[Message], generation_prompt: bool) -> tuple[str, list[Span]]:
         """The text with placeholders, and the character spans of its answers."""

@@ -26,6 +26,7 @@ class Preference(NamedTuple):
     chosen: str
     rejected: str
     margin: float
+    cut: tuple[bool, bool] = (False, False)  # sampled answers that the length limit cut have no end
 
 
 def conversation_of(located: Located) -> list[Message]:
@@ -69,7 +70,8 @@ def preference_of(located: Located) -> Preference:
     prompt = starts[0] or starts[1] or prompt_of(located)
     if prompt[-1]["role"] == "assistant":
         raise ValueError(f"{where}: the prompt ends with an assistant message, so there is nothing to answer")
-    return Preference(prompt, answers[0], answers[1], _number(row.get("margin"), where, "margin"))
+    cut = row.get("chosen_cut") is True, row.get("rejected_cut") is True
+    return Preference(prompt, answers[0], answers[1], _number(row.get("margin"), where, "margin"), cut)
 
 
 def answer_of(located: Located) -> tuple[list[Message], str]:

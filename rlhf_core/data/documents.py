@@ -148,3 +148,8 @@ class Loaded(NamedTuple, Generic[Item]):
 
     items: Sequence[Item]
     report: DataReport
+
+
+def answered(prompt: list[int], said: list[int]) -> Document:
+    """A prompt and what is said after it, with the mask on that."""
+    return Document(prompt + said, [False] * len(prompt) + [True] * len(said))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Data
 from rlhf_core.data.columns import Kind, Located, conversation_of, preference_of, prompt_of
-from rlhf_core.data.documents import DataReport, Document, Loaded, Message, Pair, Prompt
+from rlhf_core.data.documents import DataReport, Document, Loaded, Message, Pair, Prompt, answered
 from rlhf_core.data.rows import mixture_of, names, placed_rows, unusable
 from rlhf_core.data.store import Shape, Writer, stored
 from rlhf_core.data.survey import ANSWER_CUT, Made, Surveyor
@@ -62,7 +62,7 @@ def preference_pairs(data: Data, renderer: Renderer, max_len: int, seed: int, fo
         if preference.chosen == preference.rejected:
             return Made((), 0, 1, SAME)
         texts = (preference.chosen, preference.rejected)
-        (chosen, rejected), lengths, cut = answers_within(located.where, renderer, preference.prompt, texts, max_len)
+        (chosen, rejected), lengths, cut = answers_within(located.where, renderer, preference.prompt, texts, max_len, preference.cut)
         if not any(chosen.mask) or not any(rejected.mask):
             return Made((), 0, 1, ANSWER_CUT, *lengths)
         if chosen.tokens == rejected.tokens:
@@ -128,22 +128,23 @@ def collect(
 
 
 def answers_within(
-    where: str, renderer: Renderer, messages: list[Message], texts: Sequence[str], max_len: int
+    where: str, renderer: Renderer, messages: list[Message], texts: Sequence[str], max_len: int, cut: Sequence[bool] = ()
 ) -> tuple[list[Document], tuple[int, list[int]], bool]:
     """Answers to one prompt as documents of at most `max_len` tokens with the same prompt tokens; the tokens that prompt and answers
     had before; whether something was cut.
 
-    The prompt keeps its end, down to half of `max_len`; then the answers are cut on the right.
+    The prompt keeps its end, down to half of `max_len`; then the answers are cut on the right. `cut`: those that had no end of their own
+    when they were sampled, and are given none.
     """
     prompt = at(where, renderer.prompt, messages)
-    wholes = [renderer.answer_tokens(prompt, text) for text in texts]
-    longest = max(map(len, wholes))
-    lengths = len(prompt), [len(whole) - len(prompt) for whole in wholes]
-    if longest > max_len:
-        room = max(max_len - (longest - len(prompt)), max_len // 2, renderer.frame_len + 1)
-        prompt, _ = renderer.prompt_within(messages, room)
-        wholes = [renderer.answer_tokens(prompt, text) for text in texts]
-    return [whole.cut(max_len) for whole in wholes], lengths, longest > max_len
+    said = [renderer.said(messages, text) for text in texts]
+    said = [tokens[:-1] if unended else tokens for tokens, unended in zip(said, cut or [False] * len(said), strict=True)]
+    lengths = len(prompt), [len(tokens) for tokens in said]
+    longest = max(lengths[1])
+    over = len(prompt) + longest > max_len
+    if over:
+        prompt, _ = renderer.prompt_within(messages, max(max_len - longest, max_len // 2, renderer.frame_len + 1))
+    return [answered(prompt, tokens).cut(max_len) for tokens in said], lengths, over
 
 
 def at(where: str, render: Any, *values: Any) -> Any:

@@ -50,10 +50,11 @@ def made(
 
 
 def test_dpo_pairs_the_best_with_the_worst() -> None:
+    whole = {"chosen_cut": False, "rejected_cut": False}
     rows, dropped = made("dpo", [[1.0, 5.0, 3.0], [2.0, 2.0, 2.0], [4.0, 5.0, 3.0]])
     assert rows == [
-        {"prompt": "one", "chosen": "b", "rejected": "a", "chosen_score": 5.0, "rejected_score": 1.0},
-        {"prompt": "three", "chosen": "h", "rejected": "g", "chosen_score": 5.0, "rejected_score": 3.0},
+        {"prompt": "one", "chosen": "b", "rejected": "a", "chosen_score": 5.0, "rejected_score": 1.0} | whole,
+        {"prompt": "three", "chosen": "h", "rejected": "g", "chosen_score": 5.0, "rejected_score": 3.0} | whole,
     ]
     assert dropped == {"equal_score": 1, "equal_text": 0, "no_reward": 0}
     assert made("dpo", [[1.0] * 3, [2.0] * 3, [4.0, 4.0, 7.0]]) == ([], {"equal_score": 2, "equal_text": 1, "no_reward": 0})
@@ -91,7 +92,8 @@ def test_cut_answers_are_left_out_except_in_pairs() -> None:
     rows, dropped = made("rejection_sampling", finished=finished)
     assert [row["response"] for row in rows] == ["c", "g"] and dropped == {"min_reward": 0, "no_reward": 0, "no_whole_answer": 1}
     assert [row["response"] for row in made("kto", finished=finished)[0][:2]] == ["a", "c"], "the mean is that of the whole answers"
-    assert [row["chosen"] for row in made("dpo", finished=finished)[0]] == ["b", "g"]
+    pairs = made("dpo", finished=finished)[0]
+    assert [(row["chosen"], row["chosen_cut"], row["rejected_cut"]) for row in pairs] == [("b", True, False), ("g", False, False)]
 
 
 @pytest.mark.parametrize(

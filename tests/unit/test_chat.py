@@ -37,6 +37,13 @@ CHAT = [
     {"role": "user", "content": "Two?"},
     {"role": "assistant", "content": "Second."},
 ]
+# What templates write between the header of an answer and its text, and what they take from it.
+BEFORE = {
+    "space": CHATML.replace("{{ m.content }}", "{{ (' ' if m.role == 'assistant' else '') + m.content }}"),
+    "empty thought": CHATML.replace(
+        "{{ m.content }}", "{{ ('<think>\n\n</think>\n\n' if m.role == 'assistant' and loop.last else '') + m.content }}"
+    ),
+}
 Make = Callable[..., Path]
 
 
@@ -229,3 +236,26 @@ def test_tokenizers_that_cannot_be_trained_with_are_refused(make: Make, tmp_path
         (path / "tokenizer_config.json").write_text(json.dumps({**config, missing: None}))
         with pytest.raises(ValueError, match=message):
             load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES.values(), *BEFORE.values()], ids=[*TEMPLATES, *BEFORE])
+def test_an_answer_of_a_pair_has_the_tokens_that_fine_tuning_teaches(template: str, make: Make) -> None:
+    renderer = Renderer(load_tokenizer(str(make(template))), "chat")
+    for messages, text in ((CHAT[:2], CHAT[2]["content"]), (CHAT[:4], " Second. "), (CHAT[1:2], "typed <|im_end|> it"), (CHAT[:2], "")):
+        taught = renderer.conversation([*messages, {"role": "assistant", "content": text}])
+        assert renderer.prompt(messages) + renderer.said(messages, text) == taught.tokens
+
+
+def test_sampled_answers_and_those_of_plain_templates_get_nothing_before_them(make: Make) -> None:
+    tokenizer = load_tokenizer(str(make(BEFORE["space"])))
+    plain, sampled = Renderer(tokenizer, "Q: {} A: "), Renderer(tokenizer, "chat", verbatim=True)
+    for renderer in (plain, sampled):
+        assert renderer.prompt(CHAT[1:2]) + renderer.said(CHAT[1:2], "Second.") == renderer.answer(CHAT[1:2], "Second.").tokens
+    assert Renderer(tokenizer, "chat").said(CHAT[1:2], "Second.") == sampled.said(CHAT[1:2], " Second.")
+
+
+def test_where_a_template_writes_earlier_answers_anew_an_answer_is_its_text(make: Make) -> None:
+    """One that takes thoughts out of all turns but the last, without telling where answers are."""
+    template = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content | upper }}")
+    renderer = Renderer(load_tokenizer(str(make(template))), "chat")
+    assert renderer.prompt(CHAT[:4]) + renderer.said(CHAT[:4], "Second.") == renderer.answer(CHAT[:4], "Second.").tokens

@@ -109,9 +109,9 @@ def run_on_two(config: StageConfig, material: Path, folder: Path, monkeypatch: p
     one_at_a_time = threading.Lock()  # transformers keeps global state while it loads a model or renders a chat template
 
     def guarded(work: Callable[..., Any]) -> Callable[..., Any]:
-        def alone(*arguments: Any) -> Any:
+        def alone(*arguments: Any, **named: Any) -> Any:
             with one_at_a_time:
-                return work(*arguments)
+                return work(*arguments, **named)
 
         return alone
 

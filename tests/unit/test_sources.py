@@ -248,6 +248,14 @@ def test_every_shape_of_a_preference_is_the_same_pair(tmp_path: Path, renderer: 
     assert report.tokens == 5 * (len(items[0].chosen) + len(items[0].rejected))
 
 
+def test_answers_that_the_length_limit_cut_when_they_were_sampled_have_no_end(tmp_path: Path, renderer: Renderer) -> None:
+    row = {"prompt": "x", "chosen": "yes and", "rejected": "no"}
+    files = [write(tmp_path / f"{cut}.jsonl", [row | {"chosen_cut": cut}]) for cut in (False, True)]
+    whole, cut = (preference_pairs(data(file), renderer, 96, 0).items[0] for file in files)
+    assert cut.chosen.tokens == whole.chosen.tokens[:-1] and whole.chosen.tokens[-1] in renderer.stop_token_ids
+    assert cut.chosen.mask == whole.chosen.mask[:-1] and cut.rejected == whole.rejected
+
+
 def test_margins(tmp_path: Path, renderer: Renderer) -> None:
     rows = [{"prompt": "p", "chosen": "c", "rejected": "r", "gap": gap} for gap in (1.5, None)]
     source = {"path": write(tmp_path / "rows.jsonl", rows)}
