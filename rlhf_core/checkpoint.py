@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,23 @@ class Resume(NamedTuple):
     step: int
     folder: Path
     loop: dict[str, Any]
+
+
+class Cadence:
+    """When a resume state is due: after each `steps`; where that is 0, when `minutes` have passed since the last one (0: never)."""
+
+    def __init__(self, steps: int, minutes: float):
+        self.steps, self.seconds, self._saved = steps, 60 * minutes, time.monotonic()
+
+    @property
+    def by_clock(self) -> bool:
+        return not self.steps and self.seconds > 0
+
+    def due(self, done: int) -> bool:
+        return done % self.steps == 0 if self.steps else self.by_clock and time.monotonic() - self._saved >= self.seconds
+
+    def saved(self) -> None:
+        self._saved = time.monotonic()
 
 
 def latest(run: RunDir) -> Resume | None:

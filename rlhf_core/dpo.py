@@ -26,7 +26,7 @@ from rlhf_core.models.attention import can_share
 from rlhf_core.models.load import Policy, load_policy, spoken_logprobs, trained_policy
 from rlhf_core.reference import reference_logprobs
 from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest
-from rlhf_core.supervised import Task, fit
+from rlhf_core.supervised import Task, fit, held_out_metrics
 
 MEAN_LOGPROBS = ("ipo", "simpo", "orpo")  # the other losses sum them over the answer's tokens
 
@@ -110,12 +110,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         return Loss(result.loss + config.nll_coef * nll.loss, result.metrics | {"nll": nll.metrics["loss"]})
 
     def evaluate(engine: Engine) -> dict[str, float]:
-        engine.module.eval()
         whole = count(held_out_items)
-        with torch.no_grad():
-            results = [loss(engine, items, whole).metrics for items in Parts(held_out_items, held_out_parts.starts)]
-        engine.module.train()
-        return {f"eval/{name}": float(sum(r[name] for r in results)) for name in results[0]}
+        return held_out_metrics(engine, Parts(held_out_items, held_out_parts.starts), lambda items: loss(engine, items, whole))
 
     def micro_batches(items: Sequence[Anchored]) -> list[list[Anchored]]:
         return passes._replace(ranks=engine.world_size).split(items, lambda item: passes.laid(item.pair))

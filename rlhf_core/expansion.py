@@ -76,6 +76,7 @@ def _publications_of_round(recipe: Recipe, loop: str, number: int) -> dict[str, 
 def _training(loop: Loop, policy: str, answers: str) -> DPO | KTO | SFT:
     """The stage that trains `policy` on what the round's preferences stage made of its answers."""
     template = loop.prompts.template
+    loop = loop.model_copy(update={"max_len": loop.max_len or loop.prompt_max_len + loop.generate_max_len})
     if loop.post_processor == "dpo":
         return DPO(**_shared(loop, DPO), policy=policy, pairs=answers, template=template)
     if loop.post_processor == "kto":

@@ -29,7 +29,7 @@ from rlhf_core.losses import Loss, kto_loss, with_balance
 from rlhf_core.models.load import load_policy, trained_policy
 from rlhf_core.reference import answer_logprobs_and_balance, dealt_logprobs, reference_logprobs
 from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest
-from rlhf_core.supervised import Task, fit, items_of_step
+from rlhf_core.supervised import Task, fit, held_out_metrics, items_of_step
 
 Mismatch = tuple[int, int]  # indices of the items that give the prompt and the answer
 
@@ -125,11 +125,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def evaluate(engine: Engine) -> dict[str, float]:
         step = step_of(held_out_items)
-        engine.module.eval()
-        with torch.no_grad():
-            results = [loss(engine, part, step).metrics for part in passes.in_order(held_out_items, length)]
-        engine.module.train()
-        return {f"eval/{name}": float(sum(r[name] for r in results)) for name in results[0]}
+        return held_out_metrics(engine, passes.in_order(held_out_items, length), lambda part: loss(engine, part, step))
 
     task = Task(
         items,

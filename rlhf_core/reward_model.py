@@ -27,7 +27,7 @@ from rlhf_core.models.attention import can_share
 from rlhf_core.models.load import trained_scorer
 from rlhf_core.models.scoring import STATISTICS
 from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest, write_text
-from rlhf_core.supervised import Task, fit
+from rlhf_core.supervised import Task, deal, fit
 
 STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
 
@@ -61,10 +61,12 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         margins = sent(torch.tensor([pair.margin for pair in pairs]), engine.device)
         return reward_loss(scores[0], scores[1], margins, config.centering, denominator)
 
+    last: list[np.ndarray] = []  # scores of the held-out pairs at the last evaluation, which is the one at the end
+
     def evaluate(engine: Engine) -> dict[str, float]:
         assert held_out is not None
-        scores = score_all(engine, held_out.items, pad, passes)
-        return held_out_metrics(scores[0], scores[1])
+        last[:] = [score_all(engine, held_out.items, pad, passes)]
+        return held_out_metrics(last[0][0], last[0][1])
 
     task = Task(
         data.items,
@@ -75,7 +77,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         show=("loss", "accuracy", "eval/accuracy"),
     )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
-    scores = score_all(engine, held_out.items if held_out else data.items[:STATISTICS_PAIRS], pad, passes)
+    scores = last[0] if last else score_all(engine, data.items[:STATISTICS_PAIRS], pad, passes)
     outcome = finish_training(engine, request, run, source, config.lora, metrics)
     statistics = {"mean": float(scores.mean()), "std": float(scores.std())}
     if engine.rank == 0:
@@ -91,12 +93,18 @@ def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes
 
 
 def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> np.ndarray:
-    """Scores of many pairs without gradient: (2, N). Every rank makes all passes."""
+    """Scores of many pairs without gradient: (2, N). Each rank computes its share, every rank gets all."""
+    parts = passes.in_order(pairs, passes.laid)
+    scores = torch.zeros(2, len(pairs), device=engine.device)
     engine.module.eval()
     with torch.no_grad():
-        parts = [pair_scores(engine, part, pad_token_id, passes).cpu().numpy() for part in passes.in_order(pairs, passes.laid)]
+        for index, weight in deal(len(parts), engine.rank, engine.world_size):
+            part, first = parts[index], parts.starts[index]
+            found = pair_scores(engine, part, pad_token_id, passes)
+            if weight:
+                scores[:, first : first + len(part)] = found
     engine.module.train()
-    return np.concatenate(parts, axis=1)
+    return engine.all_reduce(scores).cpu().numpy()
 
 
 def held_out_metrics(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:

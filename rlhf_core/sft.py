@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import SFT, Data, Source
@@ -27,7 +26,7 @@ from rlhf_core.engine.ranks import finish_training, make_engine, on_ranks
 from rlhf_core.losses import Loss, sft_loss, with_balance
 from rlhf_core.models.load import spoken_logprobs, trained_policy
 from rlhf_core.stage import STATE, Outcome, RunDir, StageRequest
-from rlhf_core.supervised import Task, fit
+from rlhf_core.supervised import Task, fit, held_out_metrics
 
 Row = list[Document]
 
@@ -70,7 +69,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def evaluate(engine: Engine) -> dict[str, float]:
         assert held_out is not None
-        return {"eval/loss": mean_nll(engine, held_out.items, micro_batches, loss)}
+        counted = count(held_out.items)
+        found = held_out_metrics(engine, micro_batches(held_out.items), lambda rows: loss(engine, rows, counted))
+        return {"eval/loss": found["eval/loss"]}
 
     task = Task(data.items, micro_batches, count, loss, evaluate if held_out else None, show=("loss", "eval/loss", "grad_norm"))
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
@@ -110,13 +111,3 @@ def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: i
 def count(documents: Sequence[Document]) -> Counted:
     """A document's first token has no log-prob, so it never counts."""
     return Counted(float(max(1, sum(sum(document.mask[1:]) for document in documents))), float(len(documents)))
-
-
-def mean_nll(engine: Engine, documents: Sequence[Document], micro_batches, loss) -> float:  # type: ignore[no-untyped-def]
-    """Token-mean NLL over held-out documents; every rank makes all passes, so no collective goes missing."""
-    engine.module.eval()
-    counted = count(documents)
-    with torch.no_grad():
-        total = sum(float(loss(engine, rows, counted).metrics["loss"]) for rows in micro_batches(documents))
-    engine.module.train()
-    return total

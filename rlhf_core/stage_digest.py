@@ -54,6 +54,7 @@ NO_RESULT = {
     "output_price",
     "ref_reward_offload",
     "requests_per_minute",
+    "save_minutes",
     "save_steps",
     "start_timeout",
     "timeout",

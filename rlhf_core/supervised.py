@@ -56,6 +56,7 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         recent, evaluation, trained = resume.loop["recent"], resume.loop["evaluation"], resume.loop["trained"]
         print(f"resumed after step {first} of {total}", flush=True)
     tracker = Tracker(run, total, first) if engine.rank == 0 else None
+    cadence = checkpoint.Cadence(config.save_steps, config.save_minutes)
 
     for step in range(first, total):
         items = items_of_step(task.items, step, steps_per_epoch, config.train_batch_size, seed)
@@ -70,9 +71,10 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
             metrics = metrics | evaluation
         if tracker and (done % config.logging_steps == 0 or done == total):
             tracker.log(done, metrics, show=task.show)
-        if config.save_steps and done % config.save_steps == 0 and done < total:
+        if done < total and due(engine, cadence, done):
             loop = {"recent": recent, "evaluation": evaluation, "trained": trained, "zero_stage": config.zero_stage}
             save_on_all_ranks(engine, run, done, config.keep_checkpoints, loop)
+            cadence.saved()
     if tracker:
         tracker.close()
     if not trained:
@@ -129,6 +131,26 @@ def deal(count: int, rank: int, world_size: int) -> list[tuple[int, float]]:
     turns = -(-count // world_size)
     indices = [turn * world_size + rank for turn in range(turns)]
     return [(index, 1.0) if index < count else (count - 1, 0.0) for index in indices]
+
+
+def due(engine: Engine, cadence: checkpoint.Cadence, done: int) -> bool:
+    """Whether all ranks save now. Clocks differ: rank 0's decides."""
+    here = cadence.due(done)
+    if not cadence.by_clock or engine.world_size == 1:
+        return here
+    return bool(engine.all_reduce(torch.tensor(float(here and engine.rank == 0), device=engine.device)))
+
+
+def held_out_metrics(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss]) -> dict[str, float]:
+    """The metrics of all micro-batches summed, `eval/...`, without gradient: each rank computes its share, every rank gets all."""
+    engine.module.eval()
+    sums: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for index, weight in deal(len(micro_batches), engine.rank, engine.world_size):
+            for name, value in loss(micro_batches[index]).metrics.items():
+                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64, device=value.device)) + value.double() * weight
+    engine.module.train()
+    return {f"eval/{name}": value for name, value in sum_metrics(engine, sums).items()}
 
 
 def save_on_all_ranks(engine: Engine, run: RunDir, step: int, keep: int, loop: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from rlhf_core.config.data import Data
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.groups import Wanted, check_together
 from rlhf_core.config.rounds import Sampling, Vllm
-from rlhf_core.config.training import PASS_TOKENS, RECOMPUTED, ROUTER, Lora, Recomputed, check_batch, check_lora, check_zero
+from rlhf_core.config.training import PASS_TOKENS, RECOMPUTED, ROUTER, SAVE_MINUTES, Lora, Recomputed, check_batch, check_lora, check_zero
 from rlhf_core.reward_sources import ModelReward, RewardSources, check_titles
 from rlhf_core.types import Positive, Ranks, Rate, Share
 
@@ -107,7 +107,8 @@ class PPO(Gated, Sampling):
     sampler_is_clamp: tuple[float, float] = Field((0.5, 5.0), description="bounds of the clamped importance weight")
 
     logging_steps: Positive = Field(1, description="iterations between two lines of metrics.jsonl")
-    save_steps: int = Field(0, ge=0, description="iterations between two resume checkpoints; 0: none")
+    save_steps: int = Field(0, ge=0, description="iterations between two resume checkpoints; 0: by save_minutes")
+    save_minutes: float = Field(30.0, ge=0, description=SAVE_MINUTES)
     export_at: tuple[Positive, ...] = Field(
         (), description="iterations after which the actor is also exported as a model, which other stages name STAGE.iterationN"
     )

@@ -112,6 +112,7 @@ class Loop(Sampling, Rounds, Trainable):
     """Rounds of sampling and training; round k starts from round k-1. Expands into stages of its own in the plan."""
 
     rounds: Positive = Field(2, description="rounds")
+    max_len: int = Field(0, ge=0, description="longest sequence in training, in tokens; 0: prompt_max_len + generate_max_len")
     prompts_per_round: Positive = Field(1024, description="each round takes the next slice of the prompts")
     learning_rate: Rate = Field(5e-7, description="peak learning rate of each round")
     router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)

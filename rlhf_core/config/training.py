@@ -14,6 +14,7 @@ ROUTER = "mixture-of-experts models: coefficient of the loss that keeps experts 
 RECOMPUTED = "share of the layers whose activations are computed again in the backward pass, not kept (above 0: logits too); true: all"
 Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]
 
+SAVE_MINUTES = "where save_steps is 0: minutes between two resume checkpoints; 0: none"
 PASS_TOKENS = "tokens of one forward pass on one rank, in place of {}: documents packed without padding, passes equally full"
 
 
@@ -49,7 +50,8 @@ class Trainable(Gated):
     max_norm: Rate = Field(1.0, description="gradient norm clip")
     logging_steps: Positive = Field(1, description="optimiser steps between two lines of metrics.jsonl")
     eval_steps: int = Field(0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end")
-    save_steps: int = Field(0, ge=0, description="steps between two resume checkpoints; 0: none")
+    save_steps: int = Field(0, ge=0, description="steps between two resume checkpoints; 0: by save_minutes")
+    save_minutes: float = Field(30.0, ge=0, description=SAVE_MINUTES)
     keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
     gradient_checkpointing: Recomputed = Field(0.0, description=RECOMPUTED)

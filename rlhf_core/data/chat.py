@@ -100,7 +100,9 @@ class Renderer:
         self._end_of_turn = None if end_of_turn is None else str(tokenizer.convert_ids_to_tokens(end_of_turn))
         self.end_token_id: int = tokenizer.eos_token_id if end_of_turn is None else end_of_turn
         self.stop_token_ids: list[int] = list(dict.fromkeys([tokenizer.eos_token_id, self.end_token_id]))
-        self.frame_len = len(self.prompt([{"role": "user", "content": ""}]))
+        frame = self.prompt([{"role": "user", "content": ""}])
+        self.frame_len = len(frame)
+        self._check_rows([*frame, *self.stop_token_ids, tokenizer.pad_token_id or 0])
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of the messages and of the generation prompt."""
@@ -287,6 +289,21 @@ class Renderer:
 
     def _hide(self, content: str) -> str:
         return self._hidden_pattern.sub(lambda match: f"{OPEN}{self._hidden.index(match.group())}{CLOSE}", content)
+
+    def _check_rows(self, tokens: Sequence[int]) -> None:
+        """ValueError when the model beside the tokenizer has no embedding for one of these tokens."""
+        place = str(self.tokenizer.name_or_path)
+        file = Path(place) / "config.json"
+        if not file.is_file():
+            return
+        config = json.loads(file.read_text())
+        rows = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+        if isinstance(rows, int) and max(tokens) >= rows:
+            named = self.tokenizer.convert_ids_to_tokens(max(tokens))
+            raise ValueError(
+                f"{place}: the token {named!r} has the number {max(tokens)}, and the model has embeddings for {rows} tokens: call "
+                "resize_token_embeddings(len(tokenizer)) on the model and save it, or use a template with tokens that the model knows"
+            )
 
     def _find_chat_template(self) -> str:
         try:

@@ -59,7 +59,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         carried = carried._replace(ahead=read_ahead(resume.folder, setup.line, setup.sampling.n))
         print(f"resumed after iteration {first} of {iterations}", flush=True)
     fleet.probe(setup.probe)
-    tracker = Tracker(run, iterations, first)
+    tracker, cadence = Tracker(run, iterations, first), checkpoint.Cadence(config.save_steps, config.save_minutes)
     for step in range(first, iterations):
         done = step + 1
         how = optimisation(config, step, iterations, request.seed)
@@ -69,9 +69,10 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
             tracker.log(done, metrics, show=SHOWN)
         if done in config.export_at:  # before the resume state, so that a run that goes on after this iteration finds it exported
             export(fleet, run / EXPORTS / f"iteration{done}")
-        if config.save_steps and done % config.save_steps == 0 and done < iterations:
+        if done < iterations and cadence.due(done):
             state = loop_state(kl, carried) | {"zero_stage": fleet.zero_stage}
             checkpoint.save(run, done, config.keep_checkpoints, state, partial(save_state, fleet, carried))
+            cadence.saved()
     tracker.close()
     fleet.outside.close()
     export(fleet, run / "checkpoint")

@@ -259,3 +259,10 @@ def test_where_a_template_writes_earlier_answers_anew_an_answer_is_its_text(make
     template = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content | upper }}")
     renderer = Renderer(load_tokenizer(str(make(template))), "chat")
     assert renderer.prompt(CHAT[:4]) + renderer.said(CHAT[:4], "Second.") == renderer.answer(CHAT[:4], "Second.").tokens
+
+
+def test_a_token_that_the_model_has_no_embedding_for_is_told_before_training(make: Make) -> None:
+    folder = make()
+    Qwen2Config(vocab_size=3).save_pretrained(folder)  # of the special tokens the last is the one that ends a turn
+    with pytest.raises(ValueError, match=r"has the number \d+, and the model has embeddings for 3 tokens: call resize_token_embeddings"):
+        Renderer(load_tokenizer(str(folder)), "chat")

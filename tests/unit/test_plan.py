@@ -320,3 +320,18 @@ def test_digests_are_remembered_and_a_change_is_seen(tmp_path: Path, monkeypatch
     assert Digests(tmp_path).of(tmp_path / "none") == ABSENT
     (tmp_path / ".digests.json").write_text("[broken")
     assert Digests(tmp_path).of(file) == "read"
+
+
+def test_a_loop_trains_on_texts_as_long_as_those_it_samples(planned: Planned) -> None:
+    def lengths(*overrides: str) -> set[int]:
+        return {node.config.max_len for node in planned(*overrides).nodes if isinstance(node.config, DPO)}
+
+    assert lengths() == {2048} and lengths("loop.generate_max_len=100") == {1124} and lengths("loop.max_len=512") == {512}
+
+
+def test_a_loops_precision_is_that_of_its_sampling(planned: Planned) -> None:
+    names = [("loop.round1.preferences", "loop.round1.dpo"), ("loop.round2.preferences",)]
+    usual, half = planned(), planned("loop.dtype=bfloat16")
+    for preferences, *_ in names:
+        assert isinstance(half[preferences].config, Preferences) and half[preferences].config.dtype == "bfloat16"
+        assert half[preferences].digest != usual[preferences].digest

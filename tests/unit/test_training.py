@@ -16,6 +16,7 @@ import rlhf_core.dpo
 import rlhf_core.kto
 import rlhf_core.reward_model
 import rlhf_core.sft
+from rlhf_core import checkpoint
 from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, StageConfig
 from rlhf_core.config.metrics import BALANCE, metrics_of
 from rlhf_core.data.documents import Document
@@ -129,6 +130,21 @@ def test_the_reward_model_stores_the_statistics_of_its_scores(material: Path, tm
     assert (scorer.mean, scorer.std) == (stored["mean"], stored["std"]) and stored["std"] > 0
     documents = [Document([5, 6, 7, 8][:n], [True] * n) for n in (4, 2, 3)]
     assert scorer.score(documents) == pytest.approx([scorer.score([d])[0] for d in documents], abs=1e-5), "scores keep the order"
+
+
+def test_a_state_is_kept_by_the_clock_where_no_steps_are_named(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: dict[str, list[int]] = {}
+    real = checkpoint.close_state
+    monkeypatch.setattr(checkpoint, "close_state", lambda run, step, *rest: saved[run.path.name].append(step) or real(run, step, *rest))
+    for name, fields in {
+        "often": {"save_minutes": 1e-9},
+        "usual": {},
+        "never": {"save_minutes": 0},
+        "steps": {"save_minutes": 1e-9, "save_steps": 4},
+    }.items():
+        saved[name] = []
+        run(config_of("sft", material, **fields), material, tmp_path / name)
+    assert saved == {"often": [1, 2, 3, 4], "usual": [], "never": [], "steps": [4]}
 
 
 def test_held_out_pairs_have_their_own_template(material: Path, tmp_path: Path) -> None:
