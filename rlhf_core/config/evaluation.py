@@ -146,6 +146,14 @@ class Evaluation(Gated):
     vllm: Vllm = Vllm()
 
     @model_validator(mode="after")
+    def _check_engine(self) -> Evaluation:
+        if self.vllm.num_engines > 1 or self.vllm.sleep:
+            raise ValueError(
+                "an evaluation answers with one engine: leave vllm.num_engines and vllm.sleep out (tensor_parallel_size splits a model)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_endpoints(self) -> Evaluation:
         named = {self.baseline, *self.models, *(self.parents or {}).values()}
         for name in self.endpoints:

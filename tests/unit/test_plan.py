@@ -335,3 +335,8 @@ def test_a_loops_precision_is_that_of_its_sampling(planned: Planned) -> None:
     for preferences, *_ in names:
         assert isinstance(half[preferences].config, Preferences) and half[preferences].config.dtype == "bfloat16"
         assert half[preferences].digest != usual[preferences].digest
+
+
+def test_an_evaluation_has_one_engine(planned: Planned) -> None:
+    with pytest.raises(ValueError, match="an evaluation answers with one engine: leave vllm.num_engines and vllm.sleep out"):
+        planned("evaluation.vllm.num_engines=2")
