@@ -338,5 +338,5 @@ def test_a_loops_precision_is_that_of_its_sampling(planned: Planned) -> None:
 
 
 def test_an_evaluation_has_one_engine(planned: Planned) -> None:
-    with pytest.raises(ValueError, match="an evaluation answers with one engine: leave vllm.num_engines and vllm.sleep out"):
+    with pytest.raises(ValueError, match="an evaluation answers with one engine: leave"):
         planned("evaluation.vllm.num_engines=2")
