@@ -36,7 +36,7 @@ def reward_model(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     [
         ("mixtral", "grpo", {"lora": Lora(rank=4, export="adapter"), "zero_stage": 2}),
         ("qwen3-moe", "rloo", {"router_aux_coef": 0.01, "zero_stage": 3}),
-        ("qwen3", "gae", {"lora": Lora(rank=4), "zero_stage": 3}),
+        pytest.param("qwen3", "gae", {"lora": Lora(rank=4), "zero_stage": 3}, marks=pytest.mark.long),
     ],
 )
 def test_the_sampler_follows_the_actor(

@@ -37,7 +37,6 @@ def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for folder, config in ((runs.streamed, streamed), (runs.at_once, at_once)):
         write_request(folder, config, {"base": str(material / "base")})
     finish_and_keep(runs.streamed, runs.cut_off)
-    finish(runs.cut_off)
     finish(runs.at_once)
     return runs
 
@@ -55,5 +54,7 @@ def test_scores_are_those_of_scoring_all_at_once(runs: Runs) -> None:
         assert line["work/sampler/generate"] <= line["phase/generate"] + 0.1 and line["work/actor/score"] > 0
 
 
+@pytest.mark.long
 def test_a_run_that_was_cut_off_ends_with_the_same_curve_and_weights(runs: Runs) -> None:
+    finish(runs.cut_off)
     assert_same_end(runs.streamed, runs.cut_off)

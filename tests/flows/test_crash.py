@@ -1,4 +1,4 @@
-"""Six points of the crash matrix, and the matrix's own code: kill -9 of each kind of victim, at the start, in the middle and at the end of
+"""Six points (one of them long) of the crash matrix, and the matrix's own code: kill -9 of each kind of victim, at the start, in the middle and at the end of
 stages that only write what a stage writes (tests/crash/run_all.py has all points, with real stages)."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def undisturbed(prefect: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("sft/flow/middle", False, (1, 2)),
         ("sft/server/middle", True, (1, 1)),  # a server beside the flow is started again, and the flow ends well
-        ("loop.round1.preferences/stage/start", True, (2, 2)),  # the flow itself tries again
+        pytest.param("loop.round1.preferences/stage/start", True, (2, 2), marks=pytest.mark.long),  # the flow itself tries again
         ("loop.round1.dpo/worker/end", False, (1, 2)),
         ("loop.round1.dpo/stage/end", True, (2, 2)),
         ("evaluation/flow/start", False, (1, 2)),
