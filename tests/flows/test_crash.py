@@ -1,5 +1,5 @@
-"""Six points (one of them long) of the crash matrix, and the matrix's own code: kill -9 of each kind of victim, at the start, in the middle and at the end of
-stages that only write what a stage writes (tests/crash/run_all.py has all points, with real stages)."""
+"""Six points of the crash matrix (one of them long), and the matrix's own code: kill -9 of each kind of victim, at the start, in the middle
+and at the end of stages that only write what a stage writes (tests/crash/run_all.py has all points, with real stages)."""
 
 from __future__ import annotations
 
