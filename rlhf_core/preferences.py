@@ -11,6 +11,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean, pstdev
 from typing import cast
 
@@ -59,7 +60,12 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         for answer, text in zip(group, said, strict=True)
     ]
     micro, limit, trust = config.micro_rollout_batch_size, config.max_failed_rewards, request.trust_remote_code
-    combined = reward_batch(config.reward, request.inputs, documents, samples, limit, micro, trust, config.dtype)
+    scores_of = None
+    if config.vllm.num_engines > 1:
+        from rlhf_core.round_scores import scores_on_ranks  # Ray's import takes seconds
+
+        scores_of = partial(scores_on_ranks, config, trust_remote_code=trust)
+    combined = reward_batch(config.reward, request.inputs, documents, samples, limit, micro, trust, config.dtype, scores_of)
     scores = combined.rewards.where(combined.scored, math.nan).view(len(prompts), -1).tolist()
 
     finished = [[answer.finished for answer in group] for group in answers]

@@ -6,7 +6,6 @@ A stage that was cut off asks only for what it lacks: `state/answers.jsonl` has 
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from collections.abc import Generator, Sequence
@@ -23,7 +22,6 @@ from rlhf_core.stage import STATE, RunDir, StageRequest, write_text
 
 PROGRESS_SECONDS = 15.0
 SILENT_SECONDS = 3600.0  # longer than any prompt's answers take
-ENDING_SECONDS = 30.0
 Answered = tuple[int, list[Answer]]
 
 
@@ -94,32 +92,15 @@ def _one_engine(
 def _several_engines(
     config: Preferences, policy: str, settings: dict[str, Any], prompts: Sequence[list[int]], seeds: Sequence[int], how: dict[str, Any]
 ) -> Generator[Answered, None, None]:
-    """Engines of a Ray group, each on its own cards. They are gone when the answers are there: others need the cards."""
-    from rlhf_core.cluster.group import Group, cpu_threads, share
-    from rlhf_core.cluster.layout import arrange
-    from rlhf_core.cluster.placement import connect, is_ours, leave, reserve
+    """Engines of a Ray group, each on its own cards. They are gone when the answers are there."""
+    from rlhf_core.cluster.borrowed import borrowed
+    from rlhf_core.cluster.group import share
     from rlhf_core.rollout.role import SamplerRole
 
-    processes: list[int] = []
-    connect()
-    try:
-        room = reserve(arrange({"sampler": config.vllm}, ()), config.vllm.start_timeout)
-        group = Group("sampler", room, cpu_threads(config.vllm.num_engines), config.vllm.tensor_parallel_size)
+    wait = config.vllm.start_timeout
+    with borrowed("sampler", config.vllm, config.vllm.tensor_parallel_size, wait) as (group, pids):
         group.prepare("rlhf_core.rollout.role:prepare", config.vllm.kv_cache_gib)
-        loaded = group.build(SamplerRole, model=policy, **settings, seed_answers=config.vllm.seed_answers).wait(config.vllm.start_timeout)
-        processes = [up.process for up in loaded] if is_ours() else []
+        loaded = group.build(SamplerRole, model=policy, **settings, seed_answers=config.vllm.seed_answers).wait(wait)
+        pids += [up.process for up in loaded]
         print(f"{len(loaded)} engines are up", flush=True)
         yield from group.stream("generate", "stream", SILENT_SECONDS, share(list(prompts)), list(seeds), *how.values(), False)
-    finally:
-        leave()
-        deadline = time.monotonic() + ENDING_SECONDS
-        while any(map(_lives, processes)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True

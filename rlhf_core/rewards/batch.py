@@ -5,7 +5,7 @@ For stages that score once; PPO has its reward models on the cluster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rlhf_core.data.documents import Document
 from rlhf_core.models.scoring import RewardScorer
@@ -24,10 +24,11 @@ def reward_batch(
     micro_batch_size: int,
     trust_remote_code: bool = False,
     dtype: str = "float32",
+    scores: Callable[[str, Sequence[Document]], list[float]] | None = None,
 ) -> Combined:
     """The weighed sum over all sources, (N,) for N answers given as documents (to models) and as samples (to functions and servers).
 
-    `dtype`: of the reward models; auto: as each checkpoint says.
+    `dtype`: of the reward models; auto: as each checkpoint says. `scores`: those of a model in another place than this process.
     `running` normalisation is by the mean and standard deviation of this batch. RewardsFailed when a source left more than the share
     `max_failed` of the answers without a reward; ValueError when no answer has a reward of every source.
     """
@@ -35,6 +36,8 @@ def reward_batch(
     models = [source for source in sources if isinstance(source, ModelReward)]
 
     def score(source: ModelReward) -> tuple[str, list[float]]:
+        if scores is not None:
+            return source.title, scores(paths[source.model], documents)
         return source.title, RewardScorer(paths[source.model], dtype, micro_batch_size, trust_remote_code).score(documents)
 
     outside = Outside([asker(source) for source in sources if not isinstance(source, ModelReward)])

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 import ray
+import torch
+from transformers import AutoModelForSequenceClassification
 
 from rlhf_core.config import Preferences, Vllm
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.documents import Document
 from rlhf_core.data.sources import prompts
+from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.round_answers import answers_of_round
+from rlhf_core.round_scores import scores_on_ranks
 from rlhf_core.stage import STATE, RunDir, StageRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def test_a_reward_model_on_two_processes_gives_the_scores_of_one(material: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(str(material / "base"))
+    model = AutoModelForSequenceClassification.from_pretrained(material / "base", num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    rng = random.Random(0)
+    texts = [[rng.randrange(5, 200) for _ in range(rng.randrange(3, 40))] for _ in range(75)]  # more than two looks
+    documents = [Document(text, [False] + [True] * (len(text) - 1)) for text in texts]
+    config = Preferences(
+        policy="base", reward="rm", prompts={"sources": "x"}, micro_rollout_batch_size=2, vllm=Vllm(num_engines=2, cpus=0.5)
+    )  # fmt: skip
+    found = scores_on_ranks(config, str(tmp_path), documents)
+    assert found == pytest.approx(RewardScorer(str(tmp_path), "float32", 2).score(documents), abs=1e-5) and len(set(found)) > 70
+    assert not ray.is_initialized()
 
 
 def test_two_engines_give_the_answers_of_one_and_what_is_there_is_not_asked_again(material: Path, tmp_path: Path) -> None:
