@@ -46,8 +46,7 @@ def answers_of_round(
         }
         how = {"temperature": config.temperature, "max_new_tokens": config.generate_max_len, "stop_token_ids": list(stop_token_ids), "n": n}
         engines = _one_engine if config.vllm.num_engines == 1 else _several_engines
-        begun = told = time.monotonic()
-        tokens = done = 0
+        told, tokens, done = time.monotonic(), 0, 0
         with file.open("a") as out, closing(engines(config, policy, settings, [prompts[i] for i in missing], seeds, how)) as answered:
             for place, group in answered:
                 found[missing[place]] = group
@@ -56,7 +55,7 @@ def answers_of_round(
                 tokens, done = tokens + sum(len(answer.tokens) for answer in group), done + 1
                 if time.monotonic() - told > PROGRESS_SECONDS:
                     told = time.monotonic()
-                    print(f"sampled {done} of {len(missing)} prompts, {tokens / (told - begun):,.0f} tokens/s", flush=True)
+                    print(f"sampled answers to {done} of {len(missing)} prompts, {tokens:,} tokens", flush=True)
     return [found[i] for i in range(len(prompts))]
 
 
