@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_core.config import DPO, PPO, SFT, Data, Ranks, RewardModel, StageConfig, Vllm
+from rlhf_core.config import DPO, PPO, SFT, Data, Preferences, Ranks, RewardModel, StageConfig, Vllm
 from rlhf_core.data.documents import Document
+from rlhf_core.models.dtype import dtype_of
 from rlhf_core.ppo.roles import Frozen, Model, Reference, Reward
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
@@ -22,7 +23,7 @@ TRAIN = {"dtype": "bfloat16", "zero_stage": 2, "train_batch_size": 32, "micro_tr
 
 @pytest.fixture(scope="module")
 def chain(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SFT -> reward model -> PPO and DPO, each as its own process."""
+    """SFT -> reward model -> PPO, DPO, and a round of sampled pairs, each as its own process."""
     root = tmp_path_factory.mktemp("gpu")
 
     def data(name: str) -> Data:
@@ -51,6 +52,13 @@ def chain(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             vllm=Vllm(gpus=0.3, gpu_memory_utilization=0.3),
         ),
         "dpo": DPO(data=data("preferences.jsonl"), learning_rate=1e-5, **TRAIN),
+        "preferences": Preferences(
+            prompts=data("prompts.jsonl"),
+            num_prompts=64,
+            prompt_max_len=64,
+            generate_max_len=24,
+            vllm=Vllm(gpus=1, gpu_memory_utilization=0.3),
+        ),
     }
     inputs = {"base": str(material / "base"), **{name: str(root / name / "checkpoint") for name in stages}}
     for name, config in stages.items():
@@ -65,6 +73,12 @@ def test_losses_fall(chain: Path) -> None:
     for name in ("sft", "reward_model", "dpo"):
         lines = read_metrics(chain / name)
         assert lines[-1]["loss"] < lines[0]["loss"], name
+
+
+def test_a_round_is_sampled_and_scored_in_the_precision_of_its_checkpoints(chain: Path) -> None:
+    (line,) = read_metrics(chain / "preferences")
+    assert line["prompts"] == 64 and line["pairs"] > 16 and line["reward/best"] > line["reward/mean"] > line["reward/worst"]
+    assert {dtype_of(str(chain / name / "checkpoint"), "auto") for name in ("sft", "reward_model")} == {"bfloat16"}
 
 
 def test_the_first_ppo_steps_are_on_policy_within_bf16(chain: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_core.config import DPO, KTO, PPO, SFT, Data, Ranks, RewardModel, StageConfig, Vllm
+from rlhf_core.config import DPO, KTO, PPO, SFT, Data, Preferences, Ranks, RewardModel, StageConfig, Vllm
 from rlhf_core.stage import RunDir, StageRequest
 from rlhf_core.tracking import read_metrics
 
@@ -29,8 +29,8 @@ def of_cards(*counts: int) -> list[Any]:
     return [pytest.param(n, marks=pytest.mark.skipif(n > CARDS, reason=f"{CARDS} GPUs here")) for n in counts]
 
 
-def run(name: str, config: StageConfig, base: Path, folder: Path) -> list[dict[str, float]]:
-    RunDir(folder).prepare(StageRequest(name=name, digest="0", config=config, inputs={"base": str(base)}, seed=0))
+def run(name: str, config: StageConfig, base: Path, folder: Path, **models: str) -> list[dict[str, float]]:
+    RunDir(folder).prepare(StageRequest(name=name, digest="0", config=config, inputs={"base": str(base), **models}, seed=0))
     command = [sys.executable, "-m", "rlhf_core", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL)
     if done.returncode:
@@ -59,6 +59,23 @@ def test_zero3_ranks_train_what_one_card_trains(kind: str, cards: int, material:
     auto = AutoModelForSequenceClassification if kind == "reward_model" else AutoModelForCausalLM
     loaded = auto.from_pretrained(checkpoint).state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in exported.items()), "export and transformers disagree"
+
+
+@pytest.mark.parametrize("cards", of_cards(2, 4))
+def test_a_round_is_sampled_and_scored_on_all_cards(cards: int, material: Path, tmp_path: Path) -> None:
+    run("reward_model", training("reward_model", material, 1), material / "base", tmp_path / "rm")
+    config = Preferences(
+        policy="base",
+        reward="rm",
+        prompts=Data(sources=str(material / "prompts.jsonl")),
+        num_prompts=64,
+        prompt_max_len=64,
+        generate_max_len=24,
+        dtype="bfloat16",
+        vllm=Vllm(num_engines=cards, gpus=1, gpu_memory_utilization=0.4),
+    )
+    (line,) = run("preferences", config, material / "base", tmp_path / "run", rm=str(tmp_path / "rm" / "checkpoint"))
+    assert line["prompts"] == 64 and line["pairs"] > 16 and line["reward/best"] > line["reward/mean"] > line["reward/worst"]
 
 
 def ppo(material: Path, function: Path, placement: str) -> PPO:
