@@ -179,14 +179,13 @@ class Renderer:
         """
         if self.verbatim or self.template != "chat":
             return self._sampled(response)
-        try:
-            before, _ = self._text(prompt_messages, True)
-            text, spans = self._text([*prompt_messages, {"role": "assistant", "content": response}], False)
-        except ValueError:
+        messages = [*prompt_messages, {"role": "assistant", "content": response}]
+        hidden = [{**message, "content": self._hide(message["content"])} for message in messages]
+        text, marked = self._render(hidden, False)
+        span = marked[-1] if marked else self._answer_in(text, hidden, len(hidden) - 1)
+        if span is None or (marked and text[: span[0]] != self._render(hidden[:-1], True)[0]):
             return self._sampled(response)
-        if not spans or text[: spans[-1][0]] != before:
-            return self._sampled(response)
-        part = self._encode_part(text[slice(*spans[-1])], first=False)
+        part = self._encode_part(text[slice(*span)], first=False)
         stop = next((i for i, token in enumerate(part) if token in self.stop_token_ids), None)
         return [*part, self.end_token_id] if stop is None else part[: stop + 1]
 
@@ -203,23 +202,26 @@ class Renderer:
             return text, spans
         for index, message in enumerate(hidden):
             if message["role"] == "assistant":
-                before, _ = self._render(hidden[:index], True)
-                start = end = len(before)
-                whole = text.startswith(before)
-                if self._end_of_turn is None:
-                    through, _ = self._render(hidden[: index + 1], False)
-                    whole, end = whole and text.startswith(through), len(through)
-                else:
-                    # No answer holds this text: control tokens in messages are hidden.
-                    found = text.find(self._end_of_turn, start)
-                    end = found + len(self._end_of_turn) if found >= 0 else len(text)
-                if not whole:
+                span = self._answer_in(text, hidden, index)
+                if span is None:
                     raise ValueError(
                         f"the chat template writes the messages before message {index + 1} differently once it is there, so the tokens of "
                         "this answer cannot be told apart: put {% generation %} and {% endgeneration %} around the answers in the template"
                     )
-                spans.append((start, end))
+                spans.append(span)
         return text, spans
+
+    def _answer_in(self, text: str, hidden: list[Message], index: int) -> Span | None:
+        """Where the answer `hidden[index]` stands in the text of all; None where the messages before it are written otherwise there."""
+        before, _ = self._render(hidden[:index], True)
+        if not text.startswith(before):
+            return None
+        if self._end_of_turn is None:
+            through, _ = self._render(hidden[: index + 1], False)
+            return (len(before), len(through)) if text.startswith(through) else None
+        # No answer holds this text: control tokens in messages are hidden.
+        found = text.find(self._end_of_turn, len(before))
+        return len(before), found + len(self._end_of_turn) if found >= 0 else len(text)
 
     def _render(self, messages: list[Message], generation_prompt: bool) -> tuple[str, list[Span]]:
         try:
