@@ -246,10 +246,7 @@ class PPO(Gated, Sampling):
             raise ValueError("zero_stage=0 keeps Adam on the GPU, adam_offload asks for the host: set zero_stage to 2, 3 or auto")
         for name, ranks in (("actor_ranks", self.actor_ranks), ("critic_ranks", self.critic_ranks)):
             check_zero(self.zero_stage, ranks, name)
-            if self.micro_train_tokens is None:
-                check_batch(
-                    "train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, ranks.world_size
-                )
+            check_batch("train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, ranks.world_size)
         samples = self.rollout_batch_size * self.n_samples_per_prompt
         if samples % self.train_batch_size:
             raise ValueError(

@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import FlowRun
 
 import flows.serve
 from flows.cli import main
-from flows.deployments import deploy, prepare, schedule_of, served, sweep
+from flows.deployments import SILENT, deploy, prepare, schedule_of, served, sweep
 from flows.serve import LOG, Servants
 from rlhf_core.recipe import load_recipe
 from tests.micro import ROOT, ask, build, wait_until
@@ -59,6 +59,9 @@ def test_serve_tells_its_loops_when_to_end(prefect: str, tmp_path: Path, monkeyp
     ends = {"max_rounds": 4}
     (one,) = served(["here/recipe.yaml"], [], ends)
     names = deploy(prefect, one, schedule_of(None, "0 2 * * *", "UTC"), ends)
+    with SyncPrefectClient(api=prefect) as client:  # the server is that of other tests too
+        for automation in client.read_automations_by_name(SILENT.name):
+            client.delete_automation(automation.id)
     made = ask(prefect, "/deployments/filter", {"limit": 100})
     found = {f"{item['entrypoint'].rpartition('.')[2]}/{item['name']}": item["parameters"] for item in made}
     assert {name for name in names if found[name].get("max_rounds") == 4} == {"loop/micro", "loop/micro-scheduled"}
