@@ -149,12 +149,19 @@ def test_a_round_is_compared_with_the_one_before_it_by_one_evaluation(tmp_path: 
     assert "from 0.500 to 0.510 in round 2" in found.why_not(min_gain=0.02)
 
 
+def holder(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
+    """Another process that holds the loop for so long."""
+    script = "import pathlib, sys, time\nfrom rlhf_core.loops import alone\nwith alone(pathlib.Path(sys.argv[1])) as mine:\n"
+    script += "    print(mine, flush=True)\n    time.sleep(float(sys.argv[2]))\n"
+    command = [sys.executable, "-c", script, str(folder), str(seconds)]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    assert other.stdout is not None and other.stdout.readline() == b"True\n"
+    return other
+
+
 def test_who_looks_whether_a_loop_is_free_stops_nobody(tmp_path: Path) -> None:
     folder = folder_of(recipe(tmp_path))
-    script = "import pathlib, sys, time\nfrom rlhf_core.loops import alone\nwith alone(pathlib.Path(sys.argv[1]), seconds=0):\n"
-    script += "    print(flush=True)\n    time.sleep(0.3)\n"
-    other = subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
-    assert other.stdout is not None and other.stdout.readline() == b"\n"
+    other = holder(folder, 0.3)
     with alone(folder, seconds=60) as mine:
         assert mine
     other.communicate()
@@ -162,10 +169,7 @@ def test_who_looks_whether_a_loop_is_free_stops_nobody(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
     folder = folder_of(recipe(tmp_path))
-    script = "import sys, time, pathlib\nfrom rlhf_core.loops import alone\nwith alone(pathlib.Path(sys.argv[1])) as mine:\n"
-    script += "    print(mine, flush=True)\n    time.sleep(60)\n"
-    other = subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
-    assert other.stdout is not None and other.stdout.readline() == b"True\n"
+    other = holder(folder, 60)
     with alone(folder) as mine:
         assert not mine
     other.kill()
