@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from rlhf_core.stage import STATE, RunDir, write_text
 
 LOOP = "loop.json"
+STATE_BYTES = 16  # of a trained parameter: its weight twice, and Adam's two moments in fp32
 
 
 class Resume(NamedTuple):
@@ -24,17 +25,29 @@ class Resume(NamedTuple):
 
 
 class Cadence:
-    """When a resume state is due: after each `steps`; where that is 0, when `minutes` have passed since the last one (0: never)."""
+    """When a resume state of so many trained `parameters` is due in `folder`: after each `steps`; where that is 0, when `minutes` have
+    passed since the last one (0: never), and the disk has room for another."""
 
-    def __init__(self, steps: int, minutes: float):
+    def __init__(self, steps: int, minutes: float, folder: Path, parameters: int):
         self.steps, self.seconds, self._saved = steps, 60 * minutes, time.monotonic()
+        self._folder, self._bytes = folder, STATE_BYTES * parameters
 
     @property
     def by_clock(self) -> bool:
         return not self.steps and self.seconds > 0
 
     def due(self, done: int) -> bool:
-        return done % self.steps == 0 if self.steps else self.by_clock and time.monotonic() - self._saved >= self.seconds
+        if self.steps:
+            return done % self.steps == 0
+        if not self.by_clock or time.monotonic() - self._saved < self.seconds:
+            return False
+        free = shutil.disk_usage(self._folder).free
+        if free > self._bytes:
+            return True
+        told = f"needs up to {self._bytes / 2**30:.1f} GiB and {self._folder} has {free / 2**30:.1f} free"
+        print(f"no resume state is kept: it {told}; make room, or set save_minutes to 0", flush=True)
+        self.saved()  # looked at again when as much time has passed
+        return False
 
     def saved(self) -> None:
         self._saved = time.monotonic()

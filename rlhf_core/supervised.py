@@ -56,7 +56,8 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         recent, evaluation, trained = resume.loop["recent"], resume.loop["evaluation"], resume.loop["trained"]
         print(f"resumed after step {first} of {total}", flush=True)
     tracker = Tracker(run, total, first) if engine.rank == 0 else None
-    cadence = checkpoint.Cadence(config.save_steps, config.save_minutes)
+    trainable = sum(getattr(weight, "ds_numel", weight.numel()) for weight in engine.module.parameters() if weight.requires_grad)
+    cadence = checkpoint.Cadence(config.save_steps, config.save_minutes, run.path, trainable)
 
     for step in range(first, total):
         items = items_of_step(task.items, step, steps_per_epoch, config.train_batch_size, seed)
@@ -135,10 +136,10 @@ def deal(count: int, rank: int, world_size: int) -> list[tuple[int, float]]:
 
 def due(engine: Engine, cadence: checkpoint.Cadence, done: int) -> bool:
     """Whether all ranks save now. Clocks differ: rank 0's decides."""
-    here = cadence.due(done)
     if not cadence.by_clock or engine.world_size == 1:
-        return here
-    return bool(engine.all_reduce(torch.tensor(float(here and engine.rank == 0), device=engine.device)))
+        return cadence.due(done)
+    here = engine.rank == 0 and cadence.due(done)
+    return bool(engine.all_reduce(torch.tensor(float(here), device=engine.device)))
 
 
 def held_out_metrics(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss]) -> dict[str, float]:

@@ -161,6 +161,12 @@ class Fleet:
         """The groups that have an optimiser."""
         return [self.actor] if self.critic is None else [self.critic, self.actor]
 
+    def trained_parameters(self) -> int:
+        """Of all groups that have an optimiser."""
+        assert self.machine is not None, "it has looked around"
+        width = 2 if self.dtype == "bfloat16" else 4
+        return sum(self.machine.shapes[group.name].weight_bytes // width for group in self.trained)
+
     def sleep(self, keep_weights: bool) -> None:
         """The engines leave their GPUs to the models, with their weights unless `publish_weights` follows on `wake`."""
         self.sampler.call("sleep", "sleep", keep_weights).wait(self.timeout)

@@ -59,7 +59,8 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         carried = carried._replace(ahead=read_ahead(resume.folder, setup.line, setup.sampling.n))
         print(f"resumed after iteration {first} of {iterations}", flush=True)
     fleet.probe(setup.probe)
-    tracker, cadence = Tracker(run, iterations, first), checkpoint.Cadence(config.save_steps, config.save_minutes)
+    tracker = Tracker(run, iterations, first)
+    cadence = checkpoint.Cadence(config.save_steps, config.save_minutes, run.path, 0 if config.lora else fleet.trained_parameters())
     for step in range(first, iterations):
         done = step + 1
         how = optimisation(config, step, iterations, request.seed)

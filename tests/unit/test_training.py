@@ -147,6 +147,16 @@ def test_a_state_is_kept_by_the_clock_where_no_steps_are_named(material: Path, t
     assert saved == {"often": [1, 2, 3, 4], "usual": [], "never": [], "steps": [4]}
 
 
+def test_a_state_that_the_disk_has_no_room_for_is_not_begun(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))  # the model has a million parameters
+    monkeypatch.setattr(checkpoint, "close_state", lambda *_: pytest.fail("a state was kept"))
+    run(config_of("sft", material, save_minutes=1e-9), material, tmp_path / "run")
+    assert "no resume state is kept: it needs up to 0.0 GiB" in capsys.readouterr().out
+
+
 def test_held_out_pairs_have_their_own_template(material: Path, tmp_path: Path) -> None:
     config = config_of("reward_model", material, train_batch_size=40)
     assert isinstance(config, RewardModel) and config.eval_data is not None
