@@ -47,6 +47,9 @@ class Fleet:
         self.batches: list[tuple[int, int, list[list[int]]]] = []  # weights of actor and of engines, tokens of the answers scored
         self.weights: list[float] = []
 
+    def trained_parameters(self) -> int:
+        return 1
+
     def ask(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], n: int, *how: Any) -> Callable[[], list[list[Answer]]]:
         weights, logprob = self.engine, -1 - STEP * self.engine
         self.said.append(f"ask {weights}")
