@@ -88,12 +88,14 @@ def test_the_first_ppo_steps_are_on_policy_within_bf16(chain: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["reference", "reward"])
-def test_weights_that_wait_in_host_memory_leave_the_card(role: str, tmp_path: Path) -> None:
+def test_weights_that_wait_in_host_memory_leave_the_card(role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model with tied embeddings as well, whose head leaves room in the block that transformers loads weights into."""
     config = Qwen2Config(
         vocab_size=50_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
         tie_word_embeddings=True, dtype="bfloat16",
     )  # fmt: skip
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     before = torch.cuda.memory_reserved()
