@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlhf_core.allocator import give_up_segments
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.placement import Room, connect, is_ours, passed_environment, reserve
 from rlhf_core.cluster.ranks import LESS_MEMORY, free_port, set_rank_environment
@@ -57,11 +58,13 @@ class Up(NamedTuple):
 class Worker:
     """One rank. `build` makes the role's object in this process; `call` runs one of its methods."""
 
-    def __init__(self, name: str, threads: int):
+    def __init__(self, name: str, threads: int, growing: bool):
         self._name = name
         self._unprepared: Exception | None = None
         self._imports = 0.0
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before anything is imported that reads it
+        if not growing:
+            give_up_segments(os.environ)
 
     def __repr__(self) -> str:  # Ray puts this before each relayed log line
         return self._name
@@ -176,9 +179,10 @@ def wait_all(pending: Sequence[Pending], timeout: float) -> list[list[Any]]:
 
 
 class Group:
-    """All ranks of one role on their seats. An engine over several cards is one rank; those who sit on its other cards only hold them."""
+    """All ranks of one role on their seats. An engine over several cards is one rank; those who sit on its other cards only hold them.
+    `growing`: whether their memory may lie in segments that grow, if the user asks for them (`rlhf_core.allocator`)."""
 
-    def __init__(self, name: str, room: Room, threads: int, span: int = 1):
+    def __init__(self, name: str, room: Room, threads: int, span: int = 1, growing: bool = True):
         self.name, seats = name, room.seats[name]
         self.world_size = len(seats) // span
         # Processes of a cluster of our own have our environment anyway, and start at once where Ray need not make one for them.
@@ -191,7 +195,7 @@ class Group:
                 runtime_env=environment,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(room.group, placement_group_bundle_index=seat.bundle),
             )
-            .remote(f"{name}{i // span}" if self.world_size > 1 else name, threads)
+            .remote(f"{name}{i // span}" if self.world_size > 1 else name, threads, growing)
             for i, seat in enumerate(seats)
         ]
         self._span, self._workers = span, self._seated[::span]

@@ -15,7 +15,8 @@ from rlhf_core.machine import num_gpus
 
 # Settings of the libraries, by how their names begin.
 KEPT = tuple(
-    "NCCL_ TORCH_ NVSHMEM_ CUDA_ VLLM_ HF_ DS_ GLOO_ GOMP_ PYTHON RAY_ TRANSFORMERS_ TOKENIZERS_ TQDM_ TRITON_ TORCHINDUCTOR_".split()
+    "NCCL_ TORCH_ NVSHMEM_ CUDA_ VLLM_ HF_ DS_ GLOO_ GOMP_ PYTHON PYTORCH_ RAY_ TRANSFORMERS_ TOKENIZERS_ TQDM_ TRITON_ "
+    "TORCHINDUCTOR_".split()
 )
 # Set explicitly: some hosts show less memory than they have.
 _started = ""  # address of the cluster that `connect` started last

@@ -34,7 +34,10 @@ def seated(config: PPO) -> dict[str, Group]:
     room = reserve(arrange(config.placed, config.together), config.timeout)
     # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
     spans, alone = {"sampler": config.vllm.tensor_parallel_size}, () if config.one_step_off_policy else ("sampler",)
-    groups = {name: Group(name, room, cpu_threads(1 if name in alone else 2), spans.get(name, 1)) for name in config.placed}
+    groups = {
+        name: Group(name, room, cpu_threads(1 if name in alone else 2), spans.get(name, 1), growing=name != "sampler")
+        for name in config.placed
+    }
     for name, group in groups.items():
         if name == "sampler":
             group.prepare("rlhf_core.rollout.role:prepare", config.vllm.kv_cache_gib)

@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing  # teaches connections to pass CUDA memory by handle
 from torch import Tensor
 
+from rlhf_core.allocator import shown_bytes, wants_segments
+
 BUCKET_BYTES = 512 << 20
 ALIGNMENT = 16  # bytes: every weight of a bucket can be viewed in its own dtype
 
@@ -209,10 +211,10 @@ def packed(weights: Named, device: torch.device, room: int = BUCKET_BYTES) -> It
             yield entries, buffer[:used]
             entries, used = [], 0
         if len(data) > room:
-            yield [entry._replace(start=0)], data.to(device)
+            yield [entry._replace(start=0)], shown_bytes(len(data), device).copy_(data) if wants_segments() else data.to(device)
             continue
         if buffer is None:
-            buffer = torch.empty(room, dtype=torch.uint8, device=device)
+            buffer = shown_bytes(room, device)
         buffer[used : used + len(data)].copy_(data)
         entries.append(entry._replace(start=used))
         used += -(-len(data) // ALIGNMENT) * ALIGNMENT

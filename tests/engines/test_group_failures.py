@@ -26,6 +26,9 @@ class OutOfMemoryError(RuntimeError):
     """Named like torch's."""
 
 
+SETTINGS = {"NCCL_NVLS_ENABLE": "0", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
+
+
 def make_role() -> object:
     class Role:  # defined in a function, so that Ray sends it by value
         def pid(self) -> int:
@@ -63,18 +66,19 @@ def make_role() -> object:
 @pytest.fixture(scope="module")
 def groups() -> Iterator[tuple[Group, Group]]:
     ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["make_role"]))
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    os.environ |= SETTINGS
     somebody_elses = Cluster(initialize_head=True, head_node_args={"num_cpus": 77, "object_store_memory": 100 << 20})
     connect()
     two = Ranks(num_ranks_per_node=2, cpus=0.25)
     room = reserve(arrange({"critic": two, "actor": two}), 30)
-    made = Group("critic", room, 3), Group("actor", room, 3)
+    made = Group("critic", room, 3), Group("actor", room, 3, growing=False)
     for pending in [group.build(make_role) for group in made]:
         pending.wait(60)
     yield made
     ray.shutdown()
     somebody_elses.shutdown()
-    del os.environ["NCCL_NVLS_ENABLE"]
+    for name in SETTINGS:
+        del os.environ[name]
 
 
 def test_a_cluster_that_runs_on_the_machine_already_is_left_alone(groups: tuple[Group, Group]) -> None:
@@ -157,6 +161,11 @@ def test_workers_inherit_the_settings_of_the_libraries(groups: tuple[Group, Grou
         assert {"NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"} <= passed_environment().keys()
     finally:
         del os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"], os.environ["NVSHMEM_DISABLE_NVLS"]
+
+
+def test_what_shares_memory_in_other_ways_does_without_growing_segments(groups: tuple[Group, Group]) -> None:
+    critic, actor = (group.call("look", "variables").wait(30)[0]["PYTORCH_CUDA_ALLOC_CONF"] for group in groups)
+    assert critic == SETTINGS["PYTORCH_CUDA_ALLOC_CONF"] and actor == "max_split_size_mb:64"
 
 
 def test_a_rank_that_dies_ends_the_wait_and_is_named(groups: tuple[Group, Group]) -> None:

@@ -113,7 +113,10 @@ def test_vllm_follows_an_actor_of_4_bit_weights_with_adapters(material: Path, tm
     assert all(line["sampler/gap"] < 0.05 for line in lines[1:]), "the first rollout is of the model before it was quantised"
 
 
-def test_an_engine_that_slept_samples_from_the_actor(material: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", ["", "expandable_segments:True"])
+def test_an_engine_that_slept_samples_from_the_actor(memory: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if memory:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", memory)
     inputs = {"base": str(material / "base"), "reward": str(material / "base")}
     awake = Vllm(gpus=0.3, gpu_memory_utilization=0.3)
     curves = [

@@ -9,6 +9,7 @@ from rlhf_core.cluster.placement import passed_environment, shortage
 
 def test_workers_inherit_what_keeps_nvlink_multicast_off(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1", "NCCL_SOCKET_IFNAME": "eth0"}
+    wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in wanted.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
