@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_core.stage import STATE, RunDir, write_text
+from rlhf_core.stage import STATE, RunDir, settle, write_text
 
 LOOP = "loop.json"
 STATE_BYTES = 16  # of a trained parameter: its weight twice, and Adam's two moments in fp32
@@ -81,6 +81,7 @@ def close_state(run: RunDir, step: int, keep: int, loop: Mapping[str, Any]) -> N
     """Makes a whole state visible and removes all but the newest `keep`."""
     temporary, final = run / STATE / f".step-{step}", run / STATE / f"step-{step}"
     write_text(temporary / LOOP, json.dumps(dict(loop)))
+    settle(temporary)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
     for old in sorted((run / STATE).glob("step-*"), key=_step)[:-keep]:

@@ -120,6 +120,7 @@ class RunDir:
             files=files,
             environment=environment(),
         )
+        settle(*(self / output for output in outcome.outputs.values()))
         write_text(self / RESULT, result.model_dump_json(indent=2))
         return result
 
@@ -170,6 +171,23 @@ def write_bytes(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def settle(*places: Path) -> None:
+    """Waits until files and folders, with all below them, are on the disk: what is then called whole stays so when the power fails."""
+    for place in places:
+        for path in (place, *place.rglob("*")) if place.is_dir() else (place,):
+            folder = path.is_dir()
+            if not folder and not path.is_file():
+                continue
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            except OSError:
+                if not folder:  # some file systems have nothing to write for one
+                    raise
+            finally:
+                os.close(handle)
 
 
 def file_digest(path: Path) -> str:

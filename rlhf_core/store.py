@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from rlhf_core.checkpoint import LOOP
 from rlhf_core.config import Recipe
 from rlhf_core.remote_files import RemoteFiles, StoreFault
-from rlhf_core.stage import EXPORTS, METRICS, REQUEST, RESULT, STATE, RunDir, StageRequest, file_digest, write_text
+from rlhf_core.stage import EXPORTS, METRICS, REQUEST, RESULT, STATE, RunDir, StageRequest, file_digest, settle, write_text
 from rlhf_core.types import FileInfo, StageResult
 
 FILES, FETCHING = "files.json", ".fetching"
@@ -146,6 +146,7 @@ def store_of(recipe: Recipe) -> Store | None:
 def _move(source: Path, target: Path, last: str) -> None:
     """Moves all files below `source` to the same places below `target`, `last` last."""
     files = [file.relative_to(source) for file in source.rglob("*") if file.is_file()]
+    settle(source)
     for file in sorted(files, key=lambda file: file.as_posix() == last):
         (target / file).parent.mkdir(parents=True, exist_ok=True)
         os.replace(source / file, target / file)
