@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -47,35 +48,35 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
     resume = checkpoint.latest(run)
     kept_stage = resume.loop.get("zero_stage", 3) if resume else None
     fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, kept_stage)
-    print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
+    with closing(fleet.outside):  # a run that fails would wait for what it asks
+        print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
 
-    first = resume.step if resume else 0
-    kl = kl_controller(config.init_kl_coef, config.kl_target, config.kl_horizon)
-    carried = Carried(0, {})
-    if resume:
-        fleet.load_state(resume.folder)
-        fleet.publish_weights()
-        kl, carried = restore(kl, resume.loop)
-        carried = carried._replace(ahead=read_ahead(resume.folder, setup.line, setup.sampling.n))
-        print(f"resumed after iteration {first} of {iterations}", flush=True)
-    fleet.probe(setup.probe)
-    tracker = Tracker(run, iterations, first)
-    cadence = checkpoint.Cadence(config.save_steps, config.save_minutes, run.path, 0 if config.lora else fleet.trained_parameters())
-    for step in range(first, iterations):
-        done = step + 1
-        how = optimisation(config, step, iterations, request.seed)
-        metrics, mean_kl, carried = ppo_iteration(fleet, setup, carried, kl.coef, how, done == iterations)
-        kl = kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
-        if done % config.logging_steps == 0 or done == iterations:
-            tracker.log(done, metrics, show=SHOWN)
-        if done in config.export_at:  # before the resume state, so that a run that goes on after this iteration finds it exported
-            export(fleet, run / EXPORTS / f"iteration{done}")
-        if done < iterations and cadence.due(done):
-            state = loop_state(kl, carried) | {"zero_stage": fleet.zero_stage}
-            checkpoint.save(run, done, config.keep_checkpoints, state, partial(save_state, fleet, carried))
-            cadence.saved()
-    tracker.close()
-    fleet.outside.close()
+        first = resume.step if resume else 0
+        kl = kl_controller(config.init_kl_coef, config.kl_target, config.kl_horizon)
+        carried = Carried(0, {})
+        if resume:
+            fleet.load_state(resume.folder)
+            fleet.publish_weights()
+            kl, carried = restore(kl, resume.loop)
+            carried = carried._replace(ahead=read_ahead(resume.folder, setup.line, setup.sampling.n))
+            print(f"resumed after iteration {first} of {iterations}", flush=True)
+        fleet.probe(setup.probe)
+        tracker = Tracker(run, iterations, first)
+        cadence = checkpoint.Cadence(config.save_steps, config.save_minutes, run.path, 0 if config.lora else fleet.trained_parameters())
+        for step in range(first, iterations):
+            done = step + 1
+            how = optimisation(config, step, iterations, request.seed)
+            metrics, mean_kl, carried = ppo_iteration(fleet, setup, carried, kl.coef, how, done == iterations)
+            kl = kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
+            if done % config.logging_steps == 0 or done == iterations:
+                tracker.log(done, metrics, show=SHOWN)
+            if done in config.export_at:  # before the resume state, so that a run that goes on after this iteration finds it exported
+                export(fleet, run / EXPORTS / f"iteration{done}")
+            if done < iterations and cadence.due(done):
+                state = loop_state(kl, carried) | {"zero_stage": fleet.zero_stage}
+                checkpoint.save(run, done, config.keep_checkpoints, state, partial(save_state, fleet, carried))
+                cadence.saved()
+        tracker.close()
     export(fleet, run / "checkpoint")
     outputs = {"checkpoint": "checkpoint", "data_report": JSON} | ({EXPORTS: EXPORTS} if config.export_at else {})
     return Outcome(final_metrics(read_metrics(run.path)) | data.report.metrics("data"), outputs)

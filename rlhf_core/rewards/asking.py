@@ -82,13 +82,14 @@ class Asker:
         self.title, self._source = title, source
         self._batch_size, self._concurrency, self._max_attempts = batch_size, concurrency, max_attempts
         self._wait = wait_random_exponential(multiplier=pause, max=LONGEST_PAUSE)
+        self._given_up = Event()
 
     def ask(self, samples: Sequence[Sample], allowed: int) -> tuple[np.ndarray, str]:
         """Rewards (N,), nan where one failed, and the last error. RewardsFailed when more than `allowed` did."""
         batches = [samples[i : i + self._batch_size] for i in range(0, len(samples), self._batch_size)]
-        rewards, last_error, failed, given_up = [], "", 0, Event()
+        rewards, last_error, failed = [], "", 0
         with ThreadPoolExecutor(self._concurrency, thread_name_prefix=self.title) as pool:
-            work = [pool.submit(self._batch, batch, given_up) for batch in batches]
+            work = [pool.submit(self._batch, batch) for batch in batches]
             try:
                 for done in work:
                     values, error = done.result()
@@ -97,14 +98,16 @@ class Asker:
                     failed += int(np.isnan(values).sum())
                     check_failures(self.title, failed, allowed, len(samples), last_error)
             except BaseException:
-                given_up.set()
+                self._given_up.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return np.concatenate(rewards), last_error
 
-    def _batch(self, samples: Sequence[Sample], given_up: Event) -> tuple[np.ndarray, str]:
+    def _batch(self, samples: Sequence[Sample]) -> tuple[np.ndarray, str]:
         """A batch after as many attempts as allowed; each asks only for what is still missing."""
         rewards, error = np.full(len(samples), np.nan), ""
+        if self._given_up.is_set():
+            return rewards, "it is not asked any more"
 
         def attempt() -> bool:
             nonlocal error
@@ -118,15 +121,17 @@ class Asker:
 
         retrying = Retrying(
             retry=retry_if_result(lambda whole: not whole),
-            stop=stop_after_attempt(self._max_attempts) | stop_when_event_set(given_up),
+            stop=stop_after_attempt(self._max_attempts) | stop_when_event_set(self._given_up),
             wait=self._wait,
-            sleep=sleep_using_event(given_up),
+            sleep=sleep_using_event(self._given_up),
             retry_error_callback=lambda state: False,
         )
         retrying(attempt)
         return rewards, error
 
     def close(self) -> None:
+        """Ends what is being asked too: its answers go without a reward."""
+        self._given_up.set()
         self._source.close()
 
 

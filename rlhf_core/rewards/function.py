@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Timer
+from threading import Lock, Timer
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class Function:
         self.timeout = timeout
         self._command = [sys.executable, "-P", "-m", "rlhf_core.rewards.function_worker", str(file), name]
         self._idle: queue.Queue[subprocess.Popen[bytes] | None] = queue.Queue()
+        self._lock, self._closed, self._running = Lock(), False, set[subprocess.Popen[bytes]]()
         for _ in range(processes):
             self._idle.put(None)
 
@@ -42,7 +43,7 @@ class Function:
             reply = json.loads(self._exchange(process, question_json(samples).encode()))
         except BaseException:
             if process is not None:
-                _end(process)
+                self._end(process)
             process = None
             raise
         finally:
@@ -53,20 +54,24 @@ class Function:
 
     def _start(self) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-        process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,
-        )
+        with self._lock:
+            if self._closed:
+                raise RewardError("it is not asked any more")
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+            )
+            self._running.add(process)
         try:
             ready = json.loads(self._exchange(process, b""))
         except BaseException:
-            _end(process)
+            self._end(process)
             raise
         if "error" in ready:
-            _end(process)
+            self._end(process)
             raise ValueError(ready["error"])
         return process
 
@@ -90,14 +95,31 @@ class Function:
         return reply
 
     def close(self) -> None:
-        """Ends all processes that are not at work."""
-        while True:
+        """Ends all processes; who waits for one of them is told that it died."""
+        with self._lock:
+            self._closed = True
+            for running in self._running:
+                _kill(running)
+        for _ in range(self._idle.qsize()):
             try:
                 process = self._idle.get_nowait()
             except queue.Empty:
                 return
             if process is not None:
-                _end(process)
+                self._end(process)
+            self._idle.put(None)  # for a thread that is about to ask
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            _kill(process)
+            process.wait()
+            self._running.discard(process)  # before another process may get its number
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:  # unwritten data for a process that is gone
+                    continue
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -105,14 +127,3 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)  # also what the function itself has started
     except ProcessLookupError:
         return
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    _kill(process)
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            try:
-                pipe.close()
-            except OSError:  # unwritten data for a process that is gone
-                continue

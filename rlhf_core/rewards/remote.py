@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
@@ -25,13 +27,16 @@ class Server:
     def __init__(self, url: str, timeout: float, api_key_env: str | None):
         self.url, self.timeout, self.api_key_env = url, timeout, api_key_env
         self.shown = urlunsplit((*urlsplit(url)[:3], "", ""))
+        self._asking: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
 
     def ask(self, samples: Sequence[Sample]) -> np.ndarray:
         """Rewards (N,), nan where one failed. RewardError when the request did; ValueError when none can succeed."""
         try:
-            status, body = asyncio.run(self._post(question_json(samples)))
+            status, body = asyncio.run(self._asked(question_json(samples)))
         except TimeoutError:
             raise RewardError(f"no answer from {self.shown} within {self.timeout:g} s") from None
+        except asyncio.CancelledError:
+            raise RewardError(f"{self.shown} is not asked any more") from None
         except httpx.HTTPError as error:
             raise RewardError(f"{self.shown}: {type(error).__name__}") from None
         if status in REFUSED:
@@ -40,6 +45,15 @@ class Server:
         if status != 200:
             raise RewardError(f"{self.shown} answers {status}")
         return read_reply(body, len(samples))
+
+    async def _asked(self, text: str) -> tuple[int, bytes]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._asking[task] = asyncio.get_running_loop()
+        try:
+            return await self._post(text)
+        finally:
+            del self._asking[task]
 
     async def _post(self, text: str) -> tuple[int, bytes]:
         headers = {"content-type": "application/json"}
@@ -58,4 +72,7 @@ class Server:
             return response.status_code, bytes(body)
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Ends what is being asked; nothing else is kept open."""
+        for task, loop in list(self._asking.items()):
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(task.cancel)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -22,6 +23,7 @@ from rlhf_core.rewards.combine import Running, Term, combine, plain_sum
 from rlhf_core.rewards.contract import RewardError, RewardsFailed, Sample, read_reply, read_rewards
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import Server
+from tests.micro import wait_until
 
 SAMPLES = [Sample([{"role": "user", "content": f"say {i}"}], "x" * i, {"answer": str(i)}, True, f"<say {i}>{'x' * i}") for i in range(1, 7)]
 Reply = tuple[int, Any]  # status; a body, a dict as JSON, or seconds to stay silent
@@ -238,6 +240,11 @@ def short(responses): return [0.0]
 def nothing(responses): return None
 def nans(responses): return [float("nan"), None, "0", float("inf"), [0], 2]
 def hangs(responses): time.sleep(60)
+def marks(responses):
+    with open(os.path.join(os.path.dirname(__file__), "hung.part"), "w") as file:
+        file.write(str(os.getpid()))
+    os.replace(file.name, file.name.removesuffix(".part"))
+    time.sleep(60)
 def dies(responses): os._exit(1)
 def dies_once(responses):
     if not os.path.exists(__file__ + ".mark"):
@@ -320,6 +327,41 @@ def test_sources_are_asked_side_by_side(code: Path, served: Served) -> None:
     found = {title: future.result()[0].tolist() for title, future in futures.items()}
     assert found == {"good": [1, 2, 3, 4, 5, 6], "server": [1, 2, 3, 4, 5, 6]}
     outside.close()
+
+
+@pytest.mark.parametrize("kind", ["function", "server"])
+def test_who_closes_waits_for_nothing_that_is_asked(kind: str, code: Path, served: Served) -> None:
+    """Neither for its time limit nor for further attempts nor for the batches behind it."""
+    silent, begun = threading.Event(), threading.Event()
+
+    def behave(number: int, question: dict[str, Any]) -> Reply:
+        begun.set()
+        silent.wait(60)
+        return lengths(question)
+
+    served.behave[0] = behave
+    mark = code.parent / "hung"
+    mark.unlink(missing_ok=True)
+    source = (
+        FunctionReward(function=f"{code}:marks", batch_size=2)
+        if kind == "function"
+        else HttpReward(url=served.url, name="server", batch_size=2)
+    )
+    outside = Outside([asker(source)])
+    try:
+        (future,) = outside.start(SAMPLES, 6).values()
+        wait_until(mark.exists if kind == "function" else begun.is_set, "the first question", 30)
+        start = time.monotonic()
+        outside.close()
+        assert time.monotonic() - start < 10
+        rewards, error = future.result(timeout=0)
+        assert np.isnan(rewards).all() and "not asked any more" in error
+        if kind == "function":
+            assert not psutil.pid_exists(int(mark.read_text()))
+        else:
+            assert len(served.requests) == 1
+    finally:
+        silent.set()
 
 
 # The sum.
