@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.reward_sources import FunctionReward, HttpReward
-from rlhf_core.rewards.asking import Asker, Outside, Rewards, asker, join
-from rlhf_core.rewards.combine import Running, Term, combine, plain_sum
+from rlhf_core.rewards.asking import Asker, Outside, asker
 from rlhf_core.rewards.contract import RewardError, RewardsFailed, Sample, read_reply, read_rewards
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import Server
@@ -362,52 +360,3 @@ def test_who_closes_waits_for_nothing_that_is_asked(kind: str, code: Path, serve
             assert len(served.requests) == 1
     finally:
         silent.set()
-
-
-# The sum.
-
-
-def test_rewards_are_standardised_each_on_its_own_then_weighed_and_summed() -> None:
-    by_source = {"model": np.array([1.0, 3.0, 5.0]), "rule": np.array([0.0, 1.0, 1.0])}
-    terms = [Term("model", 0.5, "stored", (1.0, 2.0)), Term("rule", 2.0, "none", None)]
-    combined = combine(by_source, terms, {})
-    # (1-1)/2, (3-1)/2, (5-1)/2 = 0, 1, 2; half of that plus twice the rule
-    assert combined.rewards.tolist() == [0.0, 2.5, 3.0]
-    assert combined.scored.all() and combined.statistics == {}
-    # before standardising: 0.5, 3.5, 4.5
-    assert combined.metrics["reward/mean"] == pytest.approx(8.5 / 3)
-    assert combined.metrics["reward/model/mean"] == 3.0 and combined.metrics["reward/rule/mean"] == pytest.approx(2 / 3)
-    assert plain_sum(by_source, terms).tolist() == [0.5, 3.5, 4.5]
-
-
-def test_an_answer_that_one_source_failed_on_has_no_reward_and_touches_no_statistic() -> None:
-    terms = [Term("a", 1.0, "running", None), Term("b", 1.0, "none", None)]
-    combined = combine({"a": np.array([1.0, np.nan, 3.0]), "b": np.array([0.0, 1.0, 0.0])}, terms, {})
-    assert combined.scored.tolist() == [True, False, True]
-    assert combined.rewards.tolist() == [-1.0, 0.0, 1.0]  # mean 2, std 1 of the two that a gave
-    assert combined.metrics["reward/a/failed"] == 1 and combined.metrics["reward/b/failed"] == 0
-    assert combined.metrics["reward/mean"] == 2.0 and combined.statistics["a"].number == 2
-    assert np.isnan(plain_sum({"a": np.array([np.nan]), "b": np.array([1.0])}, terms)).all()
-    with pytest.raises(ValueError, match="none of 1 answers has a reward of every source"):
-        combine({"a": np.array([np.nan]), "b": np.array([1.0])}, terms, {})
-
-
-def test_running_statistics_are_those_of_all_values_at_once() -> None:
-    values = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 7
-    running = Running()
-    for part in values.split([1, 20, 0, 29]):
-        running = running.update(part)
-    assert running.number == 50
-    assert running.mean == pytest.approx(float(values.mean()))
-    assert running.std == pytest.approx(float(values.std(correction=0)))
-    assert Running().update(torch.full((4,), 2.0)).std == 1.0
-    first = combine({"a": np.array([0.0, 2.0])}, [Term("a", 1.0, "running", None)], {})
-    second = combine({"a": np.array([4.0, 6.0])}, [Term("a", 1.0, "running", None)], first.statistics)
-    assert second.rewards.tolist() == pytest.approx([(4 - 3) / 5**0.5, (6 - 3) / 5**0.5])  # of 0, 2, 4, 6
-
-
-def test_parts_are_joined_and_chosen() -> None:
-    first, second = Rewards({"a": np.array([1.0, np.nan])}, {"a": "x"}), Rewards({"a": np.array([3.0])}, {})
-    both = join([first, second])
-    assert len(both) == 3 and both.failed() == {"a": 1} and both.errors == {"a": "x"}
-    assert both.take([2, 0]).by_source["a"].tolist() == [3.0, 1.0]
