@@ -27,7 +27,7 @@ class Server:
     def __init__(self, url: str, timeout: float, api_key_env: str | None):
         self.url, self.timeout, self.api_key_env = url, timeout, api_key_env
         self.shown = urlunsplit((*urlsplit(url)[:3], "", ""))
-        self._asking: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
+        self._closed, self._asking = False, dict[asyncio.Task[Any], asyncio.AbstractEventLoop]()
 
     def ask(self, samples: Sequence[Sample]) -> np.ndarray:
         """Rewards (N,), nan where one failed. RewardError when the request did; ValueError when none can succeed."""
@@ -51,6 +51,8 @@ class Server:
         assert task is not None
         self._asking[task] = asyncio.get_running_loop()
         try:
+            if self._closed:  # looked at when `close` can see the task
+                raise asyncio.CancelledError
             return await self._post(text)
         finally:
             del self._asking[task]
@@ -73,6 +75,7 @@ class Server:
 
     def close(self) -> None:
         """Ends what is being asked; nothing else is kept open."""
+        self._closed = True
         for task, loop in list(self._asking.items()):
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(task.cancel)

@@ -358,5 +358,10 @@ def test_who_closes_waits_for_nothing_that_is_asked(kind: str, code: Path, serve
             assert not psutil.pid_exists(int(mark.read_text()))
         else:
             assert len(served.requests) == 1
+        late = Function(code, "good", 10.0, processes=1) if kind == "function" else Server(served.url, 10.0, None)
+        late.close()
+        with pytest.raises(RewardError, match="not asked any more"):  # a thread that was about to ask
+            late.ask(SAMPLES)
+        assert len(served.requests) <= 1
     finally:
         silent.set()
