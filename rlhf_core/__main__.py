@@ -1,6 +1,7 @@
-"""`python -m rlhf_core RUN_DIR`: does the work of one run directory, with or without Prefect around it.
+"""Runs the stage of one run directory, with or without Prefect: `python -m rlhf_core RUN_DIR`.
 
-Exit codes: 0 done; 2 wrong input (one line on stderr says what to change); 3 a package is missing; 1 anything else, with a traceback.
+Exit codes: 0 done; 2 wrong input (one line on stderr says what to change); 3 a package is missing, or a GPU is too small (likewise);
+1 anything else, with a traceback, or one line where training came to a loss, gradient norm or weight that is not finite.
 A ValueError counts as wrong input when our own code raised it; one from inside a library is a failure.
 """
 
@@ -10,41 +11,33 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from rlhf_core.garbage import uncollected
-from rlhf_core.launch import ENVIRONMENT, OURS, WRONG_INPUT, raised_by_us
-from rlhf_core.machine import no_room, num_gpus
-from rlhf_core.stage import RunDir, run_stage
+from rlhf_core.config import KINDS
+from rlhf_core.runs.run_dir import RunDir, run_stage
+from rlhf_core.system.gc_pause import uncollected
+from rlhf_core.system.machine import MachineLacks, disk_problem, num_gpus
+from rlhf_core.system.processes import ENVIRONMENT, FAILED, OURS, WRONG_INPUT, raised_by_us
 
-WORK = {
-    "sft": "rlhf_core.sft",
-    "reward_model": "rlhf_core.reward_model",
-    "dpo": "rlhf_core.dpo",
-    "kto": "rlhf_core.kto",
-    "preferences": "rlhf_core.preferences",
-    "ppo": "rlhf_core.ppo.start",
-    "publication": "rlhf_core.hub",
-}
 ENV_DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # A stage's log tells of its work: no progress bars of libraries, no notes to their developers.
+    # Keep progress bars and developer warnings of libraries out of the stage's log.
     "TQDM_DISABLE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # Threads that wait stop spinning soon: on a machine that does something else too, a spinning thread holds up the one it waits for.
+    # OpenMP threads spin only briefly while they wait: on a busy machine a spinning thread slows the one it waits for.
     "GOMP_SPINCOUNT": "10000",
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
 }
 
 
-def main(argv: Sequence[str], work: Mapping[str, str] = WORK) -> int:
-    """Runs the stage in `argv[0]` with the module that `work` names for its kind. Returns the exit code."""
+def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
+    """Runs the stage in `argv[0]`, whose module is in `package`. Returns the exit code."""
     if len(argv) != 1:
         return _refuse("give one argument, the run directory", WRONG_INPUT)
     for key, value in ENV_DEFAULTS.items():
@@ -57,11 +50,12 @@ def main(argv: Sequence[str], work: Mapping[str, str] = WORK) -> int:
     except (OSError, ValidationError) as error:
         return _refuse(f"{argv[0]} is no run directory: config.json: {str(error).splitlines()[0]}", WRONG_INPUT)
     kind = request.config.stage
-    if kind not in work:
-        return _refuse(f"{argv[0]} is of kind {kind}, which this command does not do; it does {', '.join(work)}", WRONG_INPUT)
+    if KINDS[kind].package != package:
+        ours = ", ".join(name for name, known in KINDS.items() if known.package == package)
+        return _refuse(f"{argv[0]} is of kind {kind}, which this command does not do; it does {ours}", WRONG_INPUT)
     try:
         with uncollected():
-            module = importlib.import_module(work[kind])
+            module = importlib.import_module(KINDS[kind].module)
         run_stage(argv[0], module.run)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in OURS:
@@ -71,9 +65,15 @@ def main(argv: Sequence[str], work: Mapping[str, str] = WORK) -> int:
         if not raised_by_us(error):
             raise
         return _refuse(" ".join(str(error).split()), WRONG_INPUT)
+    except MachineLacks as error:
+        return _refuse(str(error), ENVIRONMENT)
+    except FloatingPointError as error:
+        if not raised_by_us(error):
+            raise
+        return _refuse(str(error), FAILED)
     except Exception as error:
-        if reason := no_room(error):
-            return _refuse(f"{argv[0]} cannot be written to: {reason}, then run again: it goes on from its last checkpoint", ENVIRONMENT)
+        if reason := disk_problem(error):
+            return _refuse(f"{argv[0]} cannot be written to: {reason}, then run again: it resumes from its last checkpoint", ENVIRONMENT)
         raise
     return 0
 

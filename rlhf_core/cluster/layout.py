@@ -1,7 +1,7 @@
 """Who sits where, as pure arithmetic: which bundle of resources each process of each group takes. Knows no Ray and no torch.
 
-A bundle is what Ray reserves on one node, usually a card and some CPUs. Groups that are `together` share their bundles: process i of
-each sits on the same card.
+A bundle is what Ray reserves on one node, usually a GPU and some CPUs. Groups that are `together` share their bundles: process i of
+each runs on the same GPU.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlhf_core.config import Vllm
-from rlhf_core.config.groups import Wanted, check_together, processes
+from rlhf_core.config.loops import Wanted, check_together, processes
 
 
-class Seat(NamedTuple):
+class Slot(NamedTuple):
     """The place of one process: a bundle, and how much of it the process takes."""
 
     bundle: int
@@ -24,10 +24,10 @@ class Seat(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Bundles, and the seats of each group in them. An engine over several cards has a seat on each; `spans` is their number."""
+    """Bundles, and the slots of each group in them. An engine over several GPUs has a slot on each; `spans` is their number."""
 
     bundles: Sequence[Mapping[str, float]]
-    seats: Mapping[str, Sequence[Seat]]
+    slots: Mapping[str, Sequence[Slot]]
     spans: Mapping[str, int]
 
     def cards(self) -> list[str]:
@@ -47,16 +47,16 @@ class Layout:
         return names
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {len(seats)} x ({seats[0].cpus:g} CPU, {seats[0].gpus:g} GPU)" for name, seats in self.seats.items())
+        return ", ".join(f"{name} {len(slots)} x ({slots[0].cpus:g} CPU, {slots[0].gpus:g} GPU)" for name, slots in self.slots.items())
 
 
 def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()) -> Layout:
-    """A bundle for each process, or for each set of processes that share a card; those share it in equal parts in Ray's books.
+    """A bundle for each process, or for each set of processes that share a GPU; those share it in equal parts in Ray's books.
 
-    Raises ValueError when groups that share cards differ in their number of processes or only some of them have GPUs.
+    Raises ValueError when groups that share GPUs differ in their number of processes or only some of them have GPUs.
     """
     bundles: list[dict[str, float]] = []
-    seats: dict[str, list[Seat]] = {}
+    slots: dict[str, list[Slot]] = {}
     shared = {name for names in together for name in names}
     for names in [*together, *([name] for name in groups if name not in shared)]:
         check_together({name: groups[name] for name in names})
@@ -64,26 +64,26 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
         whole = 1.0 if len(names) > 1 else groups[names[0]].gpus
         gpus = (int(10_000 / len(names)) / 10_000 if len(names) > 1 else whole) if groups[names[0]].gpus else 0.0
         for name in names:
-            seats[name] = [Seat(len(bundles) + i, groups[name].cpus, gpus) for i in range(count)]
+            slots[name] = [Slot(len(bundles) + i, groups[name].cpus, gpus) for i in range(count)]
         cpus = sum(groups[name].cpus for name in names)
         bundles += [{"CPU": cpus} | ({"GPU": whole} if gpus else {})] * count
     spans = {name: wanted.tensor_parallel_size if isinstance(wanted, Vllm) else 1 for name, wanted in groups.items()}
-    return Layout(bundles, {name: seats[name] for name in groups}, spans)
+    return Layout(bundles, {name: slots[name] for name in groups}, spans)
 
 
-def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Seat]]:
-    """The seats of each group, node by node, so that neighbours in rank are neighbours on the wire.
+def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]:
+    """The slots of each group, node by node, so that neighbours in rank are neighbours on the wire.
 
-    Raises ValueError when the cards of one engine would lie on two nodes.
+    Raises ValueError when the GPUs of one engine would be on two nodes.
     """
     nodes = list(dict.fromkeys(node_of[bundle] for bundle in sorted(node_of)))
     ordered = {
-        name: sorted(seats, key=lambda seat: (nodes.index(node_of[seat.bundle]), seat.bundle)) for name, seats in layout.seats.items()
+        name: sorted(slots, key=lambda slot: (nodes.index(node_of[slot.bundle]), slot.bundle)) for name, slots in layout.slots.items()
     }
-    for name, seats in ordered.items():
+    for name, slots in ordered.items():
         span = layout.spans[name]
-        for first in range(0, len(seats), span):
-            if len({node_of[seat.bundle] for seat in seats[first : first + span]}) > 1:
+        for first in range(0, len(slots), span):
+            if len({node_of[slot.bundle] for slot in slots[first : first + span]}) > 1:
                 raise ValueError(
                     f"an engine of {name} with tensor_parallel_size={span} would lie on two nodes: lower it to a divisor of a node's GPUs"
                 )
@@ -94,7 +94,7 @@ def shortage(bundles: Sequence[Mapping[str, float]], there: Mapping[str, float])
     """What the cluster does not have at all, in words; empty when everything fits."""
     parts = []
     for resource in ("CPU", "GPU"):
-        asked = sum(bundle.get(resource, 0.0) for bundle in bundles)
-        if asked > there.get(resource, 0.0) + 1e-6:
-            parts.append(f"{resource}s (asked {asked:g}, there are {there.get(resource, 0.0):g})")
+        requested = sum(bundle.get(resource, 0.0) for bundle in bundles)
+        if requested > there.get(resource, 0.0) + 1e-6:
+            parts.append(f"{resource}s (asked {requested:g}, there are {there.get(resource, 0.0):g})")
     return " and ".join(parts)

@@ -1,7 +1,6 @@
-"""One frozen config per stage, and the recipe that joins them. Torch-free: an orchestrating machine can check a recipe.
+"""One frozen config per stage, and the recipe that joins them. Torch-free.
 
-Every field's comment (`Field(description=...)`) ends up in `docs`; defaults are those of `numerics`: the names users of
-the flat flag dialect already know (`actor_learning_rate`, `init_kl_coef`, `micro_train_batch_size`, ...).
+`Field(description=...)` is the text of docs/reference/config.md.
 A value that names a model (`model`, `policy`, `actor`, `reward` ...) is `base`, the name of another stage of the recipe,
 or a local folder / Hub id of a model (`owner/name@REVISION`: at a commit, tag or branch).
 """
@@ -9,13 +8,16 @@ or a local folder / Hub id of a model (`owner/name@REVISION`: at a commit, tag o
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fsspec.registry import known_implementations
 from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Data, Source
 from rlhf_core.config.evaluation import (
+    AlignmentTax,
     ChatJudge,
     Endpoint,
     Evaluation,
@@ -28,98 +30,35 @@ from rlhf_core.config.evaluation import (
     RuleJudge,
     VllmJudge,
 )
-from rlhf_core.config.gates import Gate
-from rlhf_core.config.notify import EVENTS, Notify
+from rlhf_core.config.gates import Gate, Gated
+from rlhf_core.config.kinds import KINDS
+from rlhf_core.config.loops import POST_PROCESSOR_FIELDS, Iterative, IterativeDPO, Loop, PostProcessor, Preferences, Rounds, Sampling, Vllm
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
 from rlhf_core.config.preference import DPO, KTO, REFERENCE_FREE, PreferenceLoss, UnpairedLoss
-from rlhf_core.config.rounds import POST_PROCESSOR_FIELDS, Iterative, IterativeDPO, Loop, PostProcessor, Preferences, Rounds, Sampling, Vllm
-from rlhf_core.config.supervised import SFT, RewardModel
-from rlhf_core.config.tax import AlignmentTax
-from rlhf_core.config.tracked import Wandb
-from rlhf_core.config.training import Lora, Trainable
-from rlhf_core.types import Frozen, Ranks
+from rlhf_core.config.reporting import EVENTS, Notify, Wandb
+from rlhf_core.config.training import SFT, Lora, RewardModel, Trainable
+from rlhf_core.records import RECIPE_ONLY, Config, Frozen, Ranks
 
-__all__ = [
-    "AGGREGATIONS",
-    "DPO",
-    "EVENTS",
-    "GROUP_ESTIMATORS",
-    "KTO",
-    "POST_PROCESSOR_FIELDS",
-    "PPO",
-    "REFERENCE_FREE",
-    "SFT",
-    "STAGE_KINDS",
-    "AdvantageEstimator",
-    "Aggregation",
-    "AlignmentTax",
-    "ChatJudge",
-    "Data",
-    "Endpoint",
-    "Evaluation",
-    "Gate",
-    "Iterative",
-    "IterativeDPO",
-    "Judge",
-    "Loop",
-    "Lora",
-    "Notify",
-    "OpenAIJudge",
-    "PostProcessor",
-    "PreferenceLoss",
-    "Preferences",
-    "Publication",
-    "Ranks",
-    "Recipe",
-    "Remote",
-    "RewardEvaluation",
-    "RewardJudge",
-    "RewardModel",
-    "Rounds",
-    "RuleJudge",
-    "Sampling",
-    "Source",
-    "StageConfig",
-    "Trainable",
-    "UnpairedLoss",
-    "Vllm",
-    "VllmJudge",
-    "Wandb",
-]
-
-StageConfig = Annotated[
-    SFT | RewardModel | DPO | KTO | Preferences | IterativeDPO | Iterative | PPO | Evaluation | AlignmentTax | Publication,
-    Field(discriminator="stage"),
-]
-STAGE_KINDS = (
-    "sft",
-    "reward_model",
-    "dpo",
-    "kto",
-    "preferences",
-    "iterative_dpo",
-    "iterative",
-    "ppo",
-    "evaluation",
-    "alignment_tax",
-    "publication",
-)
+if TYPE_CHECKING:
+    StageConfig = Gated  # the config of any kind; narrowed with isinstance
+else:
+    StageConfig = Annotated[reduce(or_, (kind.config for kind in KINDS.values())), Field(discriminator="stage")]
 
 
-class Recipe(Frozen):
-    """A base model, stages, and where their artifacts live."""
+class Recipe(Config):
+    """A base model, its stages, and the folders of their artifacts."""
 
     name: str = Field(
         description="name of the recipe; artifacts are filed under it", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100
     )
-    base_model: str = Field(description="local folder or Hub id of the model every chain starts from")
+    base_model: str = Field(description="local folder or Hub id of the model that is called `base`")
     artifacts: str = Field("artifacts", description="folder of all run directories")
     store: str | None = Field(None, description="bucket or folder that finished stages are copied to and fetched from: s3://bucket/prefix")
-    store_checkpoints: bool = Field(False, description="also copy the newest resume state of a stage at work to the store")
+    store_checkpoints: bool = Field(False, description="also copy the newest resume state of a running stage to the store")
     seed: int = Field(0, ge=0, description="seed of every stage")
-    trust_remote_code: bool = Field(False, description="allow model code from the Hub")
-    notify: Notify | None = Field(None, description="webhook that is told how the run goes")
-    wandb: Wandb | None = Field(None, description="project in Weights & Biases that shows the metrics of every stage")
+    trust_remote_code: bool = Field(False, description="allow model code from the Hub", json_schema_extra=RECIPE_ONLY)
+    notify: Notify | None = Field(None, description="webhook that receives the events of a run")
+    wandb: Wandb | None = Field(None, description="Weights & Biases project for the metrics of every stage")
     stages: dict[str, StageConfig] = Field(description="stages by name; a stage named like its kind needs no `stage:`", min_length=1)
 
     @field_validator("store")
@@ -143,6 +82,6 @@ class Recipe(Frozen):
         if not isinstance(value, dict):
             return value
         return {
-            name: {"stage": name, **body} if isinstance(body, dict) and "stage" not in body and name in STAGE_KINDS else body
+            name: {"stage": name, **body} if isinstance(body, dict) and "stage" not in body and name in KINDS else body
             for name, body in value.items()
         }

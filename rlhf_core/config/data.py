@@ -1,4 +1,4 @@
-"""Data sets of a stage, and how their rows become text. Torch-free, as everything in this package."""
+"""Data sets of a stage, and how their rows become text. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.types import Frozen, Positive, Share
+from rlhf_core.records import Config, Positive, Share
+
+Rows = Literal["sft", "preference", "prompt", "answer", "labelled", "scored"]  # what the rows of a data set hold
 
 
-class Source(Frozen):
+class Source(Config):
     """One data set of a mixture: a local .jsonl/.json/.parquet/.csv file, or a Hub data set id."""
 
     path: str = Field(description="file, Hub data set id, or one at a revision (owner/name@REVISION)")
     split: str = Field("train", description="split, for Hub data sets")
     format: Literal["auto", "columns", "ultrafeedback", "arena", "hh", "sharegpt"] = Field(
-        "auto", description="shape of the rows (docs/data.md); auto: told by the first row; columns: as the *_key fields name them"
+        "auto", description="shape of the rows (docs/how-to/data.md); auto: detected from the first row; columns: named by the *_key fields"
     )
     probability: Share = Field(1.0, description="share of the mixture; the shares of all sources sum to 1")
     messages_key: str = Field("messages", description="column with chat messages (SFT)")
@@ -26,11 +28,11 @@ class Source(Frozen):
     margin_key: str | None = Field(
         None, description="column with the margin of a preference, if there is one; ultrafeedback: margin is the difference of the scores"
     )
-    label_key: str = Field("label", description="column that says whether a response is desirable (KTO): true or false, 1 or 0")
+    label_key: str = Field("label", description="column with whether a response is desirable (KTO): true or false, 1 or 0")
     reward_key: str = Field("reward", description="column with the reward of a response (conditional SFT)")
 
 
-class Data(Frozen):
+class Data(Config):
     """A mixture of sources and how its rows become text."""
 
     sources: tuple[Source, ...] = Field(description="data sets, mixed by probability", min_length=1)

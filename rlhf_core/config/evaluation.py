@@ -10,18 +10,19 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.data import Data, Source
 from rlhf_core.config.gates import Gated
-from rlhf_core.config.rounds import Vllm, check_server
-from rlhf_core.types import Frozen, Positive, Rate, Share
+from rlhf_core.config.lm_eval_tasks import task_name
+from rlhf_core.config.loops import Vllm, check_server
+from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, Share
 
 
-class RuleJudge(Frozen):
-    """Right beats wrong; the question carries the known answer."""
+class RuleJudge(Config):
+    """A right answer wins against a wrong one; each question has its known answer."""
 
     kind: Literal["rule"] = "rule"
     answer_key: str = Field("answer", description="column of the questions with the known answer")
 
 
-class RewardJudge(Frozen):
+class RewardJudge(Config):
     """The higher score of a reward model wins; a difference below `tie` is a tie."""
 
     kind: Literal["reward"] = "reward"
@@ -29,23 +30,27 @@ class RewardJudge(Frozen):
     tie: float = Field(0.0, ge=0, description="score difference that still counts as a tie")
 
 
-class Asked(Frozen):
-    """How a chat endpoint is asked."""
+class RequestLimits(Config):
+    """Concurrency, timeout and retries of requests to a chat endpoint."""
 
-    concurrency: Positive = Field(16, description="requests in flight")
-    timeout: Rate = Field(300.0, description="seconds one request may take")
-    max_attempts: Positive = Field(6, description="attempts per request when the endpoint is busy, down or slow")
+    concurrency: Annotated[Positive, NotInDigest] = Field(16, description="requests in flight")
+    timeout: Annotated[Rate, NotInDigest] = Field(300.0, description="seconds one request may take")
+    max_attempts: Annotated[Positive, NotInDigest] = Field(6, description="attempts per request when the endpoint is busy, down or slow")
 
 
-class Remote(Asked):
+class Remote(RequestLimits):
     """A model behind an OpenAI-compatible endpoint."""
 
     model: str = Field(description="model name at the endpoint")
     base_url: str = Field("https://api.openai.com/v1", description="endpoint")
-    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
-    requests_per_minute: Positive | None = Field(None, description="requests are spaced so that no more are sent; default: no limit")
-    input_price: float | None = Field(None, ge=0, description="US dollars per million input tokens, for the cost in the report")
-    output_price: float | None = Field(None, ge=0, description="US dollars per million output tokens")
+    api_key_env: Annotated[str, NotInDigest] = Field("OPENAI_API_KEY", description="environment variable that holds the key")
+    requests_per_minute: Annotated[Positive | None, NotInDigest] = Field(
+        None, description="requests are spaced so that no more are sent; default: no limit"
+    )
+    input_price: Annotated[float | None, NotInDigest] = Field(
+        None, ge=0, description="US dollars per million input tokens, for the cost in the report"
+    )
+    output_price: Annotated[float | None, NotInDigest] = Field(None, ge=0, description="US dollars per million output tokens")
 
     @field_validator("base_url")
     @classmethod
@@ -57,33 +62,36 @@ class Remote(Asked):
         return value
 
 
-class ChatJudge(Asked):
-    """A chat model as judge, asked as Arena-Hard asks."""
+class ChatJudge(RequestLimits):
+    """A chat model as judge, with the prompts of Arena-Hard."""
 
     max_tokens: Positive = Field(4096, description="longest verdict")
-    max_failed: Share = Field(0.02, description="share of failed or unparsed games above which the report fails")
+    max_failed: Annotated[Share, NotInDigest] = Field(0.02, description="share of failed or unparsed games above which the report fails")
     interval_width: float | None = Field(
-        None, gt=0, lt=1, description="stop asking about a model when its 95 % interval is this narrow (0.1: +- 5 points); default: ask all"
+        None,
+        gt=0,
+        lt=1,
+        description="stop judging a model when its 95 % interval is this narrow (0.1: +- 5 points); default: judge all questions",
     )
-    sequential_questions: Positive = Field(50, description="questions between two looks at the interval, drawn in random order")
-    verdict_cache: str | None = Field(
+    sequential_questions: Positive = Field(50, description="questions between two computations of the interval, in random order")
+    verdict_cache: Annotated[str | None, NotInDigest] = Field(
         None, description="folder of verdicts shared by evaluations, so that no game is judged twice; default: in the run directory"
     )
 
 
 class OpenAIJudge(Remote, ChatJudge):
-    """A chat model behind an OpenAI-compatible endpoint, asked as Arena-Hard asks."""
+    """A chat model behind an OpenAI-compatible endpoint as judge, with the prompts of Arena-Hard."""
 
     kind: Literal["openai"] = "openai"
 
 
 class VllmJudge(ChatJudge):
-    """A chat model that this stage serves itself: a vLLM server is started for it, asked like any endpoint, and stopped."""
+    """A chat model as judge, on a vLLM server that this stage starts and stops."""
 
     kind: Literal["vllm"] = "vllm"
     model: str = Field(description="the judge")
     max_model_len: Positive | None = Field(None, description="longest prompt and verdict together, in tokens; default: the model's own")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as the checkpoint says")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: that of the checkpoint")
     vllm: Vllm = Vllm()
 
     @model_validator(mode="after")
@@ -102,10 +110,12 @@ class Endpoint(Remote):
     max_tokens: Positive | None = Field(None, description="longest answer in its own tokens; default: the evaluation's generate_max_len")
     system: str | None = Field(None, description="system message before each question that has none")
     more: dict[str, Any] = Field({}, description="further fields of each request (top_p, seed, reasoning_effort, ...)")
-    max_failed: Share = Field(0.0, description="share of questions that may stay without an answer; these count as empty answers")
+    max_failed: Annotated[Share, NotInDigest] = Field(
+        0.0, description="share of questions that may stay without an answer; these count as empty answers"
+    )
 
 
-class RewardEvaluation(Frozen):
+class RewardEvaluation(Config):
     """Reward models on held-out preference pairs: accuracy, calibration, length bias, agreement with each other."""
 
     models: tuple[str, ...] = Field(("reward_model",), description="reward models", min_length=1)
@@ -120,7 +130,7 @@ class Evaluation(Gated):
     stage: Literal["evaluation"] = "evaluation"
     models: tuple[str, ...] = Field(description="models to judge, in order; the last is the final model", min_length=1)
     baseline: str = Field("sft", description="model they are judged against")
-    endpoints: dict[str, Endpoint] = Field({}, description="remote models by the name that models, baseline and parents call them")
+    endpoints: dict[str, Endpoint] = Field({}, description="remote models by their names in models, baseline and parents")
     questions: Source = Field(description="rows with a prompt, and what the rule needs")
     max_questions: Positive | None = Field(None, description="at most this many questions")
     template: str = Field("chat", description="'chat' or a plain template with one {}")
@@ -128,9 +138,9 @@ class Evaluation(Gated):
     temperature: float = Field(0.0, ge=0, description="sampling temperature of the answers")
     prompt_max_len: Positive = Field(1024, description="longest prompt in tokens")
     generate_max_len: Positive = Field(1024, description="longest answer in tokens")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of the models that answer; auto: as each checkpoint says")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of the models that answer; auto: that of each checkpoint")
     bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the questions")
-    micro_rollout_batch_size: Positive = Field(8, description="documents of one reward-judge pass")
+    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="documents of one reward-judge pass")
     parents: dict[str, str] | None = Field(
         None, description="model: the model it is also judged against; default: the stage each was trained from; {}: none"
     )
@@ -140,7 +150,7 @@ class Evaluation(Gated):
     reward_evaluation: RewardEvaluation | None = Field(None, description="reward models to evaluate on held-out pairs")
     proxy: str | None = Field(
         None,
-        description="reward model that was climbed: its mean score and the judge's win rate over the KL from the baseline make the "
+        description="reward model that was optimised: its mean score and the judge's win rate over the KL from the baseline make the "
         "over-optimisation curve (models: a loop, or STAGE.iterationN of ppo's export_at); needs temperature 1",
     )
     vllm: Vllm = Vllm()
@@ -158,7 +168,7 @@ class Evaluation(Gated):
         named = {self.baseline, *self.models, *(self.parents or {}).values()}
         for name in self.endpoints:
             if name not in named:
-                raise ValueError(f"the endpoint {name!r} is asked by nobody: name it in models, as baseline or in parents, or remove it")
+                raise ValueError(f"the endpoint {name!r} is not used: name it in models, as baseline or in parents, or remove it")
         return self
 
     @model_validator(mode="after")
@@ -175,7 +185,7 @@ class Evaluation(Gated):
 
 
 class Publication(Gated):
-    """Weights, tokenizer, card and scores of a model, or the rows of a data set, to a folder and, when `repo_id` is set, to the Hub."""
+    """Publishes a model with its card and scores, or a data set, to a folder and, with `repo_id`, to the Hub."""
 
     stage: Literal["publication"] = "publication"
     model: str | None = Field(None, description="model to publish")
@@ -183,7 +193,7 @@ class Publication(Gated):
         None,
         description="in place of model: preferences stage whose pairs or answers, or evaluation whose judgments and answers to publish",
     )
-    evaluation: str | None = Field(None, description="evaluation stage whose scores the card shows")
+    evaluation: str | None = Field(None, description="evaluation stage whose scores the model card shows")
     folder: str | None = Field(None, description="folder to publish to; default: published/ in the run directory")
     repo_id: str | None = Field(None, description="Hub repository; the token comes from HF_TOKEN")
     branch: str = Field("main", description="branch of the repository; one that is not there is made")
@@ -191,21 +201,25 @@ class Publication(Gated):
         None, description="of a loop: every round is published too, to a branch of this name with the round's number for {} (round-{})"
     )
     base_repo: str | None = Field(None, description="of an adapter whose base is a folder: Hub repository with that base")
-    private: bool = Field(True, description="a new repository is private, and an existing public one is refused")
-    dry_run: bool = Field(False, description="only show what would be sent and where, and send nothing; needs no token")
-    license: str | None = Field(None, description="licence named on the card; default: what the base model and the data ask for")
-    licenses: dict[str, str] = Field({}, description="licence of a base model or data set, by Hub id or file, where its card says none")
+    private: bool = Field(
+        True, description="a new repository is private, and an existing public one is refused", json_schema_extra=RECIPE_ONLY
+    )
+    dry_run: bool = Field(
+        False, description="only show what would be sent and where, and send nothing; needs no token", json_schema_extra=RECIPE_ONLY
+    )
+    license: str | None = Field(None, description="licence on the model card; default: what the base model and the data require")
+    licenses: dict[str, str] = Field({}, description="licence of a base model or data set, by Hub id or file, where its card names none")
 
     @field_validator("branch", "round_branch")
     @classmethod
     def _is_a_branch(cls, value: str | None) -> str | None:
-        """A name that needs no escaping in an address. Not one that could be taken for a commit."""
+        """Checks for a name that needs no escaping in a URL and does not look like a commit."""
         if value is not None and not re.fullmatch(r"(?![0-9a-f]{40}$)[A-Za-z0-9](\.?[\w-])*", value.replace("{}", "1")):
             raise ValueError(f"{value!r} is no name of a branch: use letters, digits, - and _, with single dots between them")
         return value
 
     @model_validator(mode="after")
-    def _rounds_have_places(self) -> Publication:
+    def _check_round_branch(self) -> Publication:
         if self.round_branch is None:
             return self
         if self.round_branch.count("{}") != 1 or self.model is None:
@@ -217,9 +231,42 @@ class Publication(Gated):
         return self
 
     @model_validator(mode="after")
-    def _one_thing(self) -> Publication:
+    def _check_model_or_dataset(self) -> Publication:
         if (self.model is None) == (self.dataset is None):
             raise ValueError("a publication has either a model or a dataset: name one, and the other in a publication of its own")
         if self.dataset and (self.evaluation or self.base_repo):
             raise ValueError("evaluation and base_repo are for models: leave them out of the publication of a dataset")
+        return self
+
+
+class AlignmentTax(Gated):
+    """Tasks of lm-eval (IFEval, GSM8K, MMLU, your own) on each model and on the baseline, on a vLLM server that the stage starts."""
+
+    stage: Literal["alignment_tax"] = "alignment_tax"
+    models: tuple[str, ...] = Field(description="models to measure, in order", min_length=1)
+    baseline: str = Field("sft", description="model that the losses are counted from")
+    tasks: tuple[str, ...] = Field(description="names of lm-eval's tasks or groups, and paths of task YAML files", min_length=1)
+    limit: Positive | None = Field(None, description="at most this many documents of each task, the first ones; default: all")
+    num_fewshot: int | None = Field(None, ge=0, description="worked examples before each question; default: those of each task")
+    chat_template: bool = Field(False, description="questions in the models' chat template; default: plain text, as in lm-eval")
+    max_model_len: Positive | None = Field(None, description="longest prompt and answer together, in tokens; default: the model's own")
+    max_gen_toks: Positive = Field(256, description="longest answer in tokens, where a task sets none")
+    batch_size: Annotated[Positive, NotInDigest] = Field(8, description="prompts in one request")
+    concurrency: Annotated[Positive, NotInDigest] = Field(8, description="requests in flight")
+    timeout: Annotated[Rate, NotInDigest] = Field(300.0, description="seconds one request may take")
+    trust_task_code: bool = Field(
+        False, description="allow a local task YAML to run the Python that it names (`!function`)", json_schema_extra=RECIPE_ONLY
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: that of each checkpoint")
+    bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the documents")
+    vllm: Vllm = Vllm()
+
+    @model_validator(mode="after")
+    def _check(self) -> AlignmentTax:
+        check_server(self.vllm)
+        if set(self.models) == {self.baseline}:
+            raise ValueError(f"models names only the baseline {self.baseline!r}, which loses nothing against itself: name another model")
+        names = [task_name(task) for task in self.tasks]
+        if doubled := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"tasks names {doubled!r} twice: give each task once, and YAML files different names")
         return self

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.types import Frozen
+from rlhf_core.records import Config, Frozen, NotInDigest
 
 OnFail = Literal["stop", "warn", "branch"]
 
 
-class Gate(Frozen):
+class Gate(Config, allow_inf_nan=True):
     """A bound on one metric of a stage's result. A metric that is missing or not finite fails it."""
 
     metric: str = Field(description="metric of the stage's result, such as eval/loss")
@@ -20,7 +20,7 @@ class Gate(Frozen):
     max: float | None = Field(None, description="the metric must be at most this")
     on_fail: OnFail = Field(
         "stop",
-        description="stop: nothing more is started; warn: only say so; branch: stages that depend on this one are left out, others go on",
+        description="stop: nothing more is started; warn: only a message; branch: stages that depend on this one are skipped, others run",
     )
 
     @model_validator(mode="after")
@@ -35,9 +35,8 @@ class Gate(Frozen):
 
     @property
     def bound(self) -> str:
-        """The bounds in words."""
-        told = [f"at least {self.min:g}" if self.min is not None else "", f"at most {self.max:g}" if self.max is not None else ""]
-        return " and ".join(filter(None, told))
+        bounds = [f"at least {self.min:g}" if self.min is not None else "", f"at most {self.max:g}" if self.max is not None else ""]
+        return " and ".join(filter(None, bounds))
 
     def passes(self, value: float | None) -> bool:
         if value is None or not math.isfinite(value):
@@ -46,7 +45,7 @@ class Gate(Frozen):
 
 
 class Verdict(Frozen):
-    """A gate and what became of it. `value` None: the result has no such metric. `meaning` is empty unless the gate failed."""
+    """The result of a gate. `value` None: the result has no such metric. `meaning` is empty unless the gate failed."""
 
     stage: str
     gate: Gate
@@ -55,17 +54,20 @@ class Verdict(Frozen):
     meaning: str = ""
 
     @property
-    def told(self) -> str:
-        """The metric, its value and the bound in one sentence without its full stop."""
+    def summary(self) -> str:
+        """Returns the metric, its value and the bound as one sentence without a full stop."""
         found = f"{self.gate.metric} is {self.value:.6g}" if self.value is not None else f"its result has no metric {self.gate.metric}"
-        return f"stage {self.stage}: {found}, and the gate asks for {self.gate.bound}"
+        return f"stage {self.stage}: {found}, and the gate requires {self.gate.bound}"
 
     def record(self) -> dict[str, Any]:
-        """Flat and JSON-ready, for `summary.json` and other programs."""
+        """Returns a flat, JSON-ready record for `summary.json`."""
         return {**self.gate.model_dump(), "value": self.value, "passed": self.passed, "meaning": self.meaning}
 
 
-class Gated(Frozen):
-    """A stage with gates. They decide no result, so they are not in its digest: a changed gate makes nothing anew."""
+class Gated(Config):
+    """A stage with gates. Gates change no result and are not in its digest."""
 
-    gates: tuple[Gate, ...] = Field((), description="bounds on this stage's metrics, checked before a stage that depends on it starts")
+    stage: str = Field(description="kind of the stage")
+    gates: Annotated[tuple[Gate, ...], NotInDigest] = Field(
+        (), description="bounds on this stage's metrics, checked before a stage that depends on it starts"
+    )

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.data import Data
 from rlhf_core.config.gates import Gated
-from rlhf_core.config.groups import Wanted, check_together
-from rlhf_core.config.rounds import Sampling, Vllm
+from rlhf_core.config.loops import Sampling, Vllm, Wanted, check_together
+from rlhf_core.config.rewards import ModelReward, RewardSources, check_titles
 from rlhf_core.config.training import PASS_TOKENS, RECOMPUTED, ROUTER, SAVE_MINUTES, Lora, Recomputed, check_batch, check_lora, check_zero
-from rlhf_core.reward_sources import ModelReward, RewardSources, check_titles
-from rlhf_core.types import Positive, Ranks, Rate, Share
+from rlhf_core.records import NotInDigest, Positive, Ranks, Rate, Share
 
 AdvantageEstimator = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 Aggregation = Literal["token", "sequence", "constant"]
-AGGREGATIONS: dict[str, Aggregation] = {"grpo": "sequence", "dr_grpo": "constant"}  # of estimators whose paper has another than "token"
+AGGREGATIONS: dict[str, Aggregation] = {"grpo": "sequence", "dr_grpo": "constant"}  # the others: "token"
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")  # they compare the answers to one prompt
 
 
@@ -24,14 +23,16 @@ class PPO(Gated, Sampling):
     """Proximal policy optimisation (Schulman et al. 2017) and its critic-free relatives; each model on its own Ray group, vLLM rollouts."""
 
     stage: Literal["ppo"] = "ppo"
-    temperature: float = Field(1.0, ge=0, description="sampling temperature, above 0; the trainer scales its logits alike")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature, above 0; the trainer divides its logits by it too")
     actor: str = Field("sft", description="model to train")
     critic: str | None = Field(None, description="value model; default: starts from the first reward model; only for gae")
     reference: str | None = Field(None, description="KL anchor; default: the actor before training")
     reward: RewardSources = Field(
         (ModelReward(),), description="a reward model, path.py:function, http://..., or a list of these with weights; they are summed"
     )
-    max_failed_rewards: Share = Field(0.02, description="share of an iteration's answers a source may leave without a reward")
+    max_failed_rewards: Annotated[Share, NotInDigest] = Field(
+        0.02, description="share of an iteration's answers a source may leave without a reward"
+    )
     prompts: Data = Field(description="rows with a prompt")
 
     advantage_estimator: AdvantageEstimator = Field(
@@ -46,11 +47,11 @@ class PPO(Gated, Sampling):
 
     rollout_batch_size: Positive = Field(512, description="prompts of one iteration")
     n_samples_per_prompt: Positive = Field(1, description="answers per prompt")
-    micro_rollout_batch_size: Positive = Field(8, description="documents of one scoring pass on one rank")
+    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="documents of one scoring pass on one rank")
     train_batch_size: Positive = Field(128, description="documents of one optimiser step, all ranks together")
-    micro_train_batch_size: Positive = Field(8, description="documents of one training pass on one rank")
-    micro_rollout_tokens: Positive | None = Field(None, description=PASS_TOKENS.format("micro_rollout_batch_size"))
-    micro_train_tokens: Positive | None = Field(None, description=PASS_TOKENS.format("micro_train_batch_size"))
+    micro_train_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="documents of one training pass on one rank")
+    micro_rollout_tokens: Annotated[Positive | None, NotInDigest] = Field(None, description=PASS_TOKENS.format("micro_rollout_batch_size"))
+    micro_train_tokens: Annotated[Positive | None, NotInDigest] = Field(None, description=PASS_TOKENS.format("micro_train_batch_size"))
     num_episodes: Positive = Field(1, description="passes over the prompts")
     max_steps: Positive | None = Field(None, description="stop after this many iterations")
     max_epochs: Positive = Field(1, description="passes over each rollout")
@@ -78,7 +79,7 @@ class PPO(Gated, Sampling):
     value_clip: Rate = Field(0.2, description="clip of the value change")
     reward_clip: Rate = Field(10.0, description="rewards are clipped to +- this, before KL and penalties")
     reward_at: Literal["last_token", "every_token"] = Field(
-        "last_token", description="the reward is paid on the answer's last token (end of sequence), or in equal parts on all of its tokens"
+        "last_token", description="the reward is given on the answer's last token (end of sequence), or in equal parts on all of its tokens"
     )
     normalize_reward: bool = Field(False, description="standardise each reward model's scores with the mean and std stored with it")
     overlong_buffer: int = Field(0, ge=0, description="last tokens below generate_max_len with a growing penalty (DAPO, eq. 13); 0: none")
@@ -89,15 +90,15 @@ class PPO(Gated, Sampling):
     whiten_advantages: bool = Field(
         True, description="advantages of gae get mean 0 and std 1 over the whole rollout (reinforce_pp*: always; group estimators: never)"
     )
-    stream_batch_size: Positive | None = Field(
+    stream_batch_size: Annotated[Positive | None, NotInDigest] = Field(
         None,
-        description="prompts whose answers are scored together, as soon as engines on cards of their own have finished these, while they "
+        description="prompts whose answers are scored together, as soon as engines on GPUs of their own have finished these, while they "
         "answer others; default: all of the iteration, after the last answer",
     )
     freezing_actor_steps: int = Field(0, ge=0, description="first N iterations train only the critic")
     one_step_off_policy: bool = Field(
         False,
-        description="asynchronous training, one step deep: engines on cards of their own answer the next iteration's prompts while this "
+        description="asynchronous training, one step deep: engines on GPUs of their own answer the next iteration's prompts while this "
         "one trains, so answers are from weights one update old; sampler_is corrects it",
     )
     sampler_is: Literal["truncate", "clamp", "off"] = Field(
@@ -106,21 +107,23 @@ class PPO(Gated, Sampling):
     sampler_is_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight")
     sampler_is_clamp: tuple[float, float] = Field((0.5, 5.0), description="bounds of the clamped importance weight")
 
-    logging_steps: Positive = Field(1, description="iterations between two lines of metrics.jsonl")
-    save_steps: int = Field(0, ge=0, description="iterations between two resume checkpoints; 0: by save_minutes")
-    save_minutes: float = Field(30.0, ge=0, description=SAVE_MINUTES)
+    logging_steps: Annotated[Positive, NotInDigest] = Field(1, description="iterations between two lines of metrics.jsonl")
+    save_steps: Annotated[int, NotInDigest] = Field(0, ge=0, description="iterations between two resume checkpoints; 0: by save_minutes")
+    save_minutes: Annotated[float, NotInDigest] = Field(30.0, ge=0, description=SAVE_MINUTES)
     export_at: tuple[Positive, ...] = Field(
         (), description="iterations after which the actor is also exported as a model, which other stages name STAGE.iterationN"
     )
-    keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
+    keep_checkpoints: Annotated[Positive, NotInDigest] = Field(1, description="resume checkpoints kept")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
-    gradient_checkpointing: Recomputed = Field(0.0, description=RECOMPUTED)
-    zero_stage: Literal["auto", 0, 1, 2, 3] = Field(
+    gradient_checkpointing: Annotated[Recomputed, NotInDigest] = Field(0.0, description=RECOMPUTED)
+    zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], NotInDigest] = Field(
         "auto",
         description="of actor and critic, 0: plain torch, one rank each; 1-3: DeepSpeed ZeRO; auto: 0 on a GPU each, on several the lowest "
         "that fits them, without GPUs 3",
     )
-    timeout: Positive = Field(600, description="seconds any role may stay silent before the run stops and names it")
+    timeout: Annotated[Positive, NotInDigest] = Field(
+        600, description="seconds any rank may make no progress (passes, tokens, weights, bytes written) before the run stops and names it"
+    )
 
     lora: Lora | None = Field(None, description="actor and critic train low-rank adapters; default: all weights")
     router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
@@ -129,17 +132,23 @@ class PPO(Gated, Sampling):
         description="mixtures of experts, on GPUs: the actor sends each token to the experts to which vLLM sent it (R3, Ma et al. 2025)",
     )
 
-    actor_ranks: Ranks = Ranks()
-    critic_ranks: Ranks = Ranks()
-    reference_ranks: Ranks = Ranks()
-    reward_ranks: Ranks = Ranks()
+    actor_ranks: Annotated[Ranks, NotInDigest] = Ranks()
+    critic_ranks: Annotated[Ranks, NotInDigest] = Ranks()
+    reference_ranks: Annotated[Ranks, NotInDigest] = Ranks()
+    reward_ranks: Annotated[Ranks, NotInDigest] = Ranks()
     vllm: Vllm = Vllm()
-    colocate_actor_ref: bool = Field(False, description="actor and reference share their cards, rank by rank")
-    colocate_critic_reward: bool = Field(False, description="critic and reward models share their cards, rank by rank")
-    colocate_all: bool = Field(False, description="all models and the engines share the same cards, rank by rank; usually with vllm.sleep")
-    ref_reward_offload: bool = Field(False, description="reference and reward models wait in host memory while they do not score")
-    adam_offload: tuple[Literal["actor", "critic"], ...] = Field(
-        (), description="these roles' optimiser states lie in host memory, where their steps run; true: actor and critic"
+    colocate_actor_ref: Annotated[bool, NotInDigest] = Field(False, description="actor and reference share their GPUs, rank by rank")
+    colocate_critic_reward: Annotated[bool, NotInDigest] = Field(
+        False, description="critic and reward models share their GPUs, rank by rank"
+    )
+    colocate_all: Annotated[bool, NotInDigest] = Field(
+        False, description="all models and the engines share the same GPUs, rank by rank; usually with vllm.sleep"
+    )
+    ref_reward_offload: Annotated[bool, NotInDigest] = Field(
+        False, description="reference and reward models are in host memory while they do not score"
+    )
+    adam_offload: Annotated[tuple[Literal["actor", "critic"], ...], NotInDigest] = Field(
+        (), description="these roles' optimiser states are in host memory, where their steps run; true: actor and critic"
     )
 
     @property
@@ -148,7 +157,7 @@ class PPO(Gated, Sampling):
 
     @property
     def aggregation(self) -> Aggregation:
-        """The aggregation of the loss: as told, or as the estimator's paper has it."""
+        """The configured aggregation of the loss, or the one of the estimator's paper."""
         return self.loss_aggregation or ("sequence" if self.ratio == "sequence" else AGGREGATIONS.get(self.advantage_estimator, "token"))
 
     @property
@@ -169,7 +178,7 @@ class PPO(Gated, Sampling):
 
     @property
     def together(self) -> list[list[str]]:
-        """Groups that share cards."""
+        """Groups that share GPUs."""
         if self.colocate_all:
             return [[*self.groups, "sampler"]]
         critic_reward = [name for name in self.groups if name == "critic" or name.startswith("reward:")]
@@ -207,7 +216,7 @@ class PPO(Gated, Sampling):
         for field, what in (("one_step_off_policy", "trains"), ("stream_batch_size", "scores")):
             if getattr(self, field) and (self.colocate_all or self.vllm.sleep):
                 raise ValueError(
-                    f"{field} {what} while engines generate, so they need cards of their own: leave out colocate_all and vllm.sleep, or "
+                    f"{field} {what} while engines generate, so they need GPUs of their own: leave out colocate_all and vllm.sleep, or "
                     f"{field}"
                 )
             if getattr(self, field) and self.dynamic_filtering:
@@ -243,7 +252,7 @@ class PPO(Gated, Sampling):
     def _check(self) -> PPO:
         check_lora(self.lora, self.zero_stage)
         if self.zero_stage == 0 and self.adam_offload:
-            raise ValueError("zero_stage=0 keeps Adam on the GPU, adam_offload asks for the host: set zero_stage to 2, 3 or auto")
+            raise ValueError("zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host: set zero_stage to 2, 3 or auto")
         for name, ranks in (("actor_ranks", self.actor_ranks), ("critic_ranks", self.critic_ranks)):
             check_zero(self.zero_stage, ranks, name)
             check_batch("train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, ranks.world_size)
@@ -256,7 +265,7 @@ class PPO(Gated, Sampling):
         return self
 
     def iterations(self, num_prompts: int) -> int:
-        """How many a run over `num_prompts` has. Raises ValueError when they do not fill one, or one of `export_at` never comes."""
+        """Returns the iterations of a run over `num_prompts`. Raises ValueError for none, or for `export_at` past the last."""
         if num_prompts < self.rollout_batch_size:
             raise ValueError(
                 f"ppo needs rollout_batch_size={self.rollout_batch_size} prompts, the data has {num_prompts}: lower it or add prompts"

@@ -8,10 +8,10 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.data import Data
 from rlhf_core.config.training import ROUTER, Trainable
-from rlhf_core.types import Frozen, Rate
+from rlhf_core.records import Config, Rate
 
 
-class PreferenceLoss(Frozen):
+class PreferenceLoss(Config):
     """The loss of a DPO stage (Rafailov et al. 2023, eq. 7) and of its relatives."""
 
     beta: Rate | None = Field(None, description="strength of the KL anchor; SimPO: scale of the log-probs. Default 0.1, for simpo 2")
@@ -38,7 +38,7 @@ class PreferenceLoss(Frozen):
         return self
 
 
-class UnpairedLoss(Frozen):
+class UnpairedLoss(Config):
     """The weights of a KTO stage's loss (Ethayarajh et al. 2024, eq. 8)."""
 
     w_desirable: float = Field(1.0, ge=0, description="KTO: weight of desirable answers")

@@ -1,4 +1,4 @@
-"""What every training stage shares."""
+"""SFT, the reward model, and the fields of every training stage."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from rlhf_core.config.data import Data
 from rlhf_core.config.gates import Gated
-from rlhf_core.types import Frozen, Positive, Ranks, Rate, Share
+from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, Share
 
 ROUTER = "mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
 
-RECOMPUTED = "share of the layers whose activations are computed again in the backward pass, not kept (above 0: logits too); true: all"
+RECOMPUTED = "share of the layers whose activations are recomputed in the backward pass (above 0: logits too); true: all"
 Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]
 
 SAVE_MINUTES = "where save_steps is 0: minutes between two resume checkpoints; 0: none"
 PASS_TOKENS = "tokens of one forward pass on one rank, in place of {}: documents packed without padding, passes equally full"
 
 
-class Lora(Frozen):
+class Lora(Config):
     """Low-rank adapters in place of full fine-tuning (LoRA, Hu et al. 2021); on 4-bit weights: QLoRA (Dettmers et al. 2023)."""
 
     rank: Positive = Field(16, description="rank of the adapters")
@@ -35,12 +36,12 @@ class Lora(Frozen):
 
 
 class Trainable(Gated):
-    """What every training stage shares: optimiser, schedule, cadence, precision, ranks."""
+    """Fields that all training stages share: optimiser, schedule, checkpoints, precision, ranks."""
 
     max_len: Positive = Field(512, description="longest sequence in tokens; longer ones are cut and counted")
     train_batch_size: Positive = Field(128, description="documents (pairs for preferences) of one optimiser step, all ranks together")
-    micro_train_batch_size: Positive = Field(8, description="rows of one forward pass on one rank")
-    micro_train_tokens: Positive | None = Field(None, description=PASS_TOKENS.format("micro_train_batch_size"))
+    micro_train_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="rows of one forward pass on one rank")
+    micro_train_tokens: Annotated[Positive | None, NotInDigest] = Field(None, description=PASS_TOKENS.format("micro_train_batch_size"))
     max_epochs: Positive = Field(1, description="passes over the data")
     learning_rate: Rate = Field(1e-5, description="peak learning rate")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
@@ -48,18 +49,18 @@ class Trainable(Gated):
     warmup_ratio: Share = Field(0.03, description="share of the steps with a linear warm-up")
     min_lr_ratio: Share = Field(0.1, description="the cosine ends at this share of the peak")
     max_norm: Rate = Field(1.0, description="gradient norm clip")
-    logging_steps: Positive = Field(1, description="optimiser steps between two lines of metrics.jsonl")
-    eval_steps: int = Field(0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end")
-    save_steps: int = Field(0, ge=0, description="steps between two resume checkpoints; 0: by save_minutes")
-    save_minutes: float = Field(30.0, ge=0, description=SAVE_MINUTES)
-    keep_checkpoints: Positive = Field(1, description="resume checkpoints kept")
+    logging_steps: Annotated[Positive, NotInDigest] = Field(1, description="optimiser steps between two lines of metrics.jsonl")
+    eval_steps: Annotated[int, NotInDigest] = Field(0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end")
+    save_steps: Annotated[int, NotInDigest] = Field(0, ge=0, description="steps between two resume checkpoints; 0: by save_minutes")
+    save_minutes: Annotated[float, NotInDigest] = Field(30.0, ge=0, description=SAVE_MINUTES)
+    keep_checkpoints: Annotated[Positive, NotInDigest] = Field(1, description="resume checkpoints kept")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
-    gradient_checkpointing: Recomputed = Field(0.0, description=RECOMPUTED)
-    zero_stage: Literal["auto", 0, 1, 2, 3] = Field(
+    gradient_checkpointing: Annotated[Recomputed, NotInDigest] = Field(0.0, description=RECOMPUTED)
+    zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], NotInDigest] = Field(
         "auto", description="0: plain torch, one rank; 1-3: DeepSpeed ZeRO; auto: 0 on one rank, on several the lowest that fits their GPUs"
     )
     lora: Lora | None = Field(None, description="train low-rank adapters; default: all weights")
-    ranks: Ranks = Field(Ranks(), description="processes of this stage")
+    ranks: Annotated[Ranks, NotInDigest] = Field(Ranks(), description="processes of this stage")
 
     @model_validator(mode="after")
     def _check_batch(self) -> Trainable:
@@ -82,7 +83,7 @@ def check_batch(whole_name: str, whole: int, micro_name: str, micro: int, ranks:
 
 def check_zero(zero_stage: int | str, ranks: Ranks, name: str = "ranks") -> None:
     if zero_stage == 0 and ranks.world_size > 1:
-        raise ValueError(f"zero_stage=0 trains on one rank, {name} ask for {ranks.world_size}: set zero_stage to 1, 2, 3 or auto")
+        raise ValueError(f"zero_stage=0 trains on one rank, {name} are {ranks.world_size}: set zero_stage to 1, 2, 3 or auto")
 
 
 def check_lora(lora: Lora | None, zero_stage: int | str) -> None:
@@ -91,3 +92,39 @@ def check_lora(lora: Lora | None, zero_stage: int | str) -> None:
             f"lora.quantize={lora.quantize} cannot be trained with zero_stage=3, which would cut 4-bit weights into shards: "
             f"set zero_stage to 2 or less, or quantize to none"
         )
+
+
+class SFT(Trainable):
+    """Supervised fine-tuning: token-mean NLL over assistant tokens."""
+
+    stage: Literal["sft"] = "sft"
+    model: str = Field("base", description="model to train")
+    data: Data | None = Field(None, description="rows with messages, or prompt and response (condition reward: these); or set answers")
+    answers: str | None = Field(None, description="a preferences stage whose answers are the data (rejection_sampling, conditional_sft)")
+    template: str = Field("chat", description="template of those answers: 'chat' or a plain one with one {}")
+    eval_data: Data | None = Field(None, description="held-out rows for the evaluation loss")
+    router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
+    packing: bool = Field(True, description="pack documents into rows of max_len (best fit); attention never crosses them")
+    condition: Literal["none", "reward"] = Field(
+        "none", description="reward: conditional SFT, the prompt ends with the standardised reward of its answer (column reward_key)"
+    )
+
+    @model_validator(mode="after")
+    def _check_data(self) -> SFT:
+        if (self.data is None) == (self.answers is None):
+            raise ValueError("an sft stage needs exactly one of data (files) and answers (the name of a preferences stage)")
+        return self
+
+
+class RewardModel(Trainable):
+    """Bradley-Terry reward model (Ouyang et al. 2022, eq. 1) with an optional margin (Llama 2, eq. 2)."""
+
+    stage: Literal["reward_model"] = "reward_model"
+    model: str = Field("sft", description="backbone; the scalar head starts at zero")
+    data: Data = Field(description="rows with prompt, chosen and rejected")
+    eval_data: Data | None = Field(None, description="held-out pairs: accuracy, score mean and std are measured on them")
+    loss: Literal["sigmoid", "logexp"] = Field(
+        "sigmoid", description="-log sigmoid(d - margin), or log(1 + exp(margin - d)): two names of one function, the margin counts in both"
+    )
+    centering: float = Field(0.0, ge=0, description="coefficient of (r_chosen + r_rejected)^2 (Eisenstein et al. 2023)")
+    learning_rate: Rate = Field(9e-6, description="peak learning rate")

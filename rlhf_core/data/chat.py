@@ -1,11 +1,11 @@
-"""Messages to tokens: the tokenizer's chat template, or a plain one, with a mask over what the assistant says.
+"""Renders messages to tokens with the tokenizer's chat template, or a plain one, and masks the answers of the assistant.
 
-A text is cut where an answer begins and ends, and the parts are encoded one by one. So no token straddles the border, and the tokens of
-`prompt(messages[:i])`, which is what a sampler sees, are exactly the beginning of `conversation(messages)`, which is what is trained on.
+A text is split where an answer begins and ends, and the parts are encoded one by one, so that no token crosses the border: the tokens of
+`prompt(messages[:i])`, from which a sampler continues, are exactly the beginning of `conversation(messages)`, which is trained on.
 
-A control token typed inside a message (`<|im_end|>`) stays text: it is hidden from the template behind a placeholder and encoded with
+A control token typed inside a message (`<|im_end|>`) stays text: a placeholder replaces it in the template, and it is encoded with
 `split_special_tokens`. This covers every added token marked special, in all roles; added tokens not marked special (such as `<think>`)
-are encoded as the tokenizer does. Tools, images and content that is not a string are left out.
+are encoded as the tokenizer does. Left out: tools, images, and content that is not a string.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf_core.data.condition import with_suffix
-from rlhf_core.data.documents import Document, Message, answered
-from rlhf_core.data.frames import check_limit
-from rlhf_core.lineage import is_hub_id, is_remote
+from rlhf_core.data.documents import Document, Message, answered, check_limit
+from rlhf_core.data.reward_condition import with_suffix
+from rlhf_core.data.vocabulary import tokenizer_place
+from rlhf_core.hub.ids import is_remote
 
-# Unicode noncharacters, which no text is meant to hold; one that does is itself hidden behind a placeholder.
+# Unicode noncharacters, which texts should not contain; OPEN in a text is itself replaced by a placeholder.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 PLACEHOLDER = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -34,9 +34,9 @@ Span = tuple[int, int]
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or Hub id, also at a commit (`owner/name@COMMIT`); of an adapter without one, that of its base.
+    """Loads the tokenizer of a model folder or Hub id, also at a commit (`owner/name@COMMIT`); of an adapter without one, its base's.
 
-    Raises ValueError when it cannot be loaded, encodes text to nothing, or lacks an end-of-sequence token or a pad token of its own.
+    Raises ValueError when it cannot be loaded, encodes text to nothing, has no end-of-sequence token, or has no separate pad token.
     """
     folder = tokenizer_place(path)
     if not is_remote(folder) and not Path(folder).is_dir():
@@ -57,29 +57,15 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     return tokenizer
 
 
-def tokenizer_place(path: str) -> str:
-    """Where the tokenizer lies: fetched, if the path names a commit of the Hub."""
-    if is_hub_id(path) and "@" in path:
-        from rlhf_core.snapshots import described
-
-        path = str(described(path))
-    folder = Path(path)
-    if not (folder / "adapter_config.json").is_file() or (folder / "tokenizer_config.json").is_file():
-        return path
-    base = json.loads((folder / "adapter_config.json").read_text())
-    name, revision = str(base.get("base_model_name_or_path") or ""), base.get("revision")
-    return tokenizer_place(f"{name}@{revision}" if revision and is_hub_id(name) else name) if name else path
-
-
 class Renderer:
     """Renders messages `{"role": ..., "content": ...}` with one tokenizer and one template ("chat", or a plain one with one {}).
 
     `stop_token_ids` are the tokens that end an answer: end-of-sequence, and the template's end-of-turn token when it is another one.
     `end_token_id` is the one that training puts after an answer. `frame_len` is the template's own length in tokens.
     A plain template puts system messages before the next user message, and the end-of-sequence token after each answer.
-    `prompt_suffix` is put after the last message of every prompt (`rlhf_core.data.condition`); conversations stay as they are.
-    `verbatim`: the answers of the data were sampled, and hold whatever the template puts before an answer's text (a space, an empty
-    thought); `said` adds nothing to them.
+    `prompt_suffix` is appended to the last message of every prompt (`rlhf_core.data.reward_condition`), not to conversations.
+    `verbatim`: the data's answers were sampled, so they already contain what the template puts before an answer's text (a space, an empty
+    thought), and `response_tokens` adds nothing. The constructor raises ValueError when the template cannot be used with this tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, prompt_suffix: str = "", verbatim: bool = False):
@@ -91,7 +77,7 @@ class Renderer:
         self._hidden = [OPEN, *special]
         self._hidden_pattern = re.compile("|".join(re.escape(text) for text in self._hidden))
         self._eos = str(tokenizer.eos_token)
-        # The text after a special token is encoded as the middle of a text: some tokenizers put a space before a beginning.
+        # Some tokenizers put a space before the start of a text. Parts after the first are encoded after an eos token to avoid it.
         self._anchored = self._ids(self._eos) == [tokenizer.eos_token_id]
         first = tokenizer("a").input_ids[0]
         self._bos = str(tokenizer.bos_token) if tokenizer.bos_token is not None and first == tokenizer.bos_token_id else ""
@@ -105,17 +91,17 @@ class Renderer:
         self._check_rows([*frame, *self.stop_token_ids, tokenizer.pad_token_id or 0])
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of the messages and of the generation prompt."""
+        """Returns the tokens of the messages and of the generation prompt. Raises ValueError when the last message is the assistant's."""
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("a prompt needs at least one message, and its last one must not be the assistant's")
         text, spans = self._text(with_suffix(messages, self.prompt_suffix), generation_prompt=True)
         return self._encode(text, spans).tokens
 
     def prompt_within(self, messages: Sequence[Message], limit: int) -> tuple[list[int], bool]:
-        """Tokens of a prompt of at most `limit` tokens, and whether something was cut.
+        """Returns at most `limit` tokens of a prompt, and whether something was cut.
 
-        The template's frame and the end of the prompt stay: first the oldest turns go, then the beginning of the last message; system
-        messages go only when they alone leave no room. Raises ValueError when the limit leaves no room within the frame.
+        The template's own tokens and the end of the prompt stay: first the oldest turns are dropped, then the beginning of the last
+        message; system messages only when they and the template fill the limit. Raises ValueError as `check_limit`.
         """
         self.check_limit(limit)
         tokens = self.prompt(messages)
@@ -146,13 +132,13 @@ class Renderer:
             cut += len(tokens) - limit
 
     def check_limit(self, limit: int) -> None:
-        """Raises ValueError when `limit` tokens hold no more than the template's own tokens."""
+        """Raises ValueError when `limit` is not larger than the number of the template's own tokens."""
         check_limit(limit, self.frame_len)
 
     def conversation(self, messages: Sequence[Message]) -> Document:
-        """The messages, with the mask on all answers and their end-of-turn tokens.
+        """Returns the messages as a document, with the mask on all answers and their end-of-turn tokens.
 
-        What follows the last answer is left out: nothing there is trained on. Without an answer the mask is empty.
+        Tokens after the last answer are left out, as they are not trained on. Without an answer the mask is all False.
         """
         text, spans = self._text(messages, generation_prompt=False)
         document = self._encode(text, spans)
@@ -165,17 +151,17 @@ class Renderer:
         return document
 
     def answer(self, prompt_messages: Sequence[Message], response: str) -> Document:
-        """`prompt(...)`, the response and the end-of-turn token, with the mask on the last two: just what a sampler would produce."""
+        """Returns `prompt(...)`, the response and the end-of-turn token, with the mask on the last two: the tokens a sampler produces."""
         return self.answer_tokens(self.prompt(prompt_messages), response)
 
     def answer_tokens(self, prompt_tokens: list[int], response: str) -> Document:
-        """As `answer`, after prompt tokens that are already there (and perhaps cut)."""
+        """As `answer`, after given prompt tokens, which may be cut."""
         return answered(prompt_tokens, self._sampled(response))
 
-    def said(self, prompt_messages: Sequence[Message], response: str) -> list[int]:
-        """The tokens of an answer as `conversation` has them, to its end of turn: what the template writes before its text is part of it.
+    def response_tokens(self, prompt_messages: Sequence[Message], response: str) -> list[int]:
+        """Returns the tokens of an answer as in `conversation`: with what the template puts before its text, and its end-of-turn token.
 
-        Of `verbatim` answers, and where the template does not tell answers apart, just those of the response.
+        For `verbatim` answers, and where the answer cannot be found in the template's text, only the response and the end-of-turn token.
         """
         if self.verbatim or self.template != "chat":
             return self._sampled(response)
@@ -193,7 +179,7 @@ class Renderer:
         return [*self._encode(self._hide(response), [], first=False).tokens, self.end_token_id]
 
     def _text(self, messages: Sequence[Message], generation_prompt: bool) -> tuple[str, list[Span]]:
-        """The text with placeholders, and the character spans of its answers."""
+        """Returns the text with placeholders, and the character spans of its answers."""
         hidden = [{**message, "content": self._hide(message["content"])} for message in messages]
         if self.template != "chat":
             return self._plain(hidden)
@@ -206,20 +192,20 @@ class Renderer:
                 if span is None:
                     raise ValueError(
                         f"the chat template writes the messages before message {index + 1} differently once it is there, so the tokens of "
-                        "this answer cannot be told apart: put {% generation %} and {% endgeneration %} around the answers in the template"
+                        "this answer cannot be found: put {% generation %} and {% endgeneration %} around the answers in the template"
                     )
                 spans.append(span)
         return text, spans
 
     def _answer_in(self, text: str, hidden: list[Message], index: int) -> Span | None:
-        """Where the answer `hidden[index]` stands in the text of all; None where the messages before it are written otherwise there."""
+        """Returns the span of the answer `hidden[index]` in `text`; None when the template renders the messages before it differently."""
         before, _ = self._render(hidden[:index], True)
         if not text.startswith(before):
             return None
         if self._end_of_turn is None:
             through, _ = self._render(hidden[: index + 1], False)
             return (len(before), len(through)) if text.startswith(through) else None
-        # No answer holds this text: control tokens in messages are hidden.
+        # No answer contains this text: control tokens in messages are replaced by placeholders.
         found = text.find(self._end_of_turn, len(before))
         return len(before), found + len(self._end_of_turn) if found >= 0 else len(text)
 
@@ -259,18 +245,18 @@ class Renderer:
         unended = False
         borders = [0, *(border for span in spans for border in span), len(text)]
         for number, (start, end) in enumerate(pairwise(borders)):
-            said = number % 2 == 1
+            in_span = number % 2 == 1
             part = self._encode_part(text[start:end], first and not tokens)
             stop = next((i for i, token in enumerate(part) if token in self.stop_token_ids), None) if spans else None
-            shown = [False] * len(part)
-            if said:
+            counted = [False] * len(part)
+            if in_span:
                 length = len(part) if stop is None else stop + 1
-                shown[:length] = [True] * length
+                counted[:length] = [True] * length
                 unended = stop is None
             elif stop == 0 and unended:
-                shown[0] = True
+                counted[0] = True
             tokens += part
-            mask += shown
+            mask += counted
         return Document(tokens, mask)
 
     def _encode_part(self, text: str, first: bool) -> list[int]:
@@ -285,7 +271,7 @@ class Renderer:
         return tokens
 
     def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
-        # verbose=False: a text over the model's length is cut later, no need to warn.
+        # verbose=False: no warning about texts over the model's length, which are cut later.
         encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False)
         return list(encoded.input_ids)
 
@@ -293,7 +279,7 @@ class Renderer:
         return self._hidden_pattern.sub(lambda match: f"{OPEN}{self._hidden.index(match.group())}{CLOSE}", content)
 
     def _check_rows(self, tokens: Sequence[int]) -> None:
-        """ValueError when the model beside the tokenizer has no embedding for one of these tokens."""
+        """Raises ValueError when the model in the tokenizer's folder has no embedding for one of these tokens."""
         place = str(self.tokenizer.name_or_path)
         file = Path(place) / "config.json"
         if not file.is_file():
@@ -317,7 +303,7 @@ class Renderer:
             ) from error
 
     def _find_end_of_turn(self) -> int | None:
-        """The first special token that the template puts after an answer."""
+        """Returns the first special token that the template puts after an answer; None when there is none."""
         word = "answer-to-find"
         text, _ = self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": word}], False)
         if word not in text:

@@ -1,6 +1,6 @@
-"""Documents to tensors. Packed and padded batches are the same thing: a padded row is a packed row that holds one document.
+"""Collates rows of documents into tensors. A padded row is a packed row with one document.
 
-There is no attention mask here: positions restart with each document, which is what the attention code reads document borders from.
+Left out: an attention mask. Positions restart with each document, and the attention code finds document borders from them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rlhf_core.data.documents import Document
 class Batch:
     """Tensors of shape (B, T).
 
-    tokens: int64, pads hold the pad token. positions: int64, 0, 1, ... in each document; every pad has position 0, so that it is a
-    document of its own to attention. A document that goes on from another begins at a later position: what it sees before that are the
-    first tokens of the last document that began at 0. documents: int64, index of the document in the flattened rows, -1 on pads.
-    mask: bool, True where the loss speaks of the token.
-    experts: int16, (B, T, layers, k), those to send a token to, -1 where that is not known; None where nobody asked or no document tells.
+    tokens: int64, the pad token on padding. positions: int64, 0, 1, ... in each document; every pad has position 0, so that attention
+    treats it as a document of its own. A document with a shared prompt begins at a later position: it attends to the first tokens of the
+    last document that began at 0. documents: int64, index of the document in the flattened rows, -1 on pads.
+    mask: bool, True for tokens in the loss. experts: int16, (B, T, layers, k), the experts that a sampler chose for each token, -1 where
+    unknown; None when not requested or no document has them. on_host: the same batch in host memory, when this one is on a GPU.
     """
 
     tokens: torch.Tensor
@@ -34,10 +34,11 @@ class Batch:
 
     @property
     def host(self) -> Batch:
-        """The same in the host's memory. What is read off it, and not off the card, lets the host launch a pass ahead of the card."""
+        """The batch in host memory. Reading values from it does not make the host wait for the GPU."""
         return self.on_host or self
 
     def to(self, device: torch.device | str) -> Batch:
+        """Copies the batch to a device; to a GPU through pinned memory, without waiting."""
         device = torch.device(device)
         kept = self._each(torch.Tensor.pin_memory) if device.type == "cuda" else self
         return replace(kept._each(lambda tensor: sent(tensor, device)), on_host=kept)
@@ -48,25 +49,25 @@ class Batch:
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` on `device`; a card takes them out of pinned memory, and the host does not wait until it is done with earlier work."""
+    """Copies `values` to `device`; to a GPU through pinned memory, so that the host does not wait for the GPU's earlier work."""
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def rounded(count: int) -> int:
-    """`count` rounded up to one of few sizes, by a 32nd of it at most and to a multiple of 8.
+    """Rounds `count` up to a multiple of 8 and to one of few sizes, by about a 32nd of it at most above 256.
 
-    cuBLAS takes milliseconds to choose kernels for matrices of a size that it has not met before.
+    cuBLAS takes milliseconds to choose kernels for each new matrix size.
     """
     multiple = max(8, (1 << max(0, count - 1).bit_length()) // 64)
     return -(-count // multiple) * multiple
 
 
 def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, experts: bool = False) -> Batch:
-    """Rows of documents to one batch; T is the longest row, `rounded`. With `experts` those that documents tell.
+    """Returns one batch (B, T) from B rows of documents; T is the length of the longest row, `rounded`.
 
-    Raises ValueError when there is no row or a document is empty.
+    With `experts` the batch has the documents' experts. Raises ValueError when there is no row or a document is empty.
     """
     if not rows or any(len(document) == 0 for row in rows for document in row):
         raise ValueError("collate needs at least one row, and at least one token in each document")
@@ -76,8 +77,8 @@ def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, experts: bool
     positions = torch.zeros(shape, dtype=torch.int64)
     documents = torch.full(shape, -1, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.bool)
-    told = next((document.experts for row in rows for document in row if experts and document.experts is not None), None)
-    chosen = None if told is None else torch.full((*shape, *told.shape[1:]), -1, dtype=torch.int16)
+    known = next((document.experts for row in rows for document in row if experts and document.experts is not None), None)
+    chosen = None if known is None else torch.full((*shape, *known.shape[1:]), -1, dtype=torch.int16)
     index = 0
     for b, row in enumerate(rows):
         start = 0

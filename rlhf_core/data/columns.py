@@ -1,20 +1,24 @@
-"""What a row says: which columns each kind of stage needs, and the messages, answers, labels and rewards they hold. Torch-free."""
+"""Checks the columns that each kind of stage needs, and reads messages, answers, labels and rewards from rows. Torch-free.
+
+Every reader raises ValueError with the row's place when a column has the wrong type.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rlhf_core.config import Source
+from rlhf_core.config.data import Rows
 from rlhf_core.data.documents import Message
 
-Kind = Literal["sft", "preference", "prompt", "answer", "labelled", "scored"]
+Kind = Rows
 Row = dict[str, Any]
 
 
 class Located(NamedTuple):
-    """A row with standard column names, and where it came from, for messages; `no_preference` says why it prefers no answer."""
+    """A row with standard column names, and its file and number for messages; `no_preference`: why it prefers no answer, if so."""
 
     where: str
     row: Row
@@ -22,15 +26,17 @@ class Located(NamedTuple):
 
 
 class Preference(NamedTuple):
+    """A prompt with two answers. `margin` is 0.0 when the data has none; `cut`: whether the length limit ended (chosen, rejected)."""
+
     prompt: list[Message]
     chosen: str
     rejected: str
     margin: float
-    cut: tuple[bool, bool] = (False, False)  # sampled answers that the length limit cut have no end
+    cut: tuple[bool, bool] = (False, False)
 
 
 def conversation_of(located: Located) -> list[Message]:
-    """The messages of an SFT row."""
+    """Returns the messages of an SFT row."""
     where, row = located.where, located.row
     if row.get("messages") is not None:
         if isinstance(row["messages"], str):
@@ -40,7 +46,7 @@ def conversation_of(located: Located) -> list[Message]:
 
 
 def prompt_of(located: Located) -> list[Message]:
-    """The messages of a prompt; a string is one user message."""
+    """Returns the messages of a prompt; a string is one user message."""
     messages = _messages(located.row.get("prompt"), located.where, "prompt")
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"{located.where}: the prompt ends with an assistant message, so there is nothing to answer")
@@ -48,7 +54,7 @@ def prompt_of(located: Located) -> list[Message]:
 
 
 def preference_of(located: Located) -> Preference:
-    """The prompt and the two answers of a preference row.
+    """Returns the prompt and the two answers of a preference row.
 
     An answer is a string, a list with one assistant message, or a whole conversation, whose beginning is then the prompt.
     """
@@ -75,19 +81,19 @@ def preference_of(located: Located) -> Preference:
 
 
 def answer_of(located: Located) -> tuple[list[Message], str]:
-    """The prompt and the response of a row."""
+    """Returns the prompt and the response of a row."""
     return prompt_of(located), _text(located.row.get("response"), located.where, "response")
 
 
 def reward_of(located: Located) -> float:
-    """The reward of a row's response."""
+    """Returns the reward of a row's response."""
     if located.row.get("reward") in (None, ""):
         raise ValueError(f"{located.where}: column 'reward' must be a finite number, found {located.row.get('reward')!r}")
     return _number(located.row["reward"], located.where, "reward")
 
 
 def labelled_of(located: Located) -> tuple[list[Message], list[tuple[str, bool]]]:
-    """The prompt and the labelled responses of a row: one, or the two of a preference."""
+    """Returns the prompt and the responses with labels of a row: one, or the two of a preference."""
     if "label" not in located.row:
         preference = preference_of(located)
         return preference.prompt, [(preference.chosen, True), (preference.rejected, False)]
@@ -110,6 +116,7 @@ READERS = {
 
 
 def require_columns(source: Source, kind: Kind, columns: Sequence[str], row: Row) -> None:
+    """Raises ValueError when a source lacks columns of this kind. `row` is its first row, `columns` those of its first rows."""
     if kind == "sft":
         if source.messages_key in columns:
             return

@@ -1,15 +1,12 @@
-"""What the data becomes: tokens with a mask, pairs of them, prompts, and a count of what happened on the way. Torch-free."""
+"""Defines the items that data becomes: documents (tokens with a mask), pairs, labelled answers, prompts, lazy sequences. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from rlhf_core.data.survey import Surveyed
 
 Item = TypeVar("Item")
 Other = TypeVar("Other")
@@ -18,10 +15,10 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Document:
-    """One sequence. `mask[t]` is True where the loss speaks of `tokens[t]`: answers and their end-of-turn token.
+    """One sequence. `mask[t]` is True when `tokens[t]` is in the loss: answers and their end-of-turn token.
 
-    In a row it may go on from the last whole document before it, whose first `shared` tokens are its own and are not laid again.
-    `experts` (T - 1, layers, k): those that a sampler sent each token but the last to, where it told.
+    `shared`: number of first tokens that are not put into the row again, because they equal those of the last document before it with
+    `shared` 0. `experts` (T - 1, layers, k): experts that a sampler chose for each token but the last, if known.
     """
 
     tokens: list[int]
@@ -40,20 +37,20 @@ class Document:
 
     @property
     def answer_start(self) -> int:
-        """Index of the first token under the mask; the length where there is none."""
+        """Index of the first token under the mask; the length when there is none."""
         return self.mask.index(True) if True in self.mask else len(self)
 
     def after(self, trunk: Document) -> Document:
-        """The same, going on from the prompt of `trunk` where its own is that one, whole. What has no answer, or no prompt, stays whole.
+        """Returns the document with its prompt shared with `trunk`, if both have the same prompt; without an answer or prompt unchanged.
 
-        It begins at a position that `trunk`, and all that went on from it, have passed: that tells it from them in a row.
+        It then starts at a position that `trunk` and the documents after it have already passed, so positions show where it starts.
         """
         prompt = self.answer_start
         same = prompt < len(self) and trunk.answer_start == prompt and trunk.tokens[:prompt] == self.tokens[:prompt]
         return replace(self, shared=prompt) if same else self
 
     def cut(self, max_len: int) -> Document:
-        """The first `max_len` tokens; nothing is put in the place of what is lost."""
+        """Returns the first `max_len` tokens; no end-of-turn token is added."""
         return self if len(self) <= max_len else Document(self.tokens[:max_len], self.mask[:max_len])
 
 
@@ -79,7 +76,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt ready for sampling. `messages` is the whole prompt as in the data, `tokens` what fits, `row` all columns."""
+    """A prompt for sampling. `messages`: the whole prompt as in the data; `tokens`: cut to the limit; `row`: all columns of its row."""
 
     messages: tuple[Message, ...]
     tokens: list[int]
@@ -88,7 +85,7 @@ class Prompt:
 
 
 class Lazy(Sequence[Item]):
-    """`count` items, each made by `get(index)` when it is asked for; a slice is a list. Two are equal when their items are."""
+    """A sequence of `count` items, each made by `get(index)` on access; a slice is a list. Equal when all items are equal."""
 
     def __init__(self, count: int, get: Callable[[int], Item]):
         self._count, self._get = count, get
@@ -115,41 +112,21 @@ class Lazy(Sequence[Item]):
 
 
 def mapped(items: Sequence[Item], make: Callable[[Item], Other]) -> Sequence[Other]:
-    """What `make` gives for each item, made when it is asked for."""
+    """Returns the sequence of `make(item)`, computed on access."""
     return Lazy(len(items), lambda index: make(items[index]))
 
 
 def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
-    """One sequence after the other."""
+    """Returns the concatenation of two sequences, without copying."""
     return Lazy(len(first) + len(second), lambda index: first[index] if index < len(first) else second[index - len(first)])
 
 
-@dataclass(frozen=True)
-class DataReport:
-    """Rows read, items kept, kept items that were cut, rows dropped, tokens of the kept items (of both documents of a pair).
-
-    `survey` is what else is to be known about the rows.
-    """
-
-    rows: int
-    kept: int
-    truncated: int
-    dropped: int
-    tokens: int
-    survey: Surveyed | None = field(default=None, compare=False, repr=False)
-
-    def metrics(self, prefix: str) -> dict[str, float]:
-        """`{prefix}/rows`, `{prefix}/kept`, ..."""
-        return {f"{prefix}/{name}": float(getattr(self, name)) for name in ("rows", "kept", "truncated", "dropped", "tokens")}
+def answered(prompt: list[int], response: list[int]) -> Document:
+    """Returns the document of a prompt and a response, with the mask on the response."""
+    return Document(prompt + response, [False] * len(prompt) + [True] * len(response))
 
 
-class Loaded(NamedTuple, Generic[Item]):
-    """Items in the order of the data, and the report about them."""
-
-    items: Sequence[Item]
-    report: DataReport
-
-
-def answered(prompt: list[int], said: list[int]) -> Document:
-    """A prompt and what is said after it, with the mask on that."""
-    return Document(prompt + said, [False] * len(prompt) + [True] * len(said))
+def check_limit(limit: int, frame_len: int) -> None:
+    """Raises ValueError when `limit` is not larger than `frame_len`, the number of the template's own tokens."""
+    if limit <= frame_len:
+        raise ValueError(f"a limit of {limit} tokens leaves none for text: the template alone takes {frame_len} tokens, raise the limit")

@@ -1,8 +1,9 @@
-"""Published shapes of chats and preferences, each turned into the standard columns by one function. Torch-free.
+"""Converts rows of published chat and preference formats to the standard columns, one function per format. Torch-free.
 
 `columns` is a table whose columns the recipe names. The others are UltraFeedback (raw, with `completions`, and binarized, with
 `score_chosen`), LMSYS arena battles, Anthropic's HH dialogues and ShareGPT's `conversations`. A row that prefers no answer (a tie, one
-completion, equal scores) says why in `no_preference`; whoever needs a preference drops and counts it.
+completion, equal scores) has the reason in `no_preference`; stages that need a preference drop and count it.
+Every converter takes the row's place and the row, and raises ValueError when a column has the wrong type.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ TIES = ("tie", "tie (bothbad)", "tie (both bad)", "bothbad")
 
 
 class Standard(NamedTuple):
-    """Standard columns that a row adds to its own; `no_preference` is empty, or why none of its answers is preferred."""
+    """Standard columns that are added to a row; `no_preference`: why none of its answers is preferred, or ''."""
 
     columns: dict[str, Any]
     no_preference: str = ""
 
 
 def recognise(row: Row) -> str:
-    """The format of a data set by its first row; `columns` for all that is not clearly another."""
+    """Returns the format of a data set from its first row; `columns` unless it is clearly another."""
     if {"conversation_a", "conversation_b", "winner"} <= row.keys():
         return "arena"
     if {"instruction", "completions"} <= row.keys() or {"chosen", "rejected", "score_chosen", "score_rejected"} <= row.keys():
@@ -51,8 +52,11 @@ def recognise(row: Row) -> str:
 
 
 def ultrafeedback(where: str, row: Row) -> Standard:
-    """Raw: the best and the worst of the completions by `overall_score` (else the mean of the ratings in `annotations`, else
-    `fine-grained_score`). Binarized: as it is. `margin` is the difference of the two scores (Cui et al. 2023)."""
+    """Converts a row of UltraFeedback (Cui et al. 2023).
+
+    Raw: chosen and rejected are the best and the worst completion by `overall_score` (else the mean of the ratings in `annotations`, else
+    `fine-grained_score`). Binarized: unchanged. `margin` is the difference of the two scores.
+    """
     if "completions" not in row:
         scores = [_number(row.get(name), where, name) for name in ("score_chosen", "score_rejected")]
         return Standard({"margin": scores[0] - scores[1]}, "" if scores[0] != scores[1] else "equal scores")
@@ -68,9 +72,9 @@ def ultrafeedback(where: str, row: Row) -> Standard:
 
 
 def arena(where: str, row: Row) -> Standard:
-    """A battle of LMSYS's arena (Zheng et al. 2023): two conversations with the same questions, and the winner's name.
+    """Converts a battle of LMSYS's arena (Zheng et al. 2023): two conversations with the same questions, and the winner's name.
 
-    The pair is about the last answers, so the conversations must agree before them; battles of several turns seldom do.
+    The pair is the two last answers, so the conversations must be equal before them; battles of several turns seldom are.
     """
     first, second = (_chat(row.get(name), where, name) for name in ("conversation_a", "conversation_b"))
     winner = str(row.get("winner"))
@@ -86,7 +90,7 @@ def arena(where: str, row: Row) -> Standard:
 
 
 def hh(where: str, row: Row) -> Standard:
-    """Anthropic's helpful and harmless dialogues (Bai et al. 2022): texts of "\\n\\nHuman: ..." and "\\n\\nAssistant: ..." turns."""
+    """Converts Anthropic's helpful and harmless dialogues (Bai et al. 2022), texts of "\\n\\nHuman: ..." and "\\n\\nAssistant: ..."."""
     chosen, rejected = (_dialogue(row.get(name), where, name) for name in ("chosen", "rejected"))
     answered = chosen[-1]["role"] == rejected[-1]["role"] == "assistant"
     prompt = chosen[:-1] if chosen[-1]["role"] == "assistant" else chosen
@@ -98,7 +102,7 @@ def hh(where: str, row: Row) -> Standard:
 
 
 def sharegpt(where: str, row: Row) -> Standard:
-    """`conversations` of {from, value}; the prompt is what comes before the last answer."""
+    """Converts `conversations` of {from, value}; the prompt is all turns before the last answer."""
     messages = []
     for number, turn in enumerate(_list(row.get("conversations"), where, "conversations"), start=1):
         role = ROLES.get(str(turn.get("from")).lower())
@@ -119,7 +123,7 @@ def _preference(prompt: list[Message], chosen: str | None, rejected: str | None,
 
 
 def _score(completion: Mapping[str, Any], where: str) -> float:
-    """A completion's score; UltraFeedback's ratings are texts, some of them "N/A"."""
+    """Returns a completion's score; UltraFeedback's ratings are texts, some of them "N/A"."""
     if completion.get("overall_score") is not None:
         return _number(completion["overall_score"], where, "overall_score")
     aspects = completion.get("annotations")

@@ -1,7 +1,4 @@
-"""The data report of a stage, written and told before it trains: `data_report.json`, `.md` for people, `.svg` of the lengths.
-
-Torch-free.
-"""
+"""Writes the data report of a stage before it trains: `data_report.json`, `.md` for people, `.svg` of the lengths. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,16 +7,16 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhf_core.data.documents import DataReport
-from rlhf_core.data.survey import BALANCE, LIMITS, Survey, shared_prompts
-from rlhf_core.stage import RunDir, write_text
+from rlhf_core.data.survey import BALANCE, LIMITS, DataReport, Survey, shared_prompts
+from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.system.files import write_text
 
 JSON, MARKDOWN, CHART = "data_report.json", "data_report.md", "data_report.svg"
-NUMBERS = ("margin ", "reward ")  # facts that are no shares
+NUMBERS = ("margin ", "reward ")  # prefixes of facts that are not shares
 
 
 def write_data_report(run: RunDir, name: str, **parts: DataReport | None) -> None:
-    """Writes the three files for the data sets of a stage (by the field they stand in), and prints their warnings."""
+    """Writes the three files for the data sets of a stage, by config field, and prints their warnings."""
     surveys = surveys_of(parts)
     run.path.mkdir(parents=True, exist_ok=True)
     write_text(run / CHART, chart(surveys))
@@ -30,7 +27,7 @@ def write_data_report(run: RunDir, name: str, **parts: DataReport | None) -> Non
 
 
 def surveys_of(parts: Mapping[str, DataReport | None]) -> dict[str, Survey]:
-    """The surveys by field; that of `eval_data` also says how much of it `data` has."""
+    """Returns the surveys by field; that of `eval_data` also has the share of its prompts that are in `data`."""
     surveyed = {field: report.survey for field, report in parts.items() if report is not None and report.survey is not None}
     surveys = {field: found.survey for field, found in surveyed.items()}
     if "data" in surveyed and "eval_data" in surveyed:
@@ -42,7 +39,7 @@ def surveys_of(parts: Mapping[str, DataReport | None]) -> dict[str, Survey]:
 
 
 def warnings(surveys: Mapping[str, Survey]) -> list[str]:
-    """One sentence for each finding: where, what, and a row to look at."""
+    """Returns one sentence for each finding: field, problem, and an example row."""
     return [
         f"{field}: {finding.sentence}{f' (for instance {finding.example})' if finding.example else ''}"
         for field, survey in surveys.items()
@@ -51,7 +48,7 @@ def warnings(surveys: Mapping[str, Survey]) -> list[str]:
 
 
 def stored_warnings(run_dir: Path) -> list[str]:
-    """The warnings of a run directory's report; none where there is no report."""
+    """Returns the warnings of a run directory's report; empty when there is no report."""
     try:
         content = json.loads((run_dir / JSON).read_text())
         return warnings({field: Survey.model_validate(survey) for field, survey in content.items()})
@@ -60,16 +57,16 @@ def stored_warnings(run_dir: Path) -> list[str]:
 
 
 def markdown(surveys: Mapping[str, Survey]) -> str:
-    """All surveys as text with tables."""
+    """Returns all surveys as Markdown with tables."""
     pages = []
     for field, survey in surveys.items():
-        told = [f"- **warning**: {sentence}" for sentence in warnings({field: survey})] or ["- no warnings"]
+        warned = [f"- **warning**: {sentence}" for sentence in warnings({field: survey})] or ["- no warnings"]
         counts = [f"{survey.rows:,} rows", f"{survey.kept:,} of {survey.items:,} {_items(survey.kind)} kept"]
         counts += [f"{count:,} left out: {why}" for why, count in survey.dropped.items()]
-        lines = [f"## {field}", "", f"{'; '.join(counts)}. At most {survey.limit} tokens.", "", *told, ""]
+        lines = [f"## {field}", "", f"{'; '.join(counts)}. At most {survey.limit} tokens.", "", *warned, ""]
         lines += ["| tokens of the | p5 | p50 | p95 | max |", "|---|---|---|---|---|"]
         lines += [f"| {part} | {' | '.join(f'{value:,}' for value in at.values())} |" for part, at in survey.lengths.items()]
-        lines += ["", "| source | share asked for | rows used | share of the rows |", "|---|---|---|---|"]
+        lines += ["", "| source | share in the recipe | rows used | share of the rows |", "|---|---|---|---|"]
         lines += [f"| {use.path} | {use.asked:.3g} | {use.rows:,} | {use.rows / survey.rows:.3f} |" for use in survey.sources]
         lines += ["", "| fact | value | warns |", "|---|---|---|"]
         lines += [f"| {name} | {_value(name, value)} | {_limit(name)} |" for name, value in survey.facts.items()]
@@ -78,7 +75,7 @@ def markdown(surveys: Mapping[str, Survey]) -> str:
 
 
 def chart(surveys: Mapping[str, Survey]) -> str:
-    """Histograms of the lengths before anything was cut, as SVG; the dashed line is the limit."""
+    """Returns histograms of the lengths before cutting as SVG; the dashed line is the limit."""
     from matplotlib.figure import Figure  # takes half a second to import
 
     figure = Figure(figsize=(7, 1 + 1.8 * len(surveys)), layout="constrained")

@@ -1,9 +1,8 @@
-"""Files and Hub data sets to rows with standard columns, one at a time, and the rule by which several are mixed. Torch-free.
+"""Reads files and Hub data sets as rows with standard columns, one at a time, and mixes several sources. Torch-free.
 
-JSON and CSV files are parsed by the standard library, which takes a text as it is: the readers behind `datasets` guess types, and turn
-answers that look like dates, numbers or "None" into something else. Parquet, which has types, and Hub data sets (which are downloaded
-and read from disk) are read by `datasets`. Only a .json file that holds
-one list is read whole. Tool calls and content in parts are left out.
+JSON and CSV files are parsed by the standard library, which keeps texts unchanged: the readers of `datasets` guess types, and convert
+answers that look like dates, numbers or "None". Parquet, which has types, and Hub data sets (which are downloaded and read from disk)
+are read by `datasets`. Only a .json file with one list is read whole. Left out: tool calls and content in parts.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing import Any, NamedTuple
 from rlhf_core.config import Data, Source
 from rlhf_core.data.columns import READERS, Kind, Located, Row, require_columns
 from rlhf_core.data.formats import FORMATS, recognise
-from rlhf_core.lineage import parted
+from rlhf_core.hub.ids import parted
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 FIRST_ROWS = 8
 
 
 class Placed(NamedTuple):
-    """A row of a mixture: its place in the mixture's order, the number of its source, its own number there (from 1), and the row."""
+    """A row of a mixture: its place in the mixture's order, its source's index, its number in that source (from 1), and the row."""
 
     place: int
     source: int
@@ -36,10 +35,10 @@ class Placed(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Which rows of a mixture's sources are used, in what order.
+    """The rows of each source that a mixture uses, and their order.
 
-    `rows` of them in all; `places[s][r]` is the place of row r of source s, -1 when it is not used. `ended_by` is the source that had no
-    row left when the mixture ended, and `left` the rows that the other ones (with a share) had then; None when `max_samples` ended it.
+    `places[s][r]` is the place of row r of source s, -1 when it is not used; `rows` is their number. `ended_by` is the source whose rows
+    ran out and ended the mixture, None when `max_samples` ended it; `left` is then the number of unused rows of the other sources.
     """
 
     places: list[array[int]]
@@ -49,11 +48,11 @@ class Mixture(NamedTuple):
 
 
 def load_rows(data: Data, seed: int, kind: Kind | None = None) -> list[Row]:
-    """All rows of a mixture, their named columns copied to the standard names (messages, prompt, response, chosen, rejected, margin).
+    """Returns all rows of a mixture, with their columns under the standard names (messages, prompt, response, chosen, rejected, margin).
 
     One source keeps its order. Several are each shuffled by the seed; then the source furthest behind its share gives the next row,
-    until the one whose turn it is has none left (no row is used twice). So every beginning of the list has the shares asked for,
-    also after `max_samples`, which is applied last. With a kind, rows it cannot use (no preference) are left out.
+    until that source has none left (no row is used twice). So every beginning of the list has the recipe's shares, also after
+    `max_samples`, which is applied last. With a kind, rows it cannot use (no preference) are left out.
     Raises ValueError for a missing or unreadable file and for one without rows.
     """
     rows = sorted(placed_rows(data, seed, kind), key=lambda row: row.place)
@@ -61,8 +60,8 @@ def load_rows(data: Data, seed: int, kind: Kind | None = None) -> list[Row]:
 
 
 def check_columns(data: Data, kind: Kind) -> None:
-    """Reads the first rows of each source and raises the ValueError that a stage would raise about them: missing file, no rows,
-    missing column, wrong type. Cheap: for checks before work."""
+    """Reads the first rows of each source, and raises the ValueError that a stage would raise for a missing file, no rows, a missing
+    column or a wrong type."""
     for source in data.sources:
         for located in _read(source, kind, FIRST_ROWS):
             if not unusable(located, kind):
@@ -70,16 +69,16 @@ def check_columns(data: Data, kind: Kind) -> None:
 
 
 def unusable(located: Located, kind: Kind | None) -> str:
-    """Why a stage of this kind leaves the row out: it prefers no answer where one is needed; "" when the row is good."""
+    """Returns why a stage of this kind leaves a row out (it prefers no answer and the stage needs that), or ""."""
     needed = kind in ("preference", "labelled") and "label" not in located.row
     no_answer = kind in ("sft", "answer", "scored") and located.row.get("messages") is None and located.row.get("response") is None
     return located.no_preference if needed or no_answer else ""
 
 
 def placed_rows(data: Data, seed: int, kind: Kind | None, mixture: Mixture | None = None) -> Iterator[Placed]:
-    """The rows of `load_rows`, one at a time in the order of the files, each with its place in the order of the mixture.
+    """Yields the rows of `load_rows` one at a time in the order of the files, each with its place in the order of the mixture.
 
-    `mixture` is that of `mixture_of`, found here when it is not given.
+    `mixture` is the result of `mixture_of`, which is computed when it is not given.
     """
     mixture = mixture or mixture_of(data, seed)
     if mixture is None:
@@ -94,9 +93,9 @@ def placed_rows(data: Data, seed: int, kind: Kind | None, mixture: Mixture | Non
 
 
 def mixture_of(data: Data, seed: int) -> Mixture | None:
-    """The mixture rule of `load_rows` over the sources' numbers of rows, which takes a pass over their files. None for one source.
+    """Applies the mixture rule of `load_rows`; reads all files once to count rows. Returns None for one source.
 
-    Holds 8 bytes a row.
+    Takes 8 bytes of memory per row. Raises ValueError when a source has no rows or the mixture would have none.
     """
     if len(data.sources) == 1:
         return None
@@ -127,11 +126,12 @@ def mixture_of(data: Data, seed: int) -> Mixture | None:
 
 
 def names(data: Data) -> str:
+    """Returns the paths of all sources, for messages."""
     return ", ".join(source.path for source in data.sources)
 
 
 def _read(source: Source, kind: Kind | None, first: int | None, most: int | None = None) -> Iterator[Located]:
-    """The (first) rows of one source, at most `most` of them. Columns are checked and the format is recognised by the first few."""
+    """Yields the (first) rows of one source, at most `most`. Checks columns and recognises the format by the first FIRST_ROWS."""
     rows = _raw(source, first)
     head = list(islice(rows, FIRST_ROWS))
     if not head:
@@ -166,7 +166,7 @@ def _located(source: Source, form: str, number: int, row: Row) -> Located:
         if key in row:
             standard[name] = row[key]
         else:
-            standard.pop(name, None)  # the recipe names another column: one that happens to have the standard name is not meant
+            standard.pop(name, None)  # the recipe names another column, so a column with the standard name is not used
     if form == "columns":
         return Located(where, standard)
     made = FORMATS[form](where, row)
@@ -176,7 +176,7 @@ def _located(source: Source, form: str, number: int, row: Row) -> Located:
 
 
 def _json_rows(path: str) -> Iterator[Row]:
-    """Objects of a file with one JSON object a line, or with one JSON list of objects."""
+    """Yields the objects of a file with one JSON object per line, or with one JSON list of objects."""
     try:
         with open(path, encoding="utf-8") as file:
             start = file.read(1)
@@ -201,7 +201,7 @@ def _json_lines(path: str, lines: Iterable[str]) -> Iterator[Any]:
 
 
 def _csv_rows(path: str) -> Iterator[Row]:
-    """Rows of a CSV file with a header; every value is text."""
+    """Yields the rows of a CSV file with a header; every value is text."""
     csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -214,7 +214,7 @@ def _csv_rows(path: str) -> Iterator[Row]:
 
 
 def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:
-    # Imported here: it takes most of a second, and text files do without.
+    # Imported here: it takes most of a second, and text files do not need it.
     from datasets import load_dataset
 
     parquet = Path(source.path).suffix == ".parquet"
@@ -225,9 +225,9 @@ def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:
             repo_id, revision = parted(source.path)
             rows = load_dataset(repo_id, revision=revision, split=source.split, streaming=first is not None)
         yield from islice(rows, first)
-    except StopIteration:  # what a file without content ends in
+    except StopIteration:  # raised for an empty file
         return
-    except Exception as error:  # errors of many libraries come through here: all mean that this source cannot be read
+    except Exception as error:  # of many libraries; each means that this source cannot be read
         kind = "parquet" if parquet else f"a Hub data set with the split {source.split!r}"
         cause = str(error.__cause__ or error).strip().split("\n")[0]
         raise ValueError(f"{source.path}: cannot be read as {kind}: {type(error).__name__}: {cause}") from error

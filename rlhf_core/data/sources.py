@@ -1,23 +1,25 @@
-"""Rows to documents, pairs and prompts, with a survey of what was read. Torch-free.
+"""Makes documents, pairs and prompts from rows, with a survey of the data. Torch-free.
 
-Rows are read one at a time, in the order of the files. Documents and pairs go to disk (`rlhf_core.data.store`) and are read from there
-one by one, in the order of the mixture; prompts, which carry their row, stay in memory.
+Rows are read one at a time, in the order of the files. Documents and pairs are written to disk (document_files.py) and read from there
+one by one, in the order of the mixture; prompts, which contain their row, stay in memory.
 """
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rlhf_core.config import Data
-from rlhf_core.data.columns import Kind, Located, conversation_of, preference_of, prompt_of
-from rlhf_core.data.documents import DataReport, Document, Loaded, Message, Pair, Prompt, answered
+from rlhf_core.data.columns import Kind, Located, answer_of, conversation_of, labelled_of, preference_of, prompt_of, reward_of
+from rlhf_core.data.document_files import Shape, Writer, stored
+from rlhf_core.data.documents import Document, Labelled, Message, Pair, Prompt, answered
+from rlhf_core.data.reward_condition import reward_suffix, with_suffix
 from rlhf_core.data.rows import mixture_of, names, placed_rows, unusable
-from rlhf_core.data.store import Shape, Writer, stored
-from rlhf_core.data.survey import ANSWER_CUT, Made, Surveyor
-from rlhf_core.stage import digest
+from rlhf_core.data.survey import ANSWER_CUT, DataReport, Loaded, Made, Surveyor
+from rlhf_core.system.files import digest
 
 if TYPE_CHECKING:  # chat imports transformers, which checking columns does not need
     from rlhf_core.data.chat import Renderer
@@ -29,10 +31,10 @@ SAME, SAME_CUT = "chosen and rejected are the same", "chosen and rejected are th
 
 
 def sft_documents(data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None) -> Loaded[Document]:
-    """Conversations (`messages`, or `prompt` and `response`) as documents of at most `max_len` tokens.
+    """Makes documents of at most `max_len` tokens from conversations (`messages`, or `prompt` and `response`).
 
-    A longer one is cut on the right and counted, nothing is forced onto it; one without an answer (left) to train on is dropped and
-    counted. `folder` keeps the documents for a resumed run. Raises ValueError as `load_rows`, for missing columns and wrong types, and
+    A longer one is cut on the right and counted, without an added end-of-turn token; one with no answer within the limit is dropped and
+    counted. `folder` keeps the documents for a resumed stage. Raises ValueError as `load_rows`, for missing columns and wrong types, and
     when no row is left.
     """
 
@@ -50,7 +52,7 @@ def sft_documents(data: Data, renderer: Renderer, max_len: int, seed: int, folde
 
 
 def preference_pairs(data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None) -> Loaded[Pair]:
-    """Pairs of documents of at most `max_len` tokens with the same prompt tokens.
+    """Makes pairs of documents of at most `max_len` tokens with the same prompt tokens.
 
     When a pair is longer the prompt keeps its end, down to half of `max_len`; then the answers are cut on the right. Both count as
     truncated. Rows without a preference and pairs whose answers are (or become) the same are dropped and counted. Folder and errors
@@ -74,7 +76,7 @@ def preference_pairs(data: Data, renderer: Renderer, max_len: int, seed: int, fo
 
 
 def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> Loaded[Prompt]:
-    """Prompts of at most `prompt_max_len` tokens; a longer one keeps its end (`Renderer.prompt_within`) and is counted.
+    """Makes prompts of at most `prompt_max_len` tokens; a longer one keeps its end (`Renderer.prompt_within`) and is counted.
 
     Errors as in `sft_documents`.
     """
@@ -102,13 +104,16 @@ def collect(
     why: str,
     folder: Path | None,
 ) -> Loaded[Any]:
-    """The items that `make` gives for the rows, on disk, with their report. ValueError when there are none, `why` says the reason."""
+    """Writes the items that `make` returns for each row to disk, and returns them with their report.
+
+    Raises ValueError, with the reason `why`, when there are none.
+    """
     renderer.check_limit(limit)
 
     def build(writer: Writer) -> DataReport:
         mixture, surveyor = mixture_of(data, seed), Surveyor(data, kind, limit)
         rows = truncated = 0
-        told = time.monotonic()
+        printed = time.monotonic()
         for placed in placed_rows(data, seed, kind, mixture):
             lacks = unusable(placed.located, kind)
             made = Made((), 0, 1, lacks) if lacks else make(placed.located)
@@ -117,8 +122,8 @@ def collect(
             surveyor.see(placed, made)
             rows += made.rows
             truncated += made.cut
-            if time.monotonic() - told > PROGRESS_SECONDS:
-                told = time.monotonic()
+            if time.monotonic() - printed > PROGRESS_SECONDS:
+                printed = time.monotonic()
                 print(f"reading {names(data)}: {rows:,} rows, {writer.tokens:,} tokens", flush=True)
         if not writer.items:
             raise ValueError(f"{names(data)}: all {rows} rows were dropped ({why}): raise the token limit or correct the data")
@@ -130,25 +135,25 @@ def collect(
 def answers_within(
     where: str, renderer: Renderer, messages: list[Message], texts: Sequence[str], max_len: int, cut: Sequence[bool] = ()
 ) -> tuple[list[Document], tuple[int, list[int]], bool]:
-    """Answers to one prompt as documents of at most `max_len` tokens with the same prompt tokens; the tokens that prompt and answers
-    had before; whether something was cut.
+    """Makes documents of at most `max_len` tokens, with the same prompt tokens, from answers to one prompt.
 
-    The prompt keeps its end, down to half of `max_len`; then the answers are cut on the right. `cut`: those that had no end of their own
-    when they were sampled, and are given none.
+    Returns the documents, the lengths in tokens of the prompt and the answers before cutting, and whether something was cut. The prompt
+    keeps its end, down to half of `max_len`; then the answers are cut on the right. `cut`: answers that the length limit of sampling
+    ended; they get no end-of-turn token.
     """
     prompt = at(where, renderer.prompt, messages)
-    said = [renderer.said(messages, text) for text in texts]
-    said = [tokens[:-1] if unended else tokens for tokens, unended in zip(said, cut or [False] * len(said), strict=True)]
-    lengths = len(prompt), [len(tokens) for tokens in said]
+    answers = [renderer.response_tokens(messages, text) for text in texts]
+    answers = [tokens[:-1] if unended else tokens for tokens, unended in zip(answers, cut or [False] * len(answers), strict=True)]
+    lengths = len(prompt), [len(tokens) for tokens in answers]
     longest = max(lengths[1])
     over = len(prompt) + longest > max_len
     if over:
         prompt, _ = renderer.prompt_within(messages, max(max_len - longest, max_len // 2, renderer.frame_len + 1))
-    return [answered(prompt, tokens).cut(max_len) for tokens in said], lengths, over
+    return [answered(prompt, tokens).cut(max_len) for tokens in answers], lengths, over
 
 
 def at(where: str, render: Any, *values: Any) -> Any:
-    """Calls the renderer, and adds the row to its errors."""
+    """Calls the renderer, and adds the row's place to its ValueErrors."""
     try:
         return render(*values)
     except ValueError as error:
@@ -156,9 +161,71 @@ def at(where: str, render: Any, *values: Any) -> Any:
 
 
 def _key(data: Data, renderer: Renderer, kind: Kind, limit: int, seed: int) -> str:
-    """A digest of all that decides the documents; local files by size and time of change."""
+    """Returns a digest of everything that decides the documents; local files count by size and mtime."""
     files = [Path(source.path) for source in data.sources]
     states = [[file.stat().st_size, file.stat().st_mtime_ns] if file.is_file() else [] for file in files]
     tokenizer = renderer.tokenizer
     known = [str(tokenizer.name_or_path), len(tokenizer), str(tokenizer.chat_template)]
     return digest({"data": data.model_dump(mode="json"), "files": states, "tokenizer": known, "kind": kind, "limit": limit, "seed": seed})
+
+
+LABELLED = Shape(1, lambda documents, label: Labelled(documents[0], bool(label)))
+
+
+SuffixOf = Callable[[float], str]
+
+
+class AnswerDocuments(NamedTuple):
+    """Documents to train on. With a reward condition: `suffix_of` maps a reward to its prompt's suffix, `best_suffix` is the highest's."""
+
+    documents: Loaded[Document]
+    best_suffix: str = ""
+    suffix_of: SuffixOf | None = None
+
+
+def labelled_answers(data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None) -> Loaded[Labelled]:
+    """Makes labelled answers of at most `max_len` tokens, cut as pairs are; a preference pair gives a desirable and an undesirable one.
+
+    The report counts answers: a pair is two rows. Folder and errors as in `sft_documents`.
+    """
+
+    def make(located: Located) -> Made:
+        prompt, answers = labelled_of(located)
+        documents, lengths, cut = answers_within(located.where, renderer, prompt, [text for text, _ in answers], max_len)
+        kept = [((document,), float(label)) for document, (_, label) in zip(documents, answers, strict=True) if any(document.mask)]
+        return Made(kept, cut * len(kept), len(answers), "" if len(kept) == len(answers) else ANSWER_CUT, *lengths)
+
+    return collect(data, renderer, "labelled", max_len, seed, make, LABELLED, f"no answer within {max_len} tokens", folder)
+
+
+def answer_documents(
+    data: Data,
+    renderer: Renderer,
+    max_len: int,
+    seed: int,
+    condition: Literal["none", "reward"],
+    folder: Path | None = None,
+    suffix_of: SuffixOf | None = None,
+) -> AnswerDocuments:
+    """Makes documents of at most `max_len` tokens from prompts and responses, cut as pairs are; the mask is on the response alone.
+
+    condition `reward`: each prompt ends with `suffix_of` of its response's reward; without `suffix_of` (pass that of the training data for
+    held-out data) the rewards are standardised over all rows, which reads the data once more. Folder and errors as in `sft_documents`.
+    """
+    kind: Literal["scored", "answer"] = "scored" if condition == "reward" else "answer"
+    best_suffix = ""
+    if condition == "reward" and suffix_of is None:
+        rewards = array("d", (reward_of(placed.located) for placed in placed_rows(data, seed, kind)))
+        suffix_of = reward_suffix(rewards)
+        best_suffix = suffix_of(max(rewards))
+
+    def make(located: Located) -> Made:
+        prompt, text = answer_of(located)
+        conditioned = with_suffix(prompt, suffix_of(reward_of(located)) if suffix_of else "")
+        (document,), lengths, cut = answers_within(located.where, renderer, conditioned, [text], max_len)
+        if not any(document.mask):
+            return Made((), 0, 1, ANSWER_CUT, *lengths)
+        return Made([((document,), 0.0)], cut, 1, "", *lengths)
+
+    documents = collect(data, renderer, kind, max_len, seed, make, DOCUMENTS, f"no answer within {max_len} tokens", folder)
+    return AnswerDocuments(documents, best_suffix, suffix_of)

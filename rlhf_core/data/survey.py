@@ -1,7 +1,7 @@
-"""What is to be known about a data set before a model is trained on it, gathered while its rows are read. Torch-free.
+"""Counts lengths, duplicates, empty and damaged texts of a data set while its rows are read, before training. Torch-free.
 
-A row leaves a few dozen bytes: digests of its text and its prompt, where it stands, its lengths in tokens. A finding is a fact
-beyond its limit in LIMITS, as a sentence with an example row.
+Memory per row is a few dozen bytes: digests of its text and its prompt, its source and number, its lengths in tokens. A finding is a fact
+beyond its limit in LIMITS or BALANCE, as a sentence with an example row.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple
 
 import numpy as np
 
 from rlhf_core.config import Data
 from rlhf_core.data.columns import Kind, Located, conversation_of, labelled_of, preference_of, prompt_of, reward_of
 from rlhf_core.data.columns import answer_of as prompt_and_answer
-from rlhf_core.data.documents import Document, Message
+from rlhf_core.data.documents import Document, Item, Message
 from rlhf_core.data.rows import Mixture, Placed, unusable
-from rlhf_core.types import Frozen
+from rlhf_core.records import Frozen
 
 # Replacement and control characters, and UTF-8 that was read as Latin-1 or Windows-1252.
 DAMAGE = re.compile("[\ufffd\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\x80-\xbf]|\u00e2\u20ac")
@@ -41,16 +42,17 @@ LIMITS = {
     "unused rows": 0.1,
     "shared with data": 0.0,
 }
-BALANCE = {"desirable": (0.2, 0.8), "chosen longer": (0.3, 0.7)}  # shares outside are findings,
-FEWEST = 20  # when there are at least so many rows
+BALANCE = {"desirable": (0.2, 0.8), "chosen longer": (0.3, 0.7)}  # shares outside are findings, from FEWEST values on
+FEWEST = 20
 REPEATS = ("sft", "prompt", "preference")  # kinds whose prompts are expected once; sampled answers come several to a prompt
 ANSWER_CUT = "no answer within the token limit"
 
 
 class Made(NamedTuple):
-    """What a row becomes: items (documents and a number), how many were cut, how many items the row stands for, and why fewer came.
+    """The items made from a row, each documents and a number.
 
-    Lengths are those before anything was cut; none where nothing was tokenised.
+    `cut`: how many were cut; `rows`: how many items the row should give; `dropped`: why there are fewer. Lengths are in tokens before
+    cutting; None and empty when nothing was tokenised.
     """
 
     items: Sequence[tuple[Sequence[Document], float]]
@@ -70,7 +72,7 @@ class Finding(Frozen):
 
 
 class SourceUse(Frozen):
-    """A source of the mixture: the share asked for, and how many of its rows were used."""
+    """A source of the mixture: its share in the recipe (`asked`), and how many of its rows were used."""
 
     path: str
     asked: float
@@ -78,7 +80,8 @@ class SourceUse(Frozen):
 
 
 class Survey(Frozen):
-    """Facts of one data set. `rows` of the files, `kept` items of `items`; `facts` are shares of the rows unless named otherwise.
+    """Facts of one data set. `rows`: those used of the files; `items`: expected from them; `kept`: made. `facts` are shares of the rows,
+    but for statistics of margins and rewards.
 
     `histogram` has counts of lengths in equal bins from 0 to its last number, the upper edge in tokens.
     """
@@ -104,7 +107,7 @@ class Surveyed(NamedTuple):
 
 
 class Surveyor:
-    """Sees every row of a data set once; `finish` says what it saw."""
+    """Collects the facts of a data set: call `see` once per row, then `finish`."""
 
     def __init__(self, data: Data, kind: Kind, limit: int):
         self._data, self._kind, self._limit = data, kind, limit
@@ -118,7 +121,7 @@ class Surveyor:
         self._items = self._kept = self._compared = self._longer = self._labels = self._desirable = 0
 
     def see(self, placed: Placed, made: Made) -> None:
-        """Takes in a row and what became of it."""
+        """Counts a row and the items made from it."""
         located = placed.located
         self._items += made.rows
         self._kept += len(made.items)
@@ -132,7 +135,7 @@ class Surveyor:
             self._lengths["answer"].extend(made.answer_tokens)
         answers: list[str] = []
         if unusable(located, self._kind):
-            prompt = located.where  # nothing to compare: never equal to another
+            prompt = located.where  # unique, so that the row is no duplicate of another
         else:
             prompt, answers = self._texts(located)
         self._mark("empty answers", any(not text.strip() for text in answers), located.where)
@@ -144,7 +147,7 @@ class Surveyor:
         self._numbers.append(placed.number)
 
     def finish(self, mixture: Mixture | None) -> Surveyed:
-        """The survey; `mixture` is the one the rows came by."""
+        """Returns the survey of the rows seen; `mixture` is the one they were read with."""
         rows = len(self._rows)
         columns = ((self._prompts, np.uint64), (self._sources, np.uint16), (self._numbers, np.uint64))
         numbers = np.stack([np.frombuffer(values, dtype=kind).astype(np.uint64) for values, kind in columns], axis=1)
@@ -192,7 +195,7 @@ class Surveyor:
         return Surveyed(survey, numbers)
 
     def _texts(self, located: Located) -> tuple[str, list[str]]:
-        """The prompt and the answers as texts; what is compared with each other is counted on the way."""
+        """Returns the prompt and the answers as texts; also counts labels, margins, rewards and comparisons of two answers."""
         if self._kind == "sft":
             messages = conversation_of(located)
             first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
@@ -256,25 +259,25 @@ class Surveyor:
 
 
 SENTENCES = {
-    "duplicate rows": "rows that say the same as another one",
-    "duplicate prompts": "prompts that were there before",
+    "duplicate rows": "rows that equal another one",
+    "duplicate prompts": "prompts that repeat an earlier one",
     "equal answers": "chosen and rejected are the same",
     "empty answers": "answers without any text",
     "empty prompts": "prompts without any text",
     "damaged text": "broken characters (lost encoding or control characters)",
     "truncated": "longer than the token limit and cut",
     "dropped": "left out",
-    "answers cut away": "the prompt leaves no room for an answer",
+    "answers cut away": "the prompt takes all tokens of the limit, and no answer is left",
     "negative margins": "margins below 0, as if the rejected answer were the better one",
     "unused rows": "is too small for its share",
     "desirable": "the labels are out of balance, desirable answers",
-    "chosen longer": "the length of an answer tells which was chosen, chosen ones that are longer",
+    "chosen longer": "length predicts which answer was chosen, chosen ones that are longer",
     "shared with data": "held-out prompts that are also trained on",
 }
 
 
 def shared_prompts(train: Surveyed, held_out: Surveyed) -> tuple[float, Finding | None]:
-    """The share of held-out prompts that the training data has too, and a finding when there is one."""
+    """Returns the share of held-out prompts that the training data has too, and a finding when it is above the limit."""
     same = np.flatnonzero(np.isin(held_out.prompts[:, 0], train.prompts[:, 0]))
     share, total = len(same) / len(held_out.prompts), len(held_out.prompts)
     if share <= LIMITS["shared with data"]:
@@ -308,3 +311,27 @@ def _histogram(lengths: dict[str, array[int]]) -> dict[str, list[int]]:
     longest = max((max(values) for values in lengths.values() if values), default=0)
     edge = -(-max(longest, 1) // BINS) * BINS
     return {name: [*np.histogram(values, BINS, (0, edge))[0].tolist(), edge] for name, values in lengths.items() if values}
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Counts of a data set: rows read, items kept, items of them that were cut, rows dropped, tokens of the kept items (of both documents
+    of a pair). `survey` has the other facts."""
+
+    rows: int
+    kept: int
+    truncated: int
+    dropped: int
+    tokens: int
+    survey: Surveyed | None = field(default=None, compare=False, repr=False)
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Returns the counts as metrics `{prefix}/rows`, `{prefix}/kept`, ..."""
+        return {f"{prefix}/{name}": float(getattr(self, name)) for name in ("rows", "kept", "truncated", "dropped", "tokens")}
+
+
+class Loaded(NamedTuple, Generic[Item]):
+    """Items in the order of the data, and their report."""
+
+    items: Sequence[Item]
+    report: DataReport

@@ -1,8 +1,9 @@
-"""Memory of each card in each phase of PPO, and of a training stage, before anything starts. Torch-free.
+"""Memory of each GPU in each phase of PPO, and of a training stage, before anything starts. Torch-free.
 
 Bytes a parameter that is trained in bf16 (Rajbhandari et al. 2020, section 3.1): weights 2, fp32 copy and Adam's two moments 12,
 gradients 2, and their fp32 form during the step 4. As much again stays with PyTorch's allocator from step to step: seen on H200s, fitted to
-their peaks, its cause not looked into. ZeRO-1 and 2 keep the weights whole on each rank, ZeRO-3 cuts everything.
+their peaks, its cause not looked into. ZeRO-1 and 2 keep the weights whole on each rank, ZeRO-3 cuts everything, once each rank has loaded
+the whole model onto its GPU.
 """
 
 from __future__ import annotations
@@ -12,29 +13,31 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO, Lora, Ranks
-from rlhf_core.forecast.passes import as_told, longest
-from rlhf_core.forecast.sizes import Size
+from rlhf_core.forecast.passes import longest, recipe_pass
+from rlhf_core.hub.model_config import Size
 
 GIB = 2**30
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
 FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once while it computes, and its buckets
-KEPT = 1 / 16  # of a card: weights that take less stay whole from forward pass to backward pass, which would fetch them again
-ROOM = 0.95  # of a card; the rest is lost to fragmentation
+KEPT = 1 / 16  # of a GPU: weights that take less stay whole from forward pass to backward pass, which would fetch them again
+ROOM = 0.95  # of a GPU; the rest is lost to fragmentation
 CHUNK = 2048  # positions whose logits exist at once where they are not kept (models/token_logprobs.py)
 
 
 class Held(NamedTuple):
-    """Bytes of one process: always (`still`), besides while it scores, while it trains; engines besides while they generate."""
+    """Bytes of one process: always (`still`), besides while it scores, while it trains; engines besides while they generate; `starting`:
+    besides while it starts, when weights that ZeRO-3 will cut are whole and the optimiser has no state yet."""
 
     still: float
     scoring: float = 0.0
     training: float = 0.0
     generating: float = 0.0
+    starting: float = 0.0
 
 
 class Training(NamedTuple):
     """What decides the memory of a trained model: ranks, ZeRO stage, share of layers recomputed, tokens of a pass, Adam on the host, and
-    whether only adapters are trained, whose own few bytes are left out, the bytes of a card, and those of a weight (QLoRA: NF4)."""
+    whether only adapters are trained, whose own few bytes are left out, the bytes of a GPU, and those of a weight (QLoRA: NF4)."""
 
     ranks: int
     zero_stage: int
@@ -72,7 +75,13 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
         gradients += 2 * (count - (size.head if head else 0)) / size.layers  # those of a layer wait for its last
     step = 4 * count if how.zero_stage == 0 and not how.adapters else 0.0
     scoring, training = read(size, scoring_tokens, head).scoring, max(gradients + how.tokens * kept + logits, step)
-    return Held(CONTEXT + weights + state, fetched + scoring, fetched + training)
+    starting = max(0.0, how.weight * count - weights - state)
+    return Held(CONTEXT + weights + state, fetched + scoring, fetched + training, starting=starting)
+
+
+def whole(size: Size, head: bool, weight: float) -> float:
+    """Bytes that a process which trains must find on its GPU: it loads the whole model there, whatever its ZeRO stage."""
+    return CONTEXT + weight * (size.parameters - (0 if head else size.head))
 
 
 def read(size: Size, tokens: int, head: bool, offload: bool = False) -> Held:
@@ -99,8 +108,8 @@ def roles(config: PPO, sizes: Mapping[str, Size], card_bytes: float) -> dict[str
     for name, ranks in config.groups.items():
         head = name in ("actor", "reference")
         if name in ("actor", "critic"):
-            assert config.zero_stage != "auto", "decided before (zero.py)"
-            training, offload = as_told(config, ranks.world_size), name in config.adam_offload
+            assert config.zero_stage != "auto", "decided before (zero_stage.py)"
+            training, offload = recipe_pass(config, ranks.world_size), name in config.adam_offload
             adapters, weight = config.lora is not None, bytes_of_weights(config.lora)
             how = Training(ranks.world_size, config.zero_stage, training.recomputed, training.tokens, offload, adapters, card_bytes, weight)
             held[name] = trained(sizes[name], how, head, scoring)
@@ -112,12 +121,12 @@ def roles(config: PPO, sizes: Mapping[str, Size], card_bytes: float) -> dict[str
 
 
 def cards(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:
-    """Peak bytes of each kind of card: `card 0` of the groups on it. Groups with less than a whole card share some."""
+    """Peak bytes of each kind of GPU: `card 0` of the groups on it. Groups with less than a whole GPU share some."""
     on: dict[str, list[str]] = {}
     places = layout.cards()
-    for name, seats in layout.seats.items():
-        for seat in seats:
-            on.setdefault(places[seat.bundle], []).append(name)
+    for name, slots in layout.slots.items():
+        for slot in slots:
+            on.setdefault(places[slot.bundle], []).append(name)
     return {
         place: (names, peak([held[name] for name in names], config.vllm.sleep, config.colocate_all)) for place, names in sorted(on.items())
     }
@@ -125,7 +134,12 @@ def cards(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tu
 
 def peak(processes: list[Held], released: bool, in_turn: bool = False) -> float:
     """With `released` memory goes from phase to phase, and `in_turn` from one that trains to the next; else each process keeps what its
-    largest phase took."""
+    largest phase took. All start side by side, with engines awake."""
+    starting = sum(process.still + process.starting + process.generating for process in processes)
+    return max(starting, _peak_of_phases(processes, released, in_turn))
+
+
+def _peak_of_phases(processes: list[Held], released: bool, in_turn: bool) -> float:
     if released:
         still = sum(process.still for process in processes)
         training = (max if in_turn else sum)(process.training for process in processes)
@@ -134,7 +148,7 @@ def peak(processes: list[Held], released: bool, in_turn: bool = False) -> float:
 
 
 def stage_peak(size: Size, ranks: Ranks, how: Training, reference: bool, head: bool) -> float:
-    """Peak bytes of a card of SFT, reward model, DPO or KTO. `reference`: a second model scored before training, then dropped."""
+    """Peak bytes of a GPU of SFT, reward model, DPO or KTO. `reference`: a second model scored before training, then dropped."""
     held = trained(size, how, head, how.tokens)
     scored = read(size, how.tokens, head)
-    return max(held.still + held.training, held.still + scored.still + scored.scoring if reference else 0.0)
+    return held.still + max(held.training, held.starting, scored.still + scored.scoring if reference else 0.0)

@@ -1,4 +1,4 @@
-"""Training passes that a card has room for: how many tokens they have, and how many layers are computed again. Torch-free."""
+"""Training passes that a GPU has room for: how many tokens they have, and how many layers are computed again. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def longest(config: PPO | Trainable) -> int:
     return config.max_len * (2 if isinstance(config, DPO | RewardModel) else 1)
 
 
-def as_told(config: PPO | Trainable, ranks: int) -> Pass:
+def recipe_pass(config: PPO | Trainable, ranks: int) -> Pass:
     """The passes of a recipe on each of `ranks`, of documents of full length; none is longer than an optimiser step."""
     tokens = config.micro_train_tokens or config.micro_train_batch_size * longest(config)
     return Pass(max(longest(config), min(tokens, _most(config, ranks))), config.gradient_checkpointing)
@@ -34,19 +34,19 @@ def as_told(config: PPO | Trainable, ranks: int) -> Pass:
 
 def as_laid(config: PPO, ranks: int) -> tuple[Pass, int]:
     """The passes of an optimiser step on each of `ranks` as whole documents of full length fill them, and how many."""
-    told, documents = as_told(config, ranks), max(1, config.train_batch_size // ranks)
-    passes = math.ceil(documents / (told.tokens // longest(config)))
-    return told._replace(tokens=documents * longest(config) // passes), passes
+    configured, documents = recipe_pass(config, ranks), max(1, config.train_batch_size // ranks)
+    passes = math.ceil(documents / (configured.tokens // longest(config)))
+    return configured._replace(tokens=documents * longest(config) // passes), passes
 
 
 def alternatives(config: PPO | Trainable) -> list[Pass]:
     """The recipe's passes first, then others: longer and shorter ones, with fewer and with more layers recomputed."""
     ranks, least = min(_ranks(config)), longest(config)
-    told, most = as_told(config, ranks), _most(config, ranks)
-    doubled = [longer for n in range(1, 12) if (longer := told.tokens << n) <= most]
-    halved = [shorter for n in range(1, 12) if (shorter := told.tokens >> n) >= least]
-    lengths = dict.fromkeys([told.tokens, *doubled, *halved, least])
-    return [Pass(tokens, share) for share in dict.fromkeys((told.recomputed, 0.0, 0.5, 1.0)) for tokens in lengths]
+    configured, most = recipe_pass(config, ranks), _most(config, ranks)
+    doubled = [longer for n in range(1, 12) if (longer := configured.tokens << n) <= most]
+    halved = [shorter for n in range(1, 12) if (shorter := configured.tokens >> n) >= least]
+    lengths = dict.fromkeys([configured.tokens, *doubled, *halved, least])
+    return [Pass(tokens, share) for share in dict.fromkeys((configured.recomputed, 0.0, 0.5, 1.0)) for tokens in lengths]
 
 
 def fields_of(what: Pass, config: PPO | Trainable) -> dict[str, Any]:

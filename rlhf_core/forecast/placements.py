@@ -1,4 +1,4 @@
-"""Placements of a PPO stage on a number of cards, each with its memory and seconds, and the one to choose. Torch-free."""
+"""Placements of a PPO stage on a number of GPUs, each with its memory and seconds, and the one to choose. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pydantic import ValidationError
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
+from rlhf_core.config.rewards import ModelReward
 from rlhf_core.forecast.memory import ROOM, cards, engine_needs, roles
 from rlhf_core.forecast.passes import alternatives, fields_of
 from rlhf_core.forecast.seconds import Card, phases, shares_of_engine
-from rlhf_core.forecast.sizes import Size
-from rlhf_core.forecast.zero import stage_of_ppo
-from rlhf_core.reward_sources import ModelReward
+from rlhf_core.forecast.zero_stage import stage_of_ppo
+from rlhf_core.hub.model_config import Size
 
 RANKS = ("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks")
 
 
 class Placement(NamedTuple):
-    """One way to place the stage: the fields that make it, bytes of its fullest card, all cards with their groups, seconds by phase, the
-    bytes that an engine's share of a card lacks for its weights (0 or less: none), and the cards that it needs beyond those there are."""
+    """One way to place the stage: the fields that make it, bytes of its fullest GPU, all GPUs with their groups, seconds by phase, the
+    bytes that an engine's share of a GPU lacks for its weights (0 or less: none), and the GPUs that it needs beyond those there are."""
 
     name: str
     fields: dict[str, Any]
@@ -48,7 +48,7 @@ def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str,
 
 
 def placements(config: PPO, count: int, sizes: Mapping[str, Size], card: Card) -> list[Placement]:
-    """The recipe's own placement first, with other passes where those fit or are faster, then what could be had on `count` cards."""
+    """The recipe's own placement first, with other passes where those fit or are faster, then what could be had on `count` GPUs."""
     found = []
     if config.actor_ranks.gpus:
         taken = f", zero_stage {stage_of_ppo(config, sizes, card.memory).stage}" if config.zero_stage == "auto" else ""
@@ -92,7 +92,7 @@ def _best(found: list[Placement], card: Card) -> Placement:
 
 def choose(found: list[Placement], card: Card) -> Placement | None:
     """The fastest that fits; among equals (within 5 %) the recipe's own, or the one that leaves most memory, where that makes a difference
-    (5 % of a card). None when none fits."""
+    (5 % of a GPU). None when none fits."""
     fitting = [placement for placement in found if placement.fits(card)]
     fastest = min((placement.total for placement in fitting), default=0.0)
     equals = [placement for placement in fitting if placement.total <= 1.05 * fastest]
@@ -113,7 +113,7 @@ def _options(config: PPO, count: int) -> dict[str, dict[str, Any]]:
         apart["reward"] = [source.model_dump() for source in rewards]
 
     def engines(cards: int, alone: bool) -> dict[str, Any]:
-        """As many as fit `cards`, each over as many as the recipe says where they divide; alone on their cards, or beside models."""
+        """As many as fit `cards`, each over as many as the recipe says where they divide; alone on their GPUs, or beside models."""
         over = config.vllm.tensor_parallel_size if cards % config.vllm.tensor_parallel_size == 0 else 1
         return vllm | {"num_engines": cards // over, "tensor_parallel_size": over, "gpus": 1.0, "sleep": not alone}
 
@@ -121,7 +121,7 @@ def _options(config: PPO, count: int) -> dict[str, dict[str, Any]]:
     together = {**apart, **dict.fromkeys(roles, ranks(count)), "colocate_all": True, "vllm": engines(count, alone=False)}
     offloaded = ["actor", "critic"] if config.has_critic else ["actor"]
     most = 2 if config.lora is not None and config.lora.quantize != "none" else 3  # 4-bit weights are not cut into shards
-    shards = f", ZeRO-{most}" if count > 1 else ""  # one card has nothing to share out
+    shards = f", ZeRO-{most}" if count > 1 else ""  # one GPU has nothing to share out
     options = {
         "all together": {**together, "zero_stage": 2 if shards else 0},
         f"all together{shards}, reference and reward offloaded": {
@@ -138,7 +138,7 @@ def _options(config: PPO, count: int) -> dict[str, dict[str, Any]]:
     }
     judges = ["critic"] * config.has_critic + ["reward"] * bool(config.reward_models)
     actor, each = count // 2, max(1, count // 4)
-    judging = each * (1 if config.has_critic else len(config.reward_models))  # without a critic reward models share no cards
+    judging = each * (1 if config.has_critic else len(config.reward_models))  # without a critic reward models share no GPUs
     if (left := count - actor - judging) >= 1 and count >= 3:
         split = {
             **apart,

@@ -10,7 +10,7 @@ from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO
 from rlhf_core.forecast.memory import GIB, engine_needs
 from rlhf_core.forecast.passes import Pass, as_laid, longest
-from rlhf_core.forecast.sizes import Size
+from rlhf_core.hub.model_config import Size
 
 # Seen on H200s with 1.5B and 7.6B models: share of the matrix ceiling that executed operations reach.
 SCORING = {True: 0.62, False: 0.75}  # with and without a vocabulary head
@@ -43,7 +43,7 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
     training, what those do not cover."""
     answers = config.rollout_batch_size * config.n_samples_per_prompt
     tokens = answers * longest(config)
-    assert config.zero_stage != "auto", "decided before (zero.py)"
+    assert config.zero_stage != "auto", "decided before (zero_stage.py)"
     scoring, training, host = {}, {}, [0.0]
     for name in config.groups:
         head = name in ("actor", "reference")
@@ -57,7 +57,7 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
             host.append(steps * stored / ranks / HOST_ADAM if name in config.adam_offload else 0.0)
     engine = sizes["actor"]
     found = {
-        "generate": _generate(config, engine, len(layout.seats["sampler"]), card),
+        "generate": _generate(config, engine, len(layout.slots["sampler"]), card),
         "score": _busiest(scoring, layout),
         "train": _busiest(training, layout) + (sum if config.colocate_all else max)(host),
         "sync": 0.1 + 2 * engine.parameters / SYNC / 2,
@@ -75,7 +75,7 @@ def seconds_of_pass(size: Size, what: Pass, zero_stage: int, head: bool, card: C
 
 
 def shares_of_engine(config: PPO, size: Size, card: Card) -> list[float]:
-    """Shares of a card for an engine beside models: its weights, and keys and values of all its answers, or of a half, or of fewer at a
+    """Shares of a GPU for an engine beside models: its weights, and keys and values of all its answers, or of a half, or of fewer at a
     time, the largest first."""
     over = config.vllm.tensor_parallel_size
     answers = min(SEQUENCES, math.ceil(config.rollout_batch_size * config.n_samples_per_prompt / config.vllm.num_engines))
@@ -84,13 +84,13 @@ def shares_of_engine(config: PPO, size: Size, card: Card) -> list[float]:
 
 
 def _busiest(work: Mapping[str, float], layout: Layout) -> float:
-    """Seconds of the card with the most to do, of seconds on one card; groups in fractions share cards."""
+    """Seconds of the GPU with the most to do, of seconds on one GPU; groups in fractions share GPUs."""
     load: dict[str, float] = {}
     places = layout.cards()
     for name, seconds in work.items():
-        seats: Sequence[int] = [seat.bundle for seat in layout.seats[name]]
-        for bundle in seats:
-            load[places[bundle]] = load.get(places[bundle], 0.0) + seconds / len(seats)
+        bundles: Sequence[int] = [slot.bundle for slot in layout.slots[name]]
+        for bundle in bundles:
+            load[places[bundle]] = load.get(places[bundle], 0.0) + seconds / len(bundles)
     return max(load.values(), default=0.0)
 
 

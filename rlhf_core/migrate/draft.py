@@ -1,4 +1,4 @@
-"""A stage in the making: the flags that are still to be read, the fields they became, and what became of each flag."""
+"""Keeps the state of a stage's translation: flags not read yet, fields of the recipe, and a note about each flag."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
+from rlhf_core.config import KINDS
 from rlhf_core.migrate.flags import DROPPED, FIELDS, PPO_ONLY, Dialect, flat
 from rlhf_core.migrate.launches import Launch
-from rlhf_core.recipe import config_class, models_in
+from rlhf_core.recipe.load import models_in
 
 SECRET = re.compile(r"(^|[._])(token|secret|password|api_?key|use_wandb|wandb\.key)$")
 IN_URL = re.compile(r"(?<=//)[^/@\s]+@")
@@ -20,23 +21,26 @@ What = Literal["translated", "approximated", "dropped"]
 
 
 class Note(NamedTuple):
-    """What became of a flag: `told` is the field, or how it is only alike, or why there is none. `line` is that of the script."""
+    """The translation of a flag. `text`: the field, with the difference if it is approximated; or why it was dropped. `line`: in the
+    script."""
 
     what: What
     stage: str
     flag: str
-    told: str
+    text: str
     line: int
 
 
 class Flag(NamedTuple):
+    """A flag as notes show it, without secrets, and the words of its value."""
+
     shown: str
     words: Words
 
 
 @dataclass
 class Draft:
-    """A stage of kind `kind`; `left` holds the flags nobody has read yet, by their flat names."""
+    """A stage of kind `kind`; `left` has the flags that are not read yet, by their flat names."""
 
     name: str
     kind: str
@@ -47,20 +51,22 @@ class Draft:
     notes: list[Note] = field(default_factory=list)
 
     def take(self, flag: str) -> Flag | None:
-        """Reads a flag; None when the script does not give it."""
+        """Removes a flag from `left` and returns it; None when the script does not have it."""
         return self.left.pop(flag, None)
 
-    def note(self, what: What, shown: str, told: str) -> None:
-        self.notes.append(Note(what, self.name, shown, told, self.line))
+    def note(self, what: What, shown: str, text: str) -> None:
+        """Appends a note about a flag, `shown`."""
+        self.notes.append(Note(what, self.name, shown, text, self.line))
 
     def has(self, name: str) -> bool:
         """Whether stages of this kind have a field (`vllm.sleep` is a nested one)."""
-        return find_field(config_class(self.kind), name) is not None
+        return find_field(KINDS[self.kind].config, name) is not None
 
     def default(self, name: str) -> Any:
-        return find_field(config_class(self.kind), name)
+        return find_field(KINDS[self.kind].config, name)
 
     def put(self, name: str, value: Any) -> None:
+        """Sets a field, also a nested one."""
         *outer, last = name.split(".")
         place = self.fields
         for part in outer:
@@ -68,18 +74,19 @@ class Draft:
         place[last] = value
 
     def get(self, name: str) -> Any:
-        """A field's value, or the default that it will have."""
+        """Returns a field's value, or its default."""
         place: Any = self.fields
         for part in name.split("."):
             place = place.get(part) if isinstance(place, dict) else None
         return self.default(name) if place is None else place
 
     def translate(self, flag: Flag, name: str, value: Any, how: str = "") -> None:
+        """Sets a field and notes it; `how`: the difference, when the translation is an approximation."""
         self.put(name, value)
         self.note("approximated" if how else "translated", flag.shown, f"{name}: {how}" if how else name)
 
     def read_fields(self, only: Collection[str] = FIELDS) -> None:
-        """Reads every flag that is simply a field, or those of `only`."""
+        """Translates every flag in FIELDS, or those of `only`."""
         for flag in [name for name in self.left if name in FIELDS and name in only]:
             rule, given = FIELDS[flag], self.left.pop(flag)
             if not self.has(rule.name) or (flag in PPO_ONLY and self.kind != "ppo"):
@@ -91,20 +98,20 @@ class Draft:
                 self.note("dropped", given.shown, f"{error}; {rule.name} keeps its default")
 
     def drop_rest(self) -> None:
-        """Says of every flag that is left why it is."""
+        """Drops every flag that is left, with a note of the reason."""
         for name, given in self.left.items():
             if "muon" in name:
                 reason = "the optimiser is AdamW"
             elif name.startswith("critic."):
-                reason = "the critic shares this setting with the actor, whose flag counts"
+                reason = "the critic shares this setting with the actor, whose flag is used"
             else:
-                reason = DROPPED.get(name, "unknown flag: look whether a field of docs/config.md means the same")
+                reason = DROPPED.get(name, "unknown flag: check whether a field of docs/reference/config.md means the same")
             self.note("dropped", given.shown, reason)
         self.left.clear()
 
 
 def draft_of(launch: Launch, name: str, kind: str = "") -> Draft:
-    """A draft with all flags of a launch still to be read."""
+    """Returns a draft with all flags of a launch in `left`."""
     left: dict[str, Flag] = {}
     dialect: Dialect = "flat"
     for given, words in launch.flags.items():
@@ -117,7 +124,7 @@ def draft_of(launch: Launch, name: str, kind: str = "") -> Draft:
 
 
 def find_field(model: type[BaseModel], name: str) -> Any:
-    """The default of a field (`vllm.sleep` is a nested one); `...` when it must be given, None when there is no such field."""
+    """Returns the default of a field (`vllm.sleep` is a nested one); `...` when it is required or None, None for an unknown field."""
     first, _, rest = name.partition(".")
     info = model.model_fields.get(first)
     if info is None:

@@ -1,22 +1,91 @@
-"""The flags of both dialects, and what each becomes.
+"""Maps the flags of both dialects to recipe fields.
 
-DOTTED gives every dotted name its flat one. FIELDS says which field of a stage a flat flag is: one line per flag, and a flag whose
-field the stage's configuration does not have is reported as dropped; so an option that alignflow gets later works by its line here.
-DROPPED holds the flags without a counterpart, with the reason.
+DOTTED maps dotted names to flat ones. FIELDS maps a flat flag to a field of a stage, one line per flag; a flag whose field the stage's
+config does not have is reported as dropped. DROPPED has the flags without a counterpart, with the reason.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from rlhf_core.migrate.values import count, fraction, number, off_or_number, pair, rest_of, whole
+Words = tuple[str, ...]
+
+
+def number(words: Words) -> float:
+    """Reads a finite number. This and the other readers raise ValueError with the reason when the words do not fit."""
+    if len(words) != 1:
+        raise ValueError("one number is expected" if words else "it has no value")
+    if "$" in words[0] or "`" in words[0]:
+        raise ValueError("the value of this variable is not in the script")
+    try:
+        value = float(words[0])
+    except ValueError:
+        raise ValueError("this is not a number") from None
+    if not math.isfinite(value):
+        raise ValueError("this is not a finite number")
+    return value
+
+
+def whole(words: Words) -> int:
+    """Reads a whole number, also as 1e8, which the dialects allow."""
+    value = number(words)
+    if value != int(value):
+        raise ValueError("this is not a whole number")
+    return int(value)
+
+
+def count(words: Words) -> int:
+    """Reads a whole number above 0."""
+    value = whole(words)
+    if value < 1:
+        raise ValueError("this is not above 0")
+    return value
+
+
+def off_or_number(words: Words) -> int:
+    """Reads a whole number; -1, which means off, becomes 0."""
+    return max(0, whole(words))
+
+
+def fraction(words: Words) -> float:
+    """Reads a number from 0 to 1."""
+    value = number(words)
+    if not 0 <= value <= 1:
+        raise ValueError("this is not between 0 and 1")
+    return value
+
+
+def pair(words: Words) -> list[float]:
+    """Reads two numbers."""
+    if len(words) != 2:
+        raise ValueError("two numbers are expected")
+    return [number(words[:1]), number(words[1:])]
+
+
+def limited(read: Callable[[Words], int], valid: str, fits: Callable[[int], bool]) -> Callable[[Words], int]:
+    """Returns `read` for values that fit; `valid` describes these in the error."""
+
+    def checked(words: Words) -> int:
+        value = read(words)
+        if not fits(value):
+            raise ValueError(f"only {valid} is known")
+        return value
+
+    return checked
+
+
+def listed(words: Words) -> list[str]:
+    """Reads `a,b` or `a b` as a list."""
+    return [part.strip() for word in words for part in word.split(",") if part.strip()]
+
 
 Dialect = Literal["flat", "dotted"]
 
 
 class Field(NamedTuple):
-    """`name` is the field of the stage (`vllm.sleep` is a nested one), `read` makes its value of words; `how` says what is only alike."""
+    """The field of a flag. `name`: in the stage (`vllm.sleep` is nested); `read`: words to value; `how`: difference, if approximated."""
 
     name: str
     read: Callable[[tuple[str, ...]], Any]
@@ -131,11 +200,13 @@ ESTIMATORS = {
 
 
 def true(words: tuple[str, ...]) -> bool:
-    """A switch; `--flag False` turns it off."""
+    """Reads a switch; `--flag False` turns it off."""
     return not words or words[0].lower() not in ("false", "0", "no")
 
 
 def one_of(**values: str) -> Callable[[tuple[str, ...]], str]:
+    """Returns a reader that maps one of the names in `values` to its value."""
+
     def read(words: tuple[str, ...]) -> str:
         if len(words) != 1 or words[0].lower() not in values:
             raise ValueError(f"only {', '.join(values)} are known")
@@ -161,7 +232,7 @@ FIELDS: dict[str, Field] = {
     "save_steps": Field("save_steps", off_or_number),
     "max_ckpt_num": Field("keep_checkpoints", count),
     "gradient_checkpointing": Field("gradient_checkpointing", true),
-    "zero_stage": Field("zero_stage", rest_of(whole, "0 to 3", lambda stage: 0 <= stage <= 3)),
+    "zero_stage": Field("zero_stage", limited(whole, "0 to 3", lambda stage: 0 <= stage <= 3)),
     "adam_offload": Field("adam_offload", true),
     "aux_loss_coef": Field("router_aux_coef", number),
     "compute_fp32_loss": Field("compute_fp32_loss", true),
@@ -219,7 +290,7 @@ PPO_ONLY = {"gamma", "lambd"}  # a dpo stage has fields of these names for SimPO
 
 ALWAYS = "not needed: alignflow always does this"
 BUILT_IN = "not needed: alignflow chooses this itself"
-ARTIFACTS = "checkpoints lie in the stage's run directory, artifacts/stages/<stage>-<digest>/"
+ARTIFACTS = "checkpoints are in the stage's run directory, artifacts/stages/<stage>-<digest>/"
 WANDB = "write `wandb: {project: ...}` into the recipe for this, with the key in WANDB_API_KEY; TensorBoard files are always written"
 DROPPED: dict[str, str] = {
     **dict.fromkeys(("flash_attn", "attn_implementation", "ring_head_stride", "experts_implementation"), BUILT_IN),
@@ -235,9 +306,9 @@ DROPPED: dict[str, str] = {
     **dict.fromkeys(("load_checkpoint", "save_hf_ckpt", "perf", "multiturn", "unpaired_preference"), ALWAYS),
     **dict.fromkeys(("ckpt_path", "disable_ds_ckpt", "use_ds_universal_ckpt", "max_ckpt_mem", "best_metric_key"), ARTIFACTS),
     **dict.fromkeys(("use_wandb", "use_tensorboard", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"), WANDB),
-    **dict.fromkeys(("deepspeed_enable_sleep",), "between its turns a model stays on its GPUs"),
+    **dict.fromkeys(("deepspeed_enable_sleep",), "an idle model stays on its GPUs"),
     **dict.fromkeys(("eval_temperature", "eval_n_samples_per_prompt"), "an `evaluation` stage does this after training"),
-    "packing_samples": "not needed: SFT always packs unless told otherwise, other stages cut the padding",
+    "packing_samples": "not needed: SFT packs by default, other stages cut the padding",
     "ring_attn_size": "there is no context parallelism",
     "ds_tensor_parallel_size": "training has no tensor parallelism; ZeRO shards the model",
     "tokenizer_chat_template": "set the template in the model's own tokenizer",
@@ -262,13 +333,13 @@ DROPPED: dict[str, str] = {
     "freeze_visual_encoder": "models are text models",
     "vanilla_loss": "KTO is always that of its paper",
     "compute_fp32_loss": "the loss is always computed in float32",
-    "dynamic_filtering_reward_range": "dynamic_filtering looks at the spread of a group's rewards",
+    "dynamic_filtering_reward_range": "dynamic_filtering uses the spread of a group's rewards",
     "vllm_tensor_parallel_size": "a vLLM engine has one GPU here",
 }
 
 
 def flat(name: str) -> tuple[str, Dialect]:
-    """The flat name of a flag in either dialect, and which dialect it is in."""
+    """Returns the flat name of a flag in either dialect, and its dialect."""
     dialect: Dialect = "dotted" if "." in name else "flat"
     section, dot, rest = name.partition(".")
     if section == "fsdp":

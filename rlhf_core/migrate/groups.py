@@ -1,18 +1,17 @@
-"""The GPUs of a stage: PPO's groups and engines, the ranks of other stages, and batch sizes that fit them."""
+"""Translates the GPUs of a stage: PPO's worker groups and engines, the ranks of other stages, and batch sizes that fit them."""
 
 from __future__ import annotations
 
 import math
 
 from rlhf_core.migrate.draft import Draft, Flag
-from rlhf_core.migrate.flags import true
-from rlhf_core.migrate.values import whole
+from rlhf_core.migrate.flags import true, whole
 
 GROUPS = {"actor": "actor_ranks", "critic": "critic_ranks", "ref": "reference_ranks", "reward": "reward_ranks"}
 
 
 def read_groups(draft: Draft) -> None:
-    """PPO's GPU groups. `--num_nodes` and `--num_gpus_per_node` are one group for everything; models that share cards get equal groups."""
+    """Reads PPO's GPU groups. `--num_nodes` and `--num_gpus_per_node` are for all groups; models that share GPUs get groups of one size."""
     nodes, per_node = _count(draft, "num_nodes"), _count(draft, "num_gpus_per_node")
     sources = draft.fields.get("reward")
     scored = any(not str(s).startswith("http") and ".py:" not in str(s) for s in (sources if isinstance(sources, list) else [sources]))
@@ -27,23 +26,23 @@ def read_groups(draft: Draft) -> None:
         if role in leader and size != sizes[leader[role]]:
             size = sizes[leader[role]]
             if any(given):
-                told = f"{GROUPS[role]}: {size[0]} x {size[1]}, the size of the {leader[role]}'s group, whose cards it shares"
-                draft.note("approximated", f"--{role}_num_nodes, --{role}_num_gpus_per_node", told)
+                text = f"{GROUPS[role]}: {size[0]} x {size[1]}, the size of the {leader[role]}'s group, whose GPUs it shares"
+                draft.note("approximated", f"--{role}_num_nodes, --{role}_num_gpus_per_node", text)
         sizes[role] = size
         draft.put(GROUPS[role], {"num_nodes": size[0], "num_ranks_per_node": size[1], "gpus": 1.0})
     _engines(draft, math.prod(sizes["actor"]), "colocate_all" in draft.left, nodes is not None or per_node is not None)
 
 
 def read_async(draft: Draft) -> None:
-    """Sampling ahead, where the stage's other settings leave it room; they have been read by now."""
+    """Reads --async_train, if the stage's other settings, which must be read before, allow it."""
     flag = draft.take("async_train")
     if flag is None:
         return
     if not true(flag.words):
         draft.translate(flag, "one_step_off_policy", False)
         return
-    if in_the_way := [name for name in ("colocate_all", "vllm.sleep", "dynamic_filtering") if draft.get(name)]:
-        draft.note("dropped", flag.shown, f"one_step_off_policy does not go with {' and '.join(in_the_way)}")
+    if conflicts := [name for name in ("colocate_all", "vllm.sleep", "dynamic_filtering") if draft.get(name)]:
+        draft.note("dropped", flag.shown, f"one_step_off_policy does not go with {' and '.join(conflicts)}")
         return
     without = draft.get("sampler_is") == "off"
     if without:
@@ -52,7 +51,7 @@ def read_async(draft: Draft) -> None:
 
 
 def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:
-    """The roles that share another role's cards, and whose."""
+    """Maps the roles that share another role's GPUs to that role."""
     if "colocate_critic_reward" in draft.left and not {"critic", "reward"} <= set(here):
         draft.note("dropped", draft.left.pop("colocate_critic_reward").shown, "there is no critic, or no reward model")
     if "colocate_all" in draft.left:
@@ -65,7 +64,7 @@ def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:
 
 
 def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
-    """vLLM's engines; where they share the models' cards there is one on each card, or on each `tensor_parallel_size` of them."""
+    """Sets vLLM's number of engines; when they share the models' GPUs, one for each `tensor_parallel_size` GPUs."""
     given = draft.left.get("vllm_tensor_parallel_size")
     parallel = max(1, _whole_or(given, 1)) if given else 1
     draft.put("vllm.gpus", 1.0)
@@ -76,8 +75,8 @@ def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
     if shared or (one_group and wanted is None):
         engines = max(1, gpus // parallel)
         draft.put("vllm.num_engines", engines)
-        told = f"vllm.num_engines: {engines}, as many as fit on the models' cards"
-        draft.note("approximated" if flag else "translated", flag.shown if flag else "(no --vllm_num_engines)", told)
+        text = f"vllm.num_engines: {engines}, as many as fit on the models' GPUs"
+        draft.note("approximated" if flag else "translated", flag.shown if flag else "(no --vllm_num_engines)", text)
     else:
         shown = flag.shown if flag else "(no --vllm_num_engines)"
         draft.note("approximated", shown, "vllm.num_engines: 1, as sampling is always by vLLM; give it as many GPUs as there are")
@@ -96,7 +95,7 @@ def _count(draft: Draft, name: str) -> int | None:
         return None
     value = _whole_or(flag, 0)
     if value < 1:
-        draft.note("dropped", flag.shown, "this is not a number of machines or GPUs above 0; the default counts")
+        draft.note("dropped", flag.shown, "this is not a number of machines or GPUs above 0; the default is used")
         return None
     draft.note(
         "translated", flag.shown, "ranks of the stage" if draft.kind != "ppo" else GROUPS.get(name.partition("_num_")[0], "all groups")
@@ -104,24 +103,24 @@ def _count(draft: Draft, name: str) -> int | None:
     return value
 
 
-def read_ranks(draft: Draft, told: tuple[int | None, int | None], gpus: int) -> None:
-    """The ranks of a stage that torchrun or deepspeed starts."""
-    nodes, per_node = told[0] or 1, told[1] or gpus
+def read_ranks(draft: Draft, given: tuple[int | None, int | None], gpus: int) -> None:
+    """Sets the ranks of a stage that torchrun or deepspeed starts. `given`: nodes and GPUs per node; `gpus`: default of the latter."""
+    nodes, per_node = given[0] or 1, given[1] or gpus
     draft.put("ranks", {"num_nodes": nodes, "num_ranks_per_node": per_node, "gpus": 1.0})
-    if told[1] is None:
+    if given[1] is None:
         draft.note("approximated", "(all GPUs of the machine)", f"ranks: {per_node} GPUs on a machine, from --gpus of alignflow migrate")
     else:
         draft.note("translated", "(the launcher's processes)", f"ranks: {nodes} x {per_node}")
 
 
 def fit(draft: Draft) -> None:
-    """Makes zero_stage and batch sizes fit the ranks, as a recipe demands."""
+    """Changes zero_stage and batch sizes to fit the ranks, as a recipe requires."""
     names = ("actor_ranks", "critic_ranks") if draft.kind == "ppo" else ("ranks",)
     worlds = [r["num_nodes"] * r["num_ranks_per_node"] for r in (draft.fields.get(name) for name in names) if r]
     world = math.lcm(*worlds) if worlds else 1
     if draft.get("zero_stage") == 0 and (world > 1 or (draft.kind == "ppo" and draft.get("adam_offload"))):
         draft.put("zero_stage", 1)
-        draft.note("approximated", "--zero_stage 0", "zero_stage: 1, the same on several ranks with the optimiser's state shared out")
+        draft.note("approximated", "--zero_stage 0", "zero_stage: 1, the same on several ranks with the optimiser's state sharded")
     batch, micro = draft.get("train_batch_size"), draft.get("micro_train_batch_size")
     samples = draft.get("rollout_batch_size") * draft.get("n_samples_per_prompt") if draft.kind == "ppo" else 0
     fitting = batch if not batch % world else -(-batch // world) * world

@@ -1,4 +1,4 @@
-"""Models and data of a stage: what comes from another stage of the same script, and what from outside."""
+"""Translates the models and data of a stage, from other stages of the same script or from outside."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_core.migrate.draft import Draft, Flag
-from rlhf_core.migrate.values import count, listed, number
+from rlhf_core.migrate.flags import count, listed, number
 
-NO_LIMIT = 10**8  # the dialects' way to say that all samples are used
+NO_LIMIT = 10**8  # in the dialects: all samples are used
 PLAIN = {"flat": "Human: {}\nAssistant: ", "dotted": "{}"}  # the template when a script gives none
 MODEL_FIELD = {"sft": "model", "reward_model": "model", "dpo": "policy", "kto": "policy", "ppo": "actor", "preferences": "policy"}
 
 
 @dataclass
 class Chain:
-    """What the stages so far have written, by path: models, and data made of sampled answers."""
+    """The stages so far by their output paths: of models, and of data made of sampled answers. `base`: the recipe's base model."""
 
     base: str | None = None
     models: dict[str, str] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
 
     def model(self, path: str) -> str:
-        """The name of a model in a recipe: a stage, `base`, or the path itself."""
+        """Returns the name of a model in the recipe: a stage, `base`, or the path itself. The first outside model becomes the base."""
         if plain(path) in self.models:
             return self.models[plain(path)]
         if self.base is None:
@@ -31,30 +31,31 @@ class Chain:
         return "base" if path == self.base else outside(path)
 
     def reward(self, path: str) -> str:
-        """The name of a reward model, which the base model is not, even where a script names the same."""
+        """Returns the name of a reward model: a stage or the path, never `base`."""
         return self.models.get(plain(path)) or outside(path)
 
 
 def outside(path: str) -> str:
-    """A folder or Hub id; a folder without a slash would be read as the name of a stage."""
+    """Returns a folder or Hub id with a slash in it, because a name without one is a stage's."""
     return path if "/" in path else f"./{path}"
 
 
 def plain(path: str) -> str:
-    """A path without what does not change its meaning."""
+    """Returns a path without leading ./ and trailing slashes."""
     while path.startswith("./"):
         path = path[2:]
     return path.rstrip("/")
 
 
 def is_unknown(text: str) -> bool:
+    """Returns whether a text has a variable or command substitution whose value is not known."""
     return "$" in text or "`" in text
 
 
 def model_of(draft: Draft, flag: Flag, path: str, name: str, chain: Chain) -> str:
-    """Puts a model into a field. Returns its name in the recipe."""
+    """Sets the field `name` to a model. Returns its name in the recipe."""
     found = chain.model(path)
-    unknown = "the script does not say what the variable holds: write the model there" if is_unknown(path) else ""
+    unknown = "the value of this variable is not in the script: write the model there" if is_unknown(path) else ""
     for output, stage in chain.models.items():
         if found == outside(path) and plain(path).startswith(output + "/"):
             found, unknown = stage, f"a folder inside the output of stage {stage} is taken as its final model"
@@ -63,7 +64,7 @@ def model_of(draft: Draft, flag: Flag, path: str, name: str, chain: Chain) -> st
 
 
 def read_models(draft: Draft, chain: Chain) -> None:
-    """The model to train, its reference, and PPO's critic and rewards. ValueError: the command names no model."""
+    """Reads the model to train, its reference, and PPO's critic and rewards. Raises ValueError when there is no model or reward."""
     flag = draft.take("pretrain")
     if flag is None or not flag.words:
         raise ValueError(f"line {draft.line} of the script: the command names no model (--pretrain, --model.model_name_or_path); add it")
@@ -83,17 +84,21 @@ def _read_rewards(draft: Draft, chain: Chain) -> None:
     if flag := draft.take("remote_rm_url"):
         for place in listed(flag.words):
             if "@" in urlsplit(place).netloc:
-                told = "the address holds a password: add it to reward without, with the name of a variable in api_key_env"
-                draft.note("dropped", flag.shown, told)
+                text = "the address contains a password: add it to reward without, with the name of a variable in api_key_env"
+                draft.note("dropped", flag.shown, text)
             elif place.startswith(("http://", "https://")):
                 sources.append(place)
                 draft.note(
-                    "approximated", flag.shown, "reward: the server must answer as docs/ppo.md says, or as `alignflow serve-reward` does"
+                    "approximated",
+                    flag.shown,
+                    "reward: the server must answer as docs/how-to/rewards.md says, or as `alignflow serve-reward` does",
                 )
             elif place.partition(":")[0].endswith(".py"):
                 sources.append(place if ":" in place else f"{place}:reward_func")
                 draft.note(
-                    "approximated", flag.shown, "reward: a function names the arguments it wants, see docs/ppo.md; change its signature"
+                    "approximated",
+                    flag.shown,
+                    "reward: a function names the arguments it wants, see docs/how-to/rewards.md; change its signature",
                 )
             else:
                 draft.note("dropped", flag.shown, f"{place} is neither a URL nor a Python file; add a reward")
@@ -104,7 +109,7 @@ def _read_rewards(draft: Draft, chain: Chain) -> None:
             sources.append(found)
             draft.note("translated", flag.shown, f"reward: {found}")
     elif flag:
-        draft.note("dropped", flag.shown, "the script asks a remote reward, which counts alone")
+        draft.note("dropped", flag.shown, "the script has a remote reward, which is used alone")
     if agent := draft.take("agent_func_path"):
         draft.note("dropped", agent.shown, "multi-turn agents are not part of a recipe; write a reward function and add it to reward")
     if not sources:
@@ -132,7 +137,7 @@ def _read_critic(draft: Draft, chain: Chain, start: str) -> None:
 
 
 def read_data(draft: Draft, chain: Chain) -> None:
-    """The training data and the held-out data of a stage. ValueError: the command names no data."""
+    """Reads the training data and the held-out data of a stage. Raises ValueError when the command names no data."""
     ppo = draft.kind in ("ppo", "preferences")
     flag = (draft.take("prompt_data") if ppo else None) or draft.take("dataset")
     if flag is None or not listed(flag.words):
@@ -169,12 +174,12 @@ def _sources(draft: Draft, flag: Flag, columns: dict[str, str], kind: str) -> li
     shares = [1 / len(paths)] * len(paths)
     if given:
         try:
-            told = [number((word,)) for word in listed(given.words)]
-            if len(told) != len(paths) or sum(told) <= 0 or min(told) < 0:
-                raise ValueError(f"{len(told)} shares for {len(paths)} data sets")
-            shares = [share / sum(told) for share in told]
+            weights = [number((word,)) for word in listed(given.words)]
+            if len(weights) != len(paths) or sum(weights) <= 0 or min(weights) < 0:
+                raise ValueError(f"{len(weights)} shares for {len(paths)} data sets")
+            shares = [share / sum(weights) for share in weights]
             draft.note(
-                "translated" if abs(sum(told) - 1) < 1e-6 else "approximated", given.shown, "probability of each source; they sum to 1"
+                "translated" if abs(sum(weights) - 1) < 1e-6 else "approximated", given.shown, "probability of each source; they sum to 1"
             )
         except ValueError as error:
             draft.note("dropped", given.shown, f"{error}; the data sets have equal shares")
@@ -187,28 +192,28 @@ def _sources(draft: Draft, flag: Flag, columns: dict[str, str], kind: str) -> li
         if at:
             draft.note("approximated", flag.shown, f"the folder {folder} of {name} is not selected: give its files, or another data set id")
         if is_unknown(path):
-            draft.note("approximated", flag.shown, "the script does not say what the variable holds: write the data set there")
+            draft.note("approximated", flag.shown, "the value of this variable is not in the script: write the data set there")
         source: dict[str, Any] = {"path": name, **columns}
         if split and split.words and split.words[0] != "train":
             source["split"] = split.words[0]
         if len(paths) > 1:
             source["probability"] = round(share, 10)
         sources.append(source)
-    if len(sources) > 1:  # rounding must not spoil the sum
+    if len(sources) > 1:  # the sum must be 1 after rounding
         sources[-1]["probability"] = round(1 - sum(source["probability"] for source in sources[:-1]), 10)
     return sources
 
 
 def _columns(draft: Draft, template: str) -> dict[str, str]:
-    """The columns as the script names them."""
+    """Reads the names of the data's columns."""
     wanted: dict[str, str] = {}
     match draft.kind:
         case "sft":
             chat = template == "chat" and "output_key" not in draft.left
             wanted = {"input_key": "messages_key"} if chat else {"input_key": "prompt_key", "output_key": "response_key"}
             if chat and "input_key" in draft.left and "multiturn" not in draft.left:
-                told = "messages_key; every assistant message of a conversation is learned, not only the last"
-                draft.note("approximated", draft.left["input_key"].shown, told)
+                text = "messages_key; every assistant message of a conversation is learned, not only the last"
+                draft.note("approximated", draft.left["input_key"].shown, text)
         case "kto":
             wanted = {"input_key": "prompt_key", "output_key": "response_key", "label_key": "label_key"}
         case "ppo" | "preferences":
@@ -232,7 +237,7 @@ def _template(draft: Draft) -> str:
     if chat:
         draft.note("translated", chat.shown, "template: chat")
         if given:
-            draft.note("dropped", given.shown, "--apply_chat_template counts")
+            draft.note("dropped", given.shown, "--apply_chat_template is used")
         return "chat"
     if given and given.words and given.words[0].lower() != "none":
         template = given.words[0].replace("\\n", "\n")

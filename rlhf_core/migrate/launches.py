@@ -1,6 +1,6 @@
-"""The commands of a script that train something: which stage, with which flags, on how many GPUs.
+"""Finds the training commands of a script, with their stage kind, flags and GPUs.
 
-Wrappers are looked through: `python -m`, `torchrun`, `torch.distributed.launch`, `deepspeed`, `ray job submit`, `srun`, `bash -c`, `eval`.
+Also inside of `python -m`, `torchrun`, `torch.distributed.launch`, `deepspeed`, `ray job submit`, `srun`, `bash -c` and `eval`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ PROGRAMS = {
     "train_kto": "kto",
     "train_ppo": "ppo",
     "train_ppo_ray": "ppo",
+    "train_ppo_ray_optim": "ppo",
     "batch_inference": "batch_inference",
 }
 NOT_OURS = {"train_kd", "train_prm", "train_es_ray", "train_opd", "train_continue_pretrain", "train_grpo", "train_simpo", "train_orpo"}
@@ -28,7 +29,7 @@ MAX_DEPTH = 4  # of scripts inside scripts
 
 
 class Launch(NamedTuple):
-    """One training command. A flag has the words that followed it; `gpus` is (nodes, GPUs per node) as the launcher was told."""
+    """One training command. `flags`: words by flag; `gpus`: (nodes, GPUs per node) of the launcher, None if not given."""
 
     kind: str
     flags: dict[str, tuple[str, ...]]
@@ -37,12 +38,14 @@ class Launch(NamedTuple):
 
 
 class Found(NamedTuple):
+    """The training commands of a script, and remarks about it."""
+
     launches: list[Launch]
     remarks: list[Remark]
 
 
 def launches_in(script: Script, variables: Variables, depth: int = 0) -> Found:
-    """The training commands of a script, in order."""
+    """Returns the training commands of a script, in order. `depth`: of scripts inside scripts."""
     found = Found([], list(script.remarks))
     for words, line in script.commands:
         inner = _inner_script(words) if depth < MAX_DEPTH else None
@@ -63,7 +66,7 @@ def launches_in(script: Script, variables: Variables, depth: int = 0) -> Found:
 
 
 def flags_of(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """`--flag value`, `--flag=value`, `--flag` and `--flag one two`. A flag given twice has its last values; -1 is a value."""
+    """Parses `--flag value`, `--flag=value`, `--flag` and `--flag one two`. A flag given twice has its last values; -1 is a value."""
     flags: dict[str, tuple[str, ...]] = {}
     name = ""
     for word in words:
@@ -81,7 +84,7 @@ def flags_of(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 
 def _inner_script(words: tuple[str, ...]) -> str | None:
-    """The text that `bash -c TEXT` or `eval TEXT` runs."""
+    """Returns the text that `bash -c TEXT` or `eval TEXT` runs; None for other commands."""
     if words[0] == "eval":
         return " ".join(words[1:])
     for at, word in enumerate(words):
@@ -95,12 +98,12 @@ def _inner_script(words: tuple[str, ...]) -> str | None:
 
 
 def _name(word: str) -> str:
-    """`train_sft` of `openrlhf.cli.train_sft` and of `../train_sft.py`."""
+    """Returns `train_sft` for `openrlhf.cli.train_sft` and for `../train_sft.py`."""
     return re.split(r"[./]", word.removesuffix(".py"))[-1]
 
 
 def _program(words: tuple[str, ...]) -> int | None:
-    """Where the program of a training command stands among its words."""
+    """Returns the index of the program among the words of a training command; None for other commands."""
     for at, word in enumerate(words):
         if word.startswith("--") and at and not any(STARTERS.fullmatch(w) for w in words[: at + 1]) and "submit" not in words[:at]:
             return None
@@ -110,12 +113,12 @@ def _program(words: tuple[str, ...]) -> int | None:
 
 
 def _gpus(words: tuple[str, ...]) -> tuple[int | None, int | None]:
-    """Nodes and GPUs per node as torchrun, torch.distributed.launch or deepspeed were told; None where they were not."""
+    """Returns nodes and GPUs per node from the flags of torchrun, torch.distributed.launch or deepspeed; None if not given."""
     flags = flags_of(words)
 
     def number(*names: str) -> int | None:
-        told = [flags[name][0] for name in names if flags.get(name)]
-        return int(told[0]) if told and re.fullmatch(r"[1-9]\d*", told[0]) else None
+        given = [flags[name][0] for name in names if flags.get(name)]
+        return int(given[0]) if given and re.fullmatch(r"[1-9]\d*", given[0]) else None
 
     per_node = number("nproc_per_node", "num_gpus", "num_processes")
     if per_node is None and (include := flags.get("include")) and "@" not in include[0]:

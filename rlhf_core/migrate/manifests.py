@@ -1,4 +1,4 @@
-"""Scripts inside Kubernetes YAML: ConfigMaps, the containers of Jobs and Pods of every kind, the entrypoint of a RayJob."""
+"""Finds scripts inside Kubernetes YAML: in ConfigMaps, containers of any resource, and the entrypoint of a RayJob."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rlhf_core.migrate.variables import Variables
 
 
 def is_manifest(text: str) -> bool:
-    """Whether a file is Kubernetes YAML and no shell script, which may hold some in a heredoc."""
+    """Returns whether a file is Kubernetes YAML, not a shell script, which may contain some in a heredoc."""
     first = next((line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(("#", "---"))), "")
     return re.match(r"[A-Za-z]+:(\s|$)", first) is not None and re.search(r"^apiVersion:\s", text, re.M) is not None
 
 
 def scripts_of(text: str, variables: Variables) -> list[Script]:
-    """The scripts of a manifest; the plain `env` of its containers is set in `variables`. ValueError when it is not YAML."""
+    """Returns the scripts of a manifest, and sets the plain `env` of its containers in `variables`. Raises ValueError for wrong YAML."""
     try:
         documents = [document for document in yaml.safe_load_all(text) if isinstance(document, dict)]
     except yaml.YAMLError as error:
@@ -53,7 +53,7 @@ def _scripts_in(document: dict[str, Any], text: str, variables: Variables) -> It
 
 
 def _containers(node: Any) -> Iterator[dict[str, Any]]:
-    """Every container, wherever a resource keeps its pod template."""
+    """Yields every container, at any depth of a resource."""
     if isinstance(node, dict):
         for key, value in node.items():
             if key in ("containers", "initContainers") and isinstance(value, list):
@@ -70,7 +70,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _line(text: str, body: str) -> int:
-    """The line of the manifest on which a text in it begins."""
+    """Returns the line of the manifest on which a text in it begins."""
     first = next((line.strip() for line in body.splitlines() if line.strip()), "")
     at = text.find(first)
     return text.count("\n", 0, at) + 1 if at >= 0 and first else 1

@@ -1,4 +1,4 @@
-"""A launch script, or Kubernetes YAML with one inside, as a recipe that says what became of every flag."""
+"""Converts a launch script, or Kubernetes YAML with one inside, to a recipe with comments about every flag."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rlhf_core.migrate.manifests import is_manifest, scripts_of
 from rlhf_core.migrate.shell import Remark, read_script
 from rlhf_core.migrate.stages import stages_of
 from rlhf_core.migrate.variables import Variables
-from rlhf_core.plan import plan
-from rlhf_core.recipe import recipe_of
+from rlhf_core.recipe.load import recipe_of
+from rlhf_core.recipe.plan import plan
 
 MAX_REFUSED = 50
 HEADINGS = {
     "translated": "Translated, flag -> field:",
-    "approximated": "Only alike; look at these:",
+    "approximated": "Approximated; check these:",
     "dropped": "Dropped, and why:",
 }
 
 
 class Migrated(NamedTuple):
-    """A valid recipe, its YAML with the comments, what became of every flag, and what was odd about the script."""
+    """A valid recipe, its YAML with comments, a note about every flag, and remarks about the script."""
 
     recipe: Recipe
     text: str
@@ -37,10 +37,10 @@ class Migrated(NamedTuple):
 
 
 def migrate(path: Path, gpus: int = 8) -> Migrated:
-    """The recipe of a script; nothing in it is executed.
+    """Converts a script to a recipe; executes nothing of it.
 
-    `gpus` is the number of GPUs of one machine, for launchers that take all there are. ValueError, one sentence: no text file, a quote
-    that is never closed, no training command in it, or one without a model or data.
+    `gpus`: number of GPUs of one machine, for launchers that take all. Raises ValueError, one sentence, when it is no text file, a quote
+    is not closed, it has no training command, or a command has no model or data.
     """
     try:
         text = path.read_text()
@@ -76,7 +76,7 @@ def _recipe_name(path: Path) -> str:
 
 
 def _leave_out_refused(raw: dict[str, Any]) -> list[Note]:
-    """Takes out fields whose values a recipe refuses, one after the other. Returns what is to say of them."""
+    """Removes fields whose values a recipe refuses, one after the other. Returns the notes about them."""
     notes: list[Note] = []
     for _ in range(MAX_REFUSED):
         try:
@@ -88,7 +88,7 @@ def _leave_out_refused(raw: dict[str, Any]) -> list[Note]:
                 break
             stage, path = str(item["loc"][1]), item["loc"][3:]
             node, parent, key = raw["stages"][stage], None, ""
-            for part in path:  # parts that pydantic puts in for the members of unions are in no dictionary
+            for part in path:  # pydantic also puts in tags of unions, which are in no dictionary
                 if isinstance(node, dict) and part in node:
                     node, parent, key = node[part], node, str(part)
                 elif isinstance(node, list) and isinstance(part, int):
@@ -101,11 +101,11 @@ def _leave_out_refused(raw: dict[str, Any]) -> list[Note]:
 
 
 def _text(path: Path, raw: dict[str, Any], notes: list[Note], remarks: list[Remark]) -> str:
-    lines = [f"Made from {path.name} by `alignflow migrate`. Nothing was executed; docs/migration.md says how to go on."]
+    lines = [f"Made from {path.name} by `alignflow migrate`. Nothing was executed; docs/how-to/migration.md says how to go on."]
     lines += [f"Line {remark.line}: {remark.text}." for remark in remarks]
     for what, heading in HEADINGS.items():
-        told = [note for note in notes if note.what == what]
-        if told:
-            lines += ["", heading, *(f"  {note.stage}: {note.flag} -> {note.told}" for note in told)]
+        found = [note for note in notes if note.what == what]
+        if found:
+            lines += ["", heading, *(f"  {note.stage}: {note.flag} -> {note.text}" for note in found)]
     comments = "".join(f"# {line}".rstrip() + "\n" for line in "\n".join(line.replace("\n", "\\n") for line in lines).splitlines())
     return comments + "\n" + yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, width=120)

@@ -1,13 +1,13 @@
-"""Settings that are more than one flag and one field: precision, adapters, schedule, PPO's variants; and the dialects' defaults."""
+"""Translates settings of several flags or fields: precision, adapters, schedule, PPO's variants; and sets the dialects' defaults."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rlhf_core.migrate.draft import Draft, Flag
-from rlhf_core.migrate.values import count, listed, number, pair, whole
+from rlhf_core.migrate.flags import count, listed, number, pair, whole
 
-# Defaults of the two dialects where they may differ from ours; a field is only written when it does.
+# Defaults of the two dialects; those that differ from ours are written to the recipe.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "flat": {
         "sft": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512},
@@ -29,6 +29,7 @@ TOTAL_LENGTH = 2048  # default of --data.max_len in PPO: prompt and answer toget
 
 
 def read_precision(draft: Draft) -> None:
+    """Reads --bf16 and --param_dtype."""
     bf16, dtype = draft.take("bf16"), draft.take("param_dtype")
     if bf16:
         draft.translate(bf16, "dtype", "bfloat16")
@@ -42,7 +43,7 @@ def read_precision(draft: Draft) -> None:
 
 
 def read_adapters(draft: Draft) -> None:
-    """LoRA, and 4-bit weights below it."""
+    """Reads LoRA's flags, and 4-bit base weights."""
     rank, alpha, targets, four = (draft.take(flag) for flag in ("lora_rank", "lora_alpha", "target_modules", "load_in_4bit"))
     if dropout := draft.take("lora_dropout"):
         if dropout.words[:1] not in (("0",), ("0.0",)):
@@ -79,6 +80,7 @@ def read_adapters(draft: Draft) -> None:
 
 
 def read_schedule(draft: Draft) -> None:
+    """Reads --lr_scheduler; ours is a linear warm-up and a cosine to min_lr_ratio."""
     if flag := draft.take("lr_scheduler"):
         name = flag.words[0] if flag.words else ""
         ratio = SCHEDULES.get(name)
@@ -91,7 +93,7 @@ def read_schedule(draft: Draft) -> None:
 
 
 def read_token_limits(draft: Draft) -> None:
-    """Passes by tokens instead of rows."""
+    """Reads limits of passes in tokens instead of rows."""
     dynamic = draft.take("use_dynamic_batch")
     limits = {"train_max_tokens_per_gpu": "micro_train_tokens", "rollout_max_tokens_per_gpu": "micro_rollout_tokens"}
     given = {name: draft.take(flag) for flag, name in limits.items()}
@@ -112,12 +114,13 @@ def read_token_limits(draft: Draft) -> None:
 
 
 def read_preference(draft: Draft) -> None:
+    """Reads --ipo."""
     if flag := draft.take("ipo"):
         draft.translate(flag, "loss", "ipo")
 
 
 def read_ppo(draft: Draft) -> None:
-    """Lengths, clips, KL, importance weights."""
+    """Reads PPO's lengths, clips, KL, importance weights and offloads."""
     _lengths(draft)
     _try(draft, "eps_clip_low_high", ("eps_clip_low", "eps_clip_high"))
     if flag := draft.take("reward_clip_range"):
@@ -142,7 +145,7 @@ def _lengths(draft: Draft) -> None:
     total = draft.take("max_len")
     if draft.dialect == "flat":
         if total:
-            draft.note("dropped", total.shown, "prompt_max_len and generate_max_len count")
+            draft.note("dropped", total.shown, "prompt_max_len and generate_max_len are used")
         return
     try:
         longest = count(total.words) if total else TOTAL_LENGTH
@@ -200,7 +203,7 @@ def _try(draft: Draft, flag: str, names: tuple[str, str]) -> None:
 
 
 def put_defaults(draft: Draft) -> None:
-    """The dialect's own defaults, where the script is silent and ours are others."""
+    """Sets the dialect's defaults that differ from ours for fields that the script does not set."""
     for name, value in DEFAULTS[draft.dialect].get(draft.kind, {}).items():
         if name not in draft.fields and draft.default(name) != value:
             draft.put(name, value)

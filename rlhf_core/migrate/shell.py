@@ -1,7 +1,7 @@
-"""A shell script as the list of its commands, with quotes, continuations, comments, heredocs and variables read as a shell reads them.
+"""Parses a shell script into its commands, with quotes, continuations, comments, heredocs and variables.
 
-Nothing is executed and no condition is judged: the commands of all branches are listed. An assignment inside a condition or a loop
-counts only when its variable has no value yet; `Script.remarks` says where that, or anything else that could not be followed, happened.
+Nothing is executed and no condition is evaluated: the commands of all branches are listed. An assignment inside a condition or a loop
+is used only when its variable has no value yet; `Script.remarks` lists such places and others that could not be followed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Command(NamedTuple):
 
 
 class Remark(NamedTuple):
-    """Something a reader of the recipe should know about the script."""
+    """A remark about the script, for the recipe's comments."""
 
     line: int
     text: str
@@ -36,12 +36,14 @@ class Remark(NamedTuple):
 
 @dataclass
 class Script:
+    """The commands of a script, and remarks about it."""
+
     commands: list[Command] = field(default_factory=list)
     remarks: list[Remark] = field(default_factory=list)
 
 
 def read_script(text: str, variables: Variables | None = None, line: int = 1) -> Script:
-    """The commands of a script that begins on `line`, with what it sets in `variables`. ValueError: an unclosed quote or bracket."""
+    """Parses a script that begins on `line`, and sets its variables in `variables`. Raises ValueError for an unclosed quote or bracket."""
     reader = _Reader(text.replace("\r\n", "\n"), variables if variables is not None else Variables(), line)
     reader.read()
     return reader.script
@@ -99,7 +101,7 @@ class _Reader:
             self.at += 2 if self.text[self.at] == "\\" else 1
 
     def reserved(self, word: str) -> bool:
-        """Whether this is a word of the shell's grammar after which a command begins."""
+        """Returns whether this is a reserved word after which a command begins."""
         self.depth += (word in OPENING) - (word in CLOSING)
         return word in CLOSING | JOINING | {"if", "while", "until", "{", "}", "!", "time", "exec", "command"}
 
@@ -129,7 +131,7 @@ class _Reader:
         values = self.variables.values
         if guarded and name in values:
             if values[name] != value:
-                self.remark(f"{name} is set again in a condition or a loop; its first value counts")
+                self.remark(f"{name} is set again in a condition or a loop; its first value is used")
         elif plus and isinstance(value, list):
             old = values.get(name, [])
             values[name] = [*(old if isinstance(old, list) else [old]), *value]
@@ -177,7 +179,7 @@ class _Reader:
         self.pending = []
 
     def expand_text(self, text: str) -> str:
-        """A text as between double quotes."""
+        """Expands a text as between double quotes."""
         inner = _Reader(text, self.variables, self.line())
         pieces: list[str] = []
         while inner.at < len(text):
@@ -185,7 +187,7 @@ class _Reader:
         return "".join(pieces)
 
     def word(self) -> list[str]:
-        """One word of the script, which an expansion without quotes may have turned into none or several."""
+        """Reads one word of the script; an expansion without quotes may turn it into none or several."""
         done: list[str] = []
         current: str | None = None
         while self.at < len(self.text) and self.text[self.at] not in " \t\n;&|<>()":
@@ -257,7 +259,7 @@ class _Reader:
                 words += self.word()
 
     def array_in_quotes(self) -> list[str] | None:
-        """The words of `"${NAME[@]}"`, which stay apart also between quotes; None when this is nothing of that sort."""
+        """Returns the words of `"${NAME[@]}"`, which stay separate between quotes; None for anything else."""
         match = re.compile(r"\$\{([A-Za-z_]\w*\[@\])\}\"").match(self.text, self.at)
         words = self.variables.words(match[1]) if match else None
         if match and words:
@@ -272,7 +274,7 @@ class _Reader:
         return found
 
     def ansi(self) -> str:
-        """The text of `$'...'`."""
+        """Returns the text of `$'...'`."""
         match = re.compile(r"'((?:[^'\\]|\\.)*)'", re.S).match(self.text, self.at)
         if not match:
             raise self.fail("the quote $'", self.at)
@@ -293,7 +295,7 @@ class _Reader:
         return char
 
     def dollar(self) -> tuple[bool, str]:
-        """Whether what `$...` or a command in backquotes stands for is known (and so is split into words), and its text."""
+        """Expands `$...` or backquotes; returns whether the value is known (and so is split into words), and the text."""
         begin, rest = self.at, self.text[self.at : self.at + 3]
         if rest.startswith("`"):
             return False, f"`{self.between('`')}`"
@@ -326,7 +328,7 @@ class _Reader:
         return not text.startswith("$"), text
 
     def matching(self, at: int, opening: str, closing: str) -> int:
-        """Where the bracket that opens at `at` closes; quotes inside are respected."""
+        """Returns where the bracket that opens at `at` closes; skips quotes inside."""
         depth, place = 0, at
         while place < len(self.text):
             char = self.text[place]
@@ -344,6 +346,6 @@ class _Reader:
 
 
 def _spread(done: list[str], current: str | None, pieces: list[str]) -> str:
-    """Appends the words of an expansion; the last one may still grow."""
+    """Appends the words of an expansion to `done`, but the last one, which is returned because it may continue."""
     done += [(current or "") + pieces[0], *pieces[1:]]
     return done.pop()

@@ -1,15 +1,15 @@
-"""The launches of a script as the stages of a recipe, chained where one reads what another wrote."""
+"""Translates the launches of a script to the stages of a recipe, linked where one reads another's output."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlhf_core.migrate.draft import Draft, Note, draft_of
+from rlhf_core.migrate.draft import Draft, Flag, Note, draft_of
+from rlhf_core.migrate.flags import count, whole
 from rlhf_core.migrate.groups import fit, read_async, read_groups, read_ranks
-from rlhf_core.migrate.inputs import Chain, plain, read_data, read_models
+from rlhf_core.migrate.inputs import Chain, model_of, plain, read_data, read_models
 from rlhf_core.migrate.launches import Launch
-from rlhf_core.migrate.sampling import preferences, task_of
 from rlhf_core.migrate.settings import (
     put_defaults,
     read_adapters,
@@ -19,18 +19,20 @@ from rlhf_core.migrate.settings import (
     read_schedule,
     read_token_limits,
 )
-from rlhf_core.migrate.values import whole
 
 
 class Stages(NamedTuple):
-    """What a recipe holds besides its name: `base_model`, `stages` and, when the script sets it, `seed`."""
+    """A recipe's content besides its name: `base_model`, `stages` and, when the script sets it, `seed`; and the notes about all flags."""
 
     raw: dict[str, Any]
     notes: list[Note]
 
 
 def stages_of(launches: Sequence[Launch], gpus: int) -> Stages:
-    """The stages of a script, in its order. `gpus`: GPUs of one machine, for launchers that take all there are."""
+    """Translates launches, in order. `gpus`: GPUs of one machine, for launchers that take all.
+
+    Raises ValueError when a command has no model, data or reward.
+    """
     chain, notes, seeds = Chain(), list[Note](), list[int]()
     stages: dict[str, dict[str, Any]] = {}
     scorings = [draft for launch in launches if task_of(draft := draft_of(launch, "", "preferences")) == "rm"]
@@ -59,7 +61,7 @@ def _name(kind: str, stages: dict[str, Any]) -> str:
 
 
 def _read_training(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> None:
-    """The order matters: rewards ask for the estimator, groups for the rewards, adapters for zero_stage; sizes must fit the ranks."""
+    """Reads a training command. The order matters: rewards need the estimator, groups the rewards, adapters zero_stage, sizes the ranks."""
     output = draft.take("save_path")
     read_precision(draft)
     read_schedule(draft)
@@ -83,12 +85,12 @@ def _read_training(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> Non
     fit(draft)
     if output and output.words:
         chain.models[plain(output.words[0])] = draft.name
-        told = f"the model lies in the run directory of stage {draft.name}; a `publication` stage copies it"
-        draft.note("approximated", output.shown, told)
+        text = f"the model is in the run directory of stage {draft.name}; a `publication` stage copies it"
+        draft.note("approximated", output.shown, text)
 
 
 def _read_sampling(draft: Draft, scorings: list[Draft], chain: Chain) -> list[Note]:
-    """Reads a sampling command; takes the scoring command that belongs to it from `scorings`. Returns what is to say of that one."""
+    """Reads a sampling command, and removes the scoring command of its output from `scorings`. Returns the notes about that one."""
     written = draft.left.get("output_path")
     place = plain(written.words[0]) if written and written.words else ""
     mine = next((s for s in scorings if (d := s.left.get("dataset")) and d.words and plain(d.words[0]) == place), None)
@@ -107,7 +109,77 @@ def _read_seed(draft: Draft, seeds: list[int]) -> None:
         try:
             seeds.append(max(0, whole(seed.words)))
             same = seeds[-1] == seeds[0]
-            told = "seed of the recipe" if same else f"a recipe has one seed: {seeds[0]}"
-            draft.note("translated" if same else "approximated", seed.shown, told)
+            text = "seed of the recipe" if same else f"a recipe has one seed: {seeds[0]}"
+            draft.note("translated" if same else "approximated", seed.shown, text)
         except ValueError as error:
             draft.note("dropped", seed.shown, str(error))
+
+
+POST_PROCESSORS = {"rs": "rejection_sampling", "csft": "conditional_sft", "iter_dpo": "dpo"}
+
+
+def task_of(draft: Draft) -> str:
+    """Returns the value of --eval_task, or ''."""
+    flag = draft.left.get("eval_task")
+    return flag.words[0] if flag and flag.words else ""
+
+
+def preferences(draft: Draft, scoring: Draft | None, chain: Chain) -> None:
+    """Reads a sampling command, and the scoring command that reads its output. Raises ValueError when there is no scoring or model."""
+    if scoring is None:
+        raise ValueError(
+            f"line {draft.line} of the script: answers are sampled but no command scores them (batch_inference --eval_task rm); "
+            "add it to the script, or write a preferences stage by hand"
+        )
+    draft.take("eval_task")
+    flag = draft.take("pretrain")
+    if flag is None or not flag.words:
+        raise ValueError(f"line {draft.line} of the script: the command names no model (--pretrain); add it")
+    scoring.name = draft.name
+    model_of(draft, flag, flag.words[0], "policy", chain)
+    read_data(draft, chain)
+    output = draft.take("output_path")
+    reward, processor = scoring.take("pretrain"), scoring.take("post_processor")
+    if reward and reward.words:
+        draft.put("reward", chain.reward(reward.words[0]))
+        scoring.note("translated", reward.shown, f"reward: {chain.reward(reward.words[0])}")
+    name = processor.words[0] if processor and processor.words else ""
+    if name in POST_PROCESSORS and processor:
+        draft.put("post_processor", POST_PROCESSORS[name])
+        scoring.note("translated", processor.shown, f"post_processor: {POST_PROCESSORS[name]}")
+    elif processor:
+        scoring.note("dropped", processor.shown, f"only {', '.join(POST_PROCESSORS)} are known; post_processor keeps its default, dpo")
+    best = draft.take("best_of_n")
+    _put(draft, best, "n_samples_per_prompt", 1)
+    _put(draft, draft.take("rollout_batch_size"), "num_prompts", 2048)
+    _put(draft, scoring.take("micro_batch_size") or draft.take("micro_batch_size"), "micro_rollout_batch_size", 8)
+    if draft.get("n_samples_per_prompt") < 2 and draft.get("post_processor") != "conditional_sft":
+        draft.put("n_samples_per_prompt", 2)
+        draft.note("approximated", best.shown if best else "(no --best_of_n)", "n_samples_per_prompt: 2, the fewest that can be compared")
+    draft.put("vllm.gpus", 1.0)
+    if greedy := draft.take("greedy_sampling"):
+        draft.translate(greedy, "temperature", 0.0)
+    written = scoring.take("output_path")
+    for place in (output, written):
+        if place and place.words:
+            chain.data[plain(place.words[0])] = draft.name
+            draft.note("translated", place.shown, f"the data of stages that name {draft.name}")
+    draft.note(
+        "approximated",
+        "(the loop around it)",
+        "one round; a stage `iterative_dpo` or `iterative` repeats rounds, see docs/reference/algorithms.md",
+    )
+    scoring.take("eval_task")
+    for name in ("dataset", "dataset_probs"):
+        scoring.take(name)
+
+
+def _put(draft: Draft, flag: Flag | None, name: str, default: int) -> None:
+    try:
+        if flag:
+            draft.translate(flag, name, count(flag.words))
+        else:
+            draft.put(name, default)
+    except ValueError as error:
+        draft.put(name, default)
+        draft.note("dropped", flag.shown if flag else "", f"{error}; {name} is {default}")

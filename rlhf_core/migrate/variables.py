@@ -1,6 +1,6 @@
-"""Shell variables and their expansion: `$A`, `${A:-default}`, `${A##*/}`, `${A[@]}`, `$((A * 2))`. Nothing is ever executed.
+"""Expands shell variables: `$A`, `${A:-default}`, `${A##*/}`, `${A[@]}`, `$((A * 2))`. Executes nothing.
 
-What a script does not set stays in the text as `$A`, and so does every command substitution: the caller sees it and says so.
+Variables that the script does not set, and command substitutions, stay in the text as `$A`, so that the caller can report them.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv,  # of whole numbers, as a shell divides
+    ast.Div: operator.floordiv,  # a shell divides whole numbers
     ast.Mod: operator.mod,
 }
 
 
 class Variables:
-    """What a script has set so far. An array is a list of words."""
+    """The variables that a script has set. An array is a list of words."""
 
     def __init__(self) -> None:
         self.values: dict[str, str | list[str]] = {}
 
     def text(self, name: str) -> str | None:
-        """The value of a variable, of an array its first word; None when it is not set."""
+        """Returns the value of a variable, of an array its first word; None when it is not set."""
         value = self.values.get(name)
         return value if isinstance(value, str) or value is None else next(iter(value), "")
 
     def words(self, body: str) -> list[str] | None:
-        """The words of `NAME[@]` or `NAME[*]`; None when this is no array that was set."""
+        """Returns the words of `NAME[@]` or `NAME[*]`; None when that is not set or `body` is something else."""
         match = PARAMETER.fullmatch(body)
         value = self.values.get(match["name"]) if match and match["index"] in ("[@]", "[*]") and not match["operation"] else None
         return [value] if isinstance(value, str) else value
 
     def expand(self, body: str) -> str:
-        """The text of `${body}`; `${body}` itself when the script does not say."""
+        """Returns the value of `${body}`; `${body}` itself when it is not known."""
         whole = "${" + body + "}"
         match = PARAMETER.fullmatch(body)
         if not match:
@@ -76,13 +76,13 @@ class Variables:
         return _cut(value, operation, whole)
 
     def simple(self, text: str) -> str:
-        """Expands `$A` and `${A...}` in a text whose quotes are those of a default: they are left out."""
+        """Expands `$A` and `${A...}` in the text of a default, without its quotes."""
         text = re.sub(r"^(['\"])(.*)\1$", r"\2", text, flags=re.S)
         text = re.sub(r"\$\{([^{}]*)\}", lambda m: self.expand(m[1]), text)
         return re.sub(r"\$([A-Za-z_]\w*)", lambda m: self.expand(m[1]), text)
 
     def arithmetic(self, text: str) -> str:
-        """The value of `$((text))`: whole numbers with + - * / %. What cannot be told stays as it is."""
+        """Returns the value of `$((text))`, whole numbers with + - * / %; the text itself when it is not known."""
         plain = self.simple(text)
         plain = NAME.sub(lambda m: self.text(m[0]) or m[0], plain)
         try:
@@ -105,7 +105,7 @@ def _number(node: ast.expr) -> int:
 
 
 def _cut(value: str, operation: str, whole: str) -> str:
-    """`${A#pattern}`, `##`, `%`, `%%` cut a beginning or an end; `${A/old/new}` and `//` replace plain text."""
+    """Applies `#`, `##`, `%`, `%%`, which cut a beginning or an end, or `/old/new` and `//`, which replace plain text."""
     for mark, longest in (("##", True), ("#", False), ("%%", True), ("%", False)):
         if operation.startswith(mark):
             pattern, ends = operation[len(mark) :], range(len(value) + 1)

@@ -8,12 +8,12 @@ from rlhf_core.models.lora import base_of
 
 
 def stored_dtype(config: PretrainedConfig) -> str:
-    """The dtype a checkpoint was stored in; float32 when it does not say."""
+    """Returns the dtype in a checkpoint's config; float32 when it has none."""
     return str(config.dtype or "float32").removeprefix("torch.")
 
 
 def dtype_of(path: str, dtype: str, trust_remote_code: bool = False) -> str:
-    """`dtype`; for auto what the checkpoint says, of an adapter its base."""
+    """Returns `dtype`; for auto that of the checkpoint, for an adapter that of its base."""
     if dtype != "auto":
         return dtype
     return stored_dtype(AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code))

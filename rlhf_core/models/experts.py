@@ -1,7 +1,7 @@
-"""Mixture-of-experts models: the loss that keeps their experts evenly used.
+"""The load-balancing loss of mixture-of-experts models.
 
-The loss is taken per document and averaged over the documents of an optimiser step (the sequence-wise form of DeepSeek-V3, section
-2.1.2), not over whatever shares a micro-batch: so it is the same under any split, packed or padded.
+Computed per document and averaged over the documents of an optimiser step (the sequence-wise form of DeepSeek-V3, section 2.1.2), so it
+is the same for any split into micro-batches, packed or padded.
 """
 
 from __future__ import annotations
@@ -10,18 +10,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
-
-from rlhf_core.forecast.sizes import EXPERTS, experts_of_config
-
-
-def num_experts(config: PretrainedConfig) -> int:
-    """Experts of each layer; 0 when the model has none."""
-    return experts_of_config({name: getattr(config, name, None) for name in EXPERTS})
 
 
 def balance_loss(router_logits: Sequence[Tensor], documents: Tensor, top_k: int) -> Tensor:
-    """The sum over documents of `E * sum_i f_i P_i`, averaged over layers (Fedus et al. 2021, eq. 4 to 6, on each document alone).
+    """Returns the sum over documents of `E * sum_i f_i P_i`, averaged over layers (Fedus et al. 2021, eq. 4 to 6, on each document alone).
 
     router_logits: of each layer, (B * T, E). documents: (B, T), -1 on pads. f_i: times expert i was among a token's `top_k`, over the
     document's tokens; P_i: mean probability of expert i. Evenly used experts give `top_k` a document.

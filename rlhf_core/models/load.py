@@ -1,7 +1,7 @@
-"""Models from a folder or the Hub, wrapped so that a forward pass returns what the algorithms speak of.
+"""Models from a folder or the Hub, wrapped so that a forward pass returns log-probs or scores.
 
 `Policy` returns token log-probs and entropies, `Scorer` one number per position. Both take packed rows: position ids that
-restart keep attention inside each document, and the prompt it goes on from (a block-diagonal mask, or a varlen kernel: `attention`).
+restart keep attention inside each document and its shared prompt (a block-diagonal mask, or a varlen kernel: `attention`).
 The wrapped transformers model is `.model`; checkpoints hold that model, never the wrapper.
 """
 
@@ -15,25 +15,26 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config import Lora
 from rlhf_core.data.collate import Batch, rounded, sent
-from rlhf_core.masked import spoken
-from rlhf_core.models.attention import VARLEN, attention_for, borders, carries, settled, takes_borders
-from rlhf_core.models.experts import balance_loss, num_experts
-from rlhf_core.models.head import logit_scale
-from rlhf_core.models.kernels import fuse
+from rlhf_core.hub.model_config import more_than_text, num_experts
+from rlhf_core.models.experts import balance_loss
+from rlhf_core.models.kernels.attention import VARLEN, attention_for, borders, carries, settled, takes_borders
+from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 from rlhf_core.models.routing import Replay, replayed
-from rlhf_core.models.token_logprobs import Entropy, token_logprobs
+from rlhf_core.models.stored_head import has_scalar_head, headless
+from rlhf_core.models.token_logprobs import Entropy, logit_scale, token_logprobs
+from rlhf_core.objectives.masked import next_token_pairs
 
 
 class TokenLogprobs(NamedTuple):
     """`logprobs[t] = log pi(tokens[t] | tokens[<t])` and the entropy of that distribution, fp32, (B, T); 0 at t = 0 and off the mask.
 
-    `entropy` is 0 everywhere unless it was asked for.
-    `balance` is the sum over documents of the experts' balance loss, for a policy that was asked for it (`Policy.balanced`).
+    `entropy` is 0 everywhere unless requested. `balance` is the experts' balance loss summed over documents, with `Policy.balanced`.
     """
 
     logprobs: Tensor
@@ -42,23 +43,22 @@ class TokenLogprobs(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model that returns log-probs. In training logits are kept as other activations are: not with checkpointing.
+    """A causal language model that returns log-probs. In training logits are kept like other activations, not with checkpointing.
 
     Raises ValueError for a model whose logits are more than a multiple of its head's outputs, or that reads more than text.
     """
 
+    apart: bool | None = None  # whether each document needs a row of its own (`document_leak`); None: not tried
+
     def __init__(self, model: PreTrainedModel, balanced: bool = False):
         super().__init__()
         if model.config.get_text_config() is not model.config:
-            raise ValueError(
-                f"{model.name_or_path} is {type(model).__name__}, which reads more than text: name a text model, or a checkpoint of its "
-                f"language part alone"
-            )
+            raise ValueError(more_than_text(model.name_or_path, type(model).__name__))
         self.model, self.balanced, self.scale = model, balanced, logit_scale(model)
         self._replay: Replay | None = None
 
     def replay_routing(self) -> None:
-        """From now on `experts` says where tokens go, of families whose routing can be replayed."""
+        """Routes tokens by `experts` from now on, in families whose routing can be replayed."""
         if replayed(self.model.config.to_dict()):
             self._replay = Replay(self.model)
 
@@ -76,15 +76,15 @@ class Policy(nn.Module):
         mask: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> TokenLogprobs:
-        """Of every token, or of those under `mask` (B, T) and 0 elsewhere: prompts then cost nothing at the head.
+        """Computes all tokens, or those of `mask` (B, T) and 0 elsewhere, which saves the head's work on prompts.
 
-        `positions` and `mask` may stay in the host's memory (`Batch.host`): then nothing here waits for the card. After
-        `replay_routing` `experts` (B, T, layers, k) says to which experts tokens go.
+        `positions` and `mask` may be in host memory (`Batch.host`), so that the host does not wait for the GPU. After `replay_routing`
+        `experts` (B, T, layers, k) are the experts of each token.
         """
         if self._replay is not None:  # until the next pass: layers may be computed again for the backward pass
             self._replay.table = None if experts is None else experts.flatten(0, 1)
-        hidden, router_logits = _hidden(self.model, tokens, positions, self.balanced)
-        wanted = spoken(positions, mask)
+        hidden, router_logits = _hidden(self.model, tokens, positions, self.balanced, bool(self.apart))
+        wanted = next_token_pairs(positions, mask)
         count = wanted.shape[1]
         sources, places = sent(F.pad(wanted, (0, rounded(count) - count)), tokens.device)
         flat, targets = hidden.flatten(0, 1)[sources], tokens.flatten()[places]
@@ -96,69 +96,74 @@ class Policy(nn.Module):
         return TokenLogprobs(logprobs, entropies, balance)
 
 
-def spoken_logprobs(policy: Callable[..., TokenLogprobs], batch: Batch, temperature: float = 1.0, entropy: Entropy = "no") -> TokenLogprobs:
-    """`Policy.forward` of a batch, or an engine's around it, for the tokens that the loss speaks of; the host waits for nothing."""
+def masked_logprobs(policy: Callable[..., TokenLogprobs], batch: Batch, temperature: float = 1.0, entropy: Entropy = "no") -> TokenLogprobs:
+    """Runs `Policy.forward`, or an engine around it, for the tokens of the batch's loss mask, without a wait of the host."""
     return policy(batch.tokens, batch.host.positions, batch.documents, temperature, entropy, batch.host.mask, batch.experts)
 
 
 class Scorer(nn.Module):
-    """A sequence-classification model with one label, read at every position: reward model and critic.
+    """A sequence-classification model with one label and an output at every position: reward model and critic.
 
-    `forward` returns (B, T) fp32 where position t has seen tokens <= t. The reward of a document is the value at its last
+    `forward` returns (B, T) fp32 where position t depends on tokens <= t. The reward of a document is the value at its last
     token; the critic's `V(tokens[<t])` is `before` of this.
     """
+
+    apart: bool | None = None  # as `Policy.apart`
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden, _ = _hidden(self.model, tokens, positions)
+        hidden, _ = _hidden(self.model, tokens, positions, apart=bool(self.apart))
         return self.model.score(hidden).squeeze(-1).float()
 
 
-def _hidden(model: PreTrainedModel, tokens: Tensor, positions: Tensor, routed: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Last hidden states (B, T, H), and if `routed` the router logits of each layer, (B * T, E).
+def _hidden(
+    model: PreTrainedModel, tokens: Tensor, positions: Tensor, routed: bool = False, apart: bool = False
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Last hidden states (B, T, H), and if `routed` the router logits of each layer, (B * T, E). `apart`: rows are not concatenated.
 
     Raises ValueError for packed rows of a model that is more than attention (`attention.carries`).
     """
-    end_to_end = takes_borders(model)
+    end_to_end = takes_borders(model) and not apart
     if carries(model) and bool(((positions[:, 1:-1] == 0) & (positions[:, 2:] == 1)).any()):
         raise ValueError(
-            f"{type(model).__name__} has layers that carry from one document of a row into the next: set packing: false, and leave out "
+            f"{type(model).__name__} has layers that carry from one document of a row into the next: set packing: false, and remove "
             f"micro_train_tokens and micro_rollout_tokens"
         )
     shape = (1, -1) if end_to_end else tokens.shape
-    asked: dict[str, Any] = {"output_router_logits": True} if routed else {}
+    options: dict[str, Any] = {"output_router_logits": True} if routed else {}
     if end_to_end:
-        asked |= borders(positions, tokens.device)
-        if "keys" in asked and model.config._attn_implementation != VARLEN:
-            raise ValueError(f"attention {model.config._attn_implementation} cannot go on from another document's prompt: lay it again")
+        options |= borders(positions, tokens.device)
+        if "keys" in options and model.config._attn_implementation != VARLEN:
+            raise ValueError(
+                f"attention {model.config._attn_implementation} cannot go on from another document's prompt: repeat the prompt"
+            )
     positions = sent(positions, tokens.device)
-    backbone = model.base_model(input_ids=tokens.reshape(shape), position_ids=positions.reshape(shape), use_cache=False, **asked)
+    backbone = model.base_model(input_ids=tokens.reshape(shape), position_ids=positions.reshape(shape), use_cache=False, **options)
     return backbone.last_hidden_state.view(*tokens.shape, -1), backbone.router_logits if routed else ()
 
 
 def load_policy(path: str, dtype: str = "float32", trust_remote_code: bool = False, on_host: bool = False) -> Policy:
-    """A causal language model from a folder or Hub id, safetensors only; an adapter is merged into the model it names. `on_host`: in host
-    memory, even where it could go to the card, as a model should that is to leave it: transformers takes one block of the card for all
-    weights, which stays taken as long as anything else has a place in it."""
+    """Loads a causal language model from a folder or Hub id, safetensors only; an adapter is merged into its base. `on_host`: load into
+    host memory. For models that are offloaded later: transformers allocates weights on a GPU as one block, freed as a whole."""
     return Policy(_load(AutoModelForCausalLM, path, _options(dtype, trust_remote_code, on_host=on_host)))
 
 
 def load_scorer(path: str, pad_token_id: int, dtype: str = "float32", trust_remote_code: bool = False, on_host: bool = False) -> Scorer:
-    """A reward model or critic. From a plain language model the backbone is taken and the head starts at zero.
+    """Loads a reward model for scoring. Raises ValueError for a model without a trained head for one score.
 
     `AutoModelForSequenceClassification` reads the score at the last token that is not `pad_token_id`, so that id is stored in
     the config and must be one that never ends a document.
     """
-    return _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, on_host=on_host))
+    return _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, on_host=on_host), new_head=_adapter_has_head(path))
 
 
 def trained_policy(path: str, dtype: str, trust_remote_code: bool, lora: Lora | None, seed: int, router_aux_coef: float = 0.0) -> Policy:
-    """A policy to train: whole, or frozen with adapters, on 4-bit weights if `lora` says so.
+    """Loads a policy to train: all weights, or with `lora` only adapters, on 4-bit weights if configured.
 
-    Raises ValueError when experts are to be balanced and the model has none, RuntimeError when 4-bit weights cannot be had here.
+    Raises ValueError when experts are to be balanced and the model has none, RuntimeError without the GPU or package for 4-bit weights.
     """
     policy = Policy(_load(AutoModelForCausalLM, path, _options(dtype, trust_remote_code, lora)), balanced=router_aux_coef > 0)
     if policy.balanced and not num_experts(policy.model.config):
@@ -169,8 +174,9 @@ def trained_policy(path: str, dtype: str, trust_remote_code: bool, lora: Lora | 
 
 
 def trained_scorer(path: str, pad_token_id: int, dtype: str, trust_remote_code: bool, lora: Lora | None, seed: int) -> Scorer:
-    """As `trained_policy`, for a reward model or critic; its head is trained whole."""
-    scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, lora))
+    """Loads a reward model or critic to train, like `trained_policy`; all of its head is trained. The head of a plain language model starts
+    at zero."""
+    scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, lora), new_head=True)
     if lora is not None:
         add_lora(scorer.model, lora, seed)
     return without_dropout(scorer)
@@ -180,24 +186,27 @@ Wrapped = TypeVar("Wrapped", bound=nn.Module)
 
 
 def without_dropout(module: Wrapped) -> Wrapped:
-    """With dropout the loss would depend on how a step is split, and PPO's first ratio would not be 1. The stored config keeps its own."""
+    """Sets dropout to 0: the loss would depend on the split of a step, and PPO's first ratio would not be 1. The config is unchanged."""
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
-        for name in ("attention_dropout", "dropout"):  # what attention hands to its kernel
+        for name in ("attention_dropout", "dropout"):  # arguments of attention kernels
             if isinstance(getattr(part, name, None), float):
                 setattr(part, name, 0.0)
     return module
 
 
-def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any]) -> Scorer:
+def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head: bool) -> Scorer:
+    """`new_head`: a model (or the base of an adapter) without a head gets one of zeros; else it is refused."""
     auto = AutoModelForSequenceClassification
-    missing: set[str] = set()
 
     def load(source: str, **options: Any) -> PreTrainedModel:
+        if not new_head and Path(source).is_dir() and not has_scalar_head(Path(source)):
+            raise ValueError(headless(path))
         model, info = auto.from_pretrained(source, num_labels=1, pad_token_id=pad_token_id, output_loading_info=True, **options)
-        missing.update(info["missing_keys"])
-        if any(name.startswith("score.") for name in missing):
+        if any(name.startswith("score.") for name in info["missing_keys"]):
+            if not new_head:
+                raise ValueError(headless(path))
             nn.init.zeros_(model.score.weight)
         return model
 
@@ -206,15 +215,27 @@ def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any]) -> Score
     return Scorer(model)
 
 
+def _adapter_has_head(path: str) -> bool:
+    """Whether the adapter at `path`, or one that it builds on, contains the head."""
+    base = base_of(path)
+    return base is not None and (has_scalar_head(Path(path)) or _adapter_has_head(base))
+
+
 def _load(auto: Any, path: str, options: dict[str, Any]) -> PreTrainedModel:
     return _merged(auto.from_pretrained, path, options)
 
 
 def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any]) -> PreTrainedModel:
-    """The model at `path`, or the base of the adapter at `path` with that adapter merged into it."""
+    """Loads the model at `path`; an adapter is merged into its base.
+
+    Raises ValueError for a multimodal model: transformers would load only the language part of some.
+    """
     base = base_of(path)
     if base is None:
-        return fuse(settled(load(path, **options | _card(path, options))))
+        config = AutoConfig.from_pretrained(path, trust_remote_code=options["trust_remote_code"])
+        if config.get_text_config() is not config:
+            raise ValueError(more_than_text(path, (config.architectures or [type(config).__name__])[0]))
+        return fuse(settled(load(path, **options | _gpu_device_map(path, options))))
     if "quantization_config" in options:
         raise ValueError(f"{path} is an adapter, which cannot be merged into 4-bit weights: start from a merged checkpoint")
     return merge_adapter(_merged(load, base, options), path)
@@ -228,12 +249,12 @@ def _options(dtype: str, trust_remote_code: bool, lora: Lora | None = None, on_h
         "use_safetensors": True,
     }
     if on_host:
-        options["device_map"] = None  # not `_card`'s
+        options["device_map"] = None  # not that of `_gpu_device_map`
     return options | (_nf4(dtype) if lora is not None and lora.quantize == "nf4" else {})
 
 
-def _card(path: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Files of a small enough model go straight to the card: nothing waits for host memory, of which each rank would take a copy."""
+def _gpu_device_map(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Loads models below a third of free GPU memory directly onto the GPU, without a copy in host memory per rank."""
     if not torch.cuda.is_available() or "device_map" in options or importlib.util.find_spec("accelerate") is None:
         return {}
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) if Path(path).is_dir() else 0
@@ -241,9 +262,9 @@ def _card(path: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nf4(dtype: str) -> dict[str, Any]:
-    """Weights in 4 bits: normal floats, the quantisation constants quantised too (Dettmers et al. 2023, section 3)."""
+    """Weights in 4-bit NormalFloat with double quantisation (Dettmers et al. 2023, section 3)."""
     if not torch.cuda.is_available():
-        raise RuntimeError("lora.quantize=nf4 (QLoRA) needs an NVIDIA GPU, which is not here: set lora.quantize to none")
+        raise RuntimeError("lora.quantize=nf4 (QLoRA) needs an NVIDIA GPU, and there is none: set lora.quantize to none")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise RuntimeError("lora.quantize=nf4 (QLoRA) needs the package bitsandbytes: install it, or set lora.quantize to none")
     quantization = BitsAndBytesConfig(
@@ -254,3 +275,13 @@ def _nf4(dtype: str) -> dict[str, Any]:
         llm_int8_skip_modules=["lm_head", "score"],
     )
     return {"quantization_config": quantization, "device_map": {"": torch.cuda.current_device()}}
+
+
+def recompute(model: PreTrainedModel, share: float) -> None:
+    """Recomputes the activations of the first `share` of the layers in the backward pass."""
+    if not share:
+        return
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers[round(share * len(layers)) :]:
+        layer.gradient_checkpointing = False

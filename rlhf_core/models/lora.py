@@ -1,7 +1,7 @@
 """Low-rank adapters: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al. 2023), with peft's layers and file format.
 
-A model with adapters stays the transformers model it was; its linear layers compute `W x + (alpha / rank) B A x`, W frozen. Left out:
-dropout, which would make the loss depend on how a step is split.
+The transformers model is changed in place; its linear layers compute `W x + (alpha / rank) B A x`, W frozen. Without
+dropout, which would make the loss depend on the split of a step.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config import Lora
-from rlhf_core.snapshots import cached, pinned_base
+from rlhf_core.hub.snapshots import cached, pinned_base
 
 ADAPTER = "default"  # peft's name of the one adapter
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
-    """Freezes `model` and puts adapters beside its linear layers; a scalar head stays trained whole. A is drawn by `seed`, B is zero.
+    """Freezes `model` and adds adapters to its linear layers; a scalar head is trained in full. A is random by `seed`, B is zero.
 
     Raises ValueError when the model has none of the layers that `lora.targets` names.
     """
@@ -52,7 +52,7 @@ def has_head(model: PreTrainedModel) -> bool:
 
 
 def lora_layers(model: PreTrainedModel) -> dict[str, Any]:
-    """The layers with an adapter, by name; none in a model without."""
+    """Returns the layers with an adapter, by name."""
     if not hasattr(model, "peft_config"):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -66,7 +66,7 @@ def adapts(layer: Any, parameter: str) -> bool:
 
 
 def merged_weight(parameter: Tensor, adapters: Sequence[Any]) -> Tensor:
-    """`W + (alpha / rank) B A` for each adapter of W, added in fp32 and rounded to the dtype of W; without adapters W itself."""
+    """Returns `W + (alpha / rank) B A` of all adapters of W, added in fp32 and rounded to the dtype of W."""
     weight = dequantised(parameter)
     if not adapters:
         return weight
@@ -75,7 +75,7 @@ def merged_weight(parameter: Tensor, adapters: Sequence[Any]) -> Tensor:
 
 
 def dequantised(parameter: Tensor) -> Tensor:
-    """A 4-bit weight in its compute dtype; any other as it is."""
+    """Returns a 4-bit weight in its compute dtype, any other unchanged."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return parameter.detach()
@@ -85,8 +85,7 @@ def dequantised(parameter: Tensor) -> Tensor:
 
 
 def base_of(path: str) -> str | None:
-    """The model that the adapter in folder `path` belongs to: a folder, or a Hub id where the adapter names no revision of it; None when
-    `path` is no adapter."""
+    """Returns the base of the adapter in folder `path`: a folder, or a Hub id if the adapter names no revision; None without adapter."""
     if not (Path(path) / ADAPTER_CONFIG).is_file():
         return None
     from peft import PeftConfig
@@ -99,7 +98,7 @@ def base_of(path: str) -> str | None:
 
 
 def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """`model` with the adapter of folder `path` merged into its weights, which can be trained again: peft had frozen them."""
+    """Returns `model` with the adapter of folder `path` merged into its weights, all trainable again."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, path).merge_and_unload().requires_grad_(True)

@@ -1,7 +1,7 @@
-"""Rollout routing replay (R3; Ma et al. 2025, arXiv:2510.11370): a policy sends each token to the experts that the sampler sent it to.
+"""Rollout routing replay (R3; Ma et al. 2025, arXiv:2510.11370): the policy routes each token to the experts that the sampler chose.
 
-Engine and trainer add up in different orders, and a token between two experts goes to one here and to the other there: its log-probs are
-then those of two models. What the chosen experts weigh stays the policy's to say, and their router's gradient flows through it.
+Engine and trainer round differently, so a token near the decision boundary of two experts may get different ones, and log-probs differ.
+The weights of the chosen experts are computed by the policy's router, with gradient.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Families whose routers weigh experts by a softmax over all of them, and of which vLLM tells what they chose.
+# Families whose routers weigh experts by a softmax over all of them, and whose routing vLLM returns.
 REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 
 def replayed(config: Mapping[str, Any]) -> bool:
-    """Whether the routing of a model with this config.json can be replayed. vLLM keeps experts by the places of whole attention."""
+    """Whether the routing of a model with this config.json can be replayed. vLLM stores experts by the KV slots of full attention."""
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
     return config.get("model_type") in REPLAYED and not windowed
 
 
-def vllm_tells(config: Mapping[str, Any], version: str) -> bool:
-    """Whether that version of vLLM tells on this machine to which experts of such a model tokens went.
+def vllm_returns_routing(config: Mapping[str, Any], version: str) -> bool:
+    """Whether this vLLM version returns the routed experts of such a model on this machine's GPU.
 
-    Release 0.24 does, on cards before Blackwell, for which it has kernels that choose by themselves: zeros are told then (vllm#44116).
+    Release 0.24 does, on GPUs before Blackwell: Blackwell's fused kernels choose experts themselves, and vLLM returns zeros (vllm#44116).
     """
-    card = torch.cuda.is_available() and torch.cuda.get_device_capability() < (10, 0)
-    return card and version.startswith("0.24.") and replayed(config)
+    supported = torch.cuda.is_available() and torch.cuda.get_device_capability() < (10, 0)
+    return supported and version.startswith("0.24.") and replayed(config)
 
 
 class Replay:
-    """What a model's routers choose. `table`, while it is set: experts of each token and layer, (tokens, layers, k), -1: as they like."""
+    """Overrides a model's routers by `table`: experts of each token and layer, (tokens, layers, k); -1: the router's choice."""
 
     def __init__(self, model: nn.Module):
         self.table: Tensor | None = None

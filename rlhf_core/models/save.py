@@ -1,4 +1,4 @@
-"""Checkpoints of trained models: whole, or the adapter alone. Safetensors, config, tokenizer; never the wrapper."""
+"""Writes checkpoints of trained models or adapters: safetensors, config, tokenizer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.data.chat import Renderer, tokenizer_place
-from rlhf_core.lineage import snapshot_of_hub
+from rlhf_core.data.chat import Renderer
+from rlhf_core.data.vocabulary import tokenizer_place
+from rlhf_core.hub.ids import snapshot_of_hub
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
 from rlhf_core.models.weights import checkpoint_weights
@@ -25,18 +26,18 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], model.dtype
-    if hasattr(config, "quantization_config"):  # what is written is whole again
+    if hasattr(config, "quantization_config"):  # the written weights are not quantised
         del config.quantization_config
     config.save_pretrained(folder)
     save_torch_state_dict(state, folder)
     tokenizer = save_tokenizer(tokenizer_source, folder, trust_remote_code)
     if model.can_generate():
-        with_ends(model.generation_config, tokenizer).save_pretrained(folder)
+        with_stop_tokens(model.generation_config, tokenizer).save_pretrained(folder)
 
 
-def with_ends(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Generation that also ends at the chat template's end of turn: of a base model that was trained to chat, its own configuration names
-    another token, and who samples from the checkpoint would never stop."""
+def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """Adds the chat template's end-of-turn token to the stop tokens: the generation config of a base model names another token, and samples
+    of the trained chat model would never stop."""
     try:
         ends = Renderer(tokenizer, "chat").stop_token_ids
     except ValueError:  # no chat template
@@ -55,7 +56,7 @@ def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, fo
     """Writes the adapter alone, as peft reads it: its weights (`trained_weights`) and a config that names `base`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.peft_config[ADAPTER])
-    # Of a base in the Hub's cache the repository is named: a folder of this machine means nothing elsewhere.
+    # A base in the Hub's cache is named by its repository, not by a folder of this machine.
     config.base_model_name_or_path, config.revision = snapshot_of_hub(base) or (base, None)
     config.inference_mode = True
     config.modules_to_save = ["score"] if has_head(model) else None
@@ -70,7 +71,7 @@ def save_tokenizer(source: str, folder: Path, trust_remote_code: bool = False) -
 
 
 def save_merged(adapter: str, folder: Path, dtype: str, trust_remote_code: bool = False) -> None:
-    """Writes the whole model that the adapter in folder `adapter` makes of its base."""
+    """Writes the base with the adapter of folder `adapter` merged into it."""
     model = load_policy(adapter, dtype, trust_remote_code).model
     weights = checkpoint_weights(model, lambda parameters: nullcontext())
     save_model(model, {name: weight.clone() for name, weight in weights}, adapter, folder, trust_remote_code)

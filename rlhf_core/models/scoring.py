@@ -11,15 +11,16 @@ import torch
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
-from rlhf_core.masked import gather_last
+from rlhf_core.models.document_leak import try_rows
 from rlhf_core.models.dtype import dtype_of
 from rlhf_core.models.load import Scorer, load_scorer
+from rlhf_core.objectives.masked import gather_last
 
 STATISTICS = "score_statistics.json"
 
 
 def score_documents(scorer: Scorer, documents: Sequence[Document], pad_token_id: int, micro_batch_size: int) -> list[float]:
-    """The score at the last token of each document, in order. Sorted by length inside, so that padding is small."""
+    """Returns the score at the last token of each document, in order. Batches are sorted by length, so that padding is small."""
     device = next(scorer.parameters()).device
     order = sorted(range(len(documents)), key=lambda i: len(documents[i].tokens))
     scores = [0.0] * len(documents)
@@ -35,13 +36,14 @@ def score_documents(scorer: Scorer, documents: Sequence[Document], pad_token_id:
 
 class RewardScorer:
     """A reward model checkpoint that scores documents; `mean` and `std` are the statistics stored with it (0 and 1 without).
-    `dtype` auto: as the checkpoint says."""
+    `dtype` auto: that of the checkpoint."""
 
     def __init__(self, path: str, dtype: str, micro_batch_size: int, trust_remote_code: bool = False):
         self.pad_token_id = load_tokenizer(path, trust_remote_code).pad_token_id
         self.scorer = load_scorer(path, self.pad_token_id, dtype_of(path, dtype, trust_remote_code), trust_remote_code).eval()
         if torch.cuda.is_available():
             self.scorer.cuda()
+        try_rows(self.scorer, self.scorer, next(self.scorer.parameters()).device, packed=False)
         self.micro_batch_size = micro_batch_size
         self.mean, self.std = load_statistics(path)
 
@@ -50,7 +52,7 @@ class RewardScorer:
 
 
 def load_statistics(path: str) -> tuple[float, float]:
-    """Mean and standard deviation of the scores on the evaluation split, as stored by the reward model stage."""
+    """Returns mean and standard deviation of the scores on the evaluation split, as stored by the reward model stage; else 0 and 1."""
     file = Path(path) / STATISTICS
     if not file.is_file():
         return 0.0, 1.0
@@ -59,7 +61,7 @@ def load_statistics(path: str) -> tuple[float, float]:
 
 
 def stored_statistics(path: str) -> tuple[float, float]:
-    """As `load_statistics`, for a run that asks for them: ValueError when none are stored with the reward model."""
+    """Returns `load_statistics`; raises ValueError when none are stored with the reward model."""
     if not (Path(path) / STATISTICS).is_file():
         raise ValueError(
             f"rewards are to be standardised with the mean and std stored with the reward model, and {path} has no {STATISTICS}: set "

@@ -1,7 +1,7 @@
-"""From hidden states to the log-probs of single tokens, without a table of probabilities.
+"""Log-probs of single tokens from hidden states, without a tensor of probabilities.
 
-The head's product and what follows it are one autograd function, called as the head's own forward pass: once a pass, however many chunks
-it takes, so that under ZeRO-3 every rank gathers the head's weights equally often.
+Head and log-softmax are one autograd function, called once a pass as the head's forward, for any number of chunks: under ZeRO-3 every
+rank must gather the head's weights equally often.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
 LOGITS_CHUNK = 2048  # positions whose logits exist at once, where they are not kept: 2048 x 150k vocabulary x 2 bytes = 0.6 GB
@@ -28,10 +30,10 @@ def token_logprobs(
     The entropies are 0 with "no", and carry no gradient with "value".
     """
     scale = 1 / temperature if temperature else 1.0
-    if type(head) is not nn.Linear:  # with adapters, say
+    if type(head) is not nn.Linear:  # a head with adapters, for example
         logprobs, entropies = _through(head, hidden, targets, scale, entropy != "no")
     else:
-        # PyTorch's own reading on a CPU makes several tables of a chunk's size.
+        # On a CPU PyTorch allocates several tensors of a chunk's size.
         keep = keep and torch.is_grad_enabled() and (hidden.is_cuda or len(hidden) <= LOGITS_CHUNK)
         with replaced_forward(head, lambda rows: _HeadLogprobs.apply(rows, head.weight, head.bias, targets, scale, entropy != "no", keep)):
             logprobs, entropies = head(hidden)
@@ -39,7 +41,7 @@ def token_logprobs(
 
 
 def _through(head: nn.Module, hidden: Tensor, targets: Tensor, scale: float, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Chunk by chunk through any head, in training under a checkpoint each; at once where ZeRO-3 has cut it, which counts its calls."""
+    """Runs any head in chunks, in training each with checkpointing; in one call where ZeRO-3 has sharded it, which counts calls."""
 
     def read(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         logprobs, _, entropies = _read_with_torch(head(rows), wanted, scale, entropy)
@@ -58,7 +60,7 @@ def _through(head: nn.Module, hidden: Tensor, targets: Tensor, scale: float, ent
 
 @contextmanager
 def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """While open, calling `module` runs `function` between its hooks."""
+    """Replaces the forward function of `module`; its hooks still run."""
     own = vars(module).get("forward")
     module.forward = function
     try:
@@ -70,7 +72,7 @@ def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterato
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """The gradient `g (onehot - p) - g_H p (log p + H)` of the logits is written once, in their dtype, over them where they are kept."""
+    """The gradient `g (onehot - p) - g_H p (log p + H)` of the logits overwrites kept logits, in their dtype."""
 
     @staticmethod
     def forward(
@@ -91,7 +93,7 @@ class _HeadLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grads: Tensor | None, entropy_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, sums, entropies, kept = ctx.saved_tensors
         if ctx.overwritten:
-            raise RuntimeError("the logits that were kept have become their gradient: they serve one backward pass")
+            raise RuntimeError("the kept logits were overwritten by their gradient: only one backward pass is possible")
         ctx.overwritten = kept is not None
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grads = torch.zeros_like(entropies) if grads is None else grads
@@ -108,13 +110,13 @@ class _HeadLogprobs(torch.autograd.Function):
                 weight_grad = torch.mm(logits.t(), hidden[part]) if weight_grad is None else weight_grad.addmm_(logits.t(), hidden[part])
             if for_bias:
                 bias_grad = logits.sum(0) if bias_grad is None else bias_grad + logits.sum(0)
-            del logits  # the next chunk's take its place
+            del logits  # frees memory for the next chunk
         return hidden_grad, weight_grad, bias_grad, None, None, None, None
 
 
 def _read(logits: Tensor, targets: Tensor, scale: float, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     if logits.is_cuda:
-        from rlhf_core.models.logprob_kernels import read
+        from rlhf_core.models.kernels.logprobs import read
 
         return read(logits, targets, scale, entropy)
     return _read_with_torch(logits, targets, scale, entropy)
@@ -124,7 +126,7 @@ def _differentiate(
     logits: Tensor, targets: Tensor, sums: Tensor, entropies: Tensor, grads: Tensor, entropy_grads: Tensor | None, scale: float
 ) -> Tensor:
     if logits.is_cuda:
-        from rlhf_core.models.logprob_kernels import differentiate
+        from rlhf_core.models.kernels.logprobs import differentiate
 
         return differentiate(logits, targets, sums, entropies, grads, entropy_grads, scale)
     return _differentiate_with_torch(logits, targets, sums, entropies, grads, entropy_grads, scale)
@@ -135,7 +137,7 @@ def _differentiate_with_torch(
 ) -> Tensor:
     logp = _at_least_fp32(logits) * scale - sums[:, :1] - sums[:, 1:]
     p = logp.exp()
-    likely = (1 - p.gather(-1, targets[:, None])) * grads[:, None]  # in fp32: 1 - p of a likely token has few digits
+    likely = (1 - p.gather(-1, targets[:, None])) * grads[:, None]  # in fp32: 1 - p loses digits near p = 1
     result = (-grads[:, None] * p).scatter_(-1, targets[:, None], likely)
     if entropy_grads is not None:
         result -= entropy_grads[:, None] * p * (logp + entropies[:, None])
@@ -143,8 +145,10 @@ def _differentiate_with_torch(
 
 
 def _read_with_torch(logits: Tensor, targets: Tensor, scale: float, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Differentiable; log-probs of the targets (N,), each row's maximum and what its exponentials below that add up to, as a log (N, 2),
-    entropies (N,); fp32. Kept apart, the two leave the small difference between 1 and a likely token's p its digits."""
+    """Returns log-probs of the targets (N,), each row's maximum and log-sum-exp below it (N, 2), entropies (N,); differentiable, fp32.
+
+    Maximum and log-sum-exp are separate, because their sum would lose the digits of 1 - p near p = 1.
+    """
     scaled = _at_least_fp32(logits) * scale
     maxima = scaled.detach().amax(-1, keepdim=True)
     below = scaled - maxima
@@ -157,3 +161,27 @@ def _read_with_torch(logits: Tensor, targets: Tensor, scale: float, entropy: boo
 
 def _at_least_fp32(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+LARGE = 100.0  # scale of hidden states at which a cap on the logits has an effect
+
+
+@torch.no_grad()
+def logit_scale(model: PreTrainedModel) -> float:
+    """Measures the factor of the model's logits over its head's outputs (not 1 for Granite and Cohere) on random hidden states.
+
+    Raises ValueError when the logits are no multiple of the outputs, such as capped ones (Gemma 2): log-probs would be wrong.
+    """
+    head, backbone = model.get_output_embeddings(), model.base_model
+    noise = torch.randn(1, 1, head.weight.shape[-1], generator=torch.Generator().manual_seed(0))
+    hidden = (LARGE * noise).to(head.weight.device, head.weight.dtype)
+    with replaced_forward(backbone, lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)):
+        logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=hidden.device), use_cache=False).logits.float()
+    plain = head(hidden).float()
+    scale = float((logits * plain).sum() / (plain * plain).sum())
+    if not (logits - scale * plain).abs().max() <= 0.02 * logits.abs().max():  # bf16 has three digits
+        raise ValueError(
+            f"a {model.config.model_type} model does more with its logits than to scale them (final_logit_softcapping, for example), "
+            "which is not supported: start from another family"
+        )
+    return 1.0 if abs(scale - 1) < 0.01 else scale

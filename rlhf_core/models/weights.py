@@ -1,7 +1,7 @@
-"""A model's weights as its checkpoint has them: adapters merged, 4-bit weights dequantised, experts under their own names.
+"""Exports a model's weights in checkpoint form: adapters merged, 4-bit weights dequantised, experts under their own names.
 
-Training keeps weights in other shapes than a checkpoint: LoRA beside a frozen layer, all experts of a layer in one tensor, ZeRO-3 in
-shards. Whoever sends or stores weights reads them from here, in groups, so that only one group is whole at a time.
+In training LoRA is separate from frozen layers, the experts of a layer are one tensor, and ZeRO-3 shards weights. They are gathered in
+groups, so that only one group is in memory at a time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_core.models.lora import ADAPTER, adapts, lora_layers, merged_weight
+from rlhf_core.system import progress
 
 GROUP_BYTES = 1 << 30  # weights are gathered in groups of about this size
 Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
 
 
 class Unit(NamedTuple):
-    """One weight of the checkpoint: its name in the model, the parameters that must be whole to compute it, and how."""
+    """One weight of the checkpoint: its name in the model, the parameters to gather for it, and its function."""
 
     name: str
     parameters: list[nn.Parameter]
@@ -30,18 +31,19 @@ class Unit(NamedTuple):
 
 
 def checkpoint_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
-    """All weights under the names of a transformers checkpoint, whole, in groups; a collective on every rank.
+    """Yields all gathered weights under the names of a transformers checkpoint; a collective on every rank.
 
-    `gathered(parameters)` makes sharded parameters whole while it is open. A weight may be gone when the next one is asked for.
+    `gathered(parameters)` is a context that gathers sharded parameters. A weight is valid only until the next one is requested.
     """
     for group in _groups(_units(model)):
         with gathered([parameter for unit in group for parameter in unit.parameters]):
             state = {unit.name: unit.value() for unit in group}
             yield from (state if is_quantised(model) else revert_weight_conversion(model, state)).items()
+        progress.made()
 
 
 def trained_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
-    """Only what LoRA trains, under the names of peft's adapter files; a collective on every rank."""
+    """Yields the weights that LoRA trains, under the names of peft's adapter files; a collective on every rank."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     with gathered([parameter for _, parameter in trained]):
         for name, parameter in trained:
@@ -59,7 +61,7 @@ def _units(model: PreTrainedModel) -> Iterator[Unit]:
             continue
         owner, _, leaf = name.rpartition(".")
         adapters = []
-        while owner.endswith(".base_layer"):  # the adapters of a tensor of experts lie around each other
+        while owner.endswith(".base_layer"):  # adapters of an expert tensor are nested
             owner = owner.removesuffix(".base_layer")
             adapters += [layers[owner]] if adapts(layers[owner], leaf) else []
         beside = [matrix[ADAPTER].weight for layer in adapters for matrix in (layer.lora_A, layer.lora_B)]

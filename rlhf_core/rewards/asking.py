@@ -7,6 +7,8 @@ and the run stops with the source's name and its last error.
 from __future__ import annotations
 
 import os
+import random
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,14 +17,14 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
-from tenacity import Retrying, retry_if_result, sleep_using_event, stop_after_attempt, stop_when_event_set, wait_random_exponential
 
-from rlhf_core.reward_sources import FunctionReward, HttpReward, RewardSource
-from rlhf_core.rewards.contract import RewardError, RewardsFailed, Sample
+from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
+from rlhf_core.rewards.contract import RewardError, RewardsFailed, Sample, WrongReply
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import Server
 
-LONGEST_PAUSE = 30.0  # seconds between two attempts
+LONGEST_PAUSE = 30.0  # seconds between two requests
+PARTS = 4  # of a request that failed: an answer that hangs costs the larger of max_attempts and log4(batch) + 1 time limits
 
 
 class Source(Protocol):
@@ -59,7 +61,7 @@ def join(parts: Sequence[Rewards]) -> Rewards:
 
 
 def collect(scored: Iterable[tuple[str, ArrayLike]], asked: Mapping[str, Future[tuple[np.ndarray, str]]], allowed: int) -> Rewards:
-    """What reward models scored, (title, (N,)) each, and what is being asked outside; a score that is not finite has failed.
+    """What reward models scored, (title, (N,)) each, and pending requests to sources outside; a score that is not finite has failed.
 
     RewardsFailed when a source left more than `allowed` answers without a reward.
     """
@@ -81,8 +83,7 @@ class Asker:
     def __init__(self, title: str, source: Source, batch_size: int, concurrency: int, max_attempts: int, pause: float = 1.0):
         self.title, self._source = title, source
         self._batch_size, self._concurrency, self._max_attempts = batch_size, concurrency, max_attempts
-        self._wait = wait_random_exponential(multiplier=pause, max=LONGEST_PAUSE)
-        self._given_up = Event()
+        self._pause, self._given_up = pause, Event()
 
     def ask(self, samples: Sequence[Sample], allowed: int) -> tuple[np.ndarray, str]:
         """Rewards (N,), nan where one failed, and the last error. RewardsFailed when more than `allowed` did."""
@@ -104,30 +105,37 @@ class Asker:
         return np.concatenate(rewards), last_error
 
     def _batch(self, samples: Sequence[Sample]) -> tuple[np.ndarray, str]:
-        """A batch after as many attempts as allowed; each asks only for what is still missing."""
-        rewards, error = np.full(len(samples), np.nan), ""
-        if self._given_up.is_set():
-            return rewards, "it is not asked any more"
+        """Rewards of a batch, nan where one failed, and the last error.
 
-        def attempt() -> bool:
-            nonlocal error
-            missing = np.flatnonzero(np.isnan(rewards))
+        A request that fails as a whole is followed by one for each quarter of its answers, so that an answer which the source cannot take
+        is found and lost alone. What is asked for again without a cut was in `max_attempts` requests at most; after as many requests in a
+        row from which no reward came, no more of the batch is asked for.
+        """
+        rewards, asked, error = np.full(len(samples), np.nan), np.zeros(len(samples), int), ""
+        waiting, in_a_row = deque([np.arange(len(samples))]), 0
+        while waiting and in_a_row < self._max_attempts:
+            if self._given_up.is_set():
+                return rewards, error or "it is not asked any more"
+            part = waiting.popleft()
+            asked[part] += 1
             try:
-                rewards[missing] = self._source.ask([samples[i] for i in missing])
-                error = "it gave null, nan or no number" if np.isnan(rewards).any() else ""
-            except RewardError as problem:
-                error = str(problem)
-            return not np.isnan(rewards).any()
-
-        retrying = Retrying(
-            retry=retry_if_result(lambda whole: not whole),
-            stop=stop_after_attempt(self._max_attempts) | stop_when_event_set(self._given_up),
-            wait=self._wait,
-            sleep=sleep_using_event(self._given_up),
-            retry_error_callback=lambda state: False,
-        )
-        retrying(attempt)
-        return rewards, error
+                rewards[part] = self._source.ask([samples[i] for i in part.tolist()])
+                again, problem = [part[np.isnan(rewards[part])]], "it gave null, nan or no number"
+            except WrongReply as failure:
+                again, problem = [part], str(failure)
+            except RewardError as failure:
+                again, problem = np.array_split(part, min(PARTS, len(part))), str(failure)
+            if len(again) == 1:
+                again = [again[0][asked[again[0]] < self._max_attempts]]
+            waiting.extend(smaller for smaller in again if len(smaller))
+            missing = np.isnan(rewards[part])
+            in_a_row = in_a_row + 1 if missing.all() else 0
+            if missing.any():
+                error = problem
+                if waiting and in_a_row < self._max_attempts:
+                    growing = self._pause * 2 ** min(max(0, in_a_row - 1), 10)
+                    self._given_up.wait(random.uniform(0, min(LONGEST_PAUSE, growing)))
+        return rewards, error if np.isnan(rewards).any() else ""
 
     def close(self) -> None:
         """Ends what is being asked too: its answers go without a reward."""

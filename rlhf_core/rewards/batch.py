@@ -1,4 +1,4 @@
-"""The rewards of one batch of answers, in this process: reward models score one after another, functions and servers are asked meanwhile.
+"""The rewards of one batch of answers, in this process: reward models score one after another, functions and servers are called meanwhile.
 
 For stages that score once; PPO has its reward models on the cluster.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from rlhf_core.config.rewards import ModelReward, RewardSource
 from rlhf_core.data.documents import Document
 from rlhf_core.models.scoring import RewardScorer
-from rlhf_core.reward_sources import ModelReward, RewardSource
 from rlhf_core.rewards.asking import Outside, asker, collect
 from rlhf_core.rewards.combine import Combined, Term, combine, term_of
 from rlhf_core.rewards.contract import Sample
@@ -28,7 +28,7 @@ def reward_batch(
 ) -> Combined:
     """The weighed sum over all sources, (N,) for N answers given as documents (to models) and as samples (to functions and servers).
 
-    `dtype`: of the reward models; auto: as each checkpoint says. `scores`: those of a model in another place than this process.
+    `dtype`: of the reward models; auto: the dtype of each checkpoint. `scores`: those of a model in another place than this process.
     `running` normalisation is by the mean and standard deviation of this batch. RewardsFailed when a source left more than the share
     `max_failed` of the answers without a reward; ValueError when no answer has a reward of every source.
     """
@@ -50,5 +50,5 @@ def reward_batch(
 
 
 def terms_of(sources: Sequence[RewardSource], paths: Mapping[str, str]) -> list[Term]:
-    """The parts of the sum. ValueError when statistics asked for are not stored with their model."""
+    """The parts of the sum. ValueError when requested statistics are not stored with their model."""
     return [term_of(source, paths[source.model] if isinstance(source, ModelReward) else None) for source in sources]

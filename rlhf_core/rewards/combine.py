@@ -1,4 +1,4 @@
-"""Rewards of several sources become one: each standardised on its own, then weighed and summed. Nothing is asked here.
+"""Rewards of several sources become one: each standardised on its own, then weighed and summed. No source is called here.
 
 An answer counts only when every source rewarded it: a sum with a part missing would be another quantity.
 """
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_core.advantages import normalize_rewards
+from rlhf_core.config.rewards import ModelReward, RewardSource
 from rlhf_core.models.scoring import stored_statistics
-from rlhf_core.reward_sources import ModelReward, RewardSource
+from rlhf_core.objectives.advantages import normalize_rewards
 
 
 class Running(NamedTuple):
@@ -53,7 +53,7 @@ class Term(NamedTuple):
 def term_of(source: RewardSource, path: str | None, unless_told: Literal["none", "stored"] = "none") -> Term:
     """A source's part of the sum; `path` of a reward model. `unless_told` is the normalisation of models whose recipe names none.
 
-    ValueError when the statistics asked for are not stored with the model.
+    ValueError when the requested statistics are not stored with the model.
     """
     if not isinstance(source, ModelReward):
         return Term(source.title, source.weight, source.normalize, None)
@@ -74,7 +74,7 @@ class Combined(NamedTuple):
 def combine(by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statistics: Mapping[str, Running]) -> Combined:
     """`sum of weight * (reward - mean) / std` over the sources; `by_source` (N,) each, nan where one failed.
 
-    ValueError when no answer has a reward of every source. `reward/mean` and `reward/std` speak of the weighed sum before any
+    ValueError when no answer has a reward of every source. `reward/mean` and `reward/std` are of the weighed sum before any
     standardisation, so that they are of one scale over the run.
     """
     raw = {term.title: torch.from_numpy(np.array(by_source[term.title], dtype=np.float32)) for term in terms}

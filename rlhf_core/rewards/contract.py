@@ -1,4 +1,4 @@
-"""What a source of rewards is asked and what it may answer: one contract for functions and servers. Torch-free.
+"""Requests to a source of rewards and their replies: one contract for functions and servers. Torch-free.
 
 The question is lists of equal length, one entry an answer: `prompts` (chat messages), `responses` (text), `rows` (all columns of the
 prompt's row), `finished` (False: cut at the length limit), `query` (prompt and answer as one text, template included).
@@ -30,6 +30,10 @@ class RewardError(Exception):
     """One request went wrong; the next may not."""
 
 
+class WrongReply(RewardError):
+    """A reply that does not fit its request. It might fit a smaller request by chance: the same one is sent again."""
+
+
 class RewardsFailed(RuntimeError):
     """A source left more answers without a reward than the recipe allows; the message names it."""
 
@@ -51,22 +55,22 @@ def question_json(samples: Sequence[Sample]) -> str:
 
 
 def read_reply(text: str | bytes, count: int) -> np.ndarray:
-    """The rewards of a JSON reply: (count,) float64, nan where one failed. RewardError when the reply as a whole is no answer."""
+    """The rewards of a JSON reply: (count,) float64, nan where one failed. WrongReply when the reply as a whole is no answer."""
     try:
         reply = json.loads(text)
     except (ValueError, RecursionError):
-        raise RewardError(f"its answer is no JSON: {_shown(text)}") from None
+        raise WrongReply(f"its answer is no JSON: {_shown(text)}") from None
     if not isinstance(reply, dict) or "rewards" not in reply:
-        raise RewardError(f'its answer has no "rewards": {_shown(text)}')
+        raise WrongReply(f'its answer has no "rewards": {_shown(text)}')
     return read_rewards(reply["rewards"], count)
 
 
 def read_rewards(rewards: Any, count: int) -> np.ndarray:
-    """A list of numbers as (count,) float64, nan where one is no finite number. RewardError for another type or length."""
+    """A list of numbers as (count,) float64, nan where one is no finite number. WrongReply for another type or length."""
     if not isinstance(rewards, list | tuple):
-        raise RewardError(f"its rewards are no list but {type(rewards).__name__}")
+        raise WrongReply(f"its rewards are no list but {type(rewards).__name__}")
     if len(rewards) != count:
-        raise RewardError(f"it gave {len(rewards)} rewards for {count} answers")
+        raise WrongReply(f"it gave {len(rewards)} rewards for {count} answers")
     return np.array([_number(value) for value in rewards], dtype=np.float64)
 
 

@@ -54,6 +54,8 @@ class Function:
 
     def _start(self) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+        # The worker's own path is safe by -P. Scripts that the function starts find the modules beside them, as anywhere.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | {"PYTHONPATH": path}
         with self._lock:
             if self._closed:
                 raise RewardError("it is not asked any more")
@@ -61,7 +63,7 @@ class Function:
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": path},
+                env=environment,
                 start_new_session=True,
             )
             self._running.add(process)
@@ -95,7 +97,7 @@ class Function:
         return reply
 
     def close(self) -> None:
-        """Ends all processes; who waits for one of them is told that it died."""
+        """Ends all processes; a caller that waits for one of them gets an error."""
         with self._lock:
             self._closed = True
             for running in self._running:

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_core.garbage import uncollected
 from rlhf_core.models.lora import base_of
-from rlhf_core.models.routing import vllm_tells
+from rlhf_core.models.routing import vllm_returns_routing
 from rlhf_core.models.save import save_merged
 from rlhf_core.rollout.environment import compilation, config_of, set_vllm_environment
-from rlhf_core.rollout.lean import keep_rows, sampled_logprobs, wait_for_whole_answers
-from rlhf_core.rollout.transfer import Meeting, Route
+from rlhf_core.rollout.vllm_patches import keep_rows, sampled_logprobs, wait_for_whole_answers
+from rlhf_core.rollout.weight_transfer import Rendezvous, Route
+from rlhf_core.system.gc_pause import uncollected
 
 CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
 
@@ -32,7 +32,7 @@ class Answer:
     """One sampled answer. `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the distribution it sampled from.
 
     `finished` is False when the length limit cut it; else the last token is a stop token. `experts` (T - 1, layers, k): those to which the
-    tokens of prompt and answer went, but for the last one, which went nowhere; where an engine was asked for them.
+    tokens of prompt and answer went, but for the last one, which went nowhere; where an engine was requested to return them.
     """
 
     tokens: list[int]
@@ -81,16 +81,17 @@ class Sampler:
             max_model_len=max_model_len,
             enforce_eager=not on_gpu,
             compilation_config=compilation(model) or None,
-            enable_return_routed_experts=routing_replay and vllm_tells(config_of(model), vllm.__version__),
+            enable_return_routed_experts=routing_replay and vllm_returns_routing(config_of(model), vllm.__version__),
             gpu_memory_utilization=gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
-            enable_prefix_caching=True,
+            enable_prefix_caching=on_gpu or not self._has_state(model, max_model_len),
             # A prompt prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do: whole prompts there.
+            # vLLM caches the states of Mamba layers by prefix only where prompts are prefilled in parts.
             enable_chunked_prefill=on_gpu,
             max_num_batched_tokens=None if on_gpu else max(max_model_len, CPU_BATCHED_TOKENS),
             logprobs_mode="processed_logprobs",
-            **({"worker_cls": "rlhf_core.rollout.worker.Worker"} if on_gpu else {}),
-            worker_extension_cls="rlhf_core.rollout.weights.WeightReceiver",
+            **({"worker_cls": "rlhf_core.rollout.vllm_worker.Worker"} if on_gpu else {}),
+            worker_extension_cls="rlhf_core.rollout.weight_receiver.WeightReceiver",
             disable_log_stats=True,
             enable_sleep_mode=can_sleep,
             tensor_parallel_size=tensor_parallel_size,
@@ -208,12 +209,12 @@ class Sampler:
         self._forget_merged()
 
     def cards(self) -> list[str | None]:
-        """The card of each process of this engine."""
+        """The GPU of each process of this engine."""
         return list(self.llm.collective_rpc("card"))
 
-    def open_channel(self, route: Route, meeting: Meeting, first: int) -> None:
+    def open_channel(self, route: Route, rendezvous: Rendezvous, first: int) -> None:
         """Meets the trainer, which must open its side at the same time. `first`: processes of the engines before this one."""
-        self.llm.collective_rpc("open_channel", args=(route, meeting, first))
+        self.llm.collective_rpc("open_channel", args=(route, rendezvous, first))
 
     def receive_weights(self) -> None:
         """All weights from the trainer, which must send them at the same time."""
@@ -229,6 +230,13 @@ class Sampler:
 
     def wake(self) -> None:
         self.llm.wake_up()
+
+    def _has_state(self, model: str, max_model_len: int) -> bool:
+        """Whether layers of the model carry a state from token to token (Mamba and its relatives), by vLLM's registry of models."""
+        arguments = self._vllm.EngineArgs(
+            model=model, dtype=self._dtype, max_model_len=max_model_len, trust_remote_code=self._trust_remote_code
+        )
+        return bool(arguments.create_model_config().has_inner_state)
 
     def _whole(self, model: str) -> str:
         """A folder with the whole model: `model`, or what its adapter makes of its base, kept until it is loaded."""

@@ -10,8 +10,8 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
-from rlhf_core.forecast.sizes import experts_of_config
-from rlhf_core.machine import num_gpus
+from rlhf_core.hub.model_config import experts_of_config
+from rlhf_core.system.machine import num_gpus
 
 # Without torch.compile, the decoding steps recorded as CUDA graphs.
 UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -60,7 +60,7 @@ def server_environment(kv_cache_gib: float) -> dict[str, str]:
     passed_on = {name: value for name, value in os.environ.items() if name not in ours}
     # The engine of a server is a process anyway; on CPU this spares it a worker process of its own, ten seconds of imports.
     lean = {} if num_gpus() else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return passed_on | quiet(kv_cache_gib) | lean | {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1"}
+    return passed_on | quiet(kv_cache_gib) | lean | {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
 
 
 def quiet(kv_cache_gib: float) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """A vLLM OpenAI-compatible server of our own: started, awaited and stopped with a `with` block.
 
-It runs below `rlhf_core.reaper`, so it and its workers end with the block, with this process (also by kill -9), and on their own
+It runs below `rlhf_core.system.reaper`, so it and its workers end with the block, with this process (also by kill -9), and on their own
 death. It listens on 127.0.0.1 only, on a free port, and asks for a key made for this one server: no other user of the machine can
 use it, and nobody else's server can be taken for it. It sees the GPUs that this process sees. Sampling is what a request says: of the
 model's own generation config only the end tokens count. Its output goes to `log`.
@@ -23,8 +23,8 @@ from tempfile import TemporaryDirectory
 
 import httpx
 
-from rlhf_core.machine import num_gpus
 from rlhf_core.rollout.environment import compilation, server_environment
+from rlhf_core.system.machine import num_gpus
 
 START_TIMEOUT, GRACE_SECONDS, POLL_SECONDS = 900.0, 15.0, 0.2
 PORTS = 3  # free ports that are tried: another process may take one before the server does
@@ -95,7 +95,7 @@ def _start(
     for attempt in range(1, PORTS + 1):
         port, begun = _free_port(), log.stat().st_size if log.exists() else 0
         file = stack.enter_context(log.open("ab"))
-        reaper = [sys.executable, "-P", "-m", "rlhf_core.reaper", str(os.getpid()), str(GRACE_SECONDS)]
+        reaper = [sys.executable, "-P", "-m", "rlhf_core.system.reaper", str(os.getpid()), str(GRACE_SECONDS)]
         process = subprocess.Popen(
             [*reaper, sys.executable, *arguments, "--host", "127.0.0.1", "--port", str(port)],
             stdin=subprocess.DEVNULL,
@@ -116,15 +116,15 @@ def _start(
 def _await(process: subprocess.Popen[bytes], url: str, name: str, key: str, log: Path, deadline: float, timeout: float) -> int | None:
     """Its longest text in tokens, once it is ready; None when it ended instead. ServerFailed when the time is over."""
     with httpx.Client(trust_env=False, timeout=5.0, headers={"Authorization": f"Bearer {key}"}) as client:
-        told = time.monotonic()
+        logged = time.monotonic()
         while process.poll() is None:
             if time.monotonic() > deadline:
                 raise ServerFailed(
                     f"the local server of {name} did not answer {url}/health within {timeout:g} s: "
                     f"raise vllm.start_timeout if it was still loading{_tail(log)}"
                 )
-            if time.monotonic() - told > 60:
-                told = time.monotonic()
+            if time.monotonic() - logged > 60:
+                logged = time.monotonic()
                 print(f"waiting for the local server of {name}", flush=True)
             try:
                 if client.get(f"{url}/health").status_code == 200:

@@ -1,0 +1,105 @@
+"""A Ray cluster (the one at RAY_ADDRESS, or one of this process) and the reservation of it for every rank of a stage."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import ray
+from ray.job_config import JobConfig
+from ray.util import placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group
+
+from rlhf_core.cluster.layout import Layout, Slot, by_node, shortage
+from rlhf_core.system.machine import num_gpus
+
+# Settings of the libraries, by how their names begin.
+KEPT = tuple(
+    "NCCL_ TORCH_ NVSHMEM_ CUDA_ VLLM_ HF_ DS_ GLOO_ GOMP_ PYTHON PYTORCH_ RAY_ TRANSFORMERS_ TOKENIZERS_ TQDM_ TRITON_ "
+    "TORCHINDUCTOR_".split()
+)
+# Set explicitly: some hosts show less memory than they have.
+_started = ""  # address of the cluster that `connect` started last
+OBJECT_STORE_BYTES, GPU_OBJECT_STORE_BYTES = 512 << 20, 8 << 30
+
+
+class Reservation(NamedTuple):
+    """Reserved places: `slots[name]` are those of a group's processes, node by node."""
+
+    group: PlacementGroup
+    slots: Mapping[str, Sequence[Slot]]
+
+
+class SafePathJob(JobConfig):
+    """Keeps the working directory off the workers' module path, unless it is on this process's own.
+
+    Ray puts the driver's working directory before everything else there, so that a `tasks.py` in it hides our package. Made for Ray
+    2.60, whose `ray._private.worker.connect` does so where this method says False; a Ray without the method ignores it.
+    """
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return bool(super()._runtime_env_has_working_dir()) or os.getcwd() not in map(os.path.abspath, sys.path)
+
+
+def connect() -> None:
+    """Joins the cluster at RAY_ADDRESS or starts a private one that ends with this process."""
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the work, not a guest of it
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(job_config=SafePathJob(), log_to_driver=True, logging_level="WARNING")
+        return
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    store = GPU_OBJECT_STORE_BYTES if num_gpus() else OBJECT_STORE_BYTES
+    # "local": without it Ray would join whatever cluster was started last on this machine, somebody else's perhaps.
+    ray.init(
+        "local",
+        num_cpus=os.cpu_count(),
+        include_dashboard=False,
+        object_store_memory=store,
+        job_config=SafePathJob(),
+        logging_level="WARNING",
+    )
+    global _started
+    _started = ray.get_runtime_context().gcs_address
+
+
+def leave() -> None:
+    """Ends a cluster of our own, or the connection to another; nothing of its processes is printed any more."""
+    ray.shutdown()
+
+
+def is_ours() -> bool:
+    """Whether the cluster is one that `connect` started."""
+    return ray.is_initialized() and ray.get_runtime_context().gcs_address == _started
+
+
+def passed_environment() -> dict[str, str]:
+    """Variables every worker inherits: libraries' settings, among them those that keep NVLink multicast off."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT) and name != "RAY_ADDRESS"}
+    for noise in ("RAY_JOB_ID", "RAY_RAYLET_PID", "CUDA_VISIBLE_DEVICES"):
+        kept.pop(noise, None)
+    return kept
+
+
+def reserve(layout: Layout, timeout: float) -> Reservation:
+    """Reserves the bundles of a layout, nodes filled one after the other.
+
+    Raises ValueError when the cluster can never hold the layout, TimeoutError when its resources are not free within `timeout` seconds.
+    """
+    missing = shortage(layout.bundles, ray.cluster_resources())
+    if missing:
+        raise ValueError(f"the cluster lacks {missing} for {layout}: lower cpus/gpus of these groups, let some share cards, or add nodes")
+    group = placement_group(list(layout.bundles), strategy="PACK")
+    if not group.wait(timeout):
+        free = ray.available_resources()
+        raise TimeoutError(
+            f"waited {timeout:.0f} s for room for {layout}: free now are {free.get('CPU', 0):g} CPUs and "
+            f"{free.get('GPU', 0):g} GPUs, others hold the rest"
+        )
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    print(f"room for {layout} on {len(set(node_of.values()))} node(s)", flush=True)
+    return Reservation(group, by_node(layout, node_of))

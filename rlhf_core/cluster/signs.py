@@ -1,0 +1,83 @@
+"""Which of the awaited ranks make progress: each reports its own (`rlhf_core.system.progress`), and the waiting process reads the reports.
+
+A rank that works cannot answer a call, so a thread of its process puts the report into the cluster's key-value store. Ray's concurrency
+groups would answer calls beside the work, but move the work off the main thread, where libraries set their signal handlers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from threading import Thread
+from typing import Any
+
+import ray
+from ray.exceptions import RpcError
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+from rlhf_core.system import progress
+
+NAMESPACE = "alignflow-progress"
+REPORT_SECONDS = 0.5
+LOOKS = 10  # in the time that a rank may be silent
+LONGEST_PAUSE = 15.0  # seconds between two looks
+
+_last: dict[str, bytes] = {}  # what each rank reported when it was last looked at
+
+
+def report(key: str) -> None:
+    """From now on the progress of this process is in the cluster's store under `key`."""
+    Thread(target=_report, args=(key,), name="progress", daemon=True).start()
+
+
+def _report(key: str) -> None:
+    reported = ""
+    while True:
+        if (now := progress.seen()) != reported:
+            with suppress(RpcError):  # the next round tries again
+                _internal_kv_put(key, now, namespace=NAMESPACE)
+                reported = now
+        time.sleep(REPORT_SECONDS)
+
+
+class Silent(Exception):
+    """Ranks made no progress for too long; `refs` are those of their work."""
+
+    def __init__(self, refs: Sequence[Any]):
+        super().__init__(refs)
+        self.refs = refs
+
+
+class Watch:
+    """The wait for the work of several ranks, none of which may go without progress for `timeout` seconds. `keys`: what each rank reports
+    under, by the reference of its work."""
+
+    def __init__(self, keys: Mapping[Any, str], timeout: float):
+        self._keys, self._timeout = keys, timeout
+        self._pause = min(timeout / LOOKS, LONGEST_PAUSE)
+        now = time.monotonic()
+        self._since, self._next_look = dict.fromkeys(keys, now), now + self._pause
+
+    def next(self, waiting: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """What is ready first, and the others. Raises Silent."""
+        while True:
+            pause = max(0.0, self._next_look - time.monotonic())
+            ready, others = ray.wait(list(waiting), num_returns=1, timeout=pause, fetch_local=False)
+            if time.monotonic() >= self._next_look:
+                self._look(others)
+            if ready:
+                return ready[0], others
+
+    def _look(self, others: list[Any]) -> None:
+        _, working = ray.wait(others, num_returns=len(others), timeout=0, fetch_local=False) if others else ([], [])
+        now = time.monotonic()
+        self._next_look = now + self._pause
+        for ref in working:
+            key = self._keys[ref]
+            report = _internal_kv_get(key, namespace=NAMESPACE)
+            if report != _last.get(key):
+                self._since[ref], _last[key] = now, report
+        silent = [ref for ref in working if now - self._since[ref] >= self._timeout]
+        if silent:
+            raise Silent(silent)

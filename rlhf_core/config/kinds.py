@@ -1,0 +1,182 @@
+"""The table of stage kinds. Torch-free: only a stage's own process imports its module.
+
+A new kind is a config class, a module with `run(request, run)`, and an entry in `KINDS`: CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from rlhf_core.config import metrics, shown
+from rlhf_core.config.data import Rows
+from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication
+from rlhf_core.config.gates import Gated
+from rlhf_core.config.loops import Iterative, IterativeDPO, PostProcessor, Preferences
+from rlhf_core.config.ppo import PPO
+from rlhf_core.config.preference import DPO, KTO
+from rlhf_core.config.training import SFT, RewardModel
+
+
+class Kind(NamedTuple):
+    """One kind of stage. Only `config` and `module` must be given."""
+
+    config: type[Gated]  # its field `stage` has the kind's name as default
+    module: str = ""  # has `run(request, run)`; started by the `__main__` of its package. "": a loop, which the plan replaces by stages
+    version: int = 2  # raise it when a change of code changes results: they are then computed again
+    makes: Literal["policy", "reward", "pairs", "report", "published", ""] = ""  # what other stages may use of it
+    start: str = "model"  # the field that names the model it starts from; the stage has its tokenizer
+    names: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # fields that name models or stages: allowed kinds, or what they make
+    given_tokens: tuple[str, ...] = ()  # fields of models that get the token ids of the start model
+    takes: tuple[PostProcessor, ...] = ()  # of a preferences stage: what it must make of its answers for this stage to train on them
+    rows: Rows | None = None  # what the rows of `data` and `eval_data` hold
+    main: tuple[str, ...] = ()  # main metrics for lists of runs: the first one that the result has
+    metrics: Callable[[Any], Iterable[str]] | None = None  # those that gates may name, by the configuration; default: `main`
+    means: Mapping[str, str] = MappingProxyType({})  # what a failed gate on a metric usually means
+    charts: tuple[shown.Panel, ...] | None = ()  # its curves on the page; (): those of `main`; None: no curves
+    title: str = ""  # on the page and on model cards; default: the name of its config class
+
+    @property
+    def shown_as(self) -> str:
+        return self.title or self.config.__name__
+
+    @property
+    def panels(self) -> tuple[shown.Panel, ...]:
+        return self.charts or tuple(shown.Panel(metric, {metric: ""}) for metric in self.main)
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    @property
+    def output(self) -> str:
+        """The output of its result that other stages read."""
+        return "checkpoint" if self.makes in ("policy", "reward") else self.makes
+
+
+STAGES = "rlhf_core.stages"
+KINDS = {
+    "sft": Kind(
+        SFT,
+        f"{STAGES}.sft",
+        makes="policy",
+        names={"model": ("policy",), "answers": ("pairs",)},
+        takes=("rejection_sampling", "conditional_sft"),
+        rows="sft",
+        metrics=metrics.trained("loss", held_out=("loss",)),
+        means=shown.SFT_MEANS,
+        main=("eval/loss", "loss"),
+        charts=shown.SFT,
+    ),
+    "reward_model": Kind(
+        RewardModel,
+        f"{STAGES}.reward_model",
+        makes="reward",
+        names={"model": ("policy",)},
+        rows="preference",
+        metrics=metrics.trained(*metrics.REWARD_LOSS, held_out=metrics.REWARD_HELD_OUT, after=("score/mean", "score/std")),
+        means=shown.REWARD_MODEL_MEANS,
+        main=("eval/accuracy", "accuracy"),
+        charts=shown.REWARD_MODEL,
+        title="reward model",
+    ),
+    "dpo": Kind(
+        DPO,
+        f"{STAGES}.dpo",
+        makes="policy",
+        start="policy",
+        names={"policy": ("policy",), "reference": ("policy",), "pairs": ("pairs",)},
+        given_tokens=("reference",),
+        takes=("dpo",),
+        rows="preference",
+        metrics=metrics.trained(*metrics.PAIRS),
+        means=shown.DPO_MEANS,
+        main=("eval/accuracy", "accuracy"),
+        charts=shown.DPO,
+    ),
+    "kto": Kind(
+        KTO,
+        f"{STAGES}.kto",
+        makes="policy",
+        start="policy",
+        names={"policy": ("policy",), "reference": ("policy",), "answers": ("pairs",)},
+        given_tokens=("reference",),
+        takes=("kto", "dpo"),
+        rows="labelled",
+        metrics=metrics.trained(*metrics.LABELLED, after=("data/desirable",)),
+        means=shown.KTO_MEANS,
+        main=("eval/accuracy", "accuracy"),
+        charts=shown.KTO,
+    ),
+    "preferences": Kind(
+        Preferences,
+        f"{STAGES}.preferences.run",
+        makes="pairs",
+        start="policy",
+        names={"policy": ("policy",), "reward": ("reward",)},
+        given_tokens=("reward",),
+        metrics=metrics.sampled,
+        means=shown.PREFERENCES_MEANS,
+        main=("pairs", "answers"),
+    ),
+    "iterative_dpo": Kind(IterativeDPO),
+    "iterative": Kind(Iterative),
+    "ppo": Kind(
+        PPO,
+        f"{STAGES}.ppo.run",
+        makes="policy",
+        start="actor",
+        names={"actor": ("policy",), "critic": ("policy", "reward"), "reference": ("policy",), "reward": ("reward",)},
+        given_tokens=("critic", "reference", "reward"),
+        metrics=metrics.reinforced,
+        means=shown.PPO_MEANS,
+        main=("reward/last_fifth", "reward/mean"),
+        charts=shown.PPO,
+    ),
+    "evaluation": Kind(
+        Evaluation,
+        "evaluation.stage",
+        makes="report",
+        start="baseline",
+        names={"models": ("policy",), "baseline": ("policy",), "proxy": ("reward",)},
+        metrics=metrics.judged,
+        means=shown.EVALUATION_MEANS,
+        charts=None,
+    ),
+    "alignment_tax": Kind(
+        AlignmentTax,
+        "evaluation.alignment_tax.stage",
+        makes="report",
+        start="baseline",
+        names={"models": ("policy",), "baseline": ("policy",)},
+        metrics=metrics.taxed,
+        means=shown.ALIGNMENT_TAX_MEANS,
+        charts=None,
+    ),
+    "publication": Kind(
+        Publication,
+        f"{STAGES}.publication.run",
+        makes="published",
+        names={"model": ("policy", "reward"), "evaluation": ("evaluation",), "dataset": ("preferences", "evaluation")},
+        main=("files", "bytes"),
+        charts=None,
+    ),
+}
+
+
+def named(*wanted: str) -> tuple[str, ...]:
+    """Returns the kinds with these names, and those that make these outputs."""
+    return tuple(name for name, kind in KINDS.items() if name in wanted or kind.makes in wanted)
+
+
+def metrics_of(config: Gated) -> tuple[str, ...]:
+    """Returns the names of metrics that the stage's result can have; `*` matches names known only after the run."""
+    kind = KINDS[config.stage]
+    return tuple(kind.metrics(config)) if kind.metrics else kind.main
+
+
+def has_metric(config: Gated, name: str) -> bool:
+    """Whether the stage's result can have this metric."""
+    return any(fnmatchcase(name, known) for known in metrics_of(config))

@@ -1,0 +1,123 @@
+"""Where rewards come from: reward models, Python functions, HTTP servers. Torch-free; also parses the shorthands of a recipe.
+
+reward: reward_model                          one reward model: a stage, a folder or a Hub id
+reward: [reward_model, checks.py:short, "http://localhost:8000"]
+reward: [{model: reward_model, weight: 0.5}, {function: "checks.py:short", normalize: running}]
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate
+
+
+class WeighedReward(Config):
+    """Fields that all sources of rewards share."""
+
+    name: str | None = Field(None, description="name in metrics; default: of the model, function or host", pattern=r"^[\w.:-]+$")
+    weight: float = Field(1.0, description="factor of this source in the sum")
+
+
+class RequestedReward(WeighedReward):
+    """Fields that functions and servers share: requests are retried with growing pauses, up to a limit."""
+
+    normalize: Literal["none", "running"] = Field(
+        "none", description="running: standardise with the mean and std of all rewards so far (of a round: its own)"
+    )
+    batch_size: Positive = Field(64, description="answers of one request")
+    concurrency: Annotated[Positive, NotInDigest] = Field(1, description="requests at once (processes of a function)")
+    timeout: Annotated[Rate, NotInDigest] = Field(60.0, description="seconds one request may take")
+    max_attempts: Annotated[Positive, NotInDigest] = Field(
+        6, description="requests without success in a row, and requests for one answer, before answers go without a reward"
+    )
+
+
+class ModelReward(WeighedReward):
+    """A reward model on its own Ray group."""
+
+    kind: Literal["model"] = "model"
+    model: str = Field("reward_model", description="reward model")
+    normalize: Literal["none", "stored", "running"] | None = Field(
+        None,
+        description="stored: with the mean and std kept with the model; running: of all so far (of a round: its own); default: "
+        "stored if normalize_reward of ppo is set, else none",
+    )
+    ranks: Annotated[Ranks | None, NotInDigest] = Field(None, description="its processes in ppo; default: reward_ranks of the stage")
+
+    @property
+    def title(self) -> str:
+        return self.name or re.sub(r"[^\w.:-]", "_", self.model.rstrip("/").rpartition("/")[2])
+
+
+class FunctionReward(RequestedReward):
+    """A Python function in processes of its own: its parameters are any of `prompts`, `responses`, `rows`, `finished`, `query`."""
+
+    kind: Literal["function"] = "function"
+    function: str = Field(description="path.py:function", pattern=r"\.py:[A-Za-z_]\w*$")
+
+    @property
+    def file(self) -> Path:
+        return Path(self.function.rpartition(":")[0]).absolute()
+
+    @property
+    def function_name(self) -> str:
+        return self.function.rpartition(":")[2]
+
+    @property
+    def title(self) -> str:
+        return self.name or self.function_name
+
+
+class HttpReward(RequestedReward):
+    """A reward server: POST of the same lists as JSON, `{"rewards": [...]}` back. `alignflow serve-reward` is one."""
+
+    kind: Literal["http"] = "http"
+    url: str = Field(description="address", pattern=r"^https?://[^/]")
+    api_key_env: Annotated[str | None, NotInDigest] = Field(None, description="environment variable whose value is sent as a bearer token")
+
+    @property
+    def title(self) -> str:
+        return self.name or re.sub(r"[^\w.:-]", "_", urlsplit(self.url).netloc)
+
+    @field_validator("url")
+    @classmethod
+    def _no_password(cls, value: str) -> str:
+        if "@" in urlsplit(value).netloc:
+            raise ValueError("the address holds a password, which would end up in files: put a key into the variable api_key_env names")
+        return value
+
+
+REWARD_KINDS = {"model": "model", "function": "function", "http": "url"}  # and the field that names each
+
+
+def _reward_sources(value: Any) -> Any:
+    """`reward_model`, `path.py:function` and `http://...` as sources, and one source as a list."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return tuple(_reward_source(v) for v in values)
+
+
+def _reward_source(value: Any) -> Any:
+    if isinstance(value, str):
+        kind = "http" if value.startswith(("http://", "https://")) else "function" if re.search(r"\.py:\w+$", value) else "model"
+        return {"kind": kind, REWARD_KINDS[kind]: value}
+    if isinstance(value, dict) and "kind" not in value:
+        return {"kind": next((kind for kind, field in REWARD_KINDS.items() if field in value), "model"), **value}
+    return value
+
+
+RewardSource = Annotated[ModelReward | FunctionReward | HttpReward, Field(discriminator="kind")]
+RewardSources = Annotated[tuple[RewardSource, ...], BeforeValidator(_reward_sources), Field(min_length=1)]
+
+
+def check_titles(sources: tuple[RewardSource, ...]) -> None:
+    """Raises ValueError when two sources have the same name in the metrics."""
+    repeated = [title for title, count in Counter(source.title for source in sources).items() if count > 1]
+    if repeated:
+        raise ValueError(f"two reward sources are called {repeated[0]!r}: give one of them another `name`")

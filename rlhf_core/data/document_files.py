@@ -1,0 +1,112 @@
+"""Stores documents in memory-mapped files, so that a data set may be larger than memory. Torch-free.
+
+One pass over the rows writes flat files; a training step maps them and reads the documents it needs, so only these are in memory. A
+token and its mask bit share one int32. The files are in `state/` of the run directory until the stage is done: a resumed stage does not
+tokenise again, and the ranks of a stage tokenise once. A folder gets its final name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from rlhf_core.data.documents import Document, Lazy
+from rlhf_core.data.survey import DataReport, Loaded, Survey, Surveyed
+
+TOKENS, ENDS, PLACES, VALUES, ORDER = "tokens.i32", "ends.i64", "places.i64", "values.f64", "order.i64"
+REPORT, PROMPTS = "report.json", "prompts.npy"
+WAIT_SECONDS = 24 * 3600
+
+
+class Shape(NamedTuple):
+    """How an item is stored: `width` documents and one number; `restore` makes the item from them."""
+
+    width: int
+    restore: Callable[[Sequence[Document], float], Any]
+
+
+class Writer:
+    """Appends items to the files of a folder. `items` and `tokens` count those written."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._files: dict[str, BinaryIO] = {name: (folder / name).open("wb") for name in (TOKENS, ENDS, PLACES, VALUES)}
+        self.items = self.tokens = 0
+
+    def add(self, place: int, documents: Sequence[Document], value: float) -> None:
+        """Appends an item. `place` is its position in the final order; ties keep the order of writing."""
+        for document in documents:
+            coded = np.array(document.tokens, dtype=np.int32) << 1 | np.array(document.mask, dtype=np.int32)
+            self.tokens += len(document)
+            self._files[TOKENS].write(coded.tobytes())
+            self._files[ENDS].write(np.int64(self.tokens).tobytes())
+        self._files[PLACES].write(np.int64(place).tobytes())
+        self._files[VALUES].write(np.float64(value).tobytes())
+        self.items += 1
+
+    def close(self, report: DataReport) -> None:
+        """Sorts the items by `place` and writes the order and the report."""
+        for file in self._files.values():
+            file.close()
+        assert report.survey is not None
+        np.argsort(np.fromfile(self._folder / PLACES, dtype=np.int64), kind="stable").astype(np.int64).tofile(self._folder / ORDER)
+        np.save(self._folder / PROMPTS, report.survey.prompts, allow_pickle=False)
+        counts = {name: getattr(report, name) for name in ("rows", "kept", "truncated", "dropped", "tokens")}
+        content = {"counts": counts, "survey": report.survey.survey.model_dump(mode="json")}
+        (self._folder / REPORT).write_text(json.dumps(content))
+
+
+def stored(folder: Path | None, key: str, shape: Shape, build: Callable[[Writer], DataReport]) -> Loaded[Any]:
+    """Returns the items stored under `key` in a folder; `build` writes them if they are not there. Without a folder uses a temporary one.
+
+    Of several processes that call this one builds, and the others wait. Raises TimeoutError when that takes a day.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="alignflow-data-") as temporary:
+            return _opened(_built(Path(temporary) / key, build), shape)  # a mapped file stays readable after it is deleted
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / f".{key}.lock", timeout=WAIT_SECONDS):
+            whole = folder / key
+            return _opened(whole if whole.is_dir() else _built(whole, build), shape)
+    except Timeout:
+        raise TimeoutError(f"another process has been reading the data into {folder} for {WAIT_SECONDS} s") from None
+
+
+def _built(whole: Path, build: Callable[[Writer], DataReport]) -> Path:
+    part = whole.with_name(f".{whole.name}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    writer = Writer(part)
+    writer.close(build(writer))
+    os.replace(part, whole)
+    return whole
+
+
+def _opened(folder: Path, shape: Shape) -> Loaded[Any]:
+    tokens, ends, values, order = (
+        np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray)  # a plain array of the mapped memory: faster to slice
+        for name, kind in ((TOKENS, np.int32), (ENDS, np.int64), (VALUES, np.float64), (ORDER, np.int64))
+    )
+
+    def get(index: int) -> Any:
+        item = int(order[index])
+        first = item * shape.width
+        documents = [_document(tokens[int(ends[at - 1]) if at else 0 : int(ends[at])]) for at in range(first, first + shape.width)]
+        return shape.restore(documents, float(values[item]))
+
+    content = json.loads((folder / REPORT).read_text())
+    surveyed = Surveyed(Survey.model_validate(content["survey"]), np.load(folder / PROMPTS, mmap_mode="r", allow_pickle=False))
+    return Loaded(Lazy(len(order), get), DataReport(**content["counts"], survey=surveyed))
+
+
+def _document(coded: np.ndarray) -> Document:
+    return Document((coded >> 1).tolist(), (coded & 1).astype(bool).tolist())

@@ -1,0 +1,88 @@
+"""Which number each token has. Models that are given another's token ids must have its vocabulary. Torch-free where files tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+from rlhf_core.hub.ids import is_hub_id, is_remote
+from rlhf_core.hub.model_files import TOKENIZER
+
+Vocabulary = dict[str, int]
+
+
+def tokenizer_place(path: str) -> str:
+    """Where the tokenizer lies: fetched, if the path names a commit of the Hub."""
+    if is_hub_id(path) and "@" in path:
+        from rlhf_core.hub.snapshots import described
+
+        path = str(described(path))
+    folder = Path(path)
+    if not (folder / "adapter_config.json").is_file() or (folder / "tokenizer_config.json").is_file():
+        return path
+    base = json.loads((folder / "adapter_config.json").read_text())
+    name, revision = str(base.get("base_model_name_or_path") or ""), base.get("revision")
+    return tokenizer_place(f"{name}@{revision}" if revision and is_hub_id(name) else name) if name else path
+
+
+def stored_vocabulary(path: str) -> Vocabulary | None:
+    """That of a model folder's tokenizer.json, without transformers; None where there is none that can be read."""
+    try:
+        file = Path(tokenizer_place(path)) / "tokenizer.json"
+        return _read(file, file.stat().st_mtime_ns)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def require_same_vocabulary(own: str, others: Iterable[str], trust_remote_code: bool = False) -> None:
+    """Raises ValueError when one of the models `others`, which are given token ids of the model `own`, reads other tokens in them. A folder
+    without a tokenizer cannot be compared: a line says so."""
+    for other in dict.fromkeys(others):
+        if other == own:
+            continue
+        if not is_remote(other) and not any(file for pattern in TOKENIZER for file in Path(tokenizer_place(other)).glob(pattern)):
+            print(f"{other} has no tokenizer: that it knows the tokens of {own} is taken for granted", flush=True)
+        elif told := difference(own, _vocabulary(own, trust_remote_code), other, _vocabulary(other, trust_remote_code)):
+            raise ValueError(told)
+
+
+def difference(own: str, tokens: Vocabulary, other: str, known: Vocabulary) -> str | None:
+    """Why the model `other`, whose vocabulary is `known`, cannot be given token ids of the model `own`: the first that it reads otherwise.
+    Tokens that it has beside them are never sent."""
+    unlike = [token for token, number in tokens.items() if known.get(token) != number]
+    if not unlike:
+        return None
+    first = min(unlike, key=tokens.__getitem__)
+    number = tokens[first]
+    theirs = next((repr(token) for token, there in known.items() if there == number), "no token")
+    return (
+        f"{other} is given the token ids of {own} and has another vocabulary: number {number} is {first!r} in {own} and {theirs} in "
+        f"{other}; name a model with the same tokenizer"
+    )
+
+
+def _vocabulary(path: str, trust_remote_code: bool) -> Vocabulary:
+    stored = None if is_remote(path) else stored_vocabulary(path)
+    if stored is not None:
+        return stored
+    from transformers import AutoTokenizer
+
+    try:
+        found: Vocabulary = AutoTokenizer.from_pretrained(tokenizer_place(path), trust_remote_code=trust_remote_code).get_vocab()
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path}: no tokenizer can be loaded from here ({reason})") from error
+    return found
+
+
+@lru_cache(maxsize=8)
+def _read(file: Path, _changed: int) -> Vocabulary:
+    whole = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = whole["model"]["vocab"]
+    found = {token: i for i, (token, _) in enumerate(vocabulary)} if isinstance(vocabulary, list) else dict(vocabulary)
+    config = file.with_name("tokenizer_config.json")
+    declared = json.loads(config.read_text(encoding="utf-8")).get("added_tokens_decoder") or {} if config.is_file() else {}
+    found |= {token["content"]: int(number) for number, token in declared.items()}
+    return found | {token["content"]: token["id"] for token in whole.get("added_tokens") or ()}

@@ -1,0 +1,142 @@
+"""Reads a model's size from its config.json and the headers of its weights, its experts and its recurrent layers. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+BF16 = 2  # bytes
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of the number of experts, by model family
+
+HEADER_BYTES = 100_000_000  # the longest header that safetensors reads
+
+TIED = ("gemma", "cohere")  # families whose embeddings and head are tied by default
+
+
+class Size(NamedTuple):
+    """Number of parameters of a decoder, its shape, and bytes per token.
+
+    `active`: parameters used for one token, fewer than `parameters` with experts. `head`: those of the output layer, part of
+    `parameters`; 0 when tied. `kept`: bytes of activations per layer and token that training keeps, in bf16, with FlashAttention and
+    fused norms and activations. `passing`: bytes per layer and token that a pass without gradients holds at once. `kv`: bytes of keys
+    and values per token, over all layers.
+    """
+
+    parameters: float
+    active: float
+    head: float
+    layers: int
+    hidden: int
+    vocabulary: int
+    kept: float
+    passing: float
+    kv: float
+
+
+def size_of(folder: str) -> Size:
+    """Returns the size of the model in a folder. Raises ValueError when its config.json is missing or lacks the needed numbers."""
+    file = Path(folder) / "config.json"
+    try:
+        size = size_of_config(json.loads(file.read_text()))
+        stored = _stored(Path(folder))
+        return size._replace(parameters=min(size.parameters, stored), active=min(size.active, stored))
+    except (OSError, json.JSONDecodeError):
+        raise ValueError(f"{folder} has no readable config.json: name a local model folder, or fetch it with `alignflow pull`") from None
+    except KeyError as missing:
+        raise ValueError(f"{file} has no {missing}: `alignflow plan` knows decoder models with the usual names only") from None
+    except (TypeError, AttributeError, ZeroDivisionError, OverflowError):  # lists, nulls and zeros in place of sizes
+        raise ValueError(f"{file} has no sizes as numbers: `alignflow plan` knows decoder models of equal layers only") from None
+
+
+def _stored(folder: Path) -> float:
+    """Parameters in the safetensors files of a folder, infinity where there are none that can be read, or some packed into integers. A
+    family whose feed-forward has no gate has fewer than its config.json tells."""
+    count = 0
+    try:
+        for weights in folder.glob("*.safetensors"):
+            with weights.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(length, HEADER_BYTES)))
+            tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+            if any(tensor["dtype"] in ("U8", "I8", "I32") for tensor in tensors):
+                return math.inf
+            count += sum(math.prod(tensor["shape"]) for tensor in tensors)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return math.inf
+    return count or math.inf
+
+
+def experts_of_config(config: Mapping[str, Any]) -> int:
+    """Returns the number of experts of each layer from a config.json; 0 when the model has none."""
+    return next((int(config[name]) for name in EXPERTS if config.get(name)), 0)
+
+
+def size_of_config(config: dict[str, Any]) -> Size:
+    """Computes the size of a decoder like Llama: gated feed-forward, grouped-query attention, possibly experts.
+
+    Raises KeyError for a missing number, and TypeError or the like for values that are no numbers.
+    """
+    hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or hidden // heads
+    queries, keys = heads * width, (config.get("num_key_value_heads") or heads) * width
+    experts = experts_of_config(config) or 1
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    used = config.get("num_experts_per_tok", 1) if experts > 1 else 1
+    block = hidden * (2 * queries + 2 * keys) + 3 * hidden * inner * experts + (hidden * experts if experts > 1 else 0) + 2 * hidden
+    embeddings = vocabulary * hidden
+    tied = bool(config.get("tie_word_embeddings", str(config.get("model_type")).startswith(TIED)))
+    parameters = layers * block + embeddings * (1 if tied else 2) + hidden
+    return Size(
+        parameters=parameters,
+        active=parameters - layers * 3 * hidden * inner * (experts - used),
+        head=0 if tied else embeddings,
+        layers=layers,
+        hidden=hidden,
+        vocabulary=vocabulary,
+        kept=BF16 * (5 * hidden + 2 * queries + 2 * keys + 3 * inner * used),
+        passing=BF16 * (4 * hidden + 2 * inner * used),
+        kv=BF16 * 2 * layers * keys,
+    )
+
+
+# `layer_types` whose state passes from one document of a row into the next: convolutions, recurrent states.
+CARRYING = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
+
+
+# Families that always have such layers (transformers' `_is_stateful`), even if their config.json does not list them.
+STATEFUL = {
+    *("bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2"),
+    *("minicpmv4_6", "minicpmv4_7", "nemotron_h", "nemotron_h_omni", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"),
+    *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
+}
+
+
+# What the part that reads text is called in the config.json of a model with several parts.
+TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "text_encoder", "decoder", "generator")
+
+
+def more_than_text(place: str, named: str) -> str:
+    """Why the model at `place`, of the class `named`, is refused."""
+    return f"{place} is {named}, which reads more than text: name a text model, or a checkpoint of its language part alone"
+
+
+def wraps_text_by_config(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model that has its language model as a part, beside what reads images or sound."""
+    return any(isinstance(config.get(part), Mapping) for part in TEXT_PARTS)
+
+
+def carries_by_config(config: Mapping[str, Any]) -> bool:
+    """Returns whether a config.json is of a model whose layers pass state from one document of a row into the next."""
+    text = config.get("text_config") or {}
+    kinds = {*(config.get("layer_types") or ()), *(text.get("layer_types") or ())}
+    families = {str(part.get("model_type")).removesuffix("_text") for part in (config, text)}
+    return bool(kinds & CARRYING or families & STATEFUL)
+
+
+def num_experts(config: object) -> int:
+    """Returns the number of experts of each layer from a transformers config; 0 when the model has none."""
+    return experts_of_config({name: getattr(config, name, None) for name in EXPERTS})

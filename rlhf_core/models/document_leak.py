@@ -1,0 +1,70 @@
+"""Tests whether documents of a packed row attend to each other, with the attention and on the device of training.
+
+Some families (AFMoE, Falcon, OPT) ignore position ids in their mask, so a document attends to those before it, without an error. Such a
+model gets each document in a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rlhf_core.models.kernels.attention import VARLEN, carries, takes_borders
+from rlhf_core.models.load import Policy, Scorer
+
+BEFORE, AFTER = 12, 4  # tokens of the two documents: with a leak most keys of the second are those of the first
+LEAK = 0.1  # relative to the effect inside one document: a leak is about 1, rounding under 0.01 in bf16 and 0 in fp32
+
+
+def try_rows(
+    forward: Callable[..., object],
+    module: Policy | Scorer,
+    device: torch.device,
+    packed: bool,
+    all_reduce: Callable[[Tensor], Tensor] = lambda values: values,
+) -> None:
+    """Sets `module.apart`, once. `forward` runs the module or an engine around it; a collective if that is one.
+
+    Skipped where no row has two documents (neither `packed` nor concatenated by the attention), and for layers that carry state along a
+    row, which refuse packed rows. `all_reduce` sums over the ranks, so that all take the same decision.
+    """
+    model = module.model
+    if module.apart is not None or carries(model) or not (packed or takes_borders(model)):
+        return
+    module.apart = bool(all_reduce(torch.tensor(float(leaks(forward, module, device)), device=device)) > 0)
+    if not module.apart:
+        return
+    if model.config._attn_implementation == VARLEN:  # takes only one row
+        model.set_attn_implementation("sdpa")
+    print(f"{type(model).__name__} lets documents of a row attend to each other (no mask between them): one document a row", flush=True)
+
+
+@torch.no_grad()
+def leaks(forward: Callable[..., object], module: Policy | Scorer, device: torch.device) -> bool:
+    """Whether the tokens of a document change the hidden states of the one after it.
+
+    Two rows differ in their first `BEFORE` tokens, which are a document of their own, or the beginning of the only one. The test compares
+    how much the last `AFTER` states differ in both cases, which makes it independent of the size of the weights and of rounding.
+    """
+    vocabulary = module.model.config.get_text_config().vocab_size
+    drawn = torch.randint(vocabulary, (2 * BEFORE + AFTER,), generator=torch.Generator().manual_seed(0))
+    first, second, last = drawn.split([BEFORE, BEFORE, AFTER])
+    tokens = torch.stack([torch.cat([first, last]), torch.cat([second, last])] * 2)
+    two, one = torch.cat([torch.arange(BEFORE), torch.arange(AFTER)]), torch.arange(BEFORE + AFTER)
+    positions = torch.stack([two, two, one, one])
+    documents = torch.arange(4)[:, None].expand_as(tokens).contiguous()
+    states: list[Tensor] = []
+    hook = module.model.base_model.register_forward_hook(lambda _module, _inputs, output: states.append(output.last_hidden_state))
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        forward(tokens.to(device), positions, *([documents.to(device)] if isinstance(module, Policy) else []))
+    finally:
+        hook.remove()
+        for part, training in modes:
+            part.training = training
+    ends = states[0].view(*tokens.shape, -1)[:, BEFORE:].float()
+    apart, together = ((ends[row] - ends[row + 1]).norm() for row in (0, 2))
+    return bool(apart > LEAK * together)

@@ -1,0 +1,177 @@
+"""Attention inside each document of a packed row, on a GPU: a varlen kernel (`attention_kernels`) in transformers' models.
+
+The kernel takes concatenated rows and the borders of the documents: no padding, no mask. transformers' own flash-attn path is not used,
+because it reads from the GPU once a pass whether rows are packed, and the host would wait. Without a GPU or in fp32 transformers' `sdpa`
+runs with a block-diagonal mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface, PreTrainedModel
+
+from rlhf_core.data.collate import sent
+from rlhf_core.hub.model_config import CARRYING
+from rlhf_core.models.kernels import choose
+from rlhf_core.models.kernels.choose import flash_kernel, kernel_for
+from rlhf_core.models.kernels.self_test import MANY, Heads, Kind
+
+FLASH, VARLEN = "flash_attention_2", "varlen"
+WITHIN_BORDERS = {"full_attention", "sliding_attention"}
+LARGEST_HEAD = 256  # of all kernels
+
+
+def attention_for(dtype: str) -> str:
+    """Returns the `attn_implementation` to load a model of this `dtype` with."""
+    return FLASH if dtype == "bfloat16" and torch.cuda.is_available() and flash_kernel() is not None else "sdpa"
+
+
+def can_share(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether documents may continue the prompt of another (`collate.Batch`); needs a kernel that aligns queries with the last keys."""
+    windows = getattr(model.config.get_text_config(), "sliding_window", None) is not None
+    return model.config._attn_implementation == VARLEN and choose.can_share(_heads(model), windows, device)
+
+
+def _heads(model: PreTrainedModel) -> Heads:
+    config = model.config.get_text_config()
+    queries = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // queries
+    if rope := getattr(config, "qk_rope_head_dim", None):  # MLA: its head_dim covers only a part
+        size = max(config.qk_nope_head_dim + rope, config.v_head_dim)
+        return Heads(1, -(-size // 8) * 8)
+    return Heads(queries // (getattr(config, "num_key_value_heads", None) or queries), -(-size // 8) * 8)
+
+
+class _Gathered(torch.autograd.Function):
+    """Selects rows by `index`, with repeats; adds up their gradients in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = torch.zeros(ctx.count, *gradient.shape[1:], dtype=torch.float32, device=gradient.device)
+        return total.index_add_(0, index, gradient.float()).to(gradient.dtype), None
+
+
+def settled(model: PreTrainedModel) -> PreTrainedModel:
+    """Sets the loaded model to `varlen_attention` where that runs, or to `eager` where `sdpa` would ignore a cap of the logits."""
+    config = model.config.get_text_config()
+    loaded = model.config._attn_implementation
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        if loaded == "sdpa":
+            model.set_attn_implementation("eager")
+    elif loaded in ("sdpa", FLASH) and model.dtype == torch.bfloat16 and _has_kernel() and _fits(model):
+        model.set_attn_implementation(VARLEN)
+    return model
+
+
+def _has_kernel() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _fits(model: PreTrainedModel) -> bool:
+    """Whether the model's attention mask depends only on documents, causality and a window."""
+    plain = model._supports_attention_backend and model._supports_flash_attn and not carries(model) and _kinds(model) <= WITHIN_BORDERS
+    heads = max((int(getattr(module, "head_dim", 0) or 0) for module in model.modules()), default=0)
+    dropped = any(getattr(model.config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))
+    causal = all(getattr(module, "is_causal", True) for module in model.modules())
+    return plain and causal and heads <= LARGEST_HEAD and not dropped
+
+
+def _kinds(model: PreTrainedModel) -> set[str]:
+    return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
+def carries(model: PreTrainedModel) -> bool:
+    """Whether a layer carries state across documents of a row: a convolution, a recurrent state."""
+    return bool(model._is_stateful or _kinds(model) & CARRYING)
+
+
+def takes_borders(model: PreTrainedModel) -> bool:
+    """Whether its attention takes one row and the borders of documents instead of a mask; never for a model that `carries` state."""
+    return model.config._attn_implementation in (FLASH, VARLEN) and not carries(model)
+
+
+def borders(positions: Tensor, device: torch.device) -> dict[str, Any]:
+    """Returns the borders of the documents of concatenated rows, once a pass instead of once a layer.
+
+    `positions` (any shape) restart at 0 with each document; a document that continues a shared prompt (`collate.Batch`) starts above 0, and
+    `keys` has the rows that queries attend to. Positions on the host are read without waiting for `device`.
+    """
+    positions = positions.flatten().cpu()
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), (positions.diff() != 1).nonzero().flatten() + 1])
+    edges = torch.cat([starts, torch.tensor([positions.numel()])]).int()
+    longest, on_device = int(edges.diff().max()), sent(edges, device)
+    found = {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device, "max_length_q": longest, "max_length_k": longest}
+    # Tokens of the shared prompt before each document.
+    before = positions[starts]
+    if not before.any():
+        return found
+    lengths = edges.diff() + before
+    key_edges = F.pad(lengths.cumsum(0), (1, 0)).int()
+    trunks = torch.where(before == 0, starts, 0).cummax(0).values
+    document = torch.repeat_interleave(torch.arange(len(starts)), lengths)
+    within = torch.arange(len(document)) - key_edges[document]
+    keys = within + torch.where(within < before[document], trunks[document], starts[document] - before[document])
+    return found | {"cu_seq_lens_k": sent(key_edges, device), "max_length_k": int(lengths.max()), "keys": sent(keys, device)}
+
+
+def varlen_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int = 0,
+    max_length_k: int = 0,
+    keys: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Computes causal attention: `query` (1, heads, T, D), `key` and `value` (1, kv heads, T, D) -> (1, T, heads, D).
+
+    A window counts the token itself: token t attends to tokens > t - `sliding_window`. fp32 inputs (of adapters) are cast to the model's
+    dtype. `keys` are the rows of `key` and `value` to use; a document then has more keys than queries, which are the last. Heads are padded
+    with zeros to a multiple of 8, and to one size where values have another (MLA).
+    """
+    if softcap is not None or s_aux is not None:
+        raise ValueError(f"attention of {type(module).__name__} has a cap or sinks, which are not computed here: take dtype float32")
+    if cu_seq_lens_q is None:  # the model passes on positions only
+        found = borders(cast(Tensor, position_ids), query.device)
+        cu_seq_lens_q, cu_seq_lens_k, keys = found["cu_seq_lens_q"], found["cu_seq_lens_k"], found.get("keys")
+        max_length_q, max_length_k = found["max_length_q"], found["max_length_k"]
+    wide, size = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    # Not part[0], whose gradient would be copied into zeros of another layout.
+    q, k, v = (_filled(part.squeeze(0).transpose(0, 1), -(-wide // 8) * 8).to(module.config.dtype) for part in (query, key, value))
+    window = -1 if sliding_window is None else sliding_window - 1
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if keys is not None:
+        k, v = _Gathered.apply(k, keys), _Gathered.apply(v, keys)
+    heads, many = Heads(q.shape[1] // k.shape[1], q.shape[-1]), len(cu_seq_lens_q) > MANY + 1
+    kernel = kernel_for(Kind(heads, window >= 0, keys is not None, many), query.device)
+    attended = kernel(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scale, window=window)
+    return attended[..., :size].unsqueeze(0), None
+
+
+def _filled(heads: Tensor, size: int) -> Tensor:
+    """Pads the last dimension with zeros to `size`."""
+    return heads if heads.shape[-1] == size else F.pad(heads, (0, size - heads.shape[-1]))
+
+
+AttentionInterface.register(VARLEN, varlen_attention)

@@ -1,0 +1,134 @@
+"""Kernels of causal attention inside the documents of packed rows, on GPUs. A kernel is used where its self-test passes.
+
+FlashAttention-4 (package flash-attn-4, whose kernels for Hopper and Blackwell are compiled when they are first called), FlashAttention-2
+(flash-attn; Dao 2023) or PyTorch's own: the first that is installed. Some builds silently ignore what they lack (windows, sizes of heads,
+gradients), so each is tested first (`self_test.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from rlhf_core.models.kernels.self_test import Heads, Kernel, Kind, rejection_reason
+
+_HAS_GQA_OPTION = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # PyTorch 2.11 groups heads without it
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA_OPTION else {}
+LONG = 256  # tokens; longer than a block of a kernel
+
+
+@cache
+def flash_kernel() -> Kernel | None:
+    """Returns flash-attn's kernel; None where the package is missing, or was built for another PyTorch."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return cast(Kernel, flash_attn_varlen_func)
+
+
+@cache
+def flash4_kernel() -> Kernel | None:
+    """Returns flash-attn-4's kernel; None where the package is missing or cannot be imported. Compiled kernels are cached on disk."""
+    try:
+        importlib.metadata.version("flash-attn-4")  # flash-attn 2 has an early form of its folder
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    try:
+        major, minor = torch.cuda.get_device_capability()  # its cache has no key for it
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash-attn-4" / f"sm{major}{minor}"
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(caches))  # its default is /tmp, which other users can write
+        from flash_attn.cute import flash_attn_varlen_func
+    except Exception as problem:  # other releases of its dependencies fail in many ways
+        print(f"flash-attn-4 cannot be imported ({type(problem).__name__}: {problem}): another kernel runs", flush=True)
+        return None
+    return cast(Kernel, flash_attn_varlen_func)
+
+
+def _flash4(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window: int,
+) -> Tensor:
+    # Longer than a block: for shorter documents it would compile other kernels.
+    bounds = {"max_seqlen_q": max(longest, LONG), "max_seqlen_k": max(longest_key, LONG)}
+    edges = {"cu_seqlens_q": starts, "cu_seqlens_k": key_starts, **bounds}
+    size = (None, None) if window < 0 else (window, 0)
+    # With return_lse the kernel is the same with gradients and without.
+    attended: Any = kernel(q, k, v, **edges, softmax_scale=scale, causal=window < 0, window_size=size, return_lse=True)
+    return cast(Tensor, attended[0])
+
+
+def _flash(kernel: Kernel, *rows: Any, scale: float, window: int) -> Tensor:
+    return kernel(*rows, softmax_scale=scale, causal=True, window_size=(window, 0))
+
+
+def _pytorch(kernel: Kernel, *rows: Any, scale: float, window: int) -> Tensor:
+    return kernel(*rows, scale=scale, window_size=(window, 0), **_GROUPED)
+
+
+_CALLS: dict[str, Kernel] = {"flash-attn-4": _flash4, "flash-attn": _flash, "PyTorch": _pytorch}
+
+
+def kernel_for(kind: Kind, device: torch.device) -> Kernel:
+    """Returns a kernel of queries, keys, values (T, heads, size), their edges and largest lengths, `scale` and `window`: how many tokens
+    before it a token attends to (-1: all). Raises RuntimeError where no kernel computes that."""
+    for name, kernel in _installed(device):
+        if tried := _tried(name, kernel, kind, device):
+            return tried
+    raise RuntimeError(f"no attention kernel here computes {kind} (reasons are printed above): take dtype float32")
+
+
+def can_share(heads: Heads, windows: bool, device: torch.device) -> bool:
+    """Whether `kernel_for` has one for shared prompts, without a window and, if there are `windows`, with one."""
+    kinds = [Kind(heads, windowed, shared=True) for windowed in {False, windows}]
+    return all(any(_tried(*kernel, kind, device) for kernel in _installed(device)) for kind in kinds)
+
+
+def _installed(device: torch.device) -> Iterator[tuple[str, Kernel]]:
+    """Yields the installed kernels, the fastest first."""
+    if _at_least_hopper(device) and (flash4 := flash4_kernel()):
+        yield "flash-attn-4", flash4
+    if flash := flash_kernel():
+        yield "flash-attn", flash
+    yield "PyTorch", cast(Kernel, varlen.varlen_attn)
+
+
+def _at_least_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _tried(name: str, kernel: Kernel, kind: Kind, device: torch.device) -> Kernel | None:
+    """Returns the kernel, if values and gradients are those of plain attention."""
+    call = partial(_CALLS[name], kernel)
+    try:
+        found = rejection_reason(call, kind, device, must_be_deterministic=name == "flash-attn-4")
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:
+        found = f"does not run here ({type(problem).__name__}: {str(problem).strip()[:200]})"
+    if found:
+        print(f"{name}'s attention for {kind} {found}: another kernel is tried", flush=True)
+    return None if found else call

@@ -1,0 +1,39 @@
+"""Fused kernels for the parts of a layer that only move memory: norms, rotary embeddings, gated activations."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+from contextlib import suppress
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.hub.model_config import num_experts
+
+# `Policy` computes log-probs in chunks, so Liger's losses are off.
+PARTS = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False}
+# For these activations Liger autotunes kernels of its own for experts: over a hundred compilations. transformers has one product for all.
+WITH_EXPERTS = {"swiglu": False, "geglu": False}
+
+
+def fuse(model: PreTrainedModel) -> PreTrainedModel:
+    """Patches a bf16 model on a GPU with Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), where the package supports its type."""
+    if not torch.cuda.is_available() or model.dtype != torch.bfloat16 or importlib.util.find_spec("liger_kernel") is None:
+        return model
+    # Without its warnings about back ends for other hardware.
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
+
+    with suppress(ImportError):  # earlier releases have no choice
+        from liger_kernel.backends import set_impl
+
+        # With nvidia-cutlass-dsl (a dependency of vLLM) installed, Liger 0.8.5 uses another rotary kernel for long rows with gradients. It
+        # rounds differently, so PPO's first ratio is not 1 (1.5B, H200: 1.0003 on average).
+        set_impl("nvidia-triton")
+    apply = known.get(model.config.model_type)
+    if apply is not None:
+        parts = PARTS | (WITH_EXPERTS if num_experts(model.config) else {})
+        apply(**{part: wanted for part, wanted in parts.items() if part in inspect.signature(apply).parameters}, model=model)
+    return model

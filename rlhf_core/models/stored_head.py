@@ -1,0 +1,31 @@
+"""Looks for the scalar head of a reward model in the headers of safetensors files. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+HEADS = ("score.weight", "base_model.model.score.weight")  # of a model, of an adapter
+
+
+def headless(place: str) -> str:
+    """Returns the message for a model at `place` that is no reward model."""
+    return (
+        f"{place} has no trained head for one score (a tensor score.weight of shape [1, hidden size]), so its rewards would mean nothing: "
+        f"name a reward model, as a reward_model stage makes it"
+    )
+
+
+def has_scalar_head(folder: Path) -> bool:
+    """Whether a tensor of the folder's safetensors is a head for one score. Raises OSError or ValueError for files that cannot be read."""
+    shapes = [about["shape"] for file in folder.glob("*.safetensors") for name, about in _header(file).items() if name in HEADS]
+    return any(shape[0] == 1 for shape in shapes)
+
+
+def _header(file: Path) -> dict[str, dict[str, list[int]]]:
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > file.stat().st_size:
+            raise ValueError(f"{file} is no safetensors file, or is cut off")
+        header: dict[str, dict[str, list[int]]] = json.loads(opened.read(size))
+        return header

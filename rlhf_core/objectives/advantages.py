@@ -1,0 +1,211 @@
+"""Computes advantages from scores: KL estimates, token rewards, GAE, group estimators, KL controllers. No gradients.
+
+Layout: the last dimension is time and a row is one document, so every function takes one sample, (T,), or padded samples, (B, T), not
+packed rows. `mask` is True on response tokens and may have holes (text of a tool or a user between them). Tokens off the mask are
+skipped, not zeroed: the token before a hole is followed by the token after it, with one discount between them.
+Order: normalise, clip, subtract the KL, estimate, whiten (`masked.whiten`, over the whole rollout).
+Group estimators take `scores` (G, n), n answers to each of G prompts, and return one advantage per answer, (G, n). They raise ValueError
+for n < 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, assert_never
+
+import torch
+from torch import Tensor
+
+from rlhf_core.objectives.masked import masked_mean, whiten
+
+KLEstimator = Literal["k1", "k2", "k3"]
+RewardAt = Literal["last_token", "every_token"]
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimates KL(policy || reference) per token from tokens that the policy sampled, in nats; shape of `logprobs`.
+
+    With d = logprobs - ref_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman 2020, "Approximating KL divergence").
+    """
+    d = logprobs - ref_logprobs
+    match estimator:
+        case "k1":
+            return d
+        case "k2":
+            return d.square() / 2
+        case "k3":
+            return torch.expm1(-d) + d
+        case _:
+            assert_never(estimator)
+
+
+def normalize_rewards(scores: Tensor, mean: float, std: float) -> Tensor:
+    """Returns `(scores - mean) / std`, with the statistics stored with the reward model. Raises ValueError when `std` is not positive."""
+    if not std > 0:
+        raise ValueError(f"the reward model's stored score std is {std}: it gives every answer one score, train it again")
+    return (scores - mean) / std
+
+
+def clip_rewards(scores: Tensor, limit: float) -> Tensor:
+    """Returns scores clipped to [-limit, limit]."""
+    return scores.clamp(-limit, limit)
+
+
+def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
+    """Returns `factor` times the soft overlong punishment of answers of `lengths` tokens (DAPO, Yu et al. 2025, eq. 13).
+
+    The punishment is 0 up to `limit - buffer` tokens, falls linearly to -1 at `limit`, and is -1 beyond; shape of `lengths`.
+    """
+    return factor * ((limit - buffer - lengths) / buffer).clamp(-1, 0)
+
+
+def token_rewards(kl: Tensor, coef: float, scores: Tensor, mask: Tensor, at: RewardAt = "last_token") -> Tensor:
+    """Returns `-coef * KL_t + [t is the last response token] * score` (Ziegler et al. 2019, eq. 2, per token), (..., T); 0 off the mask.
+
+    `kl` and `mask` (..., T), `scores` (...). With `every_token` each response token gets `score / |answer|` in place of the last one's
+    score. A row without a response token gets 0.
+    """
+    response_left = mask.flip(-1).cumsum(-1).flip(-1)
+    is_last = mask & (response_left == 1)
+    if at == "last_token":
+        paid = torch.where(is_last, scores[..., None], 0)
+    else:
+        paid = torch.where(mask, (scores / mask.sum(-1).clamp(min=1))[..., None], 0)
+    return torch.where(mask, -coef * kl, 0) + paid
+
+
+class Credit(NamedTuple):
+    """Advantages and value targets, (..., T), 0 off the mask."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd: float) -> Credit:
+    """Computes generalised advantage estimation (Schulman et al. 2016, eq. 16), all (..., T); `values[t] = V(tokens[<t])`.
+
+    `A_t = delta_t + gamma lambd A_next`, `delta_t = r_t + gamma V_next - V_t`, where next is the next response token and both
+    are 0 after the last one. Returns are `A + V`, before whitening.
+    """
+    following_advantage = torch.zeros_like(values[..., 0])
+    following_value = torch.zeros_like(values[..., 0])
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(values.shape[-1])):
+        delta = rewards[..., t] + gamma * following_value - values[..., t]
+        advantage = delta + gamma * lambd * following_advantage
+        following_advantage = torch.where(mask[..., t], advantage, following_advantage)
+        following_value = torch.where(mask[..., t], values[..., t], following_value)
+        advantages[..., t] = torch.where(mask[..., t], advantage, 0)
+    return Credit(advantages, torch.where(mask, advantages + values, 0))
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Returns `G_t = r_t + gamma G_next` over response tokens, (..., T): GAE with values 0 and lambda 1."""
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0).returns
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """Returns `1 - Var(returns - values) / Var(returns)` over response tokens: 1 for a perfect critic, 0 for a constant one.
+
+    When Var(returns) is 0 the result is nan or -inf.
+    """
+    error = returns - values
+    variance = masked_mean((returns - masked_mean(returns, mask)).square(), mask)
+    return 1 - masked_mean((error - masked_mean(error, mask)).square(), mask) / variance
+
+
+# Critic-free estimators.
+
+
+def grpo(scores: Tensor, eps: float = 1e-4) -> Tensor:
+    """Returns `(r - mean) / (std + eps)` in each group (DeepSeekMath, Shao et al. 2024, section 4.1.2), with the sample std (n - 1)."""
+    _check_group(scores)
+    return (scores - scores.mean(-1, keepdim=True)) / (scores.std(-1, keepdim=True) + eps)
+
+
+def dr_grpo(scores: Tensor) -> Tensor:
+    """Returns `r - mean` in each group (Liu et al. 2025, "Understanding R1-Zero-like training")."""
+    _check_group(scores)
+    return scores - scores.mean(-1, keepdim=True)
+
+
+def rloo(scores: Tensor) -> Tensor:
+    """Returns `r - mean of the other answers` in each group (Ahmadian et al. 2024)."""
+    _check_group(scores)
+    n = scores.shape[-1]
+    return scores - (scores.sum(-1, keepdim=True) - scores) / (n - 1)
+
+
+GROUPED = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}  # by the name that a recipe gives as advantage_estimator
+
+
+class InGroups(NamedTuple):
+    """One advantage per answer (N,), and whether the answer was compared with another one (N,)."""
+
+    advantages: Tensor
+    compared: Tensor
+
+
+def in_groups(estimator: Callable[[Tensor], Tensor], scores: Tensor, scored: Tensor, n: int) -> InGroups:
+    """Applies a group estimator to `scores` (N,), `n` consecutive answers per prompt, without answers that are not `scored`.
+
+    An answer whose group has no other scored one gets 0 and is not `compared`.
+    """
+    advantages, compared = torch.zeros_like(scores), torch.zeros_like(scored)
+    for start in range(0, len(scores), n):
+        members = start + scored[start : start + n].nonzero().flatten()
+        if len(members) >= 2:
+            advantages[members], compared[members] = estimator(scores[members]), True
+    return InGroups(advantages, compared)
+
+
+def spread(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Gives each response token its answer's advantage: (...) and mask (..., T) to (..., T), 0 off the mask."""
+    return torch.where(mask, advantages[..., None], 0)
+
+
+def reinforce_pp(rewards: Tensor, mask: Tensor, gamma: float, eps: float = 1e-8) -> Tensor:
+    """Computes REINFORCE++ (Hu 2025): discounted returns of `token_rewards`, KL included, whitened over the whole rollout; (..., T)."""
+    return whiten(discounted_returns(rewards, mask, gamma), mask, eps)
+
+
+def _check_group(scores: Tensor) -> None:
+    if scores.shape[-1] < 2:
+        raise ValueError("a group estimator compares answers to one prompt: set n_samples_per_prompt to 2 or more")
+
+
+# Controllers of the KL coefficient.
+
+
+@dataclass(frozen=True)
+class FixedKL:
+    """A constant coefficient."""
+
+    coef: float
+
+    def update(self, kl: float, n: int) -> FixedKL:
+        """Returns itself."""
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A coefficient that moves the KL towards `target` (Ziegler et al. 2019, section 2.2)."""
+
+    coef: float
+    target: float
+    horizon: int = 10000
+
+    def update(self, kl: float, n: int) -> AdaptiveKL:
+        """Returns the controller after `n` samples of mean KL `kl`, in nats, per token or per answer as `target`."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        return replace(self, coef=self.coef * (1 + error * n / self.horizon))
+
+
+KLController = FixedKL | AdaptiveKL
+
+
+def kl_controller(coef: float, target: float | None, horizon: int) -> KLController:
+    """Returns an adaptive controller when there is a target, else a fixed one."""
+    return FixedKL(coef) if target is None else AdaptiveKL(coef, target, horizon)

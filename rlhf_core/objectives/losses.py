@@ -1,0 +1,305 @@
+"""Computes losses and their metrics as pure functions of tensors.
+
+Each takes `denominator`, a number counted over the whole optimiser step and all data-parallel ranks (tokens, pairs or answers;
+each loss names its own), and returns sums divided by it. So losses, gradients and metrics of micro-batches and ranks ADD UP to those of
+the whole step, however it was split, packed or padded; an engine that averages gradients over ranks must multiply by the world size.
+All losses raise ValueError when the denominator is not positive.
+
+Shapes: per-token tensors (B, T), where index t is for token t, `mask` True on response tokens; per-document tensors (N,). Inputs are
+fp32 for any dtype of the model. Values off the mask, even inf or nan, affect neither the loss nor a gradient.
+Left out: the model's forward pass, the reduction over documents (`masked`), the choice of an algorithm.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, assert_never
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhf_core.config.preference import PreferenceLoss
+from rlhf_core.objectives.advantages import kl_estimate
+from rlhf_core.objectives.masked import document_mean, masked_sum
+
+
+class Loss(NamedTuple):
+    """A scalar to differentiate, and detached scalars to sum over micro-batches and ranks."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def _total(x: Tensor, denominator: float) -> Tensor:
+    """Returns the sum of `x` divided by the denominator. Raises ValueError when that is not positive."""
+    if not denominator > 0:
+        raise ValueError(f"the loss's denominator is {denominator}: this optimiser step has no token or document to learn from")
+    return x.sum() / denominator
+
+
+def _loss(terms: dict[str, Tensor], denominator: float) -> Loss:
+    """Returns the total of the first term as the loss, and the totals of all terms as metrics."""
+    totals = {name: _total(term, denominator) for name, term in terms.items()}
+    return Loss(next(iter(totals.values())), {name: total.detach() for name, total in totals.items()})
+
+
+def with_balance(loss: Loss, balance: Tensor | None, coef: float, documents: float) -> Loss:
+    """Adds `coef * balance / documents`, the balance loss of a mixture of experts (`models.experts`). Denominator: documents."""
+    if balance is None:
+        return loss
+    mean = _total(balance, documents)
+    return Loss(loss.loss + coef * mean, loss.metrics | {"router/balance": mean.detach()})
+
+
+# Supervised and preference losses.
+
+
+def sft_loss(logprobs: Tensor, mask: Tensor, denominator: float) -> Loss:
+    """Computes the negative log-likelihood of the tokens under `mask`; both (B, T). Denominator: tokens under the mask."""
+    return _loss({"loss": -masked_sum(logprobs, mask)}, denominator)
+
+
+def reward_loss(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor | float, centering: float, denominator: float) -> Loss:
+    """Computes Bradley-Terry `-log sigmoid(r_c - r_r - margin)` (Ouyang et al. 2022, eq. 1; margin: Llama 2, eq. 2), scores (N,).
+
+    It equals the log-exp loss `log(1 + exp(margin - (r_c - r_r)))`. `centering * (r_c + r_r)^2` keeps scores near 0 (Eisenstein et al.
+    2023). A tie counts as wrong in `accuracy`. Denominator: pairs.
+    """
+    difference = chosen_scores - rejected_scores
+    loss = F.softplus(margin - difference) + centering * (chosen_scores + rejected_scores).square()
+    return _loss(
+        {
+            "loss": loss,
+            "accuracy": difference > 0,
+            "margin": difference,
+            "scores/chosen": chosen_scores,
+            "scores/rejected": rejected_scores,
+        },
+        denominator,
+    )
+
+
+MEAN_LOGPROBS = ("ipo", "simpo", "orpo")  # these losses average log-probs over an answer's tokens, the others sum them
+
+
+def preference_loss(
+    config: PreferenceLoss, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, denominator: float
+) -> Loss:
+    """The loss that `config.loss` names, on log-probs of responses (N,). Denominator: pairs."""
+    beta, smoothing = config.beta or 0.1, config.label_smoothing
+    match config.loss:
+        case "sigmoid":
+            return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, smoothing, "sigmoid", denominator)
+        case "ipo" | "ipo_sum":
+            return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, smoothing, "ipo", denominator)
+        case "simpo":
+            return simpo_loss(chosen, rejected, config.beta or 2.0, config.gamma, denominator)
+        case "orpo":
+            return orpo_loss(chosen, rejected, config.lambd, denominator)
+        case _:
+            assert_never(config.loss)
+
+
+def dpo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    beta: float,
+    label_smoothing: float,
+    loss: Literal["sigmoid", "ipo"],
+    denominator: float,
+) -> Loss:
+    """Computes direct preference optimisation from log-probs of responses, (N,), with h = (pi_c - ref_c) - (pi_r - ref_r).
+
+    sigmoid: `-log sigmoid(beta h)`, log-probs summed over tokens (Rafailov et al. 2023, eq. 7), with probability
+    `label_smoothing` that a label is flipped (cDPO, Mitchell 2023). ipo: `(h - 1 / (2 beta))^2`, log-probs averaged over tokens
+    (Azar et al. 2023, eq. 17, as the authors implement it). Denominator: pairs. Raises ValueError for ipo with `label_smoothing`.
+    """
+    reward_chosen = beta * (policy_chosen - ref_chosen)
+    reward_rejected = beta * (policy_rejected - ref_rejected)
+    if loss == "sigmoid":
+        margin = reward_chosen - reward_rejected
+        losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    elif label_smoothing == 0:
+        h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
+        losses = (h - 1 / (2 * beta)).square()
+    else:
+        raise ValueError("label_smoothing belongs to loss 'sigmoid' (cDPO): set it to 0 for 'ipo'")
+    return _preference(losses, reward_chosen, reward_rejected, denominator)
+
+
+def simpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, beta: float, gamma: float, denominator: float) -> Loss:
+    """Computes SimPO `-log sigmoid(beta (pi_c - pi_r) - gamma)` from log-probs averaged over tokens, (N,) (Meng et al. 2024, eq. 6).
+
+    Denominator: pairs. Usual values: beta 2, gamma 1.
+    """
+    losses = -F.logsigmoid(beta * (policy_chosen - policy_rejected) - gamma)
+    return _preference(losses, beta * policy_chosen, beta * policy_rejected, denominator)
+
+
+def orpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, lambd: float, denominator: float) -> Loss:
+    """Computes ORPO `NLL_c - lambd log sigmoid(log odds_c - log odds_r)`, log-probs averaged over tokens, (N,) (Hong et al. 2024, eq. 6-7).
+
+    odds = p / (1 - p) with p = exp(mean log-prob); NLL_c is the negative mean log-prob, so every pair has the same weight. Denominator:
+    pairs.
+    """
+    log_odds_ratio = _log_odds(policy_chosen) - _log_odds(policy_rejected)
+    losses = -policy_chosen - lambd * F.logsigmoid(log_odds_ratio)
+    return _preference(losses, lambd * policy_chosen, lambd * policy_rejected, denominator)
+
+
+def kto_loss(
+    policy_logps: Tensor,
+    ref_logps: Tensor,
+    desirable: Tensor,
+    kl: Tensor | float,
+    beta: float,
+    w_desirable: float,
+    w_undesirable: float,
+    denominator: float,
+) -> Loss:
+    """Computes KTO (Ethayarajh et al. 2024, eq. 8) from log-probs summed over tokens, (N,), `desirable` (N,) bool, r = pi - ref.
+
+    `w_d (1 - sigmoid(beta (r - KL)))` if desirable, else `w_u (1 - sigmoid(beta (KL - r)))`. `kl` is one number for the whole
+    optimiser step (mismatched pairs, averaged over all ranks); it is clamped at 0 and has no gradient.
+    accuracy: share with r > KL if desirable, r < KL if not; margin: `beta |r - KL|`, negative when wrong. Denominator: answers.
+    """
+    kl = torch.as_tensor(kl, dtype=policy_logps.dtype, device=policy_logps.device).detach().clamp(min=0)
+    signed = beta * (policy_logps - ref_logps - kl) * torch.where(desirable, 1, -1)
+    losses = torch.where(desirable, w_desirable * torch.sigmoid(-signed), w_undesirable * torch.sigmoid(-signed))
+    return _loss({"loss": losses, "accuracy": signed > 0, "margin": signed, "desirable": desirable}, denominator)
+
+
+def _log_odds(logp: Tensor) -> Tensor:
+    # A mean log-prob of exactly 0 (fp32 rounds p to 1) has infinite odds, so clamp it below 0.
+    logp = logp.clamp(max=-1e-6)
+    return logp - torch.log(-torch.expm1(logp))
+
+
+def _preference(losses: Tensor, reward_chosen: Tensor, reward_rejected: Tensor, denominator: float) -> Loss:
+    return _loss(
+        {
+            "loss": losses,
+            "accuracy": reward_chosen > reward_rejected,
+            "margin": reward_chosen - reward_rejected,
+            "rewards/chosen": reward_chosen,
+            "rewards/rejected": reward_rejected,
+        },
+        denominator,
+    )
+
+
+# Reinforcement learning.
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    is_weights: Tensor,
+    denominator: float,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+) -> Loss:
+    """Computes PPO's clipped surrogate `-w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` (Schulman et al. 2017, eq. 7); all (B, T).
+
+    rho = exp(logprobs - old_logprobs), both from the trainer; w = `is_weights` (see `importance_weights`; ones when off).
+    `dual_clip` c > 1: the objective of a token with A < 0 is at least c A (Ye et al. 2020).
+    Denominator: response tokens. GRPO's mean per answer: `weights` 1/|answer| on its tokens, denominator answers. Dr. GRPO:
+    denominator answers x a constant length, which also divides the metrics.
+    clip_share: tokens without gradient because of a clip; ratio_gap: |rho - 1|; kl_old: k3 estimate of KL(old || new), nats per token.
+    """
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0)
+    advantages = torch.where(mask, advantages, 0)
+    is_weights = torch.where(mask, is_weights, 0)
+    counted = mask.to(log_ratio.dtype) if weights is None else torch.where(mask, weights, 0)
+
+    ratio = log_ratio.exp()
+    surrogate = ratio * advantages
+    objective = torch.minimum(surrogate, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    return _loss(
+        {
+            "policy/loss": -counted * is_weights * objective,
+            "policy/clip_share": counted * (objective != surrogate),
+            "policy/ratio": counted * ratio,
+            "policy/ratio_gap": counted * (ratio - 1).abs(),
+            "policy/kl_old": counted * kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3"),
+        },
+        denominator,
+    )
+
+
+def gspo_logprobs(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
+    """Returns log-probs (B, T) whose ratio to `old_logprobs` is `s = exp(mean_t(logprobs - old_logprobs))` on all tokens of an answer.
+
+    `policy_loss` with them as `logprobs`, and with `weights` 1/|answer|, is GSPO (Zheng et al. 2025, eq. 5 and 7).
+    """
+    log_ratio = document_mean(logprobs - old_logprobs, mask, documents, num_documents)
+    return torch.where(mask, old_logprobs + log_ratio[documents.clamp(min=0)], 0)
+
+
+def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, low: float, high: float) -> Tensor:
+    """Returns importance weights `exp(old - sampler)` clamped to [low, high], (B, T), without gradient (Yao et al. 2025, "TIS": low 0).
+
+    They correct for the differences of the sampler's kernels and precision from the trainer's.
+    """
+    return (old_logprobs - sampler_logprobs).detach().exp().clamp(low, high)
+
+
+def sampler_metrics(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, low: float, high: float, denominator: float
+) -> dict[str, Tensor]:
+    """Measures how far the sampler's log-probs are from the trainer's on the same weights and tokens, (B, T). Denominator: response tokens.
+
+    gap: mean |old - sampler|, nats; ratio_gap: mean |exp(old - sampler) - 1|; capped: share of weights outside [low, high].
+    """
+    gap = torch.where(mask, old_logprobs - sampler_logprobs, 0)
+    outside = mask & ((gap.exp() > high) | (gap.exp() < low))
+    return _loss({"sampler/gap": gap.abs(), "sampler/ratio_gap": torch.expm1(gap).abs(), "sampler/capped": outside}, denominator).metrics
+
+
+def kl_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    estimator: Literal["k2", "k3"],
+    denominator: float,
+    weights: Tensor | None = None,
+) -> Loss:
+    """Computes the KL to the reference as a loss from (B, T) inputs; `weights` and denominator as in `policy_loss`.
+
+    Raises ValueError for k1: its expected gradient is zero.
+    """
+    if estimator not in ("k2", "k3"):
+        raise ValueError(f"KL estimator {estimator!r} has no use as a loss (k1's expected gradient is zero): take k2 or k3")
+    gap = torch.where(mask, logprobs - ref_logprobs, 0)
+    kl = kl_estimate(gap, torch.zeros_like(gap), estimator)
+    return _loss({"policy/kl_loss": kl if weights is None else torch.where(mask, weights, 0) * kl}, denominator)
+
+
+def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Tensor | None = None) -> Loss:
+    """Computes the negative mean of the policy's entropy, (B, T), nats: an entropy bonus when added with a positive coefficient.
+
+    `weights` and denominator as in `policy_loss`.
+    """
+    counted = mask.to(entropy.dtype) if weights is None else torch.where(mask, weights, 0)
+    mean = _total(counted * torch.where(mask, entropy, 0), denominator)
+    return Loss(-mean, {"policy/entropy": mean.detach()})
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float, denominator: float) -> Loss:
+    """Computes `0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`, all (B, T), as OpenAI's PPO2.
+
+    Denominator: response tokens. clip_share: tokens whose clipped error is the larger one, so that they have no gradient.
+    """
+    values, old_values, returns = (torch.where(mask, x, 0) for x in (values, old_values, returns))
+    error = (values - returns).square()
+    clipped_error = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    terms = {"value/loss": 0.5 * torch.maximum(error, clipped_error), "value/clip_share": clipped_error > error}
+    return _loss(terms, denominator)

@@ -1,0 +1,96 @@
+"""Sums and averages over masked tokens and packed documents, and finds the position that predicts each token.
+
+Per-token tensors have the shape of `tokens`, (B, T); `x[t]` is for token t. `mask` is True on the tokens that count and
+may have holes. `documents` (B, T) int64 has the index of each token's document within the batch, -1 on padding; a document
+is in one row, without gaps, so the same functions work for padded and packed batches.
+Values at other positions have no effect, even inf or nan: `torch.where` replaces them, they are not multiplied by zero.
+Inputs are fp32 (fp64 in tests). Left out: reductions over ranks. Sums over tokens can be added over ranks, means cannot.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_core.data.collate import sent
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Returns the sum of `x` where `mask`, a scalar; both of any equal shape."""
+    return torch.where(mask, x, 0).sum()
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Returns the mean of `x` where `mask`, a scalar; 0 when the mask is empty."""
+    return masked_sum(x, mask) / mask.sum().clamp(min=1)
+
+
+def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """Returns `(x - mean) / sqrt(var + eps)` over the tokens under the mask, with population variance; 0 elsewhere.
+
+    Pass the whole rollout of all ranks: statistics of one rank or one micro-batch differ.
+    """
+    mean = masked_mean(x, mask)
+    variance = masked_mean((x - mean).square(), mask)
+    return torch.where(mask, (x - mean) * torch.rsqrt(variance + eps), 0)
+
+
+def document_sum(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
+    """Returns the sum of `x` (B, T) over the tokens of each document under the mask, (N,); 0 for a document without any."""
+    counted = mask & (documents >= 0)
+    # All other tokens go to one more entry: selecting tokens by the mask would make the host wait for the GPU.
+    into = torch.where(counted, documents, num_documents)
+    return x.new_zeros(num_documents + 1).index_add(0, into.flatten(), torch.where(counted, x, 0).flatten())[:-1]
+
+
+def document_mean(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
+    """Returns the mean of `x` (B, T) over the tokens of each document under the mask, (N,); 0 for a document without any."""
+    counts = document_sum(torch.ones_like(x), mask, documents, num_documents)
+    return document_sum(x, mask, documents, num_documents) / counts.clamp(min=1)
+
+
+def last_token_index(documents: Tensor, num_documents: int) -> Tensor:
+    """Returns the index of each document's last token in the flattened batch, (N,) int64.
+
+    Raises ValueError when a document has no token, but not for tensors on a GPU, because the host would have to wait for the check;
+    `collate` makes no such batch.
+    """
+    flat = documents.flatten()
+    into = torch.where(flat >= 0, flat, num_documents)
+    index = torch.full((num_documents + 1,), -1, dtype=torch.int64, device=flat.device)
+    index = index.scatter_reduce(0, into, torch.arange(flat.numel(), device=flat.device), reduce="amax")[:-1]
+    if not index.is_cuda and (index < 0).any():
+        missing = (index < 0).nonzero().flatten().tolist()
+        raise ValueError(f"documents {missing} of {num_documents} have no token in this batch: drop empty documents before collating")
+    return index
+
+
+def gather_last(x: Tensor, documents: Tensor, num_documents: int) -> Tensor:
+    """Returns the value of `x` (B, T) at the last token of each document, response or not, (N,)."""
+    return x.flatten()[last_token_index(documents, num_documents)]
+
+
+def next_token_pairs(positions: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Returns flat indices (2, N): of each token under `mask` (B, T) in row 1, and of the token before it in its document in row 0.
+
+    The model's output at the first predicts the second. A document's first token is left out. The first token after a shared prompt
+    follows that prompt's last token.
+    """
+    width, flat = positions.shape[1], positions.flatten()
+    places = ((flat > 0) if mask is None else mask.flatten() & (flat > 0)).nonzero().squeeze(-1)
+    sources = places - 1
+    jumps = flat[sources] + 1 != flat[places]
+    if jumps.any():
+        trunks = torch.where(flat == 0, torch.arange(len(flat), device=flat.device), 0).cummax(0).values
+        sources = torch.where(jumps, trunks[places] + flat[places] - 1, sources)
+    assert bool((sources // width == places // width).all()), "a shared prompt is in another row"
+    return torch.stack([sources, places])
+
+
+def before(values: Tensor, positions: Tensor) -> Tensor:
+    """Shifts outputs (B, T) within each document by one token: result[t] is the output at the token before t, which has not seen t.
+
+    The result, (B, T), is 0 at first tokens of documents and on pads.
+    """
+    sources, places = sent(next_token_pairs(positions), values.device)
+    return values.new_zeros(values.numel()).index_copy(0, places, values.flatten().index_select(0, sources)).view(values.shape)

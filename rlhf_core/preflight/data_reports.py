@@ -1,0 +1,43 @@
+"""Makes the data reports of a recipe's stages without training; needs the data files and tokenizers, no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf_core.config import Evaluation
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.report import surveys_of
+from rlhf_core.data.sources import answer_documents, labelled_answers, preference_pairs, prompts, sft_documents
+from rlhf_core.data.survey import DataReport, Survey
+from rlhf_core.preflight.inputs import Text, texts, tokenizer_of
+from rlhf_core.recipe.plan import Node, Plan
+
+
+def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey]]]:
+    """Yields each stage that reads data files, with the surveys of its data sets; rounds of a loop that read the same data come once.
+
+    Data made by other stages (pairs, answers) and evaluations are left out. Raises ValueError as the stages do.
+    """
+    seen: set[str] = set()
+    for node in plan.nodes:
+        parts = () if isinstance(node.config, Evaluation) else tuple(texts(node.config))
+        place = tokenizer_of(plan, node) if parts else None
+        key = repr((place, parts))
+        if place is not None and key not in seen:
+            seen.add(key)
+            yield node.name, surveys_of({text.field: _report(plan, node, text, place) for text in parts})
+
+
+def _report(plan: Plan, node: Node, text: Text, place: str) -> DataReport:
+    renderer, seed = Renderer(load_tokenizer(place, plan.recipe.trust_remote_code), text.data.template), plan.recipe.seed
+    try:
+        if text.kind == "prompt":
+            return prompts(text.data, renderer, text.limit, seed).report
+        if text.kind == "scored":
+            return answer_documents(text.data, renderer, text.limit, seed, "reward").documents.report
+        if text.kind == "labelled":
+            return labelled_answers(text.data, renderer, text.limit, seed).report
+        load = sft_documents if text.kind == "sft" else preference_pairs
+        return load(text.data, renderer, text.limit, seed).report
+    except ValueError as error:
+        raise ValueError(f"stages.{node.name}.{text.field}: {error}") from error

@@ -1,0 +1,355 @@
+"""Checks before any work whether a recipe can run on this machine: one sentence for each problem, with its place and what to do.
+
+Checks only stages that are not done. Reads data and tokenizers with the stages' code, tokenizers in a second process where possible
+(`template_length.py`); without transformers (on a machine that only orchestrates) tokenizers are left to the stages. Left out: memory.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from rlhf_core.cluster.layout import arrange
+from rlhf_core.config import (
+    KINDS,
+    PPO,
+    SFT,
+    AlignmentTax,
+    Data,
+    Evaluation,
+    Preferences,
+    Publication,
+    Ranks,
+    Remote,
+    RuleJudge,
+    StageConfig,
+    Trainable,
+    VllmJudge,
+)
+from rlhf_core.config.lm_eval_tasks import is_path, read_task
+from rlhf_core.config.loops import Wanted
+from rlhf_core.config.rewards import FunctionReward, HttpReward
+from rlhf_core.data.columns import Kind
+from rlhf_core.data.documents import check_limit
+from rlhf_core.data.rows import check_columns, load_rows
+from rlhf_core.hub.ids import is_remote
+from rlhf_core.preflight.models import model_problem, packing_problem, unfit_models, vocabulary_problems
+from rlhf_core.preflight.template_length import frame_lengths
+from rlhf_core.recipe.load import unknown
+from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.runs.remote_files import StoreFault
+from rlhf_core.runs.store import Store
+from rlhf_core.runs.wandb_mirror import KEY_ENV, MODE_ENV
+from rlhf_core.system.machine import MachineLacks as MachineLacks  # for those who check
+from rlhf_core.system.machine import num_cpus, num_gpus
+
+LONG_PROMPT = 2**12  # bytes: files with more than this for each prompt of an iteration hold enough of them
+
+
+class Text(NamedTuple):
+    """A data set of a stage: its config field, what its rows must contain, and the field and value of its token limit."""
+
+    field: str
+    data: Data
+    kind: Kind | None
+    limit_field: str
+    limit: int
+
+
+class Needs(NamedTuple):
+    """The largest number of CPUs, GPUs and nodes that a stage uses at once."""
+
+    cpus: float
+    gpus: float
+    nodes: int
+
+
+def require_here(plan: Plan, nodes: Sequence[Node]) -> None:
+    """Raises ValueError for problems of recipe or files, else MachineLacks for what this machine lacks."""
+    if problems := check_inputs(plan, nodes):
+        raise ValueError("\n".join(problems))
+    if problems := check_machine(plan, nodes):
+        raise MachineLacks("\n".join(problems))
+
+
+def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
+    """Lists problems of the inputs: missing files, unsuitable data, incomplete models, limits below the template's own length."""
+    todo = [node for node in nodes if not node.done]
+    broken: dict[str, str] = {}
+    for node in todo:
+        for name, place in node.models.items():
+            broken |= model_problem("base_model" if name == "base" else f"stages.{node.name}: {name}", place)
+    unfit: dict[tuple[str, str], str] = {}
+    for node in todo:
+        unfit |= {fault: told for fault, told in unfit_models(node).items() if fault not in unfit}
+    problems = [*broken.values(), *unfit.values()]
+    frames = _frames(plan, todo, broken) if importlib.util.find_spec("transformers") is not None else {}
+    for node in todo:
+        start = tokenizer_of(plan, node)
+        problems += packing_problem(f"stages.{node.name}", node.config, start)
+        problems += vocabulary_problems(node, partial(_start_of, plan, node))
+        for text in texts(node.config):
+            where = f"stages.{node.name}.{text.field}"
+            problems += _refused(where, check_columns, text.data, text.kind) if text.kind else []
+            frame = frames.get((start or "", text.data.template))
+            if isinstance(frame, str):
+                problems.append(f"{where}: {frame}")
+            elif frame is not None:
+                problems += _refused(f"stages.{node.name}.{text.limit_field}", check_limit, text.limit, frame)
+        problems += _prompt_problems(node, plan.recipe.seed) if not problems else []
+        problems += _question_problems(node)
+        problems += _function_problems(node)
+        problems += _task_problems(node)
+    return list(dict.fromkeys(problems))
+
+
+def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
+    """Lists what this machine lacks: CPUs, GPUs, packages, keys, access to the store and the artifacts folder."""
+    problems = _folder_problem(plan.artifacts) + _webhook_problem(plan) + _store_problem(plan) + _wandb_problem(plan)
+    cpus, gpus, cluster = num_cpus(), num_gpus(), os.environ.get("RAY_ADDRESS")
+    for node in nodes:
+        if node.done:
+            continue
+        need, where = needs(node.config), f"stages.{node.name}"
+        if not cluster:
+            if need.nodes > 1:
+                problems.append(f"{where} asks for {need.nodes} nodes, this is one machine; set RAY_ADDRESS to a cluster or num_nodes to 1")
+            if need.cpus > cpus + 1e-6:
+                problems.append(f"{where} asks for {need.cpus:g} CPUs in all, this machine has {cpus}; lower ranks or cpus of its roles")
+            if need.gpus > gpus + 1e-6:
+                problems.append(f"{where} asks for {need.gpus:g} GPUs in all, this machine has {gpus}; lower ranks or gpus of its roles")
+        problems += _quantisation_problem(node, gpus) if not cluster else []
+        if isinstance(node.config, Publication) and node.config.repo_id and not node.config.dry_run and not os.environ.get("HF_TOKEN"):
+            problems.append(f"{where}: repo_id is {node.config.repo_id}, and the environment variable HF_TOKEN is empty; set it")
+        for source in node.config.reward if isinstance(node.config, PPO | Preferences) else ():
+            if isinstance(source, HttpReward) and source.api_key_env and not os.environ.get(source.api_key_env):
+                problems.append(f"{where}: the reward {source.title} needs a key in the environment variable {source.api_key_env}; set it")
+        for role, remote in _remotes(node.config):
+            if "api.openai.com" in remote.base_url and not os.environ.get(remote.api_key_env):
+                problems.append(f"{where}: {role} needs a key in the environment variable {remote.api_key_env}; set it")
+        if isinstance(node.config, AlignmentTax) and importlib.util.find_spec("lm_eval") is None:
+            problems.append(f"{where} needs the package lm_eval, which is not installed; install alignflow's extra `tax`")
+    return list(dict.fromkeys(problems))
+
+
+def _store_problem(plan: Plan) -> list[str]:
+    if plan.recipe.store is None:
+        return []
+    try:
+        Store(plan.recipe.store, attempts=1).files.probe()
+    except StoreFault as fault:
+        return [str(fault)]
+    return []
+
+
+def _wandb_problem(plan: Plan) -> list[str]:
+    if plan.recipe.wandb is None:
+        return []
+    package = importlib.util.find_spec("wandb")
+    if package is None or package.origin is None:  # without an origin: a folder `wandb` made by the client, not the package
+        return ["wandb: the package wandb is not installed; install alignflow's extra `wandb`, or leave wandb out of the recipe"]
+    if not os.environ.get(KEY_ENV) and os.environ.get(MODE_ENV) not in ("offline", "disabled"):
+        return [f"wandb: the environment variable {KEY_ENV} is empty; set it, or set {MODE_ENV}=offline to send the metrics later"]
+    return []
+
+
+def _webhook_problem(plan: Plan) -> list[str]:
+    notify = plan.recipe.notify
+    if notify is None or os.environ.get(notify.url_env, "").startswith(("http://", "https://")):
+        return []
+    return [f"notify: the environment variable {notify.url_env} holds no http(s) address; set it, or leave notify out"]
+
+
+def _quantisation_problem(node: Node, gpus: float) -> list[str]:
+    """Checks that QLoRA's 4-bit weights have a GPU and the package bitsandbytes."""
+    lora = getattr(node.config, "lora", None)
+    if lora is None or lora.quantize == "none":
+        return []
+    where = f"stages.{node.name}.lora.quantize={lora.quantize}"
+    if not gpus:
+        return [f"{where} needs an NVIDIA GPU, and this machine has none; set it to none"]
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return [f"{where} needs the package bitsandbytes, which is not installed; install it or set quantize to none"]
+    return []
+
+
+def needs(config: StageConfig) -> Needs:
+    """Returns what a stage uses at once: PPO all its roles and engines, the others their ranks or engines."""
+    turns: list[dict[str, Wanted]] = [{}]  # groups of processes; only those of one dict run at the same time
+    if isinstance(config, Trainable):
+        turns = [{"ranks": config.ranks}]
+    elif isinstance(config, PPO):
+        turns = [config.placed]
+    elif isinstance(config, Preferences | AlignmentTax):
+        turns = [{"sampler": config.vllm}]
+    elif isinstance(config, Evaluation):
+        turns = [{"sampler": config.vllm}, *_servers(config)]
+    layouts = [arrange(groups, config.together if isinstance(config, PPO) else ()) for groups in turns]
+    sums = [{resource: sum(b.get(resource, 0.0) for b in layout.bundles) for resource in ("CPU", "GPU")} for layout in layouts]
+    nodes = (group.num_nodes for groups in turns for group in groups.values() if isinstance(group, Ranks))
+    return Needs(max(found["CPU"] for found in sums), max(found["GPU"] for found in sums), max(nodes, default=1))
+
+
+def _servers(config: Evaluation) -> list[dict[str, Wanted]]:
+    return [{"judge": judge.vllm} for judge in config.judges if isinstance(judge, VllmJudge)]
+
+
+def texts(config: StageConfig) -> Iterator[Text]:
+    """Yields the data sets that a stage reads from files."""
+    if isinstance(config, Evaluation):
+        # The columns of an evaluation's questions are checked by _question_problems.
+        yield Text("questions", _questions(config), None, "prompt_max_len", config.prompt_max_len)
+        if config.reward_evaluation:
+            pairs = config.reward_evaluation.data
+            yield Text("reward_evaluation.data", pairs, "preference", "prompt_max_len", config.prompt_max_len)
+    elif isinstance(config, PPO | Preferences):
+        yield Text("prompts", config.prompts, "prompt", "prompt_max_len", config.prompt_max_len)
+    elif isinstance(config, Trainable):
+        kind = "scored" if isinstance(config, SFT) and config.condition == "reward" else KINDS[config.stage].rows
+        for field in ("data", "eval_data"):
+            data = getattr(config, field, None)
+            if data is not None:
+                yield Text(field, data, kind, "max_len", config.max_len)
+
+
+def _questions(config: Evaluation) -> Data:
+    return Data(sources=(config.questions,), template=config.template)
+
+
+def tokenizer_of(plan: Plan, node: Node) -> str | None:
+    """The folder or Hub id that a stage's chain of models starts from: its tokenizer is the stage's. None: all its models are remote."""
+    data_set = node.config.dataset if isinstance(node.config, Publication) else None
+    name = data_set or getattr(node.config, KINDS[node.kind].start, None)
+    if isinstance(node.config, Evaluation):
+        ours = (model for model in (node.config.baseline, *node.config.models) if model not in node.config.endpoints)
+        name = next(ours, None)
+    return None if name is None else _start_of(plan, node, name)
+
+
+def _start_of(plan: Plan, node: Node, name: str) -> str | None:
+    """As `tokenizer_of`, of a name in the stage's config."""
+    return tokenizer_of(plan, plan[node.stages[name]]) if name in node.stages else node.models[name]
+
+
+def _frames(plan: Plan, nodes: Sequence[Node], broken: Collection[str]) -> dict[tuple[str, str], int | str]:
+    """Maps (tokenizer, template) to the template's own length in tokens, or to the reason why they cannot be used."""
+    starts = {node.name: start for node in nodes if (start := tokenizer_of(plan, node)) is not None and start not in broken}
+    pairs = {(starts[node.name], text.data.template): None for node in nodes if node.name in starts for text in texts(node.config)}
+    apart = not plan.recipe.trust_remote_code and "transformers" not in sys.modules
+    found = frame_lengths(pair for pair in pairs if not is_remote(pair[0])) if apart else {}
+    return {pair: found[pair] if pair in found else _frame(*pair, plan.recipe.trust_remote_code) for pair in pairs}
+
+
+def _frame(place: str, template: str, trust_remote_code: bool) -> int | str:
+    from rlhf_core.data.chat import Renderer, load_tokenizer
+
+    try:
+        return Renderer(load_tokenizer(place, trust_remote_code), template).frame_len
+    except ValueError as error:
+        return str(error)
+
+
+def _refused(where: str, check: object, *values: object) -> list[str]:
+    assert callable(check)
+    try:
+        check(*values)
+    except ValueError as error:
+        return [f"{where}: {error}"]
+    return []
+
+
+def _prompt_problems(node: Node, seed: int) -> list[str]:
+    """Checks that there are prompts for one iteration of PPO, or for the round of a loop. Large files are not counted for PPO."""
+    config = node.config
+    if not isinstance(config, PPO | Preferences) or any(is_remote(source.path) for source in config.prompts.sources):
+        return []
+    if isinstance(config, PPO):
+        large = sum(Path(source.path).stat().st_size for source in config.prompts.sources) > config.rollout_batch_size * LONG_PROMPT
+        return [] if large else _refused(f"stages.{node.name}.prompts", lambda: config.iterations(len(load_rows(config.prompts, seed))))
+    if config.first_prompt == 0:
+        return []
+    rows = len(load_rows(config.prompts, seed))
+    if rows > config.first_prompt:
+        return []
+    return [
+        f"stages.{node.name}: its prompts start at number {config.first_prompt}, but there are only {rows}; give more prompts, fewer "
+        f"rounds or fewer prompts per round"
+    ]
+
+
+def _question_problems(node: Node) -> list[str]:
+    """Checks that questions have a prompt (or Arena-Hard's `turns`), and the known answer for a rule judge."""
+    config = node.config
+    if not isinstance(config, Evaluation):
+        return []
+    source, where = config.questions, f"stages.{node.name}.questions"
+    if is_remote(source.path):
+        return _refused(where, check_columns, _questions(config), "prompt")
+    try:
+        rows = load_rows(_questions(config), 0)
+    except ValueError as error:
+        return [f"{where}: {error}"]
+    problems = []
+    if not any(source.prompt_key in row or "turns" in row for row in rows):
+        problems.append(f"{where}: {source.path} has no column {source.prompt_key!r}; set prompt_key to one of {', '.join(rows[0])}")
+    for judge in config.judges:
+        if isinstance(judge, RuleJudge) and any(judge.answer_key not in row for row in rows):
+            problems.append(f"{where}: {source.path} has rows without the column {judge.answer_key!r}; set answer_key of the rule judge")
+    return problems
+
+
+def _function_problems(node: Node) -> list[str]:
+    """Checks that the files and functions of rewards exist. The file is parsed, not run."""
+    problems = []
+    for source in node.config.reward if isinstance(node.config, PPO | Preferences) else ():
+        if not isinstance(source, FunctionReward):
+            continue
+        where, name = f"stages.{node.name}.reward", source.function_name
+        try:
+            code = ast.parse(source.file.read_text())
+        except OSError as error:
+            problems.append(f"{where}: {source.file} cannot be read ({error.strerror}); correct the path of the reward function")
+        except (SyntaxError, UnicodeDecodeError) as error:
+            problems.append(f"{where}: {source.file} is no Python file ({error}); correct it")
+        else:
+            defined = [part.name for part in code.body if isinstance(part, ast.FunctionDef | ast.ClassDef)]
+            targets = [target for part in code.body if isinstance(part, ast.Assign) for target in part.targets]
+            assigned = [target.id for target in targets if isinstance(target, ast.Name)]
+            imported = [alias.asname or alias.name for part in code.body if isinstance(part, ast.ImportFrom) for alias in part.names]
+            if name not in (valid := defined + assigned + imported):
+                problems.append(f"{where}: {source.file}: {unknown(name, valid, 'function')}")
+    return problems
+
+
+def _task_problems(node: Node) -> list[str]:
+    """Checks that lm-eval's task files and their data exist, and that the recipe allows the code they run."""
+    config = node.config
+    if not isinstance(config, AlignmentTax):
+        return []
+    problems = []
+    for task in filter(is_path, config.tasks):
+        problems += _refused(f"stages.{node.name}.tasks", read_task, task, config.trust_task_code)
+    return problems
+
+
+def _remotes(config: StageConfig) -> Iterator[tuple[str, Remote]]:
+    """Yields the remote judges and endpoints of an evaluation, with a title for messages."""
+    if isinstance(config, Evaluation):
+        yield from ((f"the judge {judge.model}", judge) for judge in config.judges if isinstance(judge, Remote))
+        yield from ((f"the endpoint {name}", endpoint) for name, endpoint in config.endpoints.items())
+
+
+def _folder_problem(folder: Path) -> list[str]:
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return []
+    except OSError as error:
+        return [f"artifacts: nothing can be written to {existing} ({error.strerror}); set artifacts to another folder"]

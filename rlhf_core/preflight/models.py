@@ -1,0 +1,113 @@
+"""Model folders as `check` sees them: whether they can be loaded, are what a stage needs, and may have packed rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import KINDS, PPO, SFT, Evaluation, StageConfig, Trainable
+from rlhf_core.config.kinds import named
+from rlhf_core.data.vocabulary import difference, stored_vocabulary
+from rlhf_core.hub.ids import is_remote
+from rlhf_core.hub.model_config import carries_by_config, more_than_text, wraps_text_by_config
+from rlhf_core.models.stored_head import has_scalar_head, headless
+from rlhf_core.recipe.plan import Node
+from rlhf_core.recipe.references import Reference, references
+
+REWARD = named("reward")
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def model_problem(where: str, place: str) -> dict[str, str]:
+    """Returns {folder: why it cannot be loaded}; {} when it can, or is on the Hub. `where` is its place in the recipe."""
+    folder = Path(place)
+    if is_remote(place):
+        return {}  # fetching its tokenizer reports a missing repository
+    if not folder.is_dir():
+        return {place: f"{where}: there is no model folder {place}; correct the path, or make the model first"}
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return {place: f"{where}: {place} has no config.json, so it is no model folder; give one that transformers can load"}
+    if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+        return {place: f"{where}: {place} has no weights ({' or '.join(WEIGHTS)}); give a whole model folder"}
+    return {}
+
+
+def unfit_models(node: Node) -> dict[tuple[str, str], str]:
+    """Why models that the stage names and loads for training or scoring are not what it needs, by place and fault."""
+    problems = {}
+    for reference in references(node.config):
+        place = node.models.get(reference.name)
+        if place is None or is_remote(place):
+            continue
+        where = "base_model" if reference.name == "base" else f"stages.{node.name}.{reference.place}"
+        config = _config(place)
+        if _loads(node.config, reference) and wraps_text_by_config(config):
+            named = (config.get("architectures") or [config.get("model_type")])[0]
+            problems[place, "wrapper"] = f"{where}: {more_than_text(place, str(named))}"
+        elif reference.kinds == REWARD and _is_headless(Path(place)):
+            problems[place, "head"] = f"{where}: {headless(place)}"
+    return problems
+
+
+def _is_headless(folder: Path) -> bool:
+    """Whether neither the folder's weights nor, of an adapter, its base's are a reward model's; not where they cannot be read here."""
+    try:
+        if has_scalar_head(folder) or not any(folder.glob("*.safetensors")):
+            return False
+        adapter = folder / "adapter_config.json"
+        base = json.loads(adapter.read_text()).get("base_model_name_or_path") if adapter.is_file() else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
+    return base is None or (not is_remote(base) and Path(base).is_dir() and _is_headless(Path(base)))
+
+
+def _loads(config: StageConfig, reference: Reference) -> bool:
+    """Whether the stage has the model in PyTorch. Elsewhere vLLM alone answers with it, or its files are published."""
+    if reference.kinds == REWARD or isinstance(config, Trainable | PPO):
+        return True
+    return isinstance(config, Evaluation) and config.proxy is not None and reference.place.partition(".")[0] in ("models", "baseline")
+
+
+def _config(place: str) -> dict[str, Any]:
+    """A folder's config.json; nothing where it has none that can be read, which others say."""
+    try:
+        config = json.loads((Path(place) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def vocabulary_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
+    """Models that would read other tokens in the policy's token ids; where files here do not tell, who loads them does. `start_of`: the
+    folder or Hub id that a name's chain of models starts from, which has its tokenizer."""
+    kind = KINDS[node.kind]
+    if not kind.given_tokens:
+        return []
+    own, problems = start_of(getattr(node.config, kind.start)), []
+    for reference in references(node.config):
+        other = start_of(reference.name) if reference.place.partition(".")[0] in kind.given_tokens else None
+        if own is None or other is None or other == own or is_remote(own) or is_remote(other):
+            continue
+        tokens, known = stored_vocabulary(own), stored_vocabulary(other)
+        if tokens is not None and known is not None and (told := difference(own, tokens, other, known)):
+            problems.append(f"stages.{node.name}.{reference.place}: {told}")
+    return problems
+
+
+def packing_problem(where: str, config: StageConfig, place: str | None) -> list[str]:
+    """Packed rows for a model whose layers carry from one document into the next, which its first pass would refuse."""
+    if place is None or not (packs := _packs(config)):
+        return []
+    carrying = carries_by_config(_config(place))
+    instead = " and ".join("set packing: false" if field == "packing" else f"leave out {field}" for field in packs)
+    return [f"{where}: layers of {place} carry from one document of a row into the next; {instead}"] if carrying else []
+
+
+def _packs(config: StageConfig) -> list[str]:
+    """Returns the config fields that put several documents into a row."""
+    if not isinstance(config, Trainable | PPO):
+        return []
+    fields = ("micro_train_tokens", "micro_rollout_tokens", *(["packing"] if isinstance(config, SFT) else []))
+    return [field for field in fields if getattr(config, field, None)]

@@ -1,0 +1,69 @@
+"""Checks that the stages of a recipe fit together: one sentence for each name, gate and branch that does not. Torch-free, offline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from rlhf_core.config import Evaluation, Loop, Preferences, Publication, Recipe, StageConfig
+from rlhf_core.config.kinds import KINDS, metrics_of, named
+from rlhf_core.recipe.expand import Expanded
+from rlhf_core.recipe.load import unknown
+from rlhf_core.recipe.references import references
+
+
+def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:
+    """Lists what is wrong between the stages of a recipe and with their gates: one sentence each, naming field and correction."""
+    stages, aliases, rounds = expanded
+    problems = [problem for name, config in stages.items() for problem in _misnamed(name, config, stages, aliases)]
+    problems += [problem for name, config in recipe.stages.items() for problem in _misgated(name, config, stages)]
+    problems += [
+        f"stages.{name}.models: {config.baseline} is the baseline, and there is no other model to compare with it: name one"
+        for name, config in recipe.stages.items()
+        if isinstance(config, Evaluation) and config.judges and set(config.models) <= {config.baseline}
+    ]
+    return problems + [
+        f"stages.{name}.round_branch: {config.model} has no rounds: name {' or '.join(rounds) or 'an iterative stage'} as model"
+        for name, config in recipe.stages.items()
+        if isinstance(config, Publication) and config.round_branch and config.model not in rounds
+    ]
+
+
+def _misnamed(stage: str, config: StageConfig, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]) -> Iterator[str]:
+    endpoints = tuple(config.endpoints) if isinstance(config, Evaluation) else ()
+    for name in endpoints:
+        if name in ("base", *stages, *aliases):
+            yield f"stages.{stage}.endpoints.{name}: {name} is also the base model's or a stage's name; give the endpoint another one"
+    made, reward_models = KINDS[config.stage].takes, named("reward")
+    for place, name, kinds in references(config):
+        where, target = f"stages.{stage}.{place}", aliases.get(name, name)
+        needed = "a reward model" if kinds == reward_models else "a stage of kind " + " or ".join(kinds)
+        only_stages = "checkpoint" not in {KINDS[kind].output for kind in kinds}
+        if target in stages:
+            found = stages[target]
+            if found.stage not in kinds:
+                yield f"{where}: {name} is of kind {found.stage}, but {needed} is needed here; name one"
+            elif made and isinstance(found, Preferences) and found.post_processor not in made:
+                yield f"{where}: {name} has post_processor {found.post_processor!r}; set it to {' or '.join(made)}"
+        elif only_stages or (name == "base" and kinds == reward_models):
+            valid = [other for other, found in stages.items() if found.stage in kinds]
+            yield f"{where}: {unknown(name, valid, 'stage')}; {needed} is needed here"
+        elif name != "base" and "/" not in name and not Path(name).exists():
+            valid = ["base", *(other for other, found in stages.items() if found.stage in kinds), *aliases]
+            remote = ", an endpoint" if isinstance(config, Evaluation) and not place.startswith("judges") else ""
+            valid += endpoints if remote else ()
+            yield f"{where}: {unknown(name, valid, 'name')}; name base, a stage{remote}, a folder or a Hub id (owner/model)"
+
+
+def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+    """Yields a sentence for each gate on a metric its stage will not have; a loop's gates may name metrics of both stages of a round."""
+    if not config.gates:
+        return
+    gated = [c for stage, c in stages.items() if stage == name or (isinstance(config, Loop) and stage.startswith(f"{name}.round1."))]
+    known = [metric for planned in gated if not isinstance(planned, Loop) for metric in metrics_of(planned)]
+    for i, gate in enumerate(config.gates if isinstance(config, Loop) else stages[name].gates):
+        if not any(fnmatchcase(gate.metric, metric) for metric in known):
+            held_out = getattr(config, "eval_data", True) is None or isinstance(config, Loop)
+            why = "; there is no eval_data, and eval/... is measured on it" if held_out and gate.metric.startswith("eval/") else ""
+            yield f"stages.{name}.gates.{i}.metric: {unknown(gate.metric, known, 'metric')}{why}"

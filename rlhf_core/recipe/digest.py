@@ -1,0 +1,67 @@
+"""Computes a stage's digest from everything that decides its result. Torch-free, offline.
+
+That is its configuration without the fields marked `NotInDigest`, the digests of its parents, of its local data and model folders, the
+seed, and its kind's version. Hub ids count by name: a repository that moves on is not noticed; `owner/name@REVISION` counts by its commit
+(revisions.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from rlhf_core.config import KINDS, AlignmentTax, Recipe, Source, StageConfig
+from rlhf_core.config.lm_eval_tasks import is_path, read_task, task_name
+from rlhf_core.config.rewards import FunctionReward
+from rlhf_core.hub.ids import is_remote
+from rlhf_core.records import NotInDigest
+from rlhf_core.system.files import ABSENT, Digests, digest
+
+
+def stage_digest(recipe: Recipe, config: StageConfig, stages: Mapping[str, str], models: Mapping[str, str], digests: Digests) -> str:
+    """Returns the digest of a stage, 16 hex digits.
+
+    `stages` maps the names of stages in its config to these stages' digests; `models` maps all other names to a folder or Hub id.
+    """
+    return digest(
+        {
+            "stage": config.stage,
+            "version": KINDS[config.stage].version,
+            "config": deciding(config, digests),
+            "stages": stages,
+            "models": {named: _content(place, digests) for named, place in models.items()},
+            "seed": recipe.seed,
+            "trust_remote_code": recipe.trust_remote_code,
+        }
+    )
+
+
+def deciding(value: Any, digests: Digests) -> Any:
+    """A config without its fields marked `NotInDigest`, and with the content of local files beside or in place of their paths."""
+    if isinstance(value, BaseModel):
+        fields = [name for name, field in type(value).model_fields.items() if NotInDigest not in field.metadata]
+        content = {name: deciding(getattr(value, name), digests) for name in fields}
+        if isinstance(value, Source):
+            content["path"] = _content(value.path, digests)
+        if isinstance(value, FunctionReward):
+            content["code"] = digests.of(value.file)
+        if isinstance(value, AlignmentTax):
+            content["tasks"] = [_task_content(task, digests) if is_path(task) else task for task in value.tasks]
+        return content
+    if isinstance(value, dict):
+        return {key: deciding(item, digests) for key, item in value.items()}
+    return [deciding(item, digests) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _content(place: str, digests: Digests) -> str:
+    return f"hub:{place}" if is_remote(place) else digests.of(Path(place))
+
+
+def _task_content(task: str, digests: Digests) -> list[str]:
+    try:
+        return [task_name(task), *(digests.of(file) for file in read_task(task).files)]
+    except ValueError:
+        return [task_name(task), ABSENT]  # the check before the run and the stage report what is wrong with it

@@ -1,0 +1,79 @@
+"""Predicts what a run would do with each stage, and why, for `alignflow run --dry-run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import ValidationError
+
+from rlhf_core.recipe.gates import gates_of
+from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.runs.run_dir import REQUEST, RESULT, RunDir, StageRequest
+from rlhf_core.runs.store import store_of
+
+MOST_CHANGES = 4  # named in one line
+
+
+class Outlook(NamedTuple):
+    """What a run would do with a stage. `why` is one line."""
+
+    node: Node
+    action: Literal["skip", "fetch", "resume", "run"]
+    why: str
+
+
+def outlook(plan: Plan) -> list[Outlook]:
+    """Returns one outlook for each stage, parents first. Raises StoreFault when the recipe's store cannot be read."""
+    return [Outlook(node, *_action(plan, node)) for node in plan.nodes]
+
+
+def _action(plan: Plan, node: Node) -> tuple[Literal["skip", "fetch", "resume", "run"], str]:
+    run = RunDir(node.run_dir)
+    result = run.result()
+    if result is not None:
+        failed = [f"{verdict.gate.metric} fails its gate ({verdict.gate.on_fail})" for verdict in gates_of(node) if not verdict.passed]
+        return "skip", ", ".join([f"done in {result.seconds:.0f} s", *failed])
+    store = store_of(plan.recipe)
+    if store is not None and store.has(run.path.name):
+        return "fetch", f"done, in {store.files.url}"
+    if (run / RESULT).exists():
+        return "run", "its result names files that are missing or cut"
+    if (run / REQUEST).exists():
+        return "resume", "started, not finished: continues from its last checkpoint, if it saved one"
+    earlier = _earlier(node)
+    if earlier is None:
+        return "run", "never run"
+    return "run", _differences(earlier, plan.request(node))
+
+
+def _earlier(node: Node) -> StageRequest | None:
+    """Returns the request of the most recently finished other run directory of this stage; None when there is none."""
+    length = len(f"{node.name}-{node.digest}")
+    others = [path for path in node.run_dir.parent.glob(f"{node.name}-*") if len(path.name) == length and (path / RESULT).exists()]
+    for path in sorted(others, key=lambda path: (path / RESULT).stat().st_mtime, reverse=True):
+        try:
+            return RunDir(path).request()
+        except (OSError, ValidationError):
+            continue
+    return None
+
+
+def _differences(old: StageRequest, new: StageRequest) -> str:
+    changed = [f"{key} {before} -> {after}" for key, before, after in _changed(old.config.model_dump(), new.config.model_dump(), "")]
+    if old.seed != new.seed:
+        changed.append(f"seed {old.seed} -> {new.seed}")
+    changed += [f"another {name}" for name, place in new.inputs.items() if name in old.inputs and Path(old.inputs[name]) != Path(place)]
+    if not changed:
+        return "its data, its base model or the stage's code changed"
+    more = f" and {len(changed) - MOST_CHANGES} more" if len(changed) > MOST_CHANGES else ""
+    return "changed: " + ", ".join(changed[:MOST_CHANGES]) + more
+
+
+def _changed(old: Any, new: Any, key: str) -> list[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        before = f"{key}." if key else ""
+        return [item for name in new for item in _changed(old.get(name), new[name], f"{before}{name}")]
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        return [item for i, pair in enumerate(zip(old, new, strict=True)) for item in _changed(*pair, f"{key}.{i}")]
+    return [] if old == new else [(key, old, new)]

@@ -1,0 +1,70 @@
+"""Checks the gates of a finished stage, and explains what a failed one usually means. Pure functions of a result; torch-free.
+
+No verdict is stored: the same recipe and results give the same verdicts in every process, and a changed bound applies at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_core.config import KINDS, Publication, StageConfig
+from rlhf_core.config.gates import Verdict
+from rlhf_core.config.shown import ANY
+from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.records import StageResult
+from rlhf_core.runs.run_dir import RunDir
+
+
+class GateFailed(RuntimeError):
+    """Raised when finished stages fail a gate, so that the stages that depend on them were not started."""
+
+    def __init__(self, verdicts: Sequence[Verdict]):
+        self.verdicts = tuple(verdicts)
+        super().__init__(self.verdicts)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{verdict.summary}: what depends on it was not started. {verdict.meaning}".rstrip() for verdict in self.verdicts)
+
+
+def check(name: str, config: StageConfig, result: StageResult) -> tuple[Verdict, ...]:
+    """Returns a verdict for each gate of a stage. A metric that is missing, nan or infinite does not pass."""
+    verdicts = []
+    for gate in config.gates:
+        value = result.metrics.get(gate.metric)
+        passed = gate.passes(value)
+        meaning = "" if passed else meaning_of(config.stage, gate.metric)
+        verdicts.append(Verdict(stage=name, gate=gate, value=value, passed=passed, meaning=meaning))
+    return tuple(verdicts)
+
+
+def gates_of(node: Node) -> tuple[Verdict, ...]:
+    """Returns the verdicts on a stage of a plan; empty when it is not done or has no gates."""
+    result = RunDir(node.run_dir).result() if node.config.gates else None
+    return check(node.name, node.config, result) if result else ()
+
+
+def gates_behind(planned: Plan, node: Node) -> tuple[Verdict, ...]:
+    """Returns the verdicts on every stage that `node` depends on, directly or not, parents first."""
+    return tuple(verdict for stage in planned.ancestors((node,)) for verdict in gates_of(stage))
+
+
+def uncheckable(planned: Plan, nodes: Sequence[Node]) -> list[Node]:
+    """Returns the stages with gates that publications among `nodes` depend on and that have no result, so no gate can be checked."""
+    here = {node.name for node in nodes}
+    behind = planned.ancestors([node for node in nodes if isinstance(node.config, Publication) and not node.done])
+    return [stage for stage in behind if stage.config.gates and stage.name not in here and not stage.done]
+
+
+def holding(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Returns the failed gates that stop dependent stages (all but `on_fail: warn`)."""
+    return [verdict for verdict in verdicts if not verdict.passed and verdict.gate.on_fail != "warn"]
+
+
+def meaning_of(kind: str, metric: str) -> str:
+    """Returns what a failed gate on this metric usually means, in a sentence or two; '' where no general reason is known."""
+    first = metric.partition("/")[0]
+    for name in (metric, first.removesuffix("_vs_parent"), first.partition("_")[0]):
+        for table in (KINDS[kind].means, ANY):
+            if name in table:
+                return table[name]
+    return ""

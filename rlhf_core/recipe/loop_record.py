@@ -1,0 +1,262 @@
+"""Finds the next round of a loop from `loop.json` and the run directories on disk. Torch-free, without Prefect.
+
+`<artifacts>/<recipe>/loop.json` holds the finished rounds with the digests of their stages, and the round in progress. Finished rounds
+keep these digests in every later plan: an edited recipe applies to later rounds and repeats none. Rounds trained by another command
+(`alignflow run` with more `rounds`) are found by their run directories. `loop.lock` lets one process at a time work on a loop; the
+system frees it when that process dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from rlhf_core.config import Evaluation, Loop, Publication, Recipe
+from rlhf_core.config.gates import Verdict
+from rlhf_core.recipe.gates import gates_of, holding
+from rlhf_core.recipe.load import unknown
+from rlhf_core.recipe.plan import Plan, plan
+from rlhf_core.records import Frozen
+from rlhf_core.runs.run_dir import RESULT, RunDir
+from rlhf_core.system.files import write_text
+
+FILE, LOCK = "loop.json", "loop.lock"
+
+
+class Round(Frozen):
+    """A finished round.
+
+    `stages`: the digest of each of its stages. `begun`: start of the attempt that finished it (None: another command trained it).
+    `win_rate`: against the baseline, None when no evaluation judged it. `before`: win rate of the previous round in the same evaluation.
+    """
+
+    stages: dict[str, str]
+    begun: datetime | None
+    ended: datetime
+    win_rate: float | None = None
+    before: float | None = None
+
+
+class Begun(Frozen):
+    """The round in progress: the digests of its stages, and when its last attempt began."""
+
+    stages: dict[str, str]
+    at: datetime
+
+
+class Record(Frozen):
+    """The content of `loop.json`."""
+
+    loop: str
+    rounds: tuple[Round, ...] = ()
+    begun: Begun | None = None
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """The state of a loop: its record, the number of the next round, and the plan up to it. `failed`: gates that stop that round."""
+
+    record: Record
+    number: int
+    plan: Plan
+    failed: tuple[Verdict, ...]
+
+    def done(self) -> tuple[str, ...]:
+        """Returns the names of stages of the next round that are done."""
+        return tuple(node.name for node in self.plan.stages_of(f"{self.record.loop}.round{self.number}") if node.done)
+
+    def why_not(self, max_rounds: int | None = None, min_gain: float | None = None, due: datetime | None = None) -> str:
+        """Returns why the next round should not begin, in a sentence; '' when it should.
+
+        It should not after `max_rounds` rounds, when the last round raised the win rate by `min_gain` or less, or when the last round
+        began after `due`, the scheduled time of this run: that round replaces it.
+        """
+        rounds = self.record.rounds
+        if max_rounds is not None and len(rounds) >= max_rounds:
+            return f"{len(rounds)} rounds are done, and max_rounds is {max_rounds}"
+        if min_gain is not None and len(rounds) > 1:
+            last, before = rounds[-1].win_rate, rounds[-2].win_rate if rounds[-1].before is None else rounds[-1].before
+            if before is not None and last is not None and last - before <= min_gain:
+                return (
+                    f"the win rate went from {before:.3f} to {last:.3f} in round {len(rounds)}: it does not rise by more than {min_gain:g}"
+                )
+        if due is not None and rounds and rounds[-1].begun is not None and rounds[-1].begun > due:
+            return f"round {len(rounds)} was begun and finished after {due:%Y-%m-%d %H:%M:%S} UTC, when this run was due"
+        return ""
+
+
+def loop_of(recipe: Recipe, name: str | None = None) -> str:
+    """Returns the name of a recipe's loop stage. Raises ValueError when there is none of that name, none at all, or several."""
+    loops = [stage for stage, config in recipe.stages.items() if isinstance(config, Loop)]
+    if name is not None and name not in loops:
+        raise ValueError(f"recipe {recipe.name}: {unknown(name, loops, 'loop')}; name a stage of kind iterative_dpo or iterative")
+    if name is None and len(loops) != 1:
+        what = (
+            f"{len(loops)} loops ({', '.join(loops)}): say which one with `stage`"
+            if loops
+            else "no stage of kind iterative_dpo or iterative"
+        )
+        raise ValueError(f"recipe {recipe.name} has {what}")
+    return name or loops[0]
+
+
+def check_judged(recipe: Recipe, loop: str) -> None:
+    """Raises ValueError when `min_gain` is used and no evaluation judges rounds of the loop."""
+    judged = [model for config in recipe.stages.values() if isinstance(config, Evaluation) for model in config.models]
+    if not any(model == loop or model.startswith(f"{loop}.round") for model in judged):
+        raise ValueError(f"recipe {recipe.name}: min_gain needs an evaluation that judges {loop}: add one, or leave min_gain out")
+
+
+def with_rounds(recipe: Recipe, loop: str, rounds: int) -> Recipe:
+    """Returns the recipe with another number of rounds; digests of rounds that both have are equal."""
+    return recipe.model_copy(update={"stages": recipe.stages | {loop: recipe.stages[loop].model_copy(update={"rounds": rounds})}})
+
+
+def folder_of(recipe: Recipe) -> Path:
+    """Returns the recipe's folder, `<artifacts>/<recipe>`."""
+    return Path(recipe.artifacts).absolute() / recipe.name
+
+
+def read(folder: Path, loop: str) -> Record:
+    """Reads the record of a loop; an empty one when there is no file. Raises ValueError when it is damaged or of another loop."""
+    try:
+        text = (folder / FILE).read_text()
+    except FileNotFoundError:
+        return Record(loop=loop)
+    try:
+        record = Record.model_validate_json(text)
+    except ValidationError:
+        raise ValueError(f"{folder / FILE} cannot be read: restore it, or remove it to find the rounds by their directories") from None
+    if record.loop != loop:
+        raise ValueError(
+            f"{folder / FILE} is of the loop {record.loop}, not of {loop}: rename the stage back, or give the recipe a new name"
+        )
+    return record
+
+
+def loop_state(recipe: Recipe, loop: str) -> LoopState:
+    """Reads the state of a loop from its record and the run directories.
+
+    Raises ValueError when a finished round's run directory is missing or incomplete, or as `read` and `plan` do.
+    """
+    folder = folder_of(recipe)
+    record = read(folder, loop)
+    kept = {name: digest for done in record.rounds for name, digest in done.stages.items()}
+    _check_there(recipe, loop, kept)
+    begun = record.begun.stages if record.begun else {}
+    number = len(record.rounds) + 1
+    if begun and all(RunDir(_run_dir(recipe, name, digest)).result() for name, digest in begun.items()):
+        held = _failed(plan(with_rounds(recipe, loop, number), kept | begun))
+        # Trained, but not yet evaluated or published: keep its digests. A round that failed a gate may be trained again.
+        kept |= {} if held else begun
+    planned = plan(with_rounds(recipe, loop, number), kept)
+    while planned[f"{loop}.round{number}"].done:
+        following = plan(with_rounds(recipe, loop, number + 1), kept)
+        moved_on = following[f"{loop}.round{number + 1}"].done
+        if not moved_on and not (all(node.done for node in planned.nodes) and not _failed(planned)):
+            break
+        kept |= stages_of_round(planned, loop, number)
+        record = record.model_copy(update={"rounds": (*record.rounds, _adopted(planned, loop, number)), "begun": None})
+        number, planned = number + 1, following
+    return LoopState(record, number, planned, _failed(planned))
+
+
+def stages_of_round(planned: Plan, loop: str, number: int) -> dict[str, str]:
+    """Returns the digests of a round's stages, and of the finished publications of that round alone."""
+    ours = {node.name: node.digest for node in planned.stages_of(f"{loop}.round{number}")}
+    published = {node.name: node.digest for node in planned.nodes if node.done and _publishes(planned, node.name, loop, number)}
+    return ours | published
+
+
+def begin(state: LoopState) -> None:
+    """Records in `loop.json` that the next round is in progress."""
+    loop = state.record.loop
+    stages = {node.name: node.digest for node in state.plan.stages_of(f"{loop}.round{state.number}")}
+    _write(state.plan, state.record.model_copy(update={"begun": Begun(stages=stages, at=datetime.now(UTC))}))
+
+
+def finish(state: LoopState) -> Round:
+    """Records in `loop.json` that the round that `begin` recorded is finished, and returns it."""
+    planned, record = state.plan, read(state.plan.folder, state.record.loop)
+    assert record.begun is not None
+    done = _adopted(planned, record.loop, state.number).model_copy(update={"begun": record.begun.at, "ended": datetime.now(UTC)})
+    _write(planned, record.model_copy(update={"rounds": (*record.rounds, done), "begun": None}))
+    return done
+
+
+@contextmanager
+def alone(folder: Path, seconds: float = 1.0) -> Iterator[bool]:
+    """Locks the loop of a recipe's folder until the block ends; yields whether that succeeded.
+
+    Waits `seconds` for the lock, because a process that only checks whether it is free holds it for an instant.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK, timeout=seconds)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def directories(folder: Path) -> list[str]:
+    """Returns the names of the run directories, `<stage>-<digest>`, that the loop of a recipe's folder needs; for `alignflow gc`.
+
+    Raises ValueError when `loop.json` cannot be read.
+    """
+    try:
+        record = Record.model_validate_json((folder / FILE).read_text())
+    except FileNotFoundError:
+        return []
+    except ValidationError:
+        raise ValueError(f"{folder / FILE} cannot be read: restore it, or remove it if nothing needs the loop") from None
+    stages = [done.stages for done in record.rounds] + ([record.begun.stages] if record.begun else [])
+    return [f"{name}-{digest}" for found in stages for name, digest in found.items()]
+
+
+def _write(planned: Plan, record: Record) -> None:
+    planned.folder.mkdir(parents=True, exist_ok=True)
+    write_text(planned.folder / FILE, record.model_dump_json(indent=2) + "\n")
+
+
+def _run_dir(recipe: Recipe, name: str, digest: str) -> Path:
+    return folder_of(recipe).parent / "stages" / f"{name}-{digest}"
+
+
+def _check_there(recipe: Recipe, loop: str, kept: Mapping[str, str]) -> None:
+    gone = [_run_dir(recipe, name, digest) for name, digest in kept.items() if name.startswith(f"{loop}.round")]
+    gone = [folder for folder in gone if RunDir(folder).result() is None]
+    if gone:
+        raise ValueError(
+            f"{gone[0]} of a finished round is missing or incomplete: restore it, or remove {folder_of(recipe) / FILE} to train "
+            "again what is missing"
+        )
+
+
+def _publishes(planned: Plan, name: str, loop: str, number: int) -> bool:
+    config = planned[name].config
+    return isinstance(config, Publication) and name.endswith(f".round{number}") and config.model == f"{loop}.round{number}"
+
+
+def _failed(planned: Plan) -> tuple[Verdict, ...]:
+    return tuple(verdict for node in planned.nodes for verdict in holding(gates_of(node)))
+
+
+def _adopted(planned: Plan, loop: str, number: int) -> Round:
+    title = f"{loop}.round{number}"
+    ended = (planned[title].run_dir / RESULT).stat().st_mtime
+    metric, before = f"win_rate/{title}", f"win_rate/{loop}.round{number - 1}"
+    results = [RunDir(node.run_dir).result() for node in planned.nodes if isinstance(node.config, Evaluation)]
+    judged = next((result.metrics for result in results if result and metric in result.metrics), {})
+    stages, when = stages_of_round(planned, loop, number), datetime.fromtimestamp(ended, UTC)
+    return Round(stages=stages, begun=None, ended=when, win_rate=judged.get(metric), before=judged.get(before))

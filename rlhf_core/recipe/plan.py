@@ -1,0 +1,178 @@
+"""Plans a recipe as a DAG: expands stages, resolves names, and computes order and digests before anything runs. Torch-free.
+
+Offline, but for branches and tags of the Hub that are not in the recipe's pins yet (hub/revisions.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from rlhf_core.config import KINDS, PPO, Preferences, Recipe, StageConfig
+from rlhf_core.hub.ids import is_remote
+from rlhf_core.hub.revisions import Pin, Pins, pinned_sources
+from rlhf_core.recipe.consistency import inconsistencies
+from rlhf_core.recipe.digest import stage_digest
+from rlhf_core.recipe.expand import expand
+from rlhf_core.recipe.load import unknown
+from rlhf_core.recipe.references import references
+from rlhf_core.runs.run_dir import EXPORTS, RunDir, StageRequest
+from rlhf_core.system.files import Digests
+
+# The expected path of an output while its stage is not done, where it differs from the output's name.
+OUTPUT_PATHS = {"pairs": "pairs.jsonl", "answers": "answers.jsonl"}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One stage. `stages` maps names in its config to stages, `models` maps the other names to a folder or Hub id."""
+
+    name: str
+    config: StageConfig
+    stages: dict[str, str]
+    models: dict[str, str]
+    digest: str
+    run_dir: Path
+
+    @property
+    def kind(self) -> str:
+        """The stage's kind, such as `sft`."""
+        return self.config.stage
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """The stages whose outputs this one uses."""
+        return tuple(dict.fromkeys(self.stages.values()))
+
+    @property
+    def done(self) -> bool:
+        """Whether the run directory has a complete result; reads the disk."""
+        return RunDir(self.run_dir).result() is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages of a recipe, parents first. `aliases` maps names of loops and rounds to the stage that makes their model; `pins` are
+    the branches and tags of the Hub that it names, with their commits."""
+
+    recipe: Recipe
+    nodes: tuple[Node, ...]
+    aliases: dict[str, str]
+    pins: tuple[Pin, ...] = ()
+
+    @property
+    def artifacts(self) -> Path:
+        """The artifacts folder."""
+        return Path(self.recipe.artifacts).absolute()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the recipe's report: `<artifacts>/<recipe>`."""
+        return self.artifacts / self.recipe.name
+
+    def __getitem__(self, name: str) -> Node:
+        name = self.aliases.get(name, name)
+        return next(node for node in self.nodes if node.name == name)
+
+    def stages_of(self, name: str) -> tuple[Node, ...]:
+        """Returns the stage called `name` with those expanded from it: all of a loop, of a round, of a publication with rounds.
+
+        Raises ValueError when there is none.
+        """
+        found = tuple(node for node in self.nodes if node.name == name or node.name.startswith(f"{name}."))
+        if not found:
+            raise ValueError(f"recipe {self.recipe.name}: {unknown(name, [*(n.name for n in self.nodes), *self.aliases], 'stage')}")
+        return found
+
+    def ancestors(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        """Returns the stages that `nodes` depend on, directly or not, without `nodes`, parents first."""
+        names: set[str] = set()
+        left = [parent for node in nodes for parent in node.parents]
+        while left:
+            name = left.pop()
+            if name not in names:
+                names.add(name)
+                left += self[name].parents
+        return tuple(node for node in self.nodes if node.name in names and node not in nodes)
+
+    def inputs(self, node: Node) -> dict[str, str]:
+        """Maps each name in the node's config to its folder, file or Hub id."""
+        return {**node.models, **{name: str(_output(self[stage], name)) for name, stage in node.stages.items()}}
+
+    def request(self, node: Node) -> StageRequest:
+        """Returns the content of the stage's `config.json`."""
+        shown = self.recipe.wandb
+        return StageRequest(
+            name=node.name,
+            digest=node.digest,
+            config=node.config,
+            inputs=self.inputs(node),
+            seed=self.recipe.seed,
+            trust_remote_code=self.recipe.trust_remote_code,
+            wandb=shown and shown.model_copy(update={"group": shown.group or self.recipe.name}),
+        )
+
+
+def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({})) -> Plan:
+    """Expands, resolves, orders and digests all stages. Also saves the digests of local files and the pins.
+
+    `kept` maps stages to digests that they keep although the recipe has changed (finished rounds of a loop).
+    Raises ValueError: one sentence (a line) for each inconsistency.
+    """
+    expanded = expand(recipe)
+    if problems := inconsistencies(recipe, expanded):
+        raise ValueError("\n".join(problems))
+    stages, aliases, _ = expanded
+    parents = {
+        name: {r.name: aliases.get(r.name, r.name) for r in references(config) if aliases.get(r.name, r.name) in stages}
+        for name, config in stages.items()
+    }
+    artifacts = Path(recipe.artifacts).absolute()
+    digests, pins = Digests(artifacts), Pins(artifacts / recipe.name)
+    nodes: dict[str, Node] = {}
+    for name in _ordered(parents):
+        config = pinned_sources(stages[name], pins)
+        models = {r.name: _place(recipe, r.name, pins) for r in references(config) if r.name not in parents[name]}
+        made_from = {named: nodes[parent].digest for named, parent in parents[name].items()}
+        key = kept.get(name) or stage_digest(recipe, config, made_from, models, digests)
+        nodes[name] = Node(name, config, parents[name], models, key, artifacts / "stages" / f"{name}-{key}")
+    digests.save()
+    pins.save()
+    return Plan(recipe, tuple(nodes.values()), aliases, tuple(Pin(*item) for item in pins.used.items()))
+
+
+def _ordered(parents: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Sorts stages, parents first, otherwise in the recipe's order. Raises ValueError when stages need each other."""
+    ordered: list[str] = []
+    path: list[str] = []
+
+    def visit(name: str) -> None:
+        if name in path:
+            circle = " -> ".join([*path[path.index(name) :], name])
+            raise ValueError(f"stages need each other: {circle}; let one of them start from another model")
+        if name not in ordered:
+            path.append(name)
+            for parent in parents[name].values():
+                visit(parent)
+            ordered.append(path.pop())
+
+    for name in parents:
+        visit(name)
+    return ordered
+
+
+def _place(recipe: Recipe, name: str, pins: Pins) -> str:
+    place = recipe.base_model if name == "base" else name
+    return pins.pinned(place) if is_remote(place) else str(Path(place).absolute())
+
+
+def _output(node: Node, name: str) -> Path:
+    """Returns the path of a stage's output: from its result when it is done, else the expected one."""
+    if isinstance(node.config, PPO) and name.startswith(f"{node.name}.iteration"):
+        return node.run_dir / EXPORTS / name.removeprefix(f"{node.name}.")
+    makes_answers = isinstance(node.config, Preferences) and node.config.post_processor != "dpo"
+    name = "answers" if makes_answers else KINDS[node.kind].output
+    result = RunDir(node.run_dir).result()
+    return node.run_dir / (result.outputs.get(name, name) if result else OUTPUT_PATHS.get(name, name))

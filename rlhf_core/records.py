@@ -1,0 +1,240 @@
+"""Defines the records that are passed between processes or written to files: frozen pydantic models. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0)]
+RECIPE_ONLY: dict[str, Any] = {"recipe_only": True}  # as `json_schema_extra`: a switch that no run of a deployment may turn (served.py)
+
+
+class NotInDigest:
+    """Marks a config field, `Annotated[TYPE, NotInDigest]`, whose value leaves a stage's result equal up to rounding and the random
+    stream: it decides speed, memory, placement, patience or cadence. Another value makes nothing anew, and a stage resumes with it."""
+
+
+class Frozen(BaseModel):
+    """Base of every record and config: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="constants")
+
+
+class Config(Frozen):
+    """Base of everything a recipe may say. Infinity and NaN are no numbers here, and true is not 1, unless a field reads it itself."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, given: Any) -> Any:
+        """Makes text of true and false where a number belongs: pydantic would read them as 1 and 0, and refuses text at its place."""
+        if not isinstance(given, dict):
+            return given
+        fields = [(name, field) for name, field in cls.model_fields.items() if name in given and _holds_numbers(field.annotation)]
+        own = [name for name, field in fields if not any(isinstance(item, BeforeValidator) for item in field.metadata)]
+        return given | {name: _as_text(given[name]) for name in own}
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_text(item) for item in value]
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _holds_numbers(annotation: Any) -> bool:
+    """Whether a type is a number, or a union, tuple or Literal of some, and none of them a switch."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return any(type(part) is int for part in parts)
+    return annotation in (int, float) or (bool not in parts and any(_holds_numbers(part) for part in parts))
+
+
+class Ranks(Config):
+    """Processes of one model and what each of them owns. On a CPU machine `gpus` is 0 and `cpus` counts."""
+
+    num_nodes: Positive = Field(1, description="nodes")
+    num_ranks_per_node: Positive = Field(1, description="ranks on each node (one per GPU)")
+    cpus: Annotated[float, NotInDigest] = Field(1.0, gt=0, description="CPUs of one rank")
+    gpus: float = Field(0.0, ge=0, description="GPUs of one rank")
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks on all nodes."""
+        return self.num_nodes * self.num_ranks_per_node
+
+
+class FileInfo(Frozen):
+    """A file in a manifest. `size` in bytes, `sha256` in hex."""
+
+    size: int
+    sha256: str
+
+
+class StageResult(Frozen):
+    """The result of a finished stage; `result.json`, written last.
+
+    `outputs` maps names (`checkpoint` for a model, `pairs` for a preference data set, `report` for an evaluation) to directories or files
+    relative to the run directory; `files` is the manifest over all of them. `seconds`: duration of the last attempt.
+    """
+
+    name: str
+    stage: str
+    digest: str
+    seconds: float
+    metrics: dict[str, float]
+    outputs: dict[str, str]
+    files: dict[str, FileInfo]
+    environment: dict[str, str]
+
+
+class PreferencePair(Frozen):
+    """One row of a `pairs.jsonl`; `..._cut`: the length limit ended the answer. Chat messages are `{"role": ..., "content": ...}`."""
+
+    prompt: tuple[dict[str, str], ...]
+    chosen: str
+    rejected: str
+    chosen_score: float
+    rejected_score: float
+    chosen_cut: bool = False
+    rejected_cut: bool = False
+
+
+class ScoredAnswer(Frozen):
+    """One row of a preferences stage that makes no pairs: an answer and its reward, not normalised."""
+
+    prompt: tuple[dict[str, str], ...]
+    response: str
+    reward: float
+
+
+class LabelledAnswer(ScoredAnswer):
+    """An answer with a label for KTO: True for desirable."""
+
+    label: bool
+
+
+Label = Literal["A>>B", "A>B", "A=B", "B>A", "B>>A"]
+POINTS: dict[str, float] = {"A>>B": 1.0, "A>B": 1.0, "A=B": 0.5, "B>A": 0.0, "B>>A": 0.0}  # of A
+
+
+class Game(Frozen):
+    """One verdict on two answers, in Arena-Hard's format. `score`: A and B in the order that the judge got; None: no verdict."""
+
+    score: Label | None
+    judgment: dict[str, str]
+    prompt: tuple[dict[str, str], ...] = ()
+
+
+class Judgment(Frozen):
+    """One battle: two games on one question. In game 0 A is the baseline, in game 1 A is the model."""
+
+    uid: str
+    category: str
+    judge: str
+    model: str
+    baseline: str
+    games: tuple[Game, Game]
+
+    @property
+    def scores(self) -> tuple[float | None, float | None]:
+        """The model's score in each game, 0, 0.5 or 1; None without a verdict."""
+        first, second = (None if game.score is None else POINTS[game.score] for game in self.games)
+        return None if first is None else 1 - first, second
+
+    @property
+    def score(self) -> float | None:
+        """The mean of the games with a verdict; None when there are none."""
+        played = [score for score in self.scores if score is not None]
+        return sum(played) / len(played) if played else None
+
+
+class WinRate(Frozen):
+    """Win rate of one model against the baseline with a 95 % bootstrap interval, resampled by question.
+
+    `num_failed`: games without a verdict. `swap_consistency`: share of questions whose two games name the same winner. `arena_score`:
+    win rate that counts each strong verdict three times, as Arena-Hard does. `length_controlled`: predicted win rate of answers as long
+    as the baseline's, from a Bradley-Terry fit with the length difference as a covariate, with its 95 % interval.
+    """
+
+    model: str
+    baseline: str
+    judge: str
+    win_rate: float
+    ci_low: float
+    ci_high: float
+    num_questions: int
+    num_failed: int
+    swap_consistency: float
+    by_category: dict[str, float]
+    arena_score: float | None = None
+    length_controlled: float | None = None
+    lc_low: float | None = None
+    lc_high: float | None = None
+
+
+class StyleEffect(Frozen):
+    """Change of the log-odds of winning by a typical (root mean square) difference in one style feature, with a 95 % interval."""
+
+    feature: str
+    effect: float
+    ci_low: float
+    ci_high: float
+
+
+class Judging(Frozen):
+    """Numbers of questions, games and requests of a judge. `failed`: games without a verdict.
+
+    Tokens are those of all verdicts used, also cached ones; `requests` only those that the run sent. `cost` is in US dollars, None when
+    the prices are not known.
+    """
+
+    questions: int
+    games: int
+    failed: int
+    requests: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cost: float | None = None
+
+
+class Answering(Frozen):
+    """How a remote model's answers were requested. `url`: the endpoint; `settings`: the sampling fields of each request.
+
+    Tokens are those of all answers used, also stored ones; `requests` only those that the run sent; `failed` counts questions without an
+    answer. `cost` is in US dollars, None when the prices are not known.
+    """
+
+    model: str
+    url: str
+    settings: dict[str, Any]
+    questions: int
+    failed: int
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    cost: float | None = None
+
+
+class EvalReport(Frozen):
+    """The evaluation of all models of one recipe by one judge.
+
+    `right`: share of correct answers per model, with a rule judge. `mean_tokens`: of the answers; `truncated`: share cut at the limit.
+    `agreement`: share of battles in which another judge names the same winner. `win_rates` are against the baseline, `against_parent`
+    against the model each was trained from, where that is not the baseline. `answering`: requests to each remote model.
+    """
+
+    baseline: str
+    judge: str
+    win_rates: tuple[WinRate, ...]
+    right: dict[str, float]
+    mean_tokens: dict[str, float]
+    truncated: dict[str, float]
+    agreement: dict[str, float] = {}
+    against_parent: tuple[WinRate, ...] = ()
+    style: tuple[StyleEffect, ...] = ()
+    judging: Judging | None = None
+    answering: dict[str, Answering] = {}

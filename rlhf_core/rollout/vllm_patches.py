@@ -1,0 +1,128 @@
+"""Patches private parts of vLLM to skip per-token Python work: with a small model on a fast GPU it takes longer than the GPU's own work.
+
+- `gather_sampled_alone`: only the sampled token's log-prob is gathered; vLLM also ranks the token among the whole vocabulary.
+- `keep_rows`: the arrays of a step are kept whole; vLLM cuts them for each request.
+- `wait_for_whole_answers`: the output processor gets each answer once, when it is complete; vLLM's gets every token.
+
+Made for the releases in MADE_FOR. With any other release no patch is applied: answers are the same, and slower.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_core.system import progress
+
+MADE_FOR = ("0.24.", "0.32.")
+
+
+def applies() -> bool:
+    """Returns whether the patches were made for the installed release of vLLM."""
+    import vllm
+
+    return str(vllm.__version__).startswith(MADE_FOR)
+
+
+class Rows(NamedTuple):
+    """Rows `start` to `end` of a step's arrays: one request's tokens of that step."""
+
+    lists: Any
+    start: int
+    end: int
+
+
+def keep_rows() -> None:
+    """Makes vLLM keep the arrays of each step whole in this process: an answer holds the `Rows` of its steps."""
+    if not applies():
+        return
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsLists
+
+    def rows(self: Any, request: int, count: int) -> Rows:
+        start = request if self.cu_num_generated_tokens is None else self.cu_num_generated_tokens[request]
+        return Rows(self, start, start + count)
+
+    def keep(self: Any, found: list[Rows]) -> None:
+        vars(self.logprobs).setdefault("rows", []).extend(found)
+
+    LogprobsLists.slice_request = rows
+    LogprobsProcessor._update_sample_logprobs = keep
+
+
+def wait_for_whole_answers(engine: Any) -> None:
+    """Makes vLLM's `engine` give its output processor one output for each answer, with all of its tokens, when the answer is complete.
+
+    For requests without text or stop strings: those need every token as it is sampled.
+    """
+    process = engine.output_processor.process_outputs
+
+    def count(outputs: list[Any], *others: Any, **named: Any) -> Any:
+        if outputs:
+            progress.made()
+        return process(outputs, *others, **named)
+
+    if not applies():
+        engine.output_processor.process_outputs = count
+        return
+    begun: dict[str, tuple[Any, list[Rows], list[np.ndarray]]] = {}
+
+    def collect(outputs: list[Any], *others: Any, **named: Any) -> Any:
+        whole = []
+        for output in outputs:
+            if (known := begun.get(output.request_id)) is None:
+                known = begun[output.request_id] = output, [], []
+            else:
+                known[0].new_token_ids.extend(output.new_token_ids)
+            if output.new_logprobs is not None:
+                known[1].append(output.new_logprobs)
+            if output.routed_experts is not None:
+                known[2].append(output.routed_experts.copy())  # a view would keep its whole step's
+            if output.finish_reason is not None:
+                first, found, experts = begun.pop(output.request_id)
+                first.finish_reason, first.stop_reason = output.finish_reason, output.stop_reason
+                first.new_logprobs = found or None
+                first.routed_experts = np.concatenate(experts) if experts else None
+                whole.append(first)
+        if outputs:
+            progress.made()
+        return process(whole, *others, **named)
+
+    engine.output_processor.process_outputs = collect
+
+
+def gather_sampled_alone(sampler: Any) -> None:
+    """Makes vLLM's `sampler` skip the sampled token's rank (0 is returned) where no other token's log-prob is requested.
+
+    Leaves the sampler of vLLM's second model runner, used for some architectures, unchanged: it has no `gather_logprobs`.
+    """
+    with_ranks = getattr(sampler, "gather_logprobs", None)
+    if with_ranks is None or not applies():
+        return
+    from vllm.v1.outputs import LogprobsTensors
+
+    def gather(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
+        if num_logprobs:
+            return with_ranks(logprobs, num_logprobs, token_ids)
+        ids = token_ids[:, None]
+        return LogprobsTensors(ids.int(), logprobs.gather(-1, ids), torch.zeros_like(token_ids))
+
+    sampler.gather_logprobs = gather
+
+
+def sampled_logprobs(logprobs: Any, tokens: list[int]) -> list[float]:
+    """Returns the log-prob of each token of an answer from vLLM's FlatLogprobs, patched or not: the sampled token comes first.
+
+    Raises RuntimeError when vLLM returned the log-probs of other tokens.
+    """
+    if (kept := vars(logprobs).get("rows")) is None:
+        ids, values = ([column[start] for start in logprobs.start_indices] for column in (logprobs.token_ids, logprobs.logprobs))
+    else:
+        steps = [(rows.lists, row) for rows in kept for row in range(rows.start, rows.end)]
+        ids, values = [lists.logprob_token_ids.item(row, 0) for lists, row in steps], [lists.logprobs.item(row, 0) for lists, row in steps]
+    if ids != tokens:
+        raise RuntimeError("vLLM returned log-probs of other tokens than those it sampled: install the version that the requirements name")
+    return values

@@ -1,0 +1,247 @@
+"""Weights from the trainer's ranks into the engines, in buckets, so that beside the two models only a bucket or two exist.
+
+Three routes. `cards`: every engine process sits on a card with a trainer rank, which shows it each bucket through CUDA IPC. `nccl`: one
+trainer rank broadcasts over NCCL to engines on other cards (NCCL refuses two ranks on one card). `gloo`: the same broadcast through host
+memory, on machines without GPUs and for placements that are neither. The channel opens once and serves every sync, at whose end both
+sides compare the sum of what was sent and what arrived.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from rlhf_core.system import progress
+from rlhf_core.system.gpu_allocator import shown_bytes, wants_segments
+
+BUCKET_BYTES = 512 << 20
+DEVICE_ARGUMENT = 6  # of PyTorch's `rebuild_cuda_tensor`: the index of the device to open the memory on
+ALIGNMENT = 16  # bytes: every weight of a bucket can be viewed in its own dtype
+
+Named = Iterator[tuple[str, Tensor]]
+
+
+class WeightsLost(RuntimeError):
+    """What arrived is not what was sent."""
+
+
+class Route(NamedTuple):
+    """How weights travel. `source`: the trainer rank that sends (`cards`: every rank does); `receivers`: engine processes in all."""
+
+    kind: Literal["cards", "nccl", "gloo"]
+    source: int
+    receivers: int
+
+
+class Rendezvous(NamedTuple):
+    """How the two sides connect: host and port of the source; for `cards`, the socket of the trainer rank on each card and their key."""
+
+    address: tuple[str, int]
+    sockets: Mapping[str, str]
+    key: bytes
+    timeout: float
+
+
+class Entry(NamedTuple):
+    """One weight in a bucket, `start` bytes from its beginning."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def choose_route(trainer: Sequence[str | None], engines: Sequence[str | None]) -> Route:
+    """The fastest route between the cards of the trainer's ranks and those of the engines' processes (None: no GPU)."""
+    if None in trainer or None in engines:
+        return Route("gloo", 0, len(engines))
+    if set(engines) <= set(trainer):
+        return Route("cards", 0, len(engines))
+    alone = [rank for rank, card in enumerate(trainer) if card not in engines]
+    if alone and len(set(engines)) == len(engines):
+        return Route("nccl", alone[0], len(engines))
+    return Route("gloo", 0, len(engines))
+
+
+class Channel(Protocol):
+    """One side of an open route."""
+
+    def send(self, weights: Named) -> None: ...
+
+    def receive(self) -> Named: ...
+
+
+class Broadcast:
+    """`nccl` and `gloo`: rank 0 sends, all others receive. A header goes before each bucket, an empty one ends."""
+
+    def __init__(self, backend: Literal["nccl", "gloo"], rank: int, size: int, rendezvous: Rendezvous):
+        patience = timedelta(seconds=rendezvous.timeout)
+        # A communicator of its own: it neither needs nor touches the process groups of trainer and engine.
+        store = dist.TCPStore(*rendezvous.address, size, rank == 0, patience)  # type: ignore[attr-defined]
+        self._group: Any
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = patience
+            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, size, patience)
+        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
+
+    def send(self, weights: Named) -> None:
+        sums = Sums()
+        for entries, data in packed(weights, self._device):
+            sums.add(data)
+            header = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(self._device)
+            for part in (torch.tensor([len(header), len(data)], device=self._device), header, data):
+                self._broadcast(part)
+        self._broadcast(torch.tensor([0, sums.total()], device=self._device))
+        _finish()
+
+    def receive(self) -> Named:
+        sums = Sums()
+        while True:
+            sizes = torch.zeros(2, dtype=torch.int64, device=self._device)
+            self._broadcast(sizes)
+            header_size, size = sizes.tolist()
+            if not header_size:
+                sums.compare(size)
+                return
+            header, data = (torch.empty(length, dtype=torch.uint8, device=self._device) for length in (header_size, size))
+            self._broadcast(header)
+            self._broadcast(data)
+            sums.add(data)
+            progress.made()
+            yield from unpacked([Entry(*entry) for entry in json.loads(bytes(header.tolist()))], data)
+
+    def _broadcast(self, data: Tensor) -> None:
+        self._group.broadcast(data, 0).wait()
+
+
+class SameCard:
+    """`cards`: each bucket's memory is shown to the engine processes on this card; they copy it before the next one overwrites it.
+
+    A handle names its device by the sender's index, and each process numbers the GPUs that it sees: the receiver, which computes on the
+    same GPU, opens the memory on its own current device and waits for that one.
+    """
+
+    def __init__(self, connections: Sequence[Connection]):
+        self._connections = connections
+
+    def send(self, weights: Named) -> None:
+        sums = Sums()
+        for entries, data in packed(weights, torch.device("cuda")):
+            sums.add(data)
+            _finish()
+            for connection in self._connections:
+                connection.send((entries, *reduce_tensor(data)))
+            for connection in self._connections:
+                connection.recv()
+        for connection in self._connections:
+            connection.send(sums.total())
+
+    def receive(self) -> Named:
+        (connection,), sums, device = self._connections, Sums(), torch.cuda.current_device()
+        while not isinstance(shown := connection.recv(), int):
+            entries, rebuild, how = shown
+            shared = rebuild(*how[:DEVICE_ARGUMENT], device, *how[DEVICE_ARGUMENT + 1 :])
+            data = shared.clone()
+            torch.cuda.synchronize(device)
+            del shared, how
+            connection.send(True)
+            sums.add(data)
+            progress.made()
+            yield from unpacked(entries, data)
+        sums.compare(shown)
+
+
+class Sums:
+    """The checksum of the buckets of one sync: their bytes as 64-bit numbers (the rest as bytes), added up modulo 2^64, in any order."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+
+    def add(self, data: Tensor) -> None:
+        if data.storage_offset() % 8:  # a weight larger than a bucket, which is not copied into one
+            data = data.clone()
+        whole = len(data) // 8 * 8
+        self._sums += [data[:whole].view(torch.int64).sum(), data[whole:].sum()]
+
+    def total(self) -> int:
+        return int(torch.stack(self._sums).sum()) if self._sums else 0
+
+    def compare(self, sent: int) -> None:
+        """Raises WeightsLost when `sent`, the sender's total, is another."""
+        if (arrived := self.total()) != sent:
+            raise WeightsLost(
+                f"the weights that arrived are not those that the actor sent (checksums {arrived:x} and {sent:x}, {len(self._sums) // 2} "
+                "buckets): resume the run, and look at the machine's memory and links if it comes again"
+            )
+
+
+class EngineListener:
+    """The trainer rank's socket for the engine processes on its GPU; it is open before they get its address."""
+
+    def __init__(self, key: bytes):
+        self._listener = Listener(authkey=key)
+        self.address = str(self._listener.address)
+
+    def admit(self, count: int) -> SameCard:
+        """Waits for `count` engine processes; the caller's wait has the timeout."""
+        connections = [self._listener.accept() for _ in range(count)]
+        self._listener.close()
+        return SameCard(connections)
+
+
+def connect_to_trainer(rendezvous: Rendezvous, card: str) -> SameCard:
+    """Connects an engine process to its trainer rank's `EngineListener`."""
+    return SameCard([Client(rendezvous.sockets[card], authkey=rendezvous.key)])
+
+
+def packed(weights: Named, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[list[Entry], Tensor]]:
+    """Weights as buckets of at most `bucket_bytes` bytes, uint8 on `device`; a larger weight is a bucket of its own.
+
+    A bucket is overwritten when the next one is requested.
+    """
+    buffer: Tensor | None = None
+    entries: list[Entry] = []
+    used = 0
+    for name, weight in weights:
+        data = weight.detach().contiguous().reshape(-1).view(torch.uint8)
+        entry = Entry(name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape), used)
+        if used + len(data) > bucket_bytes and entries:
+            assert buffer is not None
+            yield entries, buffer[:used]
+            entries, used = [], 0
+        if len(data) > bucket_bytes:
+            yield [entry._replace(start=0)], shown_bytes(len(data), device).copy_(data) if wants_segments() else data.to(device)
+            continue
+        if buffer is None:
+            buffer = shown_bytes(bucket_bytes, device)
+        buffer[used : used + len(data)].copy_(data)
+        entries.append(entry._replace(start=used))
+        used += -(-len(data) // ALIGNMENT) * ALIGNMENT
+    if entries and buffer is not None:
+        yield entries, buffer[: min(used, bucket_bytes)]
+
+
+def unpacked(entries: Sequence[Entry], data: Tensor) -> Named:
+    """Views of the weights in a bucket."""
+    for entry in entries:
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        size = dtype.itemsize
+        for length in entry.shape:
+            size *= length
+        yield entry.name, data[entry.start : entry.start + size].view(dtype).view(entry.shape)
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

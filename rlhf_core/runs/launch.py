@@ -1,0 +1,130 @@
+"""Runs a stage as a process on this machine: its output goes to `log.txt` and to a callback, and all its descendants end with it.
+
+A stage is done when `result.json` and the files it names are there; the exit code does not count.
+Left out: other machines; a stage that needs a cluster connects to it itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rlhf_core.records import StageResult
+from rlhf_core.runs.run_dir import LOG, RunDir
+from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT, child_environment
+
+GRACE_SECONDS = 10.0  # between TERM and KILL
+TAIL_LINES = 15
+SECRET_NAME = re.compile(r"(TOKEN|APIKEY|(^|_)KEY|SECRET|PASSWORD|AUTH_STRING)$")
+
+
+class StageFailed(RuntimeError):
+    """A stage's process ended without a result. `code`: its exit code, -n when signal n ended it; `tail`: the log's last lines."""
+
+    def __init__(self, name: str, code: int, tail: tuple[str, ...]):
+        self.name, self.code, self.tail = name, code, tail
+        super().__init__(name, code, tail)
+
+    @property
+    def can_retry(self) -> bool:
+        """True when another attempt, which resumes from the last resume state, may succeed."""
+        return self.code not in (WRONG_INPUT, ENVIRONMENT, -signal.SIGINT, 128 + signal.SIGTERM)
+
+    def __str__(self) -> str:
+        if self.code in (WRONG_INPUT, ENVIRONMENT):
+            return f"stage {self.name}: {self.tail[-1] if self.tail else 'it refused to start and gave no reason'}"
+        how = f"exit code {self.code}, but there is no result" if self.code == 0 else f"exit code {self.code}"
+        if self.code > 128 and (ended_by := _signal_name(self.code - 128)):
+            how = f"ended by {ended_by}" + (" (the system kills so when memory runs out)" if ended_by == "SIGKILL" else "")
+        return "\n  ".join([f"stage {self.name} failed ({how}); the last lines of its log:", *self.tail])
+
+
+def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None], grace_seconds: float = GRACE_SECONDS) -> StageResult:
+    """Runs `python -m MODULE RUN_DIR`, waits for it and returns its result. `on_line` gets each line of its output.
+
+    The log has the time of each start and, unless this call ended the process, of its end; values of secret environment variables are
+    masked. Raises StageFailed when the process ends without a result. Any exception or signal that ends this call ends the process and
+    its descendants too.
+    """
+    run = RunDir(run_dir)
+    command = [sys.executable, "-P", "-m", module, str(run.path)]
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    secrets = [value for key, value in os.environ.items() if SECRET_NAME.search(key) and len(value) >= 8]
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "rlhf_core.system.reaper", str(os.getpid()), str(grace_seconds), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=child_environment(),
+        start_new_session=True,
+    )
+    try:
+        with (run / LOG).open("a") as log:
+            log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {name}\n")
+            log.flush()  # so that a process that is killed before its first line is in the log too
+            for line in _lines(process):
+                for secret in secrets:
+                    line = line.replace(secret, "***")
+                log.write(line + "\n")
+                log.flush()
+                tail.append(line)
+                on_line(line)
+            code = process.wait()
+            log.write(f"+++ {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ended after {time.monotonic() - start:.2f} s with code {code}\n")
+    finally:
+        _end(process, grace_seconds)
+    result = run.result()
+    if result is None:
+        raise StageFailed(name, code, tuple(tail))
+    return result
+
+
+def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """Yields the process's output by lines until it closes it or ends; of a line rewritten with \\r only the last state."""
+    assert process.stdout is not None
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            ready = selector.select(timeout=0.5)
+            chunk = os.read(process.stdout.fileno(), 65536) if ready else b""
+            *whole, rest = (rest + chunk).split(b"\n")
+            yield from (_text(line) for line in whole)
+            if (ready and not chunk) or (not ready and process.poll() is not None):
+                break
+    if rest.strip():
+        yield _text(rest)
+
+
+def _text(line: bytes) -> str:
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+
+
+def _end(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
+    """Ends the reaper, which ends all its descendants; a second KeyboardInterrupt does not stop the wait."""
+    while process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=grace_seconds + 5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        except KeyboardInterrupt:
+            continue
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _signal_name(number: int) -> str | None:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return None

@@ -1,0 +1,194 @@
+"""Finds the models and stages that a checkpoint was made from, by reading run directories. Torch-free.
+
+A run directory's `config.json` names the folder or Hub id of each model the stage used; a folder inside another run directory leads to
+that stage. The records are read as plain JSON, not with the config classes, so that run directories of other versions can be read.
+No path of the machine is kept: an ancestor has a name, a kind and a digest. Run directories that were moved together find each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_core.config import KINDS
+from rlhf_core.hub.ids import is_hub_id, parted, pulled, shown, snapshot_of_hub
+from rlhf_core.runs.run_dir import REQUEST, RESULT
+from rlhf_core.system.files import Digests, digest, file_digest, read_json
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """One node of a lineage.
+
+    `kind` is the stage's kind, or `hub` (a Hub id; `digest` is the commit when it is known), `folder`, `file` (`digest` over the
+    content) or `unknown` (it is no longer there). Stages also carry their config, seed, final metrics and the versions they ran with.
+    `parents` are (name in the config, ancestor); one run directory is one object, however many paths lead to it.
+    """
+
+    name: str
+    kind: str
+    digest: str
+    parents: tuple[tuple[str, Ancestor], ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether this is a stage, not a Hub id, folder or file."""
+        return bool(self.config)
+
+
+class Dataset(NamedTuple):
+    """A data set of a stage. `field`: the config field that names it; `digest`: of its present content, '' when it is not here."""
+
+    stage: str
+    field: str
+    name: str
+    digest: str
+
+
+def lineage(checkpoint: str | Path) -> Ancestor:
+    """Returns the lineage of a checkpoint: a folder in a run directory, any other folder or file, or a Hub id."""
+    return _ancestor(str(checkpoint), {})
+
+
+def stages(ancestor: Ancestor) -> list[Ancestor]:
+    """Returns every stage of a lineage once, parents before children."""
+    return [node for node in nodes(ancestor) if node.is_stage]
+
+
+def nodes(ancestor: Ancestor) -> list[Ancestor]:
+    """Returns every node of a lineage once, parents before children."""
+    seen: dict[int, Ancestor] = {}
+
+    def visit(node: Ancestor) -> None:
+        if id(node) not in seen:
+            for _, parent in node.parents:
+                visit(parent)
+            seen[id(node)] = node
+
+    visit(ancestor)
+    return list(seen.values())
+
+
+def trained(ancestor: Ancestor) -> list[Ancestor]:
+    """Returns the chain of models each trained from the one before it, the base model first, without reward models and judges."""
+    chain = [ancestor]
+    while kind := KINDS.get(chain[-1].config.get("stage", "")):
+        key = chain[-1].config.get(kind.start)
+        parent = next((parent for name, parent in chain[-1].parents if name == key), None)
+        if parent is None:
+            break
+        chain.append(parent)
+    return chain[::-1]
+
+
+def sources(ancestor: Ancestor) -> list[tuple[Ancestor, str, dict[str, Any]]]:
+    """Returns the data of every stage of a lineage as (stage, field of its config such as `data` or `prompts`, source)."""
+    found = []
+    for stage in stages(ancestor):
+        for name, value in stage.config.items():
+            if isinstance(value, dict) and "sources" in value:
+                found += [(stage, name, source) for source in value["sources"]]
+            elif isinstance(value, dict) and "path" in value and "split" in value:
+                found.append((stage, name, value))
+    return found
+
+
+def data_of(ancestor: Ancestor, memory: Path = Path()) -> list[Dataset]:
+    """Returns the data sets of every stage of a lineage. Known digests are read from the `Digests` file of the folder `memory`."""
+    digests = Digests(memory)
+    found = []
+    for stage, name, source in sources(ancestor):
+        path = Path(source["path"])
+        found.append(Dataset(stage.name, name, shown(source["path"]), digests.of(path)[:16] if path.exists() else ""))
+    return list(dict.fromkeys(found))
+
+
+def tree(ancestor: Ancestor) -> str:
+    """Returns the lineage as an indented text tree; a stage drawn twice has its parents only the first time."""
+    lines: list[str] = []
+    drawn: set[int] = set()
+
+    def draw(node: Ancestor, first: str, rest: str) -> None:
+        again = id(node) in drawn and node.parents
+        label = f"{node.name} ({node.kind.replace('_', ' ')})" + (f" {node.digest}" if node.digest else "")
+        lines.append(first + label + (" (see above)" if again else ""))
+        drawn.add(id(node))
+        for position, (_, parent) in enumerate(() if again else node.parents):
+            last = position == len(node.parents) - 1
+            draw(parent, rest + ("└── " if last else "├── "), rest + ("    " if last else "│   "))
+
+    draw(ancestor, "", "")
+    return "\n".join(lines)
+
+
+def stage_of(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the run directory that contains (or is) a path, with its `config.json`; None when there is none."""
+    for folder in _upwards(Path(path).expanduser().absolute()):
+        record = read_json(folder / REQUEST)
+        request = {"name": str, "digest": str, "config": dict, "inputs": dict}
+        if all(isinstance(record.get(key), kind) for key, kind in request.items()) and "stage" in record["config"]:
+            return folder, record
+    return None
+
+
+def _ancestor(place: str, known: dict[str, Ancestor]) -> Ancestor:
+    path = Path(place).expanduser()
+    found = stage_of(path)
+    if found is None:
+        if place not in known:
+            known[place] = _leaf(place, path)
+        return known[place]
+    folder, record = found
+    key = str(folder.resolve())
+    if key not in known:
+        # A placeholder while the parents are read, so that a config that names its own directory does not recurse.
+        known[key] = Ancestor(record["name"], record["config"]["stage"], record["digest"])
+        result = read_json(folder / RESULT)
+        known[key] = Ancestor(
+            name=record["name"],
+            kind=record["config"]["stage"],
+            digest=record["digest"],
+            parents=tuple((name, _ancestor(_here(str(parent), folder), known)) for name, parent in record["inputs"].items()),
+            config=record["config"],
+            seed=record.get("seed", 0),
+            metrics=result.get("metrics", {}),
+            environment=result.get("environment", {}),
+        )
+    return known[key]
+
+
+def _here(place: str, run_dir: Path) -> str:
+    """Returns `place`, or its new path when its run directory was moved together with this one."""
+    parts = Path(place).parts
+    if not Path(place).is_absolute() or Path(place).exists():
+        return place
+    moved = (run_dir.parent.joinpath(*parts[i:]) for i in range(1, len(parts)) if (run_dir.parent / parts[i] / REQUEST).is_file())
+    return str(next((path for path in moved if path.exists()), place))
+
+
+def _leaf(place: str, path: Path) -> Ancestor:
+    if in_cache := snapshot_of_hub(path):
+        return Ancestor(in_cache[0], "hub", in_cache[1])
+    if found := pulled(path):
+        return Ancestor(found[0], "hub", found[1])
+    if path.is_file():
+        return Ancestor(path.name, "file", file_digest(path)[:16])
+    if path.is_dir():
+        weights = [file for file in sorted(path.iterdir()) if file.name == "config.json" or file.suffix == ".safetensors"]
+        return Ancestor(path.resolve().name, "folder", digest({file.name: file_digest(file) for file in weights}) if weights else "")
+    repo_id, revision = parted(place)
+    if is_hub_id(place) or re.fullmatch(r"[\w.-]+", repo_id):
+        return Ancestor(repo_id, "hub", revision or "")
+    return Ancestor(shown(place), "unknown", "")
+
+
+def _upwards(path: Path) -> Iterator[Path]:
+    yield path
+    yield from path.parents

@@ -1,0 +1,111 @@
+"""Writes and finds resume states of a stage, `state/step-<n>/`; each appears only when complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_core.runs.run_dir import STATE, RunDir
+from rlhf_core.system.files import sync_to_disk, write_text
+
+LOOP = "loop.json"
+STATE_BYTES = 16  # per trained parameter: its weight twice, and Adam's two moments in fp32
+
+
+class Resume(NamedTuple):
+    """A stored state after `step` optimiser steps (or PPO iterations); `loop` is the training loop's own state."""
+
+    step: int
+    folder: Path
+    loop: dict[str, Any]
+
+
+class Cadence:
+    """Decides when a resume state of `parameters` trained parameters is due in `folder`.
+
+    It is due every `steps` steps; where that is 0, when `minutes` have passed since the last one (0: never) and it fits on the disk.
+    """
+
+    def __init__(self, steps: int, minutes: float, folder: Path, parameters: int):
+        self.steps, self.seconds, self._saved = steps, 60 * minutes, time.monotonic()
+        self._folder, self._bytes = folder, STATE_BYTES * parameters
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether states are saved by time."""
+        return not self.steps and self.seconds > 0
+
+    def due(self, done: int) -> bool:
+        """Returns whether to save after `done` steps. Prints a line when the disk has too little free space."""
+        if self.steps:
+            return done % self.steps == 0
+        if not self.by_clock or time.monotonic() - self._saved < self.seconds:
+            return False
+        free = shutil.disk_usage(self._folder).free
+        if free > self._bytes:
+            return True
+        needed = f"needs up to {self._bytes / 2**30:.1f} GiB and {self._folder} has {free / 2**30:.1f} free"
+        print(f"no resume state is kept: it {needed}; free some space, or set save_minutes to 0", flush=True)
+        self.saved()  # checks again after another `minutes`
+        return False
+
+    def saved(self) -> None:
+        """Starts the clock of the next state."""
+        self._saved = time.monotonic()
+
+
+def latest(run: RunDir) -> Resume | None:
+    """Returns the newest complete state, or None."""
+    states = [folder for folder in (run / STATE).glob("step-*") if (folder / LOOP).is_file()]
+    if not states:
+        return None
+    folder = max(states, key=_step)
+    return Resume(_step(folder), folder, json.loads((folder / LOOP).read_text()))
+
+
+def require_layout(run: RunDir, layout: Mapping[str, int | str]) -> None:
+    """Raises ValueError where the newest state was written by other numbers of ranks, or another ZeRO stage, than those of `layout`: it
+    cannot be read by them. `auto` takes what the state has."""
+    resume = latest(run)
+    kept = resume.loop.get("layout", {}) if resume else {}
+    for name, number in kept.items():
+        if layout.get(name, number) not in (number, "auto"):
+            raise ValueError(
+                f"{run / STATE} holds the state of a stage with {name} {number}, which {name} {layout[name]} cannot read: set it back to "
+                f"{number} to resume, or remove that folder to train from the start"
+            )
+
+
+def save(run: RunDir, step: int, keep: int, loop: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+    """Stores a state: `write(folder)` fills a temporary folder, which is then renamed. The newest `keep` states stay."""
+    write(open_state(run, step, clear=True))
+    close_state(run, step, keep, loop)
+
+
+def open_state(run: RunDir, step: int, clear: bool) -> Path:
+    """Returns the temporary folder of a state; the one rank that passes `clear` empties it."""
+    temporary = run / STATE / f".step-{step}"
+    if clear:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    return temporary
+
+
+def close_state(run: RunDir, step: int, keep: int, loop: Mapping[str, Any]) -> None:
+    """Renames a complete state to its final name and removes all but the newest `keep`."""
+    temporary, final = run / STATE / f".step-{step}", run / STATE / f"step-{step}"
+    write_text(temporary / LOOP, json.dumps(dict(loop)))
+    sync_to_disk(temporary)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(temporary, final)
+    for old in sorted((run / STATE).glob("step-*"), key=_step)[:-keep]:
+        shutil.rmtree(old)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))

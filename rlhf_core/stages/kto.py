@@ -1,0 +1,177 @@
+"""Kahneman-Tversky optimisation on unpaired answers (Ethayarajh et al. 2024).
+
+The loss compares each answer's implicit reward with a KL that is one number for the whole optimiser step: the mean of
+log pi - log ref over mismatched pairs, each prompt of the step with the answer of the item before it. That pass has no gradient, goes
+over the whole step and all ranks, and comes before the first micro-batch, so micro-batches and ranks change nothing.
+Reference log-probs, those of all mismatched pairs of all epochs too, are computed once (`reference`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+
+from rlhf_core.config import KTO, Data, Source
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.collate import sent
+from rlhf_core.data.documents import Document, Labelled, Lazy, joined, mapped
+from rlhf_core.data.packing import Passes
+from rlhf_core.data.report import write_data_report
+from rlhf_core.data.sources import labelled_answers
+from rlhf_core.data.vocabulary import require_same_vocabulary
+from rlhf_core.models.load import load_policy, trained_policy
+from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
+from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
+from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance, dealt_logprobs, reference_logprobs
+from rlhf_core.training.engine import Engine
+from rlhf_core.training.ranks import finish_training, make_engine, on_ranks
+from rlhf_core.training.train_loop import Task, fit, held_out_metrics, items_of_step
+
+Mismatch = tuple[int, int]  # indices of the items that give the prompt and the answer
+
+
+class Item(NamedTuple):
+    """An answer, its place in the data (held-out ones are counted on from the last), and the reference's log-prob of it."""
+
+    place: int
+    answer: Labelled
+    ref: float
+
+
+def length(item: Item) -> int:
+    """Tokens."""
+    return len(item.answer.document)
+
+
+class Step(NamedTuple):
+    """What a loss needs to know of a whole optimiser step: its counts, and the KL to the reference (0 or more)."""
+
+    answers: float
+    desirable: float
+    undesirable: float
+    kl: float
+
+
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Trains `config.policy` on labelled answers; the output is `checkpoint`."""
+    return on_ranks(train, request, run)
+
+
+def train(request: StageRequest, run: RunDir) -> Outcome:
+    """One rank of the stage."""
+    config = cast(KTO, request.config)
+    source, reference = request.inputs[config.policy], request.inputs[config.reference or config.policy]
+    tokenizer = load_tokenizer(source, request.trust_remote_code)
+    require_same_vocabulary(source, [reference], request.trust_remote_code)
+    pad, micro = tokenizer.pad_token_id, config.micro_train_batch_size
+    own = config.data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
+    renderer = Renderer(tokenizer, own.template, verbatim=config.data is None)
+    data = labelled_answers(own, renderer, config.max_len, request.seed, run / STATE)
+    held_out = (
+        labelled_answers(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed, run / STATE)
+        if config.eval_data
+        else None
+    )
+    everything = joined(data.items, held_out.items) if held_out else data.items
+    documents = mapped(everything, lambda item: item.document)
+    count = len(data.items)
+    mismatches = all_mismatches(count, len(everything) - count, config.train_batch_size, config.max_epochs, request.seed)
+
+    def mismatched(pair: Mismatch) -> Document:
+        return mismatch(documents[pair[0]], documents[pair[1]], config.max_len)
+
+    trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
+    engine = make_engine(trained, config)
+    passes = Passes(micro, config.micro_train_tokens, apart=bool(trained.apart))
+    if engine.rank == 0:
+        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
+    refs = reference_logprobs(
+        engine,
+        run,
+        lambda: load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine,
+        reference,
+        joined(passes.in_order(documents, len), passes.in_order(mapped(mismatches, mismatched), len)),
+        passes,
+        pad,
+        mean=False,
+    )
+    items = Lazy(count, lambda index: Item(index, everything[index], refs[index]))
+    held_out_items = [Item(index, everything[index], refs[index]) for index in range(count, len(everything))]
+
+    def step_of(items: Sequence[Item]) -> Step:
+        pairs = mismatches_of([item.place for item in items])
+        logprobs = dealt_logprobs(engine, engine, passes.in_order([mismatched(pair) for pair in pairs], len), passes, pad, mean=False)
+        gap = sum(logprobs.tolist()) - sum(refs[len(everything) + mismatches.index(pair)] for pair in pairs)
+        desirable = sum(item.answer.desirable for item in items)
+        return Step(float(len(items)), float(desirable), float(len(items) - desirable), max(0.0, gap / max(1, len(pairs))))
+
+    def loss(engine: Engine, items: list[Item], step: Step) -> Loss:
+        documents = [item.answer.document for item in items]
+        logprobs, balance = answer_logprobs_and_balance(engine, documents, pad, False, engine.device, passes)
+        ref = sent(torch.tensor([item.ref for item in items]), engine.device)
+        desirable = sent(torch.tensor([item.answer.desirable for item in items]), engine.device)
+        result = kto_loss(logprobs, ref, desirable, step.kl, config.beta, config.w_desirable, config.w_undesirable, step.answers)
+        result = with_balance(result, balance, config.router_aux_coef, step.answers)
+        rewards = config.beta * (logprobs - ref).detach()
+        shown = {"kl": rewards.new_tensor(step.kl * len(items) / step.answers)}
+        if step.desirable:
+            shown["rewards/desirable"] = torch.where(desirable, rewards, 0).sum() / step.desirable
+        if step.undesirable:
+            shown["rewards/undesirable"] = torch.where(desirable, 0, rewards).sum() / step.undesirable
+        return Loss(result.loss, result.metrics | shown)
+
+    def evaluate(engine: Engine) -> dict[str, float]:
+        step = step_of(held_out_items)
+        return held_out_metrics(engine, passes.in_order(held_out_items, length), lambda part: loss(engine, part, step))
+
+    task = Task(
+        items,
+        lambda items: passes._replace(ranks=engine.world_size).split(items, length),
+        step_of,
+        loss,
+        evaluate if held_out_items else None,
+        show=("loss", "accuracy", "margin", "kl"),
+    )
+    metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
+    metrics["data/desirable"] = float(sum(item.desirable for item in data.items))
+    return finish_training(engine, request, run, source, config.lora, metrics)
+
+
+def mismatches_of(indices: Sequence[int]) -> list[Mismatch]:
+    """Each item's prompt with the answer of the item before it, around the end; none when there is only one item."""
+    return [(index, indices[i - 1]) for i, index in enumerate(indices)] if len(indices) > 1 else []
+
+
+class Mismatches(Lazy[Mismatch]):
+    """Mismatched pairs, each once, in the order in which they first came; about 24 bytes a pair."""
+
+    def __init__(self, steps: Iterable[Sequence[int]], count: int):
+        codes = array("q", (a * count + b for step in steps for a, b in mismatches_of(step)))
+        self._sorted, first = np.unique(np.frombuffer(codes, dtype=np.int64), return_index=True)
+        self._place = np.argsort(np.argsort(first))  # of each sorted pair in the order of the pairs
+        order = self._sorted[np.argsort(first)]
+        self._items = count
+        super().__init__(len(order), lambda index: divmod(int(order[index]), count))
+
+    def index(self, pair: Mismatch, *_: int) -> int:
+        """The place of a pair that is one of them."""
+        return int(self._place[np.searchsorted(self._sorted, pair[0] * self._items + pair[1])])
+
+
+def all_mismatches(count: int, held_out: int, batch: int, epochs: int, seed: int) -> Mismatches:
+    """The mismatched pairs of every optimiser step, which the seed decides, and of the held-out items; each once."""
+    steps_per_epoch = -(-count // batch)
+    steps = (items_of_step(range(count), step, steps_per_epoch, batch, seed) for step in range(steps_per_epoch * epochs))
+    return Mismatches(chain(steps, [range(count, count + held_out)]), count + held_out)
+
+
+def mismatch(prompt_of: Document, answer_of: Document, max_len: int) -> Document:
+    """The prompt of one document with the answer of another, at most `max_len` tokens."""
+    prompt = prompt_of.tokens[: prompt_of.mask.index(True)]
+    answer = answer_of.tokens[answer_of.mask.index(True) :]
+    return Document(prompt + answer, [False] * len(prompt) + [True] * len(answer)).cut(max_len)

@@ -1,0 +1,136 @@
+"""One PPO iteration, as in the paper: sample, score, credit, optimise, publish weights."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import NamedTuple
+
+from rlhf_core.data.documents import Document
+from rlhf_core.rewards.combine import Running
+from rlhf_core.stages.ppo.credit import Shaping, credit
+from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.one_step_off import ask_ahead
+from rlhf_core.stages.ppo.roles import Update
+from rlhf_core.stages.ppo.sampling import Filtering, Line, Sampled, Sampling, sample
+
+
+class Optimisation(NamedTuple):
+    """How an iteration trains: optimiser steps of one pass over the rollout, passes, and each role's learning rates.
+
+    Roles that do not train in this iteration, or do not exist, have no entry in `rates`.
+    """
+
+    steps_per_epoch: int
+    max_epochs: int
+    rates: Mapping[str, Sequence[float]]
+    shuffle_seed: str
+
+
+class Setup(NamedTuple):
+    """What stays the same over the iterations of a run. `allowed_failures`: answers a reward source may fail on in one iteration.
+
+    `one_step_off`: the engines answer the next iteration's prompts while this one trains (one_step_off). `part`: prompts whose answers are
+    scored while engines work on others.
+    """
+
+    line: Line
+    sampling: Sampling
+    filtering: Filtering | None
+    shaping: Shaping
+    probe: Sequence[Document]
+    allowed_failures: int
+    one_step_off: bool = False
+    part: int | None = None
+
+
+class Carried(NamedTuple):
+    """What an iteration takes from the one before: the position in the order of prompts, the running statistics of rewards, and its answers
+    if they were sampled ahead."""
+
+    position: int
+    statistics: Mapping[str, Running]
+    ahead: Sampled | None = None
+
+
+class Iteration(NamedTuple):
+    """Metrics of the iteration, the mean KL per token (nats) of its rollout, and what the next one takes over."""
+
+    metrics: dict[str, float]
+    kl: float
+    carried: Carried
+
+
+def ppo_iteration(
+    fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, optimisation: Optimisation, last: bool = False
+) -> Iteration:
+    """Samples answers, scores them with all models and reward sources, credits each token, trains, and publishes the actor.
+
+    `last`: no iteration follows whose answers could be sampled ahead.
+    """
+    phases: dict[str, float] = {}
+    start = time.monotonic()
+    with _phase(phases, "generate"):
+        arguments = (setup.line, carried.position, setup.sampling, setup.filtering, setup.allowed_failures, setup.part)
+        sampled = carried.ahead or sample(fleet, *arguments)
+        rollouts = sampled.rollouts
+    pending = ask_ahead(fleet, setup.line, sampled.position, setup.sampling) if setup.one_step_off and not last else None
+    if fleet.sleeps:
+        with _phase(phases, "sleep"):
+            fleet.sleep(keep_weights="actor" not in optimisation.rates)
+    with _phase(phases, "score"):
+        scores = sampled.scores() if sampled.scores else fleet.score(rollouts, sampled.rewards, setup.allowed_failures)
+    with _phase(phases, "credit"):
+        credited = credit(rollouts, scores, kl_coef, carried.statistics, setup.shaping)
+    with _phase(phases, "train"):
+        batches = minibatches(credited.usable, optimisation)
+        updates = {
+            role: [Update(batch, rate, kl_coef) for batch, rate in zip(batches, rates, strict=False)]  # fewer answers: fewer batches
+            for role, rates in optimisation.rates.items()
+        }
+        steps = fleet.train(credited.experience, updates)
+    if fleet.sleeps:
+        with _phase(phases, "wake"):
+            fleet.wake()
+    metrics = credited.metrics | sampled.metrics | {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    if setup.one_step_off:
+        metrics["rollout/age"] = float(sampled.age)
+    ahead = None
+    if pending is not None:  # before the weights change
+        with _phase(phases, "generate"):
+            ahead = pending()._replace(age=int("actor" in updates))
+    if "actor" in updates:
+        metrics |= {f"policy/first_{name}": steps[0][f"policy/{name}"] for name in ("ratio", "ratio_gap")}
+        with _phase(phases, "sync"):
+            fleet.publish_weights()
+        with _phase(phases, "probe"):
+            metrics["sync/probe_gap"] = fleet.probe(setup.probe)
+    metrics["prompt/truncated"] = sum(r.prompt.truncated for r in rollouts) / len(rollouts)
+    metrics["tokens"] = float(sum(len(r.document.tokens) for r in rollouts))
+    metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
+    metrics |= fleet.accounts(rollouts, list(updates), optimisation.max_epochs, time.monotonic() - start)
+    return Iteration(metrics, credited.kl, Carried(sampled.position, credited.statistics, ahead))
+
+
+def minibatches(usable: Sequence[int], optimisation: Optimisation) -> list[list[int]]:
+    """Seeded shuffles of the usable rollouts, one per epoch, each cut into optimiser steps of (nearly) equal size."""
+    batches: list[list[int]] = []
+    for epoch in range(optimisation.max_epochs):
+        order = list(usable)
+        random.Random(f"{optimisation.shuffle_seed}-{epoch}").shuffle(order)
+        steps = min(optimisation.steps_per_epoch, len(order))
+        edges = [len(order) * i // steps for i in range(steps + 1)]
+        batches += [order[start:end] for start, end in pairwise(edges)]
+    return batches
+
+
+@contextmanager
+def _phase(phases: dict[str, float], name: str) -> Iterator[None]:
+    """Adds the wall seconds of a phase. Each ends with a wait for its workers' results, so no work is counted in the next. Sampling ahead
+    and scoring that overlap other phases count only while they are waited for."""
+    start = time.monotonic()
+    yield
+    phases[name] = phases.get(name, 0.0) + time.monotonic() - start

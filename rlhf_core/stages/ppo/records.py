@@ -1,0 +1,43 @@
+"""Records inside the PPO process, complete when built: Rollout (one sampled answer) -> Scores (the models') -> Experience."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.rewards.asking import Rewards
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One answer. `sampler_logprobs` (T,) is aligned with the document's tokens, 0 on the prompt; `finished`: not cut by length."""
+
+    prompt: Prompt
+    document: Document
+    sampler_logprobs: np.ndarray
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What models and reward sources say of each rollout: per-token (T,) arrays by document. Without a critic all values are 0."""
+
+    logprobs: list[np.ndarray]
+    ref_logprobs: list[np.ndarray]
+    values: list[np.ndarray]
+    rewards: Rewards
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One rollout ready for training; arrays (T,), aligned with the document's tokens."""
+
+    document: Document
+    old_logprobs: np.ndarray
+    ref_logprobs: np.ndarray
+    values: np.ndarray
+    advantages: np.ndarray
+    returns: np.ndarray
+    is_weights: np.ndarray

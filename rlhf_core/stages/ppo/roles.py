@@ -1,0 +1,363 @@
+"""The roles of PPO as plain objects: what one rank of each holds and does. Where they live is `fleet.py`'s business.
+
+Each method is called on every rank of the role with the same arguments; ranks deal the work among themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_core.config import Lora
+from rlhf_core.data.collate import Batch, collate, sent
+from rlhf_core.data.documents import Document
+from rlhf_core.data.packing import Passes
+from rlhf_core.models.document_leak import try_rows
+from rlhf_core.models.kernels.attention import can_share
+from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, masked_logprobs, recompute, trained_policy, trained_scorer
+from rlhf_core.models.token_logprobs import Entropy
+from rlhf_core.models.weights import checkpoint_weights
+from rlhf_core.objectives.actor_loss import Objective, PerToken, actor_loss, count
+from rlhf_core.objectives.losses import Loss, value_loss, with_balance
+from rlhf_core.objectives.masked import before
+from rlhf_core.rollout.weight_receiver import card_id
+from rlhf_core.rollout.weight_transfer import Broadcast, Channel, EngineListener, Rendezvous, Route
+from rlhf_core.stages.ppo.records import Experience
+from rlhf_core.stages.ppo.roofline import Ceilings, Shape, measure_ceilings, shape_of
+from rlhf_core.system import progress
+from rlhf_core.training.engine import AdamW, Engine, TorchEngine, at
+from rlhf_core.training.ranks import export
+from rlhf_core.training.train_loop import accumulate, deal
+from rlhf_core.training.zero_engine import ZeroEngine, library
+
+Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
+
+
+def prepare(deepspeed: bool) -> None:
+    """Imports what a role needs that this module does not."""
+    if deepspeed:
+        library()
+
+
+class Model(NamedTuple):
+    """What a role loads and how it runs it."""
+
+    path: str
+    dtype: str
+    pad_token_id: int
+    micro_batch_size: int
+    trust_remote_code: bool
+    micro_tokens: int | None = None
+
+
+class Update(NamedTuple):
+    """One optimiser step: which of the experience it takes, its learning rate, and the coefficient of a KL in the loss."""
+
+    indices: list[int]
+    learning_rate: float
+    kl_coef: float
+
+
+class Training(NamedTuple):
+    """How actor and critic train."""
+
+    adamw: AdamW
+    zero_stage: int
+    micro_batch_size: int
+    gradient_checkpointing: float
+    timeout: float
+    lora: Lora | None = None
+    seed: int = 0
+    micro_tokens: int | None = None
+    adam_offload: Sequence[str] = ()
+
+
+class Resident:
+    """A role whose model stays on its GPU. Memory that only its allocator holds can go to a neighbour."""
+
+    module: torch.nn.Module
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()
+
+    def card(self) -> str | None:
+        return card_id()
+
+    def memory(self) -> tuple[int, int, int]:
+        """Bytes of its card that this process's tensors have filled at most and its allocator has held at most, since the last call, and
+        that it holds now."""
+        if not torch.cuda.is_available():
+            return 0, 0, 0
+        found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        return found
+
+    def shape(self) -> Shape:
+        return shape_of(self.module.model)
+
+
+class Frozen(Resident):
+    """A model that is only read. With `offload` its weights wait in pinned host memory between two readings."""
+
+    module: Policy | Scorer
+
+    def __init__(self, module: Policy | Scorer, model: Model, offload: bool):
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.module, self.model = module.eval().requires_grad_(False), model
+        self.rank, self.world_size = _rank_from_environment()
+        if not offload:
+            self.module.to(self.device)
+        for tensor in _tensors(module) if offload else []:  # one after the other: the host holds nothing twice
+            tensor.data = tensor.data.cpu().pin_memory()
+        self._waiting = [(tensor, tensor.data) for tensor in _tensors(module)] if offload else []
+
+    def read(self, documents: Sequence[Document], forward: Callable[[Batch], Tensor]) -> Scored:
+        for parameter, host in self._waiting:
+            parameter.data = host.to(self.device, non_blocking=True)
+        try_rows(self.module, self.module, self.device, bool(self.model.micro_tokens))
+        scored = _score(self, documents, self.model, forward)
+        self._leave()
+        return scored
+
+    def _leave(self) -> None:
+        if self._waiting:
+            for parameter, host in self._waiting:
+                parameter.data = host
+            torch.cuda.empty_cache()
+
+
+class Trained(Resident):
+    """A role with an optimiser."""
+
+    engine: Engine
+
+    def release(self) -> None:
+        self.engine.release()
+
+    def save_state(self, folder: str) -> None:
+        with progress.writing(Path(folder)):
+            self.engine.save_state(Path(folder))
+
+    def load_state(self, folder: str) -> None:
+        self.engine.load_state(Path(folder))
+
+
+class Actor(Trained):
+    """The policy that is trained."""
+
+    def __init__(self, model: Model, training: Training, objective: Objective, temperature: float, routing_replay: bool = False):
+        policy = trained_policy(model.path, model.dtype, model.trust_remote_code, training.lora, training.seed, objective.router_aux_coef)
+        if routing_replay:
+            policy.replay_routing()
+        self.engine, self.module = _engine(policy, model, training, "actor" in training.adam_offload), policy
+        self.model, self.lora = model, training.lora
+        self.passes = _passes(self.engine, training.micro_batch_size, training.micro_tokens)
+        self.objective, self.temperature = objective, temperature
+
+    def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
+        scale = self.temperature if temperature is None else temperature
+        return _score(self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, scale).logprobs)
+
+    def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
+        """PPO's clipped surrogate and its relatives, one optimiser step per update; metrics of each."""
+        metrics = []
+        for number, update in enumerate(updates, 1):
+            with at(f"optimiser step {number} of {len(updates)}"):
+                metrics.append(self._update([experience[i] for i in update.indices], update.learning_rate, update.kl_coef))
+        return metrics
+
+    def _update(self, items: list[Experience], rate: float, kl_coef: float) -> dict[str, float]:
+        counted = count([item.document.mask for item in items])
+        entropy: Entropy = "gradient" if self.objective.entropy_coef else "value"
+
+        def loss(part: list[Experience]) -> Loss:
+            batch, shared = _collate(part, self.passes, self.model.pad_token_id, self.engine)
+            new = masked_logprobs(self.engine, batch, self.temperature, entropy)
+            old, ref, advantages, weights = (
+                _per_token(batch, shared, [getattr(e, name) for e in part])
+                for name in ("old_logprobs", "ref_logprobs", "advantages", "is_weights")
+            )
+            per_token = PerToken(new.logprobs, new.entropy, old, ref, advantages, weights, batch.mask, batch.documents)
+            result = actor_loss(per_token, len(part), counted, self.objective, kl_coef)
+            return with_balance(result, new.balance, self.objective.router_aux_coef, counted.answers)
+
+        metrics = accumulate(self.engine, _micro_batches(items, self.passes), loss)
+        return metrics | {"policy/grad_norm": self.engine.step(rate), "policy/learning_rate": rate}
+
+    def ceilings(self) -> Ceilings | None:
+        """Measured on the first rank alone."""
+        return measure_ceilings(self.engine.device, getattr(torch, self.model.dtype)) if self.engine.rank == 0 else None
+
+    def open_listener(self, key: bytes) -> str:
+        """Opens a socket for engines on this rank's GPU; returns its address."""
+        self._listener = EngineListener(key)
+        return self._listener.address
+
+    def open_channel(self, route: Route, rendezvous: Rendezvous, on_this_card: Sequence[int]) -> None:
+        """Connects to the engines, which must open their side at the same time. `on_this_card`: engine processes on each rank's card."""
+        self._channel: Channel | None = None
+        if route.kind == "cards":
+            self._channel = self._listener.admit(on_this_card[self.engine.rank])
+        elif self.engine.rank == route.source:
+            self._channel = Broadcast(route.kind, 0, 1 + route.receivers, rendezvous)
+
+    def send_weights(self) -> None:
+        """All weights under checkpoint names to the engines; a collective. Ranks that do not send only help to gather."""
+        weights = checkpoint_weights(self.engine.module.model, self.engine.gathered)
+        if self._channel is not None:
+            self._channel.send(weights)
+        else:
+            deque(weights, maxlen=0)
+
+    def export(self, folder: str) -> None:
+        """Writes a transformers checkpoint on rank 0."""
+        with progress.writing(Path(folder)):
+            export(self.engine, Path(folder), self.model.path, self.lora, self.model.trust_remote_code)
+
+
+class Critic(Trained):
+    """The value model that is trained; it starts from the reward model, head included."""
+
+    def __init__(self, model: Model, training: Training, value_clip: float):
+        scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, training.lora, training.seed)
+        self.engine, self.module = _engine(scorer, model, training, "critic" in training.adam_offload), scorer
+        self.model, self.value_clip = model, value_clip
+        self.passes = _passes(self.engine, training.micro_batch_size, training.micro_tokens)
+
+    def values(self, documents: Sequence[Document]) -> Scored:
+        """`V(tokens[<t])` for every token."""
+        return _score(self.engine, documents, self.model, self._values)
+
+    def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
+        """The clipped value loss, one optimiser step per update; metrics of each."""
+        metrics = []
+        for number, update in enumerate(updates, 1):
+            with at(f"optimiser step {number} of {len(updates)}"):
+                metrics.append(self._update([experience[i] for i in update.indices], update.learning_rate))
+        return metrics
+
+    def _update(self, items: list[Experience], rate: float) -> dict[str, float]:
+        tokens = count([item.document.mask for item in items]).tokens
+
+        def loss(part: list[Experience]) -> Loss:
+            batch, shared = _collate(part, self.passes, self.model.pad_token_id, self.engine)
+            old, returns = (_per_token(batch, shared, [getattr(e, name) for e in part]) for name in ("values", "returns"))
+            return value_loss(self._values(batch), old, returns, batch.mask, self.value_clip, tokens)
+
+        metrics = accumulate(self.engine, _micro_batches(items, self.passes), loss)
+        return metrics | {"value/grad_norm": self.engine.step(rate), "value/learning_rate": rate}
+
+    def _values(self, batch: Batch) -> Tensor:
+        return before(self.engine(batch.tokens, batch.host.positions), batch.host.positions)
+
+
+class Reference(Frozen):
+    """The frozen policy the KL is measured against."""
+
+    def __init__(self, model: Model, temperature: float, offload: bool = False, routing_replay: bool = False):
+        policy = load_policy(model.path, model.dtype, model.trust_remote_code, on_host=offload)
+        if routing_replay:
+            policy.replay_routing()
+        super().__init__(policy, model, offload)
+        self.temperature = temperature
+
+    def logprobs(self, documents: Sequence[Document]) -> Scored:
+        return self.read(documents, lambda batch: masked_logprobs(self.module, batch, self.temperature).logprobs)
+
+
+class Reward(Frozen):
+    """A frozen reward model."""
+
+    def __init__(self, model: Model, offload: bool = False):
+        super().__init__(load_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, on_host=offload), model, offload)
+
+    def scores(self, documents: Sequence[Document]) -> Scored:
+        """The score at each document's last token, as an array of one."""
+        everywhere = self.read(documents, lambda b: self.module(b.tokens, b.host.positions))
+        return [(index, values[-1:]) for index, values in everywhere]
+
+
+def _engine(module: Policy | Scorer, model: Model, training: Training, offload: bool) -> Engine:
+    recompute(module.model, training.gradient_checkpointing)
+    module.train()
+    engine: Engine
+    if training.zero_stage == 0:
+        engine = TorchEngine(module, training.adamw)
+    else:
+        engine = ZeroEngine(module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, training.timeout, offload)
+    try_rows(engine, module, engine.device, bool(model.micro_tokens or training.micro_tokens), engine.all_reduce)
+    return engine
+
+
+def _tensors(module: torch.nn.Module) -> list[Tensor]:
+    """Parameters and buffers, each once."""
+    return list({id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}.values())
+
+
+def _score(rank: Engine | Frozen, documents: Sequence[Document], model: Model, forward: Callable[[Batch], Tensor]) -> Scored:
+    """This rank's share of the documents, similar lengths together; `forward` gives (B, T)."""
+    passes = _passes(rank, model.micro_batch_size, model.micro_tokens)
+    read: list[tuple[list[int], list[Document], Tensor, Tensor]] = []
+    parts = _parts(documents, passes)
+    for index, weight in deal(len(parts), rank.rank, rank.world_size):
+        rows = passes.rows_of([documents[i] for i in parts[index]])
+        batch = collate(rows, model.pad_token_id, _replays(rank)).to(rank.device)
+        with torch.no_grad():
+            values = forward(batch).float()
+        progress.made()
+        if weight:
+            read.append((parts[index], [document for row in rows for document in row], batch.host.documents >= 0, values))
+    scored: Scored = []  # only now does the host wait for the GPU
+    for part, packed, real, values in read:
+        ends = np.cumsum([len(document) - document.shared for document in packed])
+        own = np.split(values.cpu()[real].numpy(), ends[:-1])
+        progress.made()
+        scored += [(i, np.pad(array, (document.shared, 0))) for i, document, array in zip(part, packed, own, strict=True)]
+    return scored
+
+
+def _passes(rank: Engine | Frozen, rows: int, tokens: int | None) -> Passes:
+    share = can_share(rank.module.model, rank.device) and not (isinstance(rank.module, Policy) and rank.module.balanced)
+    return Passes(rows, tokens, rank.world_size, share, bool(rank.module.apart))
+
+
+def _replays(rank: Engine | Frozen) -> bool:
+    return isinstance(rank.module, Policy) and rank.module.replays
+
+
+def _parts(documents: Sequence[Document], passes: Passes) -> list[list[int]]:
+    """Indices of the documents of each pass: answers to a prompt together where it can be shared, similar lengths together elsewhere, so
+    that rows carry little padding."""
+
+    def row_tokens(group: list[int]) -> int:
+        return sum(len(document) - document.shared for document in passes.branched([documents[i] for i in group]))
+
+    return [[i for group in part for i in group] for part in passes.split(passes.together(documents), row_tokens)]
+
+
+def _micro_batches(items: list[Experience], passes: Passes) -> list[list[Experience]]:
+    return [[items[i] for i in part] for part in _parts([item.document for item in items], passes)]
+
+
+def _collate(items: Sequence[Experience], passes: Passes, pad_token_id: int, engine: Engine) -> tuple[Batch, list[int]]:
+    """The batch, and how many tokens of each document are another's."""
+    rows = passes.rows_of([item.document for item in items])
+    return collate(rows, pad_token_id, _replays(engine)).to(engine.device), [document.shared for row in rows for document in row]
+
+
+def _per_token(batch: Batch, shared: Sequence[int], rows: Sequence[np.ndarray]) -> Tensor:
+    """Per-token arrays of the batch's documents, in order, laid out like its tokens: (B, T), zeros on padding."""
+    values = torch.zeros(batch.tokens.shape)
+    values[batch.host.documents >= 0] = torch.from_numpy(np.concatenate([row[n:] for row, n in zip(rows, shared, strict=True)])).float()
+    return sent(values, batch.tokens.device)
+
+
+def _rank_from_environment() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -1,0 +1,119 @@
+"""What an iteration must take at least: its floating-point operations and bytes over the ceilings of the cards it runs on.
+
+2N operations a token for a forward pass of N parameters, 6N for training (Kaplan et al. 2020, section 2.1; attention's own products and
+recomputation are left out). The ceilings are measured at start, on the actor's card: a large matrix product and a large copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.hub.model_config import num_experts
+from rlhf_core.stages.ppo.records import Rollout
+
+MATMUL, COPY = 8192, 1 << 30  # on a GPU: rows of a square matrix; bytes
+CPU_MATMUL, CPU_COPY = 512, 1 << 24
+
+
+class Ceilings(NamedTuple):
+    """Of one card: FLOP/s of matrix products in the training dtype, bytes/s of its memory (read and written both counted)."""
+
+    flops: float
+    bandwidth: float
+
+
+class Shape(NamedTuple):
+    """Of one model: parameters that a token meets (of experts only those it is sent to), bytes of all weights, bytes of keys and values
+    of one token, and whether it has experts."""
+
+    parameters: int
+    weight_bytes: int
+    kv_bytes: int
+    experts: bool = False
+
+
+class Machine(NamedTuple):
+    """Each role's model and cards, and what a card can do."""
+
+    shapes: Mapping[str, Shape]
+    cards: Mapping[str, Sequence[str]]
+    engine_span: int
+    ceilings: Ceilings
+
+
+def shape_of(model: PreTrainedModel) -> Shape:
+    config = model.config
+    experts = num_experts(config)
+    parameters = [(name, getattr(p, "ds_numel", p.numel()), p.element_size()) for name, p in model.named_parameters()]
+    met = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0  # share of its experts that a token is sent to
+    idle = (1 - met) * sum(n for name, n, _ in parameters if ".experts." in name)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    count, weight_bytes = sum(n for _, n, _ in parameters), sum(n * width for _, n, width in parameters)
+    return Shape(count - int(idle), weight_bytes, 2 * config.num_hidden_layers * heads * size * parameters[0][2], bool(experts))
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """The best of a few runs of each."""
+    on_gpu = device.type == "cuda"
+    rows, size = (MATMUL, COPY) if on_gpu else (CPU_MATMUL, CPU_COPY)
+    matrix = torch.randn(rows, rows, device=device, dtype=dtype)
+    source = torch.randint(0, 255, (size,), device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+
+    def best(work: object) -> float:
+        assert callable(work)
+        seconds = []
+        for _ in range(6):
+            start = time.perf_counter()
+            work()
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    return Ceilings(2 * rows**3 / best(lambda: matrix @ matrix), 2 * size / best(lambda: target.copy_(source)))
+
+
+def floors(rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, machine: Machine) -> dict[str, float]:
+    """Seconds that generating, scoring and training take at least, as `floor/<phase>`. `passes`: times each rollout is trained on.
+
+    The prompt of several answers counts once.
+    """
+    tokens = _asked(rollouts) + sum(len(rollout.document) - rollout.document.answer_start for rollout in rollouts)
+    scoring = [role for role in machine.shapes if role != "sampler"]
+    return {
+        "floor/generate": _generate(rollouts, machine),
+        "floor/score": _busiest({role: 2 * machine.shapes[role].parameters * tokens for role in scoring}, machine),
+        "floor/train": _busiest({role: 6 * machine.shapes[role].parameters * tokens * passes for role in trained}, machine),
+    }
+
+
+def _busiest(flops: Mapping[str, float], machine: Machine) -> float:
+    """Seconds of the card with the most to do: roles spread their work evenly over their cards, and cards work side by side."""
+    load: dict[str, float] = {}
+    for role, total in flops.items():
+        for card in machine.cards[role]:
+            load[card] = load.get(card, 0.0) + total / len(machine.cards[role])
+    return max(load.values(), default=0.0) / machine.ceilings.flops
+
+
+def _generate(rollouts: Sequence[Rollout], machine: Machine) -> float:
+    """The prompts' products, then as many steps as the longest answer has tokens: each reads the weights and all keys and values so far."""
+    shape, cards, (flops, bandwidth) = machine.shapes["sampler"], len(machine.cards["sampler"]), machine.ceilings
+    said = [sum(rollout.document.mask) for rollout in rollouts]
+    asked = [len(rollout.document.mask) - length for rollout, length in zip(rollouts, said, strict=True)]
+    read = sum(length * (prompt + length / 2) for prompt, length in zip(asked, said, strict=True)) * shape.kv_bytes / cards
+    steps = max(said, default=0) * shape.weight_bytes / machine.engine_span
+    decode = max((steps + read) / bandwidth, 2 * shape.parameters * sum(said) / cards / flops)
+    return 2 * shape.parameters * _asked(rollouts) / cards / flops + decode
+
+
+def _asked(rollouts: Sequence[Rollout]) -> int:
+    """Tokens of the prompts, each once."""
+    return sum(len(prompt) for prompt in {tuple(rollout.document.tokens[: rollout.document.answer_start]) for rollout in rollouts})

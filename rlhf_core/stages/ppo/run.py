@@ -1,0 +1,49 @@
+"""Starts PPO: reserves the cluster and starts a process for each rank, whose imports run beside those of this process."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+from rlhf_core.cluster.layout import arrange
+from rlhf_core.cluster.ray_cluster import connect, leave, reserve
+from rlhf_core.cluster.worker_group import Group, cpu_threads
+from rlhf_core.config import PPO
+from rlhf_core.forecast.zero_stage import uses_deepspeed
+from rlhf_core.runs.resume_state import require_layout
+from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.stages.ppo.zero_choice import layout_of
+from rlhf_core.system.gc_pause import uncollected
+
+
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """The PPO stage (`train.train`). Raises ValueError for a resume state that the recipe's ranks cannot read."""
+    begun = time.monotonic()
+    require_layout(run, layout_of(cast(PPO, request.config)))
+    try:
+        groups = start_processes(cast(PPO, request.config))
+        with uncollected():
+            from rlhf_core.stages.ppo.train import train
+
+        return train(request, run, groups, begun)
+    except Exception:
+        leave()  # so that what the roles still print does not come after the reason
+        raise
+
+
+def start_processes(config: PPO) -> dict[str, Group]:
+    """The processes of each role, each in its slot, importing their libraries."""
+    connect()
+    reservation = reserve(arrange(config.placed, config.together), config.timeout)
+    # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
+    spans, alone = {"sampler": config.vllm.tensor_parallel_size}, () if config.one_step_off_policy else ("sampler",)
+    groups = {
+        name: Group(name, reservation, cpu_threads(1 if name in alone else 2), spans.get(name, 1), growing=name != "sampler")
+        for name in config.placed
+    }
+    for name, group in groups.items():
+        if name == "sampler":
+            group.prepare("rlhf_core.rollout.sampler_role:prepare", config.vllm.kv_cache_gib)
+        else:
+            group.prepare("rlhf_core.stages.ppo.roles:prepare", name in ("actor", "critic") and uses_deepspeed(config))
+    return groups

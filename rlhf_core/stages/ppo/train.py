@@ -1,0 +1,189 @@
+"""The PPO stage once its processes are there (`start`): data and roles in, iterations, a checkpoint out."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from rlhf_core.cluster.worker_group import Group
+from rlhf_core.config import PPO
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.data.report import JSON, write_data_report
+from rlhf_core.data.sources import prompts as load_prompts
+from rlhf_core.data.vocabulary import require_same_vocabulary
+from rlhf_core.objectives.advantages import AdaptiveKL, FixedKL, KLController, kl_controller
+from rlhf_core.rewards.combine import Running, term_of
+from rlhf_core.runs import resume_state
+from rlhf_core.runs.metrics_log import Tracker, read_metrics
+from rlhf_core.runs.run_dir import EXPORTS, Outcome, RunDir, StageRequest
+from rlhf_core.stages.ppo.credit import Overlong, Shaping
+from rlhf_core.stages.ppo.fleet import Fleet, start_fleet
+from rlhf_core.stages.ppo.iteration import Carried, Optimisation, Setup, ppo_iteration
+from rlhf_core.stages.ppo.one_step_off import read_ahead, write_ahead
+from rlhf_core.stages.ppo.sampling import Filtering, Line, Sampling
+from rlhf_core.stages.ppo.zero_choice import layout_of
+from rlhf_core.training.engine import at, learning_rate
+
+PROBE_DOCUMENTS, PROBE_TOKENS = 4, 128
+SHOWN = ("reward/mean", "kl/mean", "policy/first_ratio", "response/length", "phase/generate", "phase/score", "phase/train")
+
+
+def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun: float) -> Outcome:
+    """Trains the actor on its own samples; the output is `checkpoint`. A killed run goes on after its last saved iteration.
+
+    `groups`: the processes of each role; `begun`: when the stage began, on the monotonic clock.
+    """
+    config = cast(PPO, request.config)
+    paths = model_paths(config, request.inputs)
+    tokenizer = load_tokenizer(paths["actor"], request.trust_remote_code)
+    require_same_vocabulary(paths["actor"], paths.values(), request.trust_remote_code)
+    renderer = Renderer(tokenizer, config.prompts.template)
+    data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
+    write_data_report(run, request.name, prompts=data.report)
+    iterations = config.iterations(len(data.items))
+    setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
+    resume = resume_state.latest(run)
+    kept_stage = resume.loop["layout"]["zero_stage"] if resume else None
+    fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, kept_stage)
+    with closing(fleet.outside):  # a run that fails would wait for what it asks
+        print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
+
+        first = resume.step if resume else 0
+        kl = kl_controller(config.init_kl_coef, config.kl_target, config.kl_horizon)
+        carried = Carried(0, {})
+        if resume:
+            fleet.load_state(resume.folder)
+            fleet.publish_weights()
+            kl, carried = restore(kl, resume.loop)
+            carried = carried._replace(ahead=read_ahead(resume.folder, setup.line, setup.sampling.n))
+            print(f"resumed after iteration {first} of {iterations}", flush=True)
+        fleet.probe(setup.probe, synced=resume is not None)
+        tracker = Tracker(run, iterations, first)
+        cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, 0 if config.lora else fleet.trained_parameters())
+        for step in range(first, iterations):
+            done = step + 1
+            how = optimisation(config, step, iterations, request.seed)
+            with at(f"iteration {done} of {iterations}"):
+                metrics, mean_kl, carried = ppo_iteration(fleet, setup, carried, kl.coef, how, done == iterations)
+            kl = kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
+            if done % config.logging_steps == 0 or done == iterations:
+                tracker.log(done, metrics, show=SHOWN)
+            if done in config.export_at:  # before the resume state, so that a run that goes on after this iteration finds it exported
+                export(fleet, run / EXPORTS / f"iteration{done}")
+            if done < iterations and cadence.due(done):
+                state = loop_state(kl, carried) | {"layout": layout_of(config) | {"zero_stage": fleet.zero_stage}}
+                resume_state.save(run, done, config.keep_checkpoints, state, partial(save_state, fleet, carried))
+                cadence.saved()
+        tracker.close()
+    export(fleet, run / "checkpoint")
+    outputs = {"checkpoint": "checkpoint", "data_report": JSON} | ({EXPORTS: EXPORTS} if config.export_at else {})
+    return Outcome(final_metrics(read_metrics(run.path)) | data.report.metrics("data"), outputs)
+
+
+def save_state(fleet: Fleet, carried: Carried, folder: Path) -> None:
+    """The roles' part of a resume state, and the answers that wait for their iteration."""
+    fleet.save_state(folder)
+    if carried.ahead is not None:
+        write_ahead(folder, carried.ahead)
+
+
+def export(fleet: Fleet, folder: Path) -> None:
+    """Writes the actor as a model, in place of what an attempt that was cut off left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    fleet.export_actor(folder)
+
+
+def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
+    """Each role's model; the critic starts from the first reward model and the reference from the actor unless the recipe names others."""
+    names = {"actor": config.actor, "reference": config.reference or config.actor}
+    names |= {f"reward:{source.title}": source.model for source in config.reward_models}
+    if config.has_critic:
+        names["critic"] = config.critic or config.reward_models[0].model
+    return {role: inputs[name] for role, name in names.items()}
+
+
+def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], stop_token_ids: Sequence[int], seed: int) -> Setup:
+    """What stays the same over the iterations."""
+    n = config.n_samples_per_prompt
+    normalize: Literal["none", "stored"] = "stored" if config.normalize_reward else "none"
+    terms = [term_of(source, paths.get(f"reward:{source.title}"), normalize) for source in config.reward]
+    low, high = config.sampler_is_clamp if config.sampler_is == "clamp" else (0.0, config.sampler_is_cap)
+    buffer = config.overlong_buffer
+    shaping = Shaping(
+        estimator=config.advantage_estimator,
+        n=n,
+        terms=terms,
+        reward_clip=config.reward_clip,
+        reward_at=config.reward_at,
+        overlong=Overlong(config.generate_max_len, buffer, config.overlong_penalty) if buffer else None,
+        kl_estimator=config.kl_estimator,
+        kl_in=config.kl_in,
+        gamma=config.gamma,
+        lambd=config.lambd,
+        whiten=config.whiten_advantages,
+        is_bounds=(low, high),
+        is_weighted=config.sampler_is != "off",
+    )
+    probe = [Document(p.tokens[-PROBE_TOKENS:], [True] * len(p.tokens[-PROBE_TOKENS:])) for p in prompts[:PROBE_DOCUMENTS]]
+    return Setup(
+        line=Line(prompts, config.rollout_batch_size, seed),
+        sampling=Sampling(n=n, temperature=config.temperature, max_new_tokens=config.generate_max_len, stop_token_ids=stop_token_ids),
+        filtering=Filtering(config.max_filter_rounds, config.filter_min_spread, terms) if config.dynamic_filtering else None,
+        shaping=shaping,
+        probe=probe,
+        allowed_failures=int(config.max_failed_rewards * config.rollout_batch_size * n),
+        one_step_off=config.one_step_off_policy,
+        part=config.stream_batch_size,
+    )
+
+
+def optimisation(config: PPO, step: int, iterations: int, seed: int) -> Optimisation:
+    """Batches and learning rates of one iteration. The actor does not train in the first `freezing_actor_steps` iterations."""
+    per_epoch = config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size
+    per_iteration = per_epoch * config.max_epochs
+    frozen = config.freezing_actor_steps
+
+    def rates(peak: float, first: int) -> list[float]:
+        total, now = (iterations - first) * per_iteration, (step - first) * per_iteration
+        return [learning_rate(now + k, total, peak, config.warmup_ratio, config.min_lr_ratio) for k in range(per_iteration)]
+
+    by_role = {"critic": rates(config.critic_learning_rate, 0)} if config.has_critic else {}
+    by_role |= {"actor": rates(config.actor_learning_rate, frozen)} if step >= frozen else {}
+    return Optimisation(per_epoch, config.max_epochs, by_role, f"{seed}-{step}")
+
+
+def loop_state(kl: KLController, carried: Carried) -> dict[str, Any]:
+    """What the loop itself keeps of a run, as JSON."""
+    return {"kl_coef": kl.coef, "position": carried.position, "statistics": {name: list(r) for name, r in carried.statistics.items()}}
+
+
+def restore(kl: KLController, loop: Mapping[str, Any]) -> tuple[KLController, Carried]:
+    """The controller and what an iteration takes over, from a stored `loop_state`."""
+    coef = loop["kl_coef"]
+    controller = FixedKL(coef) if isinstance(kl, FixedKL) else AdaptiveKL(coef, kl.target, kl.horizon)
+    return controller, Carried(loop["position"], {name: Running(*values) for name, values in loop["statistics"].items()})
+
+
+def final_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Means over the last fifth of the iterations, and the reward's rise from the first fifth with its standard error."""
+    fifth = max(1, len(lines) // 5)
+    last, start = lines[-fifth:], lines[:fifth]
+    names = [name for name in last[-1] if name not in ("step", "time")]
+    metrics = {name: sum(line.get(name, last[-1][name]) for line in last) / len(last) for name in names}
+    before, after = ([line["reward/mean"] for line in part] for part in (start, last))
+    metrics["reward/first_fifth"], metrics["reward/last_fifth"] = sum(before) / len(before), sum(after) / len(after)
+    metrics["reward/rise_standard_error"] = (_variance_of_mean(before) + _variance_of_mean(after)) ** 0.5
+    return metrics | {"iterations": float(len(lines))}
+
+
+def _variance_of_mean(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)

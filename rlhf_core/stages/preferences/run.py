@@ -1,0 +1,118 @@
+"""One round of self-made data: sample n answers a prompt, score them, and make of them what `post_processor` says.
+
+A policy that knows rewards in its prompts (conditional SFT) gets a prompt for the best; rows and sources of rewards have plain prompts.
+Sampling and scoring follow each other, so that each has the device to itself; sampled answers outlive a kill (sample_answers.py).
+An answer counts with the weighed sum of its rewards; one that a source failed on has none and is left out, whatever becomes of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from functools import partial
+from statistics import fmean, pstdev
+from typing import cast
+
+from rlhf_core.config import Preferences
+from rlhf_core.config.rewards import ModelReward
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.data.report import JSON, write_data_report
+from rlhf_core.data.reward_condition import stored_suffix
+from rlhf_core.data.sources import prompts as load_prompts
+from rlhf_core.data.vocabulary import require_same_vocabulary
+from rlhf_core.rewards.batch import reward_batch, terms_of
+from rlhf_core.rewards.contract import Sample
+from rlhf_core.rollout.engine import Answer
+from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.stages.preferences.post_process import post_process
+from rlhf_core.stages.preferences.sample_answers import answers_of_round
+from rlhf_core.system.files import write_text
+
+WHY_NONE = {
+    "dpo": "answers of equal score or text: raise temperature or n_samples_per_prompt",
+    "kto": "answers of equal score: raise temperature or n_samples_per_prompt",
+    "rejection_sampling": "no whole answer that scores min_reward: lower it, or raise generate_max_len",
+    "conditional_sft": "no whole answer: raise generate_max_len",
+}
+
+
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Writes `pairs.jsonl` for the post-processor dpo (`PreferencePair`), else `answers.jsonl` (`ScoredAnswer`, `LabelledAnswer`)."""
+    config = cast(Preferences, request.config)
+    terms_of(config.reward, request.inputs)  # what is missing is reported before any work
+    policy = request.inputs[config.policy]
+    tokenizer = load_tokenizer(policy, request.trust_remote_code)
+    reward_models = [request.inputs[source.model] for source in config.reward if isinstance(source, ModelReward)]
+    require_same_vocabulary(policy, reward_models, request.trust_remote_code)
+    renderer = Renderer(tokenizer, config.prompts.template)
+    data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
+    write_data_report(run, request.name, prompts=data.report)
+    prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
+    suffix = stored_suffix(policy)
+    asking = Renderer(tokenizer, config.prompts.template, suffix)
+    asked = [asking.prompt_within(prompt.messages, config.prompt_max_len)[0] if suffix else prompt.tokens for prompt in prompts]
+    answers = answers_of_round(config, policy, asked, renderer.stop_token_ids, request, run)
+    texts = [[tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in group] for group in answers]
+
+    print("scoring the answers", flush=True)
+    documents = [_document(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
+    samples = [
+        Sample(prompt.messages, text, prompt.row, answer.finished, str(tokenizer.decode(_document(prompt, answer).tokens)))
+        for prompt, group, said in zip(prompts, answers, texts, strict=True)
+        for answer, text in zip(group, said, strict=True)
+    ]
+    micro, limit, trust = config.micro_rollout_batch_size, config.max_failed_rewards, request.trust_remote_code
+    scores_of = None
+    if config.vllm.num_engines > 1:
+        from rlhf_core.stages.preferences.score_answers import scores_on_ranks  # Ray's import takes seconds
+
+        scores_of = partial(scores_on_ranks, config, trust_remote_code=trust)
+    combined = reward_batch(config.reward, request.inputs, documents, samples, limit, micro, trust, config.dtype, scores_of)
+    scores = combined.rewards.where(combined.scored, math.nan).view(len(prompts), -1).tolist()
+
+    finished = [[answer.finished for answer in group] for group in answers]
+    made = post_process(config.post_processor, [prompt.messages for prompt in prompts], texts, scores, finished, config.min_reward)
+    if not made.rows:
+        raise ValueError(f"all {len(prompts)} prompts gave {WHY_NONE[config.post_processor]}")
+    output = "pairs" if config.post_processor == "dpo" else "answers"
+    file = f"{output}.jsonl"
+    write_text(run / file, "".join(row.model_dump_json() + "\n" for row in made.rows))
+    metrics = {
+        "prompts": float(len(prompts)),
+        output: float(len(made.rows)),
+        **{f"dropped/{why}": float(count) for why, count in made.dropped.items()},
+        **combined.metrics,
+        **reward_metrics(scores),
+        "response/length": sum(len(a.tokens) for group in answers for a in group) / len(documents),
+        "response/truncated": sum(not a.finished for group in answers for a in group) / len(documents),
+        "prompt/truncated": sum(prompt.truncated for prompt in prompts) / len(prompts),
+    }
+    write_text(run / "metrics.jsonl", json.dumps({"step": 1, **metrics}) + "\n")
+    return Outcome(metrics | data.report.metrics("data"), {output: file, "data_report": JSON})
+
+
+def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, seed: int) -> list[Prompt]:
+    """`count` prompts from position `first` of one seeded shuffle; a round beyond the end starts again at the front."""
+    order = list(range(len(prompts)))
+    random.Random(seed).shuffle(order)
+    return [prompts[order[(first + i) % len(order)]] for i in range(min(count or len(order), len(order)))]
+
+
+def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
+    """What the weighed sums of each prompt's answers were, as they are compared and written; nan: no reward."""
+    given = [[value for value in group if not math.isnan(value)] for group in scores]
+    flat, groups = [value for group in given for value in group], [group for group in given if group]
+    return {
+        "reward/mean": fmean(flat),
+        "reward/std": pstdev(flat),
+        "reward/best": fmean(map(max, groups)),
+        "reward/worst": fmean(map(min, groups)),
+        "reward/failed": float(sum(map(len, scores)) - len(flat)),
+    }
+
+
+def _document(prompt: Prompt, answer: Answer) -> Document:
+    return Document(prompt.tokens + answer.tokens, [False] * len(prompt.tokens) + [True] * len(answer.tokens))

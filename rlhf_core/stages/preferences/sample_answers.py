@@ -1,0 +1,106 @@
+"""The answers of a round: by an engine in this process, or by several on a Ray cluster; kept on disk as they come.
+
+A stage that was cut off asks only for what it lacks: `state/answers.jsonl` has a line for each prompt that is answered.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_core.config import Preferences
+from rlhf_core.models.dtype import dtype_of
+from rlhf_core.rollout.engine import Answer, Sampler
+from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
+from rlhf_core.system.files import write_text
+
+PROGRESS_SECONDS = 15.0
+SILENT_SECONDS = 3600.0  # longer than any prompt's answers take
+Answered = tuple[int, list[Answer]]
+
+
+def answers_of_round(
+    config: Preferences, policy: str, prompts: Sequence[list[int]], stop_token_ids: Sequence[int], request: StageRequest, run: RunDir
+) -> list[list[Answer]]:
+    """`n_samples_per_prompt` answers to each prompt, without log-probs. Seeds are a function of run, round and prompt."""
+    file, n = run / STATE / "answers.jsonl", config.n_samples_per_prompt
+    found = _kept(file, n)
+    missing = [i for i in range(len(prompts)) if i not in found]
+    print(f"sampling {n} answers to each of {len(prompts)} prompts" + (f", {len(found)} have theirs" if found else ""), flush=True)
+    if missing:
+        seeds = [random.Random(f"{request.seed}-{config.first_prompt}-{i}").getrandbits(48) for i in missing]
+        settings = {
+            "seed": request.seed,
+            "max_model_len": config.prompt_max_len + config.generate_max_len,
+            "dtype": dtype_of(policy, config.dtype, request.trust_remote_code),
+            "kv_cache_gib": config.vllm.kv_cache_gib,
+            "gpu_memory_utilization": config.vllm.gpu_memory_utilization,
+            "trust_remote_code": request.trust_remote_code,
+            "tensor_parallel_size": config.vllm.tensor_parallel_size,
+        }
+        how = {"temperature": config.temperature, "max_new_tokens": config.generate_max_len, "stop_token_ids": list(stop_token_ids), "n": n}
+        engines = _one_engine if config.vllm.num_engines == 1 else _several_engines
+        logged, tokens, done = time.monotonic(), 0, 0
+        with file.open("a") as out, closing(engines(config, policy, settings, [prompts[i] for i in missing], seeds, how)) as answered:
+            for place, group in answered:
+                found[missing[place]] = group
+                out.write(json.dumps([missing[place], [[answer.tokens, answer.finished] for answer in group]]) + "\n")
+                out.flush()
+                tokens, done = tokens + sum(len(answer.tokens) for answer in group), done + 1
+                if time.monotonic() - logged > PROGRESS_SECONDS:
+                    logged = time.monotonic()
+                    print(f"sampled answers to {done} of {len(missing)} prompts, {tokens:,} tokens", flush=True)
+    return [found[i] for i in range(len(prompts))]
+
+
+def _kept(file: Path, n: int) -> dict[int, list[Answer]]:
+    """What an attempt that was cut off had sampled; the file is left without a torn last line."""
+    file.parent.mkdir(exist_ok=True)
+    found: dict[int, list[Answer]] = {}
+    lines = file.read_text().splitlines() if file.is_file() else []
+    for line in lines:
+        try:
+            prompt, group = json.loads(line)
+        except ValueError:
+            continue
+        if len(group) == n:
+            found[prompt] = [Answer(tokens, [], finished) for tokens, finished in group]
+    if len(found) < len(lines):
+        rows = [[prompt, [[answer.tokens, answer.finished] for answer in group]] for prompt, group in found.items()]
+        write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+    return found
+
+
+def _one_engine(
+    config: Preferences, policy: str, settings: dict[str, Any], prompts: Sequence[list[int]], seeds: Sequence[int], how: dict[str, Any]
+) -> Generator[Answered, None, None]:
+    sampler = Sampler(policy, **settings)
+    whole = torch.cuda.is_available() and not config.vllm.seed_answers
+    try:
+        yield from sampler.stream(prompts, seeds=seeds, **how, seed_whole=whole, logprobs=False)
+    finally:
+        sampler.close()
+
+
+def _several_engines(
+    config: Preferences, policy: str, settings: dict[str, Any], prompts: Sequence[list[int]], seeds: Sequence[int], how: dict[str, Any]
+) -> Generator[Answered, None, None]:
+    """Engines of a Ray group, each on its own cards. They are gone when the answers are there."""
+    from rlhf_core.cluster.temporary_group import borrowed
+    from rlhf_core.cluster.worker_group import share
+    from rlhf_core.rollout.sampler_role import SamplerRole
+
+    wait = config.vllm.start_timeout
+    with borrowed("sampler", config.vllm, config.vllm.tensor_parallel_size, wait) as (group, pids):
+        group.prepare("rlhf_core.rollout.sampler_role:prepare", config.vllm.kv_cache_gib)
+        loaded = group.build(SamplerRole, model=policy, **settings, seed_answers=config.vllm.seed_answers).wait(wait)
+        pids += [up.process for up in loaded]
+        print(f"{len(loaded)} engines are up", flush=True)
+        yield from group.stream("generate", "stream", SILENT_SECONDS, share(list(prompts)), list(seeds), *how.values(), False)

@@ -1,0 +1,170 @@
+"""The folder that is published: a checkpoint's files, a card and scores, put in place whole or not at all.
+
+It is written beside its destination, checked, marked, and renamed, so that a reader never sees half a model. The marker
+(`alignflow.json`: who wrote it, from which stage, every file with size and SHA-256) is what allows the next publication to replace it;
+a folder without one belongs to somebody else. Only files a model needs are taken; pickles are never among them.
+An adapter (peft's format) is published as it is, and names the Hub repository of the model it belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from rlhf_core.hub.ids import HUB_ID, is_hub_id
+from rlhf_core.hub.model_files import ADAPTER_CONFIG, check_loads, is_adapter, model_files
+from rlhf_core.records import FileInfo, Frozen
+from rlhf_core.runs.lineage import lineage, stage_of
+from rlhf_core.system.files import file_digest
+
+MARKER = "alignflow.json"
+PLACES = ("_name_or_path", "name_or_path")  # keys of a config that remember where it was loaded from
+
+
+class AdapterBase(NamedTuple):
+    """The model on the Hub that an adapter belongs to, and its commit when that is known."""
+
+    repo_id: str
+    revision: str | None
+
+
+class Published(Frozen):
+    """The marker of a published folder."""
+
+    name: str
+    digest: str
+    files: dict[str, FileInfo]
+
+
+def assemble(
+    checkpoint: Path,
+    folder: Path,
+    texts: Mapping[str, str],
+    name: str,
+    digest: str,
+    trust_remote_code: bool = False,
+    base: AdapterBase | None = None,
+) -> Published:
+    """Publishes a checkpoint to a folder, together with `texts` (relative path -> content). `base`: of `adapter_base`.
+
+    Raises ValueError when the checkpoint is not a whole model, or when `folder` holds something that was not published by alignflow.
+    """
+    files = {file.relative_to(checkpoint).as_posix(): file for file in model_files(checkpoint, trust_remote_code)}
+
+    def finish(partial: Path) -> None:
+        for name in ("config.json", "tokenizer_config.json"):
+            _forget_places(partial / name)
+        if base is not None:
+            _name_base(partial / ADAPTER_CONFIG, base)
+        check_loads(partial, trust_remote_code)
+
+    return put(files, folder, texts, name, digest, finish)
+
+
+def put(
+    files: Mapping[str, Path], folder: Path, texts: Mapping[str, str], name: str, digest: str, finish: Callable[[Path], None]
+) -> Published:
+    """Copies files (relative path -> file) and writes `texts` to `folder`, whole or not at all; `finish` checks it before it is in place.
+
+    In a run directory weights are hard links, which take no space; a folder of the user's gets copies, which the user may change.
+    Raises ValueError when `folder` holds something that was not published by alignflow.
+    """
+    refuse_foreign(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial, old = (folder.with_name(f".{folder.name}.{digest}.{state}") for state in ("partial", "old"))
+    for rest in (partial, old):  # of a publication that was cut off
+        shutil.rmtree(rest, ignore_errors=True)
+    partial.mkdir()
+    in_run = stage_of(folder) is not None
+    for path, file in files.items():
+        (partial / path).parent.mkdir(exist_ok=True)
+        if not (in_run and file.suffix == ".safetensors" and _linked(file.resolve(), partial / path)):
+            shutil.copyfile(file, partial / path)
+    for path, text in texts.items():
+        (partial / path).parent.mkdir(exist_ok=True)
+        (partial / path).write_text(text)
+    finish(partial)
+    published = Published(name=name, digest=digest, files=_manifest(partial))
+    (partial / MARKER).write_text(published.model_dump_json(indent=2) + "\n")
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    return published
+
+
+def _linked(file: Path, place: Path) -> bool:
+    try:
+        os.link(file, place)
+    except OSError:  # another file system, or one without hard links
+        return False
+    return True
+
+
+def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:
+    """What a published adapter names as its base: `base_repo`, else the Hub repository it was trained on; None for a whole model.
+
+    Raises ValueError when the base is a folder of this machine and no repository is named for it: a stranger could load neither.
+    """
+    if not is_adapter(checkpoint):
+        if base_repo:
+            raise ValueError(f"base_repo is {base_repo}, and the model to publish is whole, not an adapter: leave base_repo out")
+        return None
+    if base_repo:
+        if not HUB_ID.fullmatch(base_repo):
+            raise ValueError(f"base_repo {base_repo!r} is not a Hub repository: write it as owner/name")
+        return AdapterBase(base_repo, None)
+    config = json.loads((checkpoint / ADAPTER_CONFIG).read_text())
+    base = lineage(str(config.get("base_model_name_or_path") or ""))
+    if base.kind != "hub":
+        raise ValueError(
+            f"the adapter to publish belongs to {base.name}, which is not on the Hub: set lora.export to merged to publish a whole model, "
+            f"or base_repo to the repository that holds {base.name}"
+        )
+    return AdapterBase(base.name, base.digest or config.get("revision"))
+
+
+def refuse_foreign(folder: Path) -> None:
+    """ValueError unless `folder` is free: absent, empty, or published by alignflow before."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())) or read_marker(folder) is not None:
+        return
+    raise ValueError(f"{folder} holds files that were not published by alignflow: name another folder, or move them away")
+
+
+def read_marker(folder: Path) -> Published | None:
+    try:
+        return Published.model_validate_json((folder / MARKER).read_text())
+    except (OSError, ValidationError):
+        return None
+
+
+def _manifest(folder: Path) -> dict[str, FileInfo]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): FileInfo(size=file.stat().st_size, sha256=file_digest(file)) for file in files}
+
+
+def _forget_places(file: Path) -> None:
+    """Drops the folder of this machine that a model or tokenizer was loaded from; a Hub id stays."""
+    if not file.exists():
+        return
+    config = json.loads(file.read_text())
+    cleaned = _without_places(config)
+    if cleaned != config:
+        file.write_text(json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n")
+
+
+def _name_base(file: Path, base: AdapterBase) -> None:
+    config = json.loads(file.read_text()) | {"base_model_name_or_path": base.repo_id, "revision": base.revision}
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def _without_places(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_places(item) for key, item in value.items() if key not in PLACES or is_hub_id(str(item))}

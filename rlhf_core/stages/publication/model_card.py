@@ -1,0 +1,322 @@
+"""The model card (README.md) of a published model: what it is, where it comes from, how it scores, what it is for. Torch-free.
+
+Pure functions from records to text, so that the same inputs give the same card and a repeated publication changes nothing: no dates.
+Paths of the machine never appear; files are named by their last component, stages by name and digest.
+Left out: the legacy `model-index` of the front matter. Scores go to `.eval_results/`, the Hub's current format, when the questions are a
+data set of the Hub (that format has no other way to name them), and to `eval_results.json` always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf_core.config import KINDS
+from rlhf_core.config.gates import Verdict
+from rlhf_core.hub.ids import is_hub_id, parted, shown
+from rlhf_core.records import EvalReport, WinRate
+from rlhf_core.runs.lineage import Ancestor, sources, stages, trained, tree
+
+CONDITIONED = (
+    "The model was trained with the reward of each answer at the end of its prompt: put the text in `prompt_suffix.json` after your last "
+    "message to ask for its best answers, as the scores below did.\n"
+)
+GATE_COLUMNS = ("stage", "metric", "value", "asked for", "verdict")
+SAMPLING = ("max_tokens", "temperature", "top_p")  # of what an endpoint is told, what is published
+PLAIN_KEYS = ("template",)  # a text with slashes in it, not a place
+HIDDEN_KEYS = ("base_url", "url", "folder")  # names of this machine and its network, of no use elsewhere
+
+
+def card(
+    model: Ancestor,
+    name: str,
+    title: str,
+    license: str,
+    report: EvalReport | None,
+    is_reward_model: bool,
+    has_chat_template: bool,
+    adapts: str | None = None,
+    branch: str = "main",
+    gates: Sequence[Verdict] = (),
+) -> str:
+    """README.md of a model.
+
+    `model` is the lineage of the checkpoint, `name` what the evaluation calls it, `title` the heading (a Hub id, or a name), `adapts` the
+    Hub repository of the model that an adapter belongs to (None: a whole model), `branch` where it is published, `gates` those of all
+    stages it comes from.
+    """
+    parts = [
+        f"---\n{yaml.safe_dump(front_matter(model, license, is_reward_model, adapts), sort_keys=False, allow_unicode=True)}---\n",
+        f"# {title}\n",
+        _summary(model, is_reward_model),
+        "## Use\n",
+        _use(title, is_reward_model, has_chat_template, adapts, branch),
+        *([CONDITIONED] if model.config.get("condition") == "reward" else []),
+        "## Scores\n",
+        _scores(report, name),
+        *gate_section(gates),
+        "## Lineage\n",
+        "Each stage with the digest of everything that decided its result: configuration, parents, data, code.\n",
+        f"```\n{tree(model)}\n```\n",
+        "## Data\n",
+        data_sets(model),
+        "## Configuration\n",
+        configuration(model),
+        "## Intended use and limits\n",
+        _intended(is_reward_model),
+    ]
+    return "\n".join(parts)
+
+
+def front_matter(model: Ancestor, license: str, is_reward_model: bool, adapts: str | None = None) -> dict[str, Any]:
+    """The card's YAML header: what the Hub indexes. Only Hub ids are named as base model and data sets."""
+    kinds = list(dict.fromkeys(stage.kind for stage in stages(model)))
+    base = trained(model)[0]
+    header: dict[str, Any] = {
+        "license": license,
+        "library_name": "peft" if adapts else "transformers",
+        "pipeline_tag": "text-classification" if is_reward_model else "text-generation",
+        "tags": ["alignflow", *(["reward-model"] if is_reward_model else []), *(kind.replace("_", "-") for kind in kinds)],
+    }
+    header["tags"] = list(dict.fromkeys(header["tags"]))
+    if adapts:
+        header |= {"base_model": adapts, "base_model_relation": "adapter"}
+    elif base.kind == "hub" and not base.is_stage:
+        header |= {"base_model": base.name, "base_model_relation": "finetune"}
+    datasets = list(dict.fromkeys(parted(source["path"])[0] for _, _, source in sources(model) if is_hub_id(source["path"])))
+    if datasets:
+        header["datasets"] = datasets
+    return header
+
+
+def public_names(names: Iterable[str]) -> dict[str, str]:
+    """What an evaluation calls its models and judges -> what anyone may read: a place of this machine by its last component."""
+    found = dict.fromkeys(names)
+    taken = {name for name in found if not _is_place(name)}
+    public: dict[str, str] = {}
+    for name in found:
+        short = shown(name) if _is_place(name) else name
+        public[name] = (
+            short if not _is_place(name) or short not in taken else next(s for n in count(2) if (s := f"{short}-{n}") not in taken)
+        )
+        taken.add(public[name])
+    return public
+
+
+def public_report(report: EvalReport) -> tuple[EvalReport, dict[str, str]]:
+    """An evaluation without places of this machine and its network, and without what endpoints were told beside the question; and the
+    public names, by those in `report`."""
+    rates = [*report.win_rates, *report.against_parent]
+    names = [report.baseline, report.judge, *(name for rate in rates for name in (rate.model, rate.baseline, rate.judge))]
+    public = public_names([*names, *report.right, *report.mean_tokens, *report.truncated, *report.agreement, *report.answering])
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {public.get(key, key): renamed(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [renamed(item) for item in value]
+        return public.get(value, value) if isinstance(value, str) else value
+
+    content = renamed(report.model_dump())
+    for asked in content["answering"].values():
+        asked |= {"url": "", "settings": {key: value for key, value in asked["settings"].items() if key in SAMPLING}}
+    return EvalReport.model_validate(content), public
+
+
+def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
+    """`.eval_results/*.yaml` (Hub docs: eval-results): the win rate of the model in percent, by the judge that decides.
+
+    None unless the questions are on the Hub. The format wants one file per variant, so second opinions stay in `eval_results.json`.
+    """
+    if not is_hub_id(questions):
+        return None
+    entries = [
+        {
+            "dataset": {"id": parted(questions)[0], "task_id": "win_rate"},
+            "value": round(100 * rate.win_rate, 2),
+            "notes": f"against {rate.baseline}, judge {rate.judge}, {_interval(rate)} %, {rate.num_questions} questions",
+        }
+        for rate in report.win_rates
+        if rate.model == name and rate.judge == report.judge
+    ]
+    return yaml.safe_dump(entries, sort_keys=False, allow_unicode=True) if entries else None
+
+
+def _summary(model: Ancestor, is_reward_model: bool) -> str:
+    chain = trained(model)
+    steps = [KINDS[node.kind].shown_as if node.kind in KINDS else node.kind for node in chain if node.is_stage]
+    words = ", then ".join(f"{step} (x{count})" if count > 1 else step for step, count in _runs(steps)) or "no training recorded"
+    what = "A reward model" if is_reward_model else "A language model"
+    base = chain[0]
+    known = f"`{base.name}`" + (f" (`{base.digest}`)" if base.digest else "")
+    return f"{what} made with alignflow from {known}: {words}.\n"
+
+
+def _use(title: str, is_reward_model: bool, has_chat_template: bool, adapts: str | None, branch: str) -> str:
+    place = f'"{title}"' if is_hub_id(title) else '"path/to/this/folder"'
+    if is_hub_id(title) and branch != "main":
+        place += f', revision="{branch}"'
+    auto = "AutoModelForSequenceClassification" if is_reward_model else "AutoModelForCausalLM"
+    if not has_chat_template:
+        tokens = 'tokenizer("...", return_tensors="pt").input_ids'
+    elif is_reward_model:
+        turns = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+        tokens = f'tokenizer.apply_chat_template({turns}, return_dict=False, return_tensors="pt")'
+    else:
+        turns = '[{"role": "user", "content": "..."}]'
+        tokens = f'tokenizer.apply_chat_template({turns}, add_generation_prompt=True, return_dict=False, return_tensors="pt")'
+    last = "print(model(tokens).logits[0, 0])" if is_reward_model else "print(tokenizer.decode(model.generate(tokens)[0]))"
+    whole = f'"{adapts}"{", num_labels=1" if is_reward_model else ""}' if adapts else place
+    load = f"model = {auto}.from_pretrained({whole})"
+    if adapts:
+        load += f"\nmodel = PeftModel.from_pretrained(model, {place})"
+    return f"""```python
+{"from peft import PeftModel" + chr(10) if adapts else ""}from transformers import {auto}, AutoTokenizer
+
+{load}
+tokenizer = AutoTokenizer.from_pretrained({place})
+tokens = {tokens}
+{last}
+```
+"""
+
+
+def _scores(report: EvalReport | None, name: str) -> str:
+    if report is None or not report.win_rates:
+        return "No evaluation was published with this model.\n"
+    header = ("model", "against", "judge", "win rate %", "95 % interval", "questions", "failed", "swap consistency %")
+    rows = [
+        (
+            f"**{rate.model}**" if rate.model == name else rate.model,
+            rate.baseline,
+            rate.judge,
+            f"{100 * rate.win_rate:.1f}",
+            _interval(rate),
+            rate.num_questions,
+            rate.num_failed,
+            f"{100 * rate.swap_consistency:.1f}",
+        )
+        for rate in report.win_rates
+    ]
+    parts = [
+        f"The published model is **{name}**. Every question is played twice with the answers swapped; the interval is a bootstrap over "
+        f"questions; `{report.judge}` decides, other judges are second opinions.\n",
+        table(header, rows),
+    ]
+    if report.right or report.mean_tokens:
+        models = dict.fromkeys((*report.right, *report.mean_tokens))
+        shares = [
+            (
+                f"**{model}**" if model == name else model,
+                _percent(report.right.get(model)),
+                f"{report.mean_tokens[model]:.1f}" if model in report.mean_tokens else "",
+                _percent(report.truncated.get(model)),
+            )
+            for model in models
+        ]
+        parts.append(table(("model", "right answers %", "tokens of an answer, mean", "cut by length %"), shares))
+    own = next((rate for rate in report.win_rates if rate.model == name and rate.judge == report.judge), None)
+    if own and len(own.by_category) > 1:
+        parts.append(table(("category", "win rate %"), [(key, f"{100 * value:.1f}") for key, value in own.by_category.items()]))
+    return "\n".join(parts)
+
+
+def gate_section(gates: Sequence[Verdict]) -> list[str]:
+    """The gates of the stages behind what is published; nothing where there are none. Only gates that warn can have failed."""
+    rows = [
+        (
+            verdict.stage,
+            verdict.gate.metric,
+            "" if verdict.value is None else f"{verdict.value:.6g}",
+            verdict.gate.bound,
+            "passed" if verdict.passed else f"**failed**: {verdict.meaning}".rstrip(": "),
+        )
+        for verdict in gates
+    ]
+    return ["## Gates\n", "What was asked of the stages before this was published.\n", table(GATE_COLUMNS, rows)] if rows else []
+
+
+def data_sets(model: Ancestor) -> str:
+    """The table of the data of every stage of a lineage."""
+    rows = [
+        (stage.name, field, shown(source["path"]), source.get("split", ""), f"{100 * source.get('probability', 1.0):g}")
+        for stage, field, source in sources(model)
+    ]
+    if not rows:
+        return "No data set is recorded for this model.\n"
+    return table(("stage", "use", "data set", "split", "share %"), rows)
+
+
+def configuration(model: Ancestor) -> str:
+    """Every stage's configuration, seed, versions and metrics, folded."""
+    parts = []
+    for stage in stages(model):
+        record = {"seed": stage.seed, **_public(stage.config)}
+        if stage.environment:
+            record["environment"] = stage.environment
+        if stage.metrics:
+            record["metrics"] = {_metric(key): float(f"{value:.6g}") for key, value in stage.metrics.items()}
+        text = yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
+        parts.append(f"<details><summary>{stage.name} ({stage.digest})</summary>\n\n```yaml\n{text}```\n\n</details>\n")
+    return "\n".join(parts) or "None is recorded.\n"
+
+
+def _intended(is_reward_model: bool) -> str:
+    if is_reward_model:
+        return (
+            "It scores answers to prompts like those it was trained on, to train or compare other models. Scores are relative: only "
+            "differences between answers to one prompt mean something, and an answer can be optimised to score well without being good.\n"
+        )
+    return (
+        "It answers prompts like those it was trained and evaluated on. The win rate says how it compares with the baseline on those "
+        "questions in the eyes of that judge; it was not tested for safety, for other languages or for other tasks. Read its answers "
+        "before anyone relies on them, and respect the licences of the base model and of the data named above.\n"
+    )
+
+
+def _public(value: Any, key: str = "") -> Any:
+    """A config without places of this machine: files by their last component, Hub ids as they are."""
+    if isinstance(value, dict):
+        return {name: _public(item, name) for name, item in value.items() if name not in HIDDEN_KEYS}
+    if isinstance(value, (list, tuple)):
+        return [_public(item, key) for item in value]
+    return shown(value) if isinstance(value, str) and key not in PLAIN_KEYS and _is_place(value) else value
+
+
+def _is_place(name: str) -> bool:
+    return "/" in name or "\\" in name
+
+
+def _metric(key: str) -> str:
+    """`win_rate/MODEL`, where a model is named by its folder, without that folder's place."""
+    what, slash, name = key.partition("/")
+    return f"{what}/{shown(name)}" if slash and Path(name).is_absolute() else key
+
+
+def _runs(steps: list[str]) -> list[tuple[str, int]]:
+    counted: list[tuple[str, int]] = []
+    for step in steps:
+        if counted and counted[-1][0] == step:
+            counted[-1] = (step, counted[-1][1] + 1)
+        else:
+            counted.append((step, 1))
+    return counted
+
+
+def _interval(rate: WinRate) -> str:
+    return f"{100 * rate.ci_low:.1f} to {100 * rate.ci_high:.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}"
+
+
+def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """A markdown table."""
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
+    cells.insert(1, ["---"] * len(cells[0]))
+    return "".join("| " + " | ".join(row) + " |\n" for row in cells)

@@ -1,0 +1,111 @@
+"""Log-probs of answers under a frozen reference, computed once before training, so that one model is in memory while training.
+
+They lie in `state/` of the run directory until the stage is done, so that a resumed run neither computes them again nor loads the
+reference. The file's name holds a digest of the reference, of every token and mask, and of how they were batched: nothing stale is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document
+from rlhf_core.data.packing import Passes
+from rlhf_core.models.document_leak import try_rows
+from rlhf_core.models.kernels.attention import can_share
+from rlhf_core.models.load import Policy, masked_logprobs
+from rlhf_core.objectives.masked import document_mean, document_sum
+from rlhf_core.runs.run_dir import STATE, RunDir
+from rlhf_core.system.files import digest, write_bytes
+from rlhf_core.training.engine import Engine
+from rlhf_core.training.train_loop import deal
+
+
+def reference_logprobs(
+    engine: Engine,
+    run: RunDir,
+    open_reference: Callable[[], Policy | Engine],
+    source: str,
+    micro_batches: Sequence[Sequence[Document]],
+    passes: Passes,
+    pad_token_id: int,
+    mean: bool,
+) -> array[float]:
+    """The log-prob of each document's answer, summed over its tokens or averaged, in order.
+
+    `open_reference` gives the reference, which `source` names: the engine itself before its first step, or another model. The
+    micro-batches are dealt to the ranks; every rank gets all results.
+    """
+    file = run / STATE / f"reference-{_key(source, micro_batches, mean)}.f64"
+    # All ranks take the same way: a file that only some of them see would leave the others waiting.
+    seen = engine.all_reduce(torch.tensor(float(file.is_file()), device=engine.device))
+    if int(seen) == engine.world_size:
+        return array("d", file.read_bytes())
+    reference = open_reference()
+    values = array("d", dealt_logprobs(engine, reference, micro_batches, passes, pad_token_id, mean).cpu().numpy().tobytes())
+    if engine.rank == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(file, values.tobytes())
+    return values
+
+
+def dealt_logprobs(
+    engine: Engine, policy: Policy | Engine, micro_batches: Sequence[Sequence[Document]], passes: Passes, pad_token_id: int, mean: bool
+) -> torch.Tensor:
+    """Log-probs of all documents in order, (N,) fp64, without gradient: each rank computes its share, every rank gets all.
+
+    `passes` says how a micro-batch is laid out.
+    """
+    module = policy if isinstance(policy, Policy) else policy.module
+    if isinstance(policy, Policy):
+        try_rows(policy, policy, engine.device, passes.tokens is not None, engine.all_reduce)
+    passes = passes._replace(share=passes.share and can_share(module.model, engine.device), apart=bool(module.apart))
+    starts = [0]
+    for documents in micro_batches:
+        starts.append(starts[-1] + len(documents))
+    values = torch.zeros(starts[-1], dtype=torch.float64, device=engine.device)
+    module.eval()
+    with torch.no_grad():
+        for index, weight in deal(len(micro_batches), engine.rank, engine.world_size):
+            part, _ = answer_logprobs_and_balance(policy, micro_batches[index], pad_token_id, mean, engine.device, passes)
+            if weight:
+                values[starts[index] : starts[index + 1]] = part.double()
+    module.train()
+    return engine.all_reduce(values)
+
+
+def answer_logprobs(
+    policy: Policy | Engine, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device
+) -> torch.Tensor:
+    """Log-probs of the answers, (N,), in one forward pass; summed over the tokens under the mask, or averaged."""
+    return answer_logprobs_and_balance(policy, documents, pad_token_id, mean, device, Passes(len(documents)))[0]
+
+
+def answer_logprobs_and_balance(
+    policy: Policy | Engine, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device, passes: Passes
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`answer_logprobs`, and the balance of the experts of a policy that was asked for it."""
+    batch = collate(passes.rows_of(documents), pad_token_id).to(device)
+    out = masked_logprobs(policy, batch)  # log-probs (B, T)
+    reduce = document_mean if mean else document_sum
+    return reduce(out.logprobs, batch.mask, batch.documents, len(documents)), out.balance
+
+
+def _key(source: str, micro_batches: Sequence[Sequence[Document]], mean: bool) -> str:
+    content = hashlib.sha256()
+    for documents in micro_batches:
+        content.update(array("q", [-len(documents)]).tobytes())
+        for document in documents:
+            content.update(array("q", [len(document), *document.tokens]).tobytes() + bytes(document.mask))
+    return digest({"reference": _identity(source), "mean": mean, "content": content.hexdigest()})
+
+
+def _identity(source: str) -> list[object]:
+    """A Hub id, or a folder with what tells its weights apart without reading them all."""
+    files = sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
+    return [source, *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]

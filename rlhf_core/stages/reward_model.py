@@ -1,0 +1,120 @@
+"""Reward model: Bradley-Terry on pairs, the score read at the last token; statistics of the scores are stored with it.
+
+`config.loss` names the formula only: sigmoid and logexp are one function, so nothing here asks which.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+
+from rlhf_core.config import RewardModel
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.collate import collate, sent
+from rlhf_core.data.documents import Pair
+from rlhf_core.data.packing import Passes
+from rlhf_core.data.report import write_data_report
+from rlhf_core.data.sources import preference_pairs
+from rlhf_core.models.kernels.attention import can_share
+from rlhf_core.models.load import trained_scorer
+from rlhf_core.models.scoring import STATISTICS
+from rlhf_core.objectives.losses import Loss, reward_loss
+from rlhf_core.objectives.masked import gather_last
+from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
+from rlhf_core.system.files import write_text
+from rlhf_core.training.engine import Engine
+from rlhf_core.training.ranks import finish_training, make_engine, on_ranks
+from rlhf_core.training.train_loop import Task, deal, fit
+
+STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
+
+
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Trains a scalar head and its backbone on `config.data`; the output is `checkpoint`."""
+    return on_ranks(train, request, run)
+
+
+def train(request: StageRequest, run: RunDir) -> Outcome:
+    """One rank of the stage."""
+    config = cast(RewardModel, request.config)
+    source = request.inputs[config.model]
+    tokenizer = load_tokenizer(source, request.trust_remote_code)
+    renderer = Renderer(tokenizer, config.data.template)
+    data = preference_pairs(config.data, renderer, config.max_len, request.seed, run / STATE)
+    held_out = None
+    if config.eval_data:
+        theirs = Renderer(tokenizer, config.eval_data.template)
+        held_out = preference_pairs(config.eval_data, theirs, config.max_len, request.seed, run / STATE)
+    pad = tokenizer.pad_token_id
+    scorer = trained_scorer(source, pad, config.dtype, request.trust_remote_code, config.lora, request.seed)
+    engine = make_engine(scorer, config)
+    if engine.rank == 0:
+        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
+
+    share = can_share(scorer.model, engine.device)
+    passes = Passes(config.micro_train_batch_size, config.micro_train_tokens, engine.world_size, share, bool(scorer.apart))
+
+    def loss(engine: Engine, pairs: list[Pair], denominator: float) -> Loss:
+        scores = pair_scores(engine, pairs, pad, passes)
+        margins = sent(torch.tensor([pair.margin for pair in pairs]), engine.device)
+        return reward_loss(scores[0], scores[1], margins, config.centering, denominator)
+
+    last: list[np.ndarray] = []  # scores of the held-out pairs at the last evaluation, which is the one at the end
+
+    def evaluate(engine: Engine) -> dict[str, float]:
+        assert held_out is not None
+        last[:] = [score_all(engine, held_out.items, pad, passes)]
+        return held_out_metrics(last[0][0], last[0][1])
+
+    task = Task(
+        data.items,
+        lambda pairs: passes.split(pairs, passes.row_tokens),
+        lambda pairs: float(len(pairs)),
+        loss,
+        evaluate if held_out else None,
+        show=("loss", "accuracy", "eval/accuracy"),
+    )
+    metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
+    scores = last[0] if last else score_all(engine, data.items[:STATISTICS_PAIRS], pad, passes)
+    outcome = finish_training(engine, request, run, source, config.lora, metrics)
+    statistics = {"mean": float(scores.mean()), "std": float(scores.std())}
+    if engine.rank == 0:
+        write_text(run / "checkpoint" / STATISTICS, json.dumps(statistics))
+    return outcome._replace(metrics=outcome.metrics | {f"score/{name}": value for name, value in statistics.items()})
+
+
+def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> torch.Tensor:
+    """Scores of a micro-batch in one forward pass: (2, N), chosen then rejected."""
+    documents = [document for pair in pairs for document in (pair.chosen, pair.rejected)]
+    batch = collate(passes.rows_of(documents), pad_token_id).to(engine.device)
+    return gather_last(engine(batch.tokens, batch.host.positions), batch.documents, len(documents)).view(len(pairs), 2).T
+
+
+def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> np.ndarray:
+    """Scores of many pairs without gradient: (2, N). Each rank computes its share, every rank gets all."""
+    parts = passes.in_order(pairs, passes.row_tokens)
+    scores = torch.zeros(2, len(pairs), device=engine.device)
+    engine.module.eval()
+    with torch.no_grad():
+        for index, weight in deal(len(parts), engine.rank, engine.world_size):
+            part, first = parts[index], parts.starts[index]
+            found = pair_scores(engine, part, pad_token_id, passes)
+            if weight:
+                scores[:, first : first + len(part)] = found
+    engine.module.train()
+    return engine.all_reduce(scores).cpu().numpy()
+
+
+def held_out_metrics(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
+    """Held-out Bradley-Terry loss (no margin), accuracy, and the mean of the predicted probability (calibration in the large)."""
+    difference = (chosen - rejected).astype(np.float64)
+    return {
+        "eval/loss": float(np.logaddexp(0, -difference).mean()),
+        "eval/accuracy": float((difference > 0).mean()),
+        "eval/confidence": float((1 / (1 + np.exp(-np.abs(difference)))).mean()),
+        "eval/pairs": float(len(difference)),
+    }

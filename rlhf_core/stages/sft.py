@@ -1,0 +1,115 @@
+"""Supervised fine-tuning: token-mean NLL over assistant tokens, documents packed into rows of `max_len`.
+
+Packing happens inside an optimiser step: a step holds the same documents packed or padded, so the loss curve is the same.
+Conditional SFT is this stage with `condition: reward` (`data.condition`); rejection sampling is this stage on the best answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.config import SFT, Data, Source
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document
+from rlhf_core.data.packing import Passes, best_fit
+from rlhf_core.data.report import write_data_report
+from rlhf_core.data.reward_condition import store_suffix
+from rlhf_core.data.sources import AnswerDocuments, SuffixOf, answer_documents, sft_documents
+from rlhf_core.models.load import masked_logprobs, trained_policy
+from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
+from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
+from rlhf_core.training.engine import Engine
+from rlhf_core.training.ranks import finish_training, make_engine, on_ranks
+from rlhf_core.training.train_loop import Task, fit, held_out_metrics
+
+Row = list[Document]
+
+
+class Counted(NamedTuple):
+    """Of a whole optimiser step: tokens of the loss, documents."""
+
+    tokens: float
+    documents: float
+
+
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Trains `config.model` on `config.data`; the output is `checkpoint`."""
+    return on_ranks(train, request, run)
+
+
+def train(request: StageRequest, run: RunDir) -> Outcome:
+    """One rank of the stage."""
+    config = cast(SFT, request.config)
+    source = request.inputs[config.model]
+    tokenizer = load_tokenizer(source, request.trust_remote_code)
+    data, best_suffix, suffix_of = load_documents(request, config, tokenizer, config.data, run / STATE)
+    held_out = None
+    if config.eval_data:
+        held_out = load_documents(request, config, tokenizer, config.eval_data, run / STATE, suffix_of).documents
+    policy = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
+    engine = make_engine(policy, config)
+    if engine.rank == 0:
+        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
+
+    def micro_batches(documents: Sequence[Document]) -> list[list[Row]]:
+        apart = bool(policy.apart)
+        if config.micro_train_tokens:
+            passes = Passes(1, config.micro_train_tokens, engine.world_size, apart=apart)
+            return [passes.rows_of(part) for part in passes.split(documents, len)]
+        capacity = config.max_len if config.packing and not apart else 0
+        return rows_to_micro_batches(documents, capacity, config.micro_train_batch_size)
+
+    def loss(engine: Engine, rows: list[Row], counted: Counted) -> Loss:
+        batch = collate(rows, tokenizer.pad_token_id).to(engine.device)
+        out = masked_logprobs(engine, batch)
+        return with_balance(sft_loss(out.logprobs, batch.mask, counted.tokens), out.balance, config.router_aux_coef, counted.documents)
+
+    def evaluate(engine: Engine) -> dict[str, float]:
+        assert held_out is not None
+        counted = count(held_out.items)
+        found = held_out_metrics(engine, micro_batches(held_out.items), lambda rows: loss(engine, rows, counted))
+        return {"eval/loss": found["eval/loss"]}
+
+    task = Task(data.items, micro_batches, count, loss, evaluate if held_out else None, show=("loss", "eval/loss", "grad_norm"))
+    metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
+    outcome = finish_training(engine, request, run, source, config.lora, metrics)
+    if engine.rank == 0 and best_suffix:
+        store_suffix(run / "checkpoint", best_suffix)
+    return outcome
+
+
+def load_documents(
+    request: StageRequest,
+    config: SFT,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Data | None,
+    folder: Path,
+    suffix_of: SuffixOf | None = None,
+) -> AnswerDocuments:
+    """Conversations of a file mixture, or answers with the mask on them alone: a preferences stage's (no `data`), or scored ones, of
+    which held-out ones are conditioned as those trained on (`suffix_of`)."""
+    own = data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
+    renderer = Renderer(tokenizer, own.template, verbatim=data is None)
+    if data is None or config.condition == "reward":
+        return answer_documents(own, renderer, config.max_len, request.seed, config.condition, folder, suffix_of)
+    return AnswerDocuments(sft_documents(own, renderer, config.max_len, request.seed, folder))
+
+
+def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: int) -> list[list[Row]]:
+    """Rows of at most `capacity` tokens (best fit; one document a row when 0), `micro` rows a batch, long rows first."""
+    if capacity:
+        rows = [[documents[i] for i in row] for row in best_fit([len(d.tokens) for d in documents], capacity)]
+    else:
+        rows = [[document] for document in documents]
+    rows.sort(key=lambda row: -sum(len(document.tokens) for document in row))
+    return [rows[i : i + micro] for i in range(0, len(rows), micro)]
+
+
+def count(documents: Sequence[Document]) -> Counted:
+    """A document's first token has no log-prob, so it never counts."""
+    return Counted(float(max(1, sum(sum(document.mask[1:]) for document in documents))), float(len(documents)))

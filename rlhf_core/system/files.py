@@ -1,0 +1,127 @@
+"""Digests local files and folders with a cache, and writes files atomically.
+
+Digests are cached in `<artifacts>/.digests.json` by path, size and mtime. A file changed within the last two seconds is not cached, so
+that a second change in the same tick of the clock is seen. A missing path has the digest `absent`, so that a recipe can be planned on a
+machine without its files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+ABSENT = "absent"
+SETTLED_SECONDS = 2.0
+
+_hashed: dict[tuple[int, int, int, int], str] = {}  # of `file_digest`, by `_identity`
+
+
+class Digests:
+    """SHA-256 digests of files, cached in `folder` when that exists and can be written to."""
+
+    def __init__(self, folder: Path):
+        self._store = folder / ".digests.json"
+        self._known: dict[str, list[object]] = {}
+        with contextlib.suppress(OSError, ValueError):
+            self._known = dict(json.loads(self._store.read_text()))
+        self._before = dict(self._known)
+
+    def of(self, path: Path) -> str:
+        """Returns the digest of a file, or of a folder's names and contents without hidden ones; `absent` when there is neither."""
+        if path.is_file():
+            return self._file(path.resolve())
+        if not path.is_dir():
+            return ABSENT
+        inside = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
+        names = sorted(name for name in inside if not any(part.startswith(".") for part in name.parts))
+        return digest({name.as_posix(): self._file((path / name).resolve()) for name in names})
+
+    def save(self) -> None:
+        """Writes new digests to the cache. A folder that is missing or read-only is no error: the cache only saves time."""
+        if self._known != self._before:
+            with contextlib.suppress(OSError):
+                write_text(self._store, json.dumps(self._known, indent=0))
+
+    def _file(self, path: Path) -> str:
+        info = path.stat()
+        known = self._known.get(str(path))
+        if isinstance(known, list) and known[:2] == [info.st_size, info.st_mtime_ns]:
+            return str(known[2])
+        found = file_digest(path)
+        if time.time() - info.st_mtime > SETTLED_SECONDS:
+            self._known[str(path)] = [info.st_size, info.st_mtime_ns, found]
+        return found
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file atomically: a reader sees the old content or the new, never a part."""
+    write_bytes(path, text.encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; {} when the file is missing or cut, or holds another type."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file atomically, as `write_text`."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def sync_to_disk(*places: Path) -> None:
+    """Calls fsync on files and folders, with all below them, so that their content survives a power failure."""
+    for place in places:
+        for path in (place, *place.rglob("*")) if place.is_dir() else (place,):
+            folder = path.is_dir()
+            if not folder and not path.is_file():
+                continue
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            except OSError:
+                if not folder:  # some file systems do not support fsync of a folder
+                    raise
+            finally:
+                os.close(handle)
+
+
+def file_digest(path: Path) -> str:
+    """Returns the SHA-256 of a file in hex. A process reads a file once, with all its hard links, until its size or mtime changes."""
+    identity = _identity(path)  # before it is read: a file that is replaced meanwhile has another identity
+    if (known := _hashed.get(identity)) is not None:
+        return known
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if time.time() - path.stat().st_mtime > SETTLED_SECONDS:
+        _hashed[identity] = found
+    return found
+
+
+def remember_digest(path: Path, sha256: str) -> None:
+    """Makes `file_digest` return a digest that is known of a file, until the file's size or mtime changes."""
+    _hashed[_identity(path)] = sha256
+
+
+def _identity(path: Path) -> tuple[int, int, int, int]:
+    """Returns device, inode, size and mtime in nanoseconds: equal for all hard links of an unchanged file."""
+    info = path.stat()
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
+
+def digest(value: object) -> str:
+    """Returns 16 hex digits of the SHA-256 of a JSON value with sorted keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,55 @@
+"""Counts this process's CPUs and GPUs, and explains errors of writing to a disk. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+
+class MachineLacks(RuntimeError):
+    """The recipe is right, this machine is not enough for it. One sentence (a line) for each thing."""
+
+
+def num_cpus() -> int:
+    """Returns the number of CPUs this process may use: its affinity, limited by a container's quota (cgroup v2)."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cpus, -(-int(quota) // int(period))))
+    except (OSError, ValueError):
+        return cpus
+
+
+def num_gpus() -> int:
+    """Returns the number of NVIDIA GPUs this process can see: device files, limited by CUDA_VISIBLE_DEVICES."""
+    devices = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return devices
+    return min(devices, len([device for device in visible.split(",") if device.strip() not in ("", "-1")]))
+
+
+DISK_PROBLEMS = {
+    errno.ENOSPC: "its disk is full; free some space",
+    errno.EDQUOT: "the quota is used up; free some space",
+    errno.EROFS: "it can only be read; set another folder",
+    errno.EFBIG: "a file is larger than this process may write (ulimit -f); raise the limit",
+}
+TORCH_CUT = "a file of tensors could not be written completely, as when its disk is full; free some space"
+
+
+def disk_problem(error: BaseException) -> str | None:
+    """Returns why nothing more can be written, and what to do, when an error or one of its causes is of that kind; else None.
+
+    Libraries written in other languages (safetensors) raise their own classes, with the errno in the text.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        for number, reason in DISK_PROBLEMS.items():
+            if getattr(cause, "errno", None) == number or f"(os error {number})" in str(cause) or os.strerror(number) in str(cause):
+                return reason
+        if "inline_container.cc" in str(cause):  # torch.save, whose error does not contain the errno
+            return TORCH_CUT
+        cause = cause.__cause__ or cause.__context__
+    return None

@@ -1,0 +1,82 @@
+"""Ends the processes of a run that was killed with -9, in case the reaper was killed too.
+
+The run puts a mark in its environment, which all of its processes inherit. A watcher in another session waits until the run has ended and
+then ends every process with the mark: Prefect's temporary server, and stages whose reaper was killed as well.
+Linux only (/proc); elsewhere nothing is started. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+MARK = "ALIGNFLOW_RUN"
+PR_SET_PDEATHSIG = 1
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 15.0  # longer than the reaper's grace period, so that the reaper ends its processes first
+GIVE_UP_SECONDS = 60.0
+
+
+def start() -> None:
+    """Marks this process's environment and starts its watcher: processes started later are ended when this process has ended."""
+    if sys.platform != "linux":
+        return
+    unmarked = {key: value for key, value in os.environ.items() if key != MARK}
+    os.environ[MARK] = uuid.uuid4().hex
+    subprocess.Popen(
+        [sys.executable, "-P", __file__, str(os.getpid()), os.environ[MARK]],  # by path: it imports none of our packages
+        env=unmarked,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def end_with_parent() -> None:
+    """Makes the kernel send SIGTERM to this process when its parent dies (a worker killed with -9). Linux only, else nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def marked(mark: str) -> list[int]:
+    """Returns the pids of this user's processes that have the mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def main(parent: int, mark: str) -> None:
+    """Waits for the end of process `parent`, then ends marked processes: TERM, KILL after GRACE_SECONDS, for GIVE_UP_SECONDS at most."""
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    start, asked = time.monotonic(), set[int]()
+    while (alive := marked(mark)) and time.monotonic() - start < GIVE_UP_SECONDS:
+        for pid in alive:
+            late = time.monotonic() - start > GRACE_SECONDS
+            if late or pid not in asked:
+                asked.add(pid)
+                _signal(pid, signal.SIGKILL if late else signal.SIGTERM)
+        time.sleep(POLL_SECONDS)
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, number)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

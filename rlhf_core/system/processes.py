@@ -1,0 +1,32 @@
+"""Defines exit codes and environment of stage processes, and tells errors of our own code from those of libraries."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+
+FAILED, WRONG_INPUT, ENVIRONMENT = 1, 2, 3  # exit codes of a stage: it ended; the user's mistake; a package or device is lacking
+
+
+ROOT = Path(__file__).parents[2]
+
+
+OURS = ("flows", "tasks", "evaluation", "rlhf_core")
+
+
+def raised_by_us(error: BaseException) -> bool:
+    """Returns whether our own code raised an error, so that its message is for the user; a library's needs its traceback."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] in OURS
+
+
+def child_environment() -> dict[str, str]:
+    """Returns the environment of a child process. A checkout that is not installed is on its module path; the working directory is not,
+    in the child or in any process it starts (PYTHONSAFEPATH): a user's `tasks.py` there would be imported in place of ours. The auth
+    string of Prefect's API is left out: a stage calls nothing of Prefect."""
+    paths = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    if ROOT.name not in ("site-packages", "dist-packages"):
+        paths.append(str(ROOT))
+    kept = {name: value for name, value in os.environ.items() if not name.endswith("API_AUTH_STRING")}
+    return {**kept, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}

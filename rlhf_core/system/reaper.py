@@ -1,0 +1,134 @@
+"""Ends all processes of a stage when it or its launcher ends: `python -m rlhf_core.system.reaper PARENT_PID GRACE_SECONDS COMMAND...`
+
+Runs as the parent of COMMAND, in its own session. It adopts every descendant whose parent dies (daemons that Ray detaches, for example)
+and ends them all, TERM first and KILL after the grace period, as soon as COMMAND ends, SIGTERM arrives, or PARENT_PID has ended, also
+by kill -9. Its exit code is COMMAND's (128 + n for signal n).
+This needs Linux (PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, /proc). Elsewhere the parent is polled and COMMAND's process group is
+ended, but a daemon that leaves the group is not found. Standard library only, so that it starts fast and cannot fail on an import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+POLL_SECONDS = 0.1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LINUX = sys.platform == "linux"
+
+
+def main(parent: int, grace_seconds: float, command: Sequence[str]) -> int:
+    """Runs `command` and ends its descendants; returns its exit code, 1 when process `parent` has already ended."""
+    stop = False
+
+    def ask_to_stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stop
+        stop = True
+
+    signal.signal(signal.SIGTERM, ask_to_stop)
+    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(ignored, signal.SIG_IGN)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != parent:
+        return 1  # the parent died before PR_SET_PDEATHSIG was set
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=_as_child, stdin=subprocess.DEVNULL)
+    code: int | None = None
+    while code is None and not stop and os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+        code = _reap(child.pid)
+    ended = _end_all(child.pid, grace_seconds)
+    code = ended if code is None else code
+    return 128 + signal.SIGTERM if code is None else code if code >= 0 else 128 - code
+
+
+def descendants(root: int) -> list[int]:
+    """Returns the pids of all descendants of `root` from /proc, without zombies."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(entry.name))
+    found, front = [], [root]
+    while front:
+        front = [child for pid in front for child in children.get(pid, [])]
+        found += front
+    return found
+
+
+def _end_all(child: int, grace_seconds: float) -> int | None:
+    """Sends TERM to all descendants, KILL after the grace period, until none is left. Returns the child's exit code if it was running."""
+    code: int | None = None
+    deadline = time.monotonic() + grace_seconds
+    asked: set[int] = set()
+    while alive := _alive(child):
+        if time.monotonic() < deadline:
+            _signal(set(alive) - asked, signal.SIGTERM)
+            asked |= set(alive)
+        else:
+            _signal(alive, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+        code = _first(code, _reap(child))
+    return _first(code, _reap(child))
+
+
+def _first(code: int | None, later: int | None) -> int | None:
+    return later if code is None else code
+
+
+def _alive(child: int) -> list[int]:
+    if LINUX:
+        return descendants(os.getpid())
+    try:
+        os.killpg(child, 0)
+    except OSError:
+        return []
+    return [-child]
+
+
+def _signal(pids: Sequence[int] | set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+
+def _reap(child: int) -> int | None:
+    """Collects every process that ended; returns the exit code of `child` if it is among them (-n for signal n), else None."""
+    code = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return code
+        if pid == 0:
+            return code
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+
+
+def _as_child() -> None:
+    """Runs in the child before exec: restores default signals, and makes the kernel kill the child when the reaper dies."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if LINUX:
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

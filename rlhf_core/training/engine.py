@@ -1,0 +1,178 @@
+"""The interface of a training engine, and the plain-torch engine of a single rank.
+
+`ZeroEngine` in `zero_engine.py` is the DeepSpeed one. Both take losses that are already divided by a denominator counted over
+the whole optimiser step and all ranks, so gradients are summed over micro-batches and ranks and never averaged again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class AdamW(NamedTuple):
+    """The optimiser's constants; the learning rate is an argument of each step."""
+
+    betas: tuple[float, float]
+    weight_decay: float
+    max_norm: float
+
+
+class Engine(Protocol):
+    """One rank of one trained model. `module` is a `Policy` or a `Scorer`."""
+
+    module: nn.Module
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def __call__(self, *inputs: Any) -> Any: ...
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Accumulates the gradient; `last` marks the last micro-batch of an optimiser step."""
+
+    def step(self, learning_rate: float) -> float:
+        """One optimiser step; returns the gradient norm before clipping. Raises FloatingPointError when it is not finite."""
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """The sum of `values` over all ranks."""
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
+        """Gathers these parameters on every rank while the context is open; a collective."""
+
+    def release(self) -> None:
+        """Frees cached memory of the allocator."""
+
+    def save_state(self, folder: Path) -> None: ...
+
+    def load_state(self, folder: Path) -> None: ...
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+
+
+class TorchEngine:
+    """One process, one device, AdamW, with fp32 master weights of bf16 weights (Micikevicius et al. 2018, section 3.1).
+
+    A usual step is smaller than the distance of neighbouring bf16 numbers and would be lost in bf16.
+    """
+
+    def __init__(self, module: nn.Module, adamw: AdamW):
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.module = module.to(self.device)
+        self.rank, self.world_size = 0, 1
+        self._adamw = adamw
+        self._weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._optimised = {name: p.detach().float() if p.dtype.itemsize < 4 else p for name, p in self._weights.items()}
+        self._optimizer = adamw_optimizer(self._optimised.values(), adamw)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()
+
+    def step(self, learning_rate: float) -> float:
+        in_bf16 = [name for name, weight in self._weights.items() if weight is not self._optimised[name]]
+        for name in in_bf16:
+            weight = self._weights[name]
+            self._optimised[name].grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
+        norm = float(nn.utils.clip_grad_norm_(self._optimised.values(), self._adamw.max_norm))
+        check_finite(norm, "the gradient norm")
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if in_bf16:
+            with torch.no_grad():
+                torch._foreach_copy_([self._weights[name] for name in in_bf16], [self._optimised[name] for name in in_bf16])
+        return norm
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        return values
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()
+
+    def save_state(self, folder: Path) -> None:
+        weights = {name: weight.detach() for name, weight in self._optimised.items()}
+        torch.save({"model": weights, "optimizer": self._optimizer.state_dict()}, folder / "state.pt")
+
+    def load_state(self, folder: Path) -> None:
+        state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
+        missing = self._weights.keys() ^ state["model"].keys()
+        if missing:
+            raise ValueError(f"{folder} holds the state of another model ({sorted(missing)[0]} differs): delete it to start the stage over")
+        with torch.no_grad():
+            for name, stored in state["model"].items():
+                self._optimised[name].copy_(stored)
+                self._weights[name].copy_(stored)
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def barrier(self) -> None:
+        """Does nothing on one rank."""
+
+
+def adamw_optimizer(trained: Iterable[Tensor], adamw: AdamW) -> torch.optim.AdamW:
+    """Returns AdamW, fused on a GPU, without weight decay for vectors (norms, biases)."""
+    parameters = list(trained)
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": adamw.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=torch.cuda.is_available())
+
+
+def check_finite(value: float, what: str) -> None:
+    """Raises FloatingPointError when `what`, a quantity of training, is infinite or NaN."""
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"{what} is {value}, and training ends here: lower the learning rate, or check the data and the model it starts from"
+        )
+
+
+@contextmanager
+def at(step: str) -> Iterator[None]:
+    """Adds the step to a FloatingPointError of the block."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise FloatingPointError(f"{step}: {error}") from None
+
+
+def learning_rate(step: int, total: int, peak: float, warmup_ratio: float, min_ratio: float) -> float:
+    """Returns a linear warm-up, then a cosine from `peak` to `min_ratio * peak`. `step` counts from 0; the first step is not 0."""
+    warmup = math.ceil(total * warmup_ratio)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+def sum_metrics(engine: Engine, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Sums metrics over all ranks, in one collective and one transfer."""
+    values = engine.all_reduce(torch.stack([value.detach().double().to(engine.device) for value in sums.values()]))
+    return dict(zip(sums, values.tolist(), strict=True))
+
+
+def on_cpu(engine: Engine, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies `weights` (`models.weights`) to rank 0's host memory; a collective. Raises FloatingPointError when one is not finite."""
+    state: dict[str, Tensor] = {}
+    largest: dict[str, float] = {}
+    for name, weight in weights:
+        if engine.rank == 0:
+            state[name] = weight.to("cpu", copy=True).contiguous()
+            if weight.is_floating_point() and weight.itemsize > 1 and weight.numel():
+                largest[name] = float(torch.linalg.vector_norm(weight, float("inf")))  # without a copy; propagates NaN
+    for name, value in largest.items():
+        check_finite(value, f"the largest value of the trained weight {name}")
+    return state

@@ -1,0 +1,182 @@
+"""The training loop of SFT, reward model, DPO and KTO: one function, run on every rank of the stage.
+
+A stage supplies items (documents, pairs), micro-batches, a denominator and a loss; the loop supplies order, schedule, metrics and resume.
+The items of step k depend only on the seed and k, so a resumed run trains on the same ones.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from rlhf_core.config import Trainable
+from rlhf_core.objectives.losses import Loss
+from rlhf_core.runs import resume_state
+from rlhf_core.runs.metrics_log import Tracker
+from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.system import progress
+from rlhf_core.training.engine import Engine, at, check_finite, learning_rate, sum_metrics
+
+Item = TypeVar("Item")
+LAST_STEPS = 4  # final metrics average at least this many steps: the last one may have few items
+
+
+class Task(NamedTuple):
+    """What a stage trains on. `loss(engine, micro_batch, denominator)` returns sums divided by the global denominator."""
+
+    items: Sequence[Any]
+    micro_batches: Callable[[Sequence[Any]], list[Any]]
+    denominator: Callable[[Sequence[Any]], Any]
+    loss: Callable[[Engine, Any, Any], Loss]
+    evaluate: Callable[[Engine], dict[str, float]] | None
+    show: tuple[str, ...]
+
+
+def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -> dict[str, float]:
+    """Trains to the end of the schedule; returns the mean metrics of the last tenth of the steps by their items, and the evaluation's.
+
+    Raises ValueError when there is nothing to train on, RuntimeError when no step had a gradient, FloatingPointError when a loss or a
+    gradient norm is not finite: on all ranks at the same step.
+    """
+    steps_per_epoch = -(-len(task.items) // config.train_batch_size)
+    total = steps_per_epoch * config.max_epochs
+    if total == 0:
+        raise ValueError("the data left no row to train on: see the counts of dropped and truncated rows")
+    resume = resume_state.latest(run)
+    first = resume.step if resume else 0
+    recent: list[tuple[int, dict[str, float]]] = []  # items and metrics of the last steps
+    evaluation: dict[str, float] = {}
+    trained = False
+    if resume:
+        engine.load_state(resume.folder)
+        recent, evaluation, trained = resume.loop["recent"], resume.loop["evaluation"], resume.loop["trained"]
+        print(f"resumed after step {first} of {total}", flush=True)
+    tracker = Tracker(run, total, first) if engine.rank == 0 else None
+    trainable = sum(getattr(weight, "ds_numel", weight.numel()) for weight in engine.module.parameters() if weight.requires_grad)
+    cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, trainable)
+
+    for step in range(first, total):
+        items = items_of_step(task.items, step, steps_per_epoch, config.train_batch_size, seed)
+        rate = learning_rate(step, total, config.learning_rate, config.warmup_ratio, config.min_lr_ratio)
+        done = step + 1
+        with at(f"step {done} of {total}"):
+            metrics = optimiser_step_gradients(engine, task, items)
+            metrics |= {"grad_norm": engine.step(rate), "learning_rate": rate}
+        trained = trained or metrics["grad_norm"] > 0
+        recent = [*recent, (len(items), metrics)][-max(LAST_STEPS, total // 10) :]
+        if task.evaluate and (done == total or (config.eval_steps and done % config.eval_steps == 0)):
+            evaluation = task.evaluate(engine)
+            check_finite(evaluation["eval/loss"], f"after step {done} of {total} the loss on eval_data")
+            metrics = metrics | evaluation
+        if tracker and (done % config.logging_steps == 0 or done == total):
+            tracker.log(done, metrics, show=task.show)
+        if done < total and due(engine, cadence, done):
+            loop = {"recent": recent, "evaluation": evaluation, "trained": trained, "layout": layout_of(config)}
+            save_on_all_ranks(engine, run, done, config.keep_checkpoints, loop)
+            cadence.saved()
+    if tracker:
+        tracker.close()
+    if not trained:
+        raise RuntimeError(f"none of the {total} steps had a gradient: nothing was trained")
+    # A metric is averaged over the steps that have it.
+    values = {name: [(count, m[name]) for count, m in recent if name in m] for name in dict.fromkeys(n for _, m in recent for n in m)}
+    means = {name: sum(count * value for count, value in found) / sum(count for count, _ in found) for name, found in values.items()}
+    return means | evaluation | {"steps": float(total)}
+
+
+def optimiser_step_gradients(engine: Engine, task: Task, items: Sequence[Any]) -> dict[str, float]:
+    """Accumulates the gradient of one optimiser step; returns its metrics."""
+    denominator = task.denominator(items)
+    return accumulate(engine, task.micro_batches(items), lambda micro: task.loss(engine, micro, denominator))
+
+
+def items_of_step(items: Sequence[Any], step: int, steps_per_epoch: int, batch: int, seed: int) -> list[Any]:
+    """Returns the items of one optimiser step: each epoch is one seeded shuffle, cut into batches; the last may be smaller."""
+    epoch, position = divmod(step, steps_per_epoch)
+    return [items[i] for i in order_of_epoch(len(items), epoch, seed)[position * batch : (position + 1) * batch]]
+
+
+@lru_cache(maxsize=2)
+def order_of_epoch(count: int, epoch: int, seed: int) -> array[int]:
+    """Returns a seeded permutation of `range(count)`, 8 bytes each; cached, so do not change it."""
+    order = array("q", range(count))
+    random.Random(f"{seed}-{epoch}").shuffle(order)
+    return order
+
+
+def layout_of(config: Trainable) -> dict[str, int | str]:
+    """Returns what must match between a resume state and its ranks. `zero_stage` of several ranks may still be `auto`."""
+    alone = config.ranks.world_size == 1
+    return {"ranks": config.ranks.world_size, "zero_stage": 0 if alone and config.zero_stage == "auto" else config.zero_stage}
+
+
+def accumulate(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss]) -> dict[str, float]:
+    """Forward and backward over the micro-batches of one optimiser step; returns its metrics, summed over all ranks. Raises
+    FloatingPointError on every rank when the loss, which is one of them, is not finite.
+
+    Micro-batches go to the ranks round-robin. In an incomplete last turn a rank repeats the last micro-batch with weight 0, so that
+    every rank runs the same collectives of ZeRO-3.
+    """
+    mine = deal(len(micro_batches), engine.rank, engine.world_size)
+    sums: dict[str, torch.Tensor] = {}
+    for turn, (index, weight) in enumerate(mine):
+        result = loss(micro_batches[index])
+        engine.backward(result.loss * weight, last=turn == len(mine) - 1)
+        progress.made()
+        for name, value in result.metrics.items():
+            sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach() * weight
+    metrics = sum_metrics(engine, sums)
+    for name, mean in metrics.items():
+        if name.rpartition("/")[2] == "loss":
+            check_finite(mean, "the loss")
+    return metrics
+
+
+def cut(items: Sequence[Item], size: int) -> list[list[Item]]:
+    """Splits items into consecutive parts of at most `size`."""
+    return [list(items[i : i + size]) for i in range(0, len(items), size)]
+
+
+def deal(count: int, rank: int, world_size: int) -> list[tuple[int, float]]:
+    """Returns this rank's (index, weight) of `count` items, equally many on every rank; surplus ones have weight 0."""
+    turns = -(-count // world_size)
+    indices = [turn * world_size + rank for turn in range(turns)]
+    return [(index, 1.0) if index < count else (count - 1, 0.0) for index in indices]
+
+
+def due(engine: Engine, cadence: resume_state.Cadence, done: int) -> bool:
+    """Whether all ranks save now, by rank 0's clock."""
+    if not cadence.by_clock or engine.world_size == 1:
+        return cadence.due(done)
+    here = engine.rank == 0 and cadence.due(done)
+    return bool(engine.all_reduce(torch.tensor(float(here), device=engine.device)))
+
+
+def held_out_metrics(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss]) -> dict[str, float]:
+    """Sums the metrics of all micro-batches without gradient, as `eval/...`: each rank computes its share, every rank gets all."""
+    engine.module.eval()
+    sums: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for index, weight in deal(len(micro_batches), engine.rank, engine.world_size):
+            for name, value in loss(micro_batches[index]).metrics.items():
+                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64, device=value.device)) + value.double() * weight
+            progress.made()
+    engine.module.train()
+    return {f"eval/{name}": value for name, value in sum_metrics(engine, sums).items()}
+
+
+def save_on_all_ranks(engine: Engine, run: RunDir, step: int, keep: int, loop: dict[str, Any]) -> None:
+    """Writes a resume state on every rank; rank 0 publishes it when all have finished."""
+    if engine.rank == 0:
+        resume_state.open_state(run, step, clear=True)
+    engine.barrier()
+    engine.save_state(resume_state.open_state(run, step, clear=False))
+    engine.barrier()
+    if engine.rank == 0:
+        resume_state.close_state(run, step, keep, loop)
+    engine.barrier()
