@@ -1,4 +1,4 @@
-"""The process of an evaluation or alignment_tax stage: `python -m evaluation RUN_DIR`. Exit codes are those of `python -m rlhf_core`."""
+"""Runs an evaluation or alignment_tax stage: `python -m evaluation RUN_DIR`. Exit codes are those of `python -m rlhf_core`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,5 @@ import sys
 
 from rlhf_core.__main__ import main
 
-WORK = {"evaluation": "evaluation.run", "alignment_tax": "evaluation.tax"}
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], WORK))
+    sys.exit(main(sys.argv[1:], "evaluation"))

@@ -1,0 +1,200 @@
+"""Loads lm-eval's tasks, runs them against a local vLLM server, and converts the results to our records.
+
+lm-eval is imported only when there is something to measure. It sends token ids of the checkpoint's own tokenizer to the server's
+completions endpoint, so that prompts and log-probs are those of the model; BOS comes first if the tokenizer adds it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from evaluation.alignment_tax.records import ModelScores, Score, TaskScores
+from evaluation.answers.served_models import LocalModel
+from rlhf_core.config import AlignmentTax
+from rlhf_core.config.lm_eval_tasks import is_path, located, read_task, task_name
+from rlhf_core.data.chat import load_tokenizer
+from rlhf_core.recipe.load import unknown
+from rlhf_core.rollout.server import Server
+
+SAME_MEAN = 1e-6  # tolerance: a metric that is the mean of its documents' values can be compared document by document
+
+
+class Measured(NamedTuple):
+    """Scores of one model; `rows`: every document with the model's answer, for people."""
+
+    scores: ModelScores
+    rows: list[dict[str, Any]]
+
+
+class Tasks:
+    """The tasks of a recipe, loaded once before any server starts. `leaves` maps each task or group to the names of its single tasks.
+
+    The constructor raises ValueError when a task is unknown or its data cannot be loaded.
+    """
+
+    def __init__(self, tasks: Sequence[str], trust_code: bool):
+        from lm_eval.tasks import TaskManager
+
+        local = all(map(is_path, tasks))
+        self.manager = TaskManager(include_defaults=not local)  # indexing lm-eval's own tasks takes ten seconds
+        self.specs = [self._spec(task, trust_code) for task in tasks]
+        self.leaves = {task_name(task): self._load(task, spec) for task, spec in zip(tasks, self.specs, strict=True)}
+
+    def _spec(self, task: str, trust_code: bool) -> str | dict[str, Any]:
+        if not is_path(task):
+            known = self.manager.all_tasks
+            if task not in known:
+                what = unknown(task, known, "task")
+                raise ValueError(f"tasks: {what if len(what) < 300 else f'lm-eval knows no task {task!r}; `lm-eval ls tasks` lists all'}")
+            return task
+        from lm_eval.tasks._yaml_loader import load_yaml
+
+        file = read_task(task, trust_code).files[0]
+        spec: dict[str, Any] = load_yaml(file) | {"task": task_name(task)}
+        arguments = dict(spec.get("dataset_kwargs") or {})
+        if "data_files" in arguments:
+            arguments["data_files"] = located(arguments["data_files"], file.parent)
+        return spec | ({"dataset_kwargs": arguments} if arguments else {})
+
+    def _load(self, task: str, spec: str | dict[str, Any]) -> list[str]:
+        try:
+            return list(self.manager.load([copy.deepcopy(spec)])["tasks"])
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:  # of datasets, the Hub's client, the network, Jinja, ...: each becomes one sentence
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            if is_path(task):
+                raise ValueError(f"tasks: {task} cannot be loaded ({why}): correct the file") from error
+            raise ValueError(
+                f"tasks: the data of {task} cannot be loaded ({why}): lm-eval takes it from the Hub, so this machine must reach the Hub or "
+                f"have it in its cache; a task YAML with local data_files needs neither"
+            ) from error
+
+
+def measure(
+    name: str, served: LocalModel, server: Server, tasks: Tasks, config: AlignmentTax, seed: int, trust_remote_code: bool
+) -> Measured:
+    """Runs all tasks on the model that `server` serves.
+
+    Raises ValueError when the recipe sets chat_template and the tokenizer has none, ServerFailed when the server has died.
+    """
+    import lm_eval
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    tokenizer = load_tokenizer(served.path, trust_remote_code)
+    if config.chat_template and tokenizer.chat_template is None:
+        raise ValueError(f"chat_template is set, and the tokenizer of {name} has none: leave it out, or name chat models only")
+    starts = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    model = LocalCompletionsAPI(
+        base_url=f"{server.url}/completions",
+        model=server.model,
+        tokenizer=served.path,
+        tokenizer_backend="huggingface",
+        header={"Authorization": f"Bearer {server.key}"},
+        add_bos_token=starts and not config.chat_template,  # a chat template writes its own
+        num_concurrent=config.concurrency,
+        batch_size=config.batch_size,
+        max_length=server.max_model_len,
+        max_gen_toks=config.max_gen_toks,
+        timeout=math.ceil(config.timeout),
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+    )
+    try:
+        found = lm_eval.simple_evaluate(
+            model,
+            tasks=copy.deepcopy(tasks.specs),
+            task_manager=tasks.manager,
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            bootstrap_iters=config.bootstrap_rounds,
+            apply_chat_template=config.chat_template,
+            fewshot_as_multiturn=config.chat_template,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )
+    except Exception:
+        server.check()  # raises with the server's own error if it died
+        raise
+    assert found is not None
+    scores = scores_of(found, tasks.leaves)
+    return Measured(ModelScores(model=name, identity=served.identity, tasks=scores, lm_eval=lm_eval.__version__), rows_of(found["samples"]))
+
+
+def scores_of(found: Mapping[str, Any], leaves: Mapping[str, Sequence[str]]) -> dict[str, TaskScores]:
+    """Converts lm-eval's results, by task; a group has the metrics that all of its tasks have, averaged over all documents."""
+    scores = {}
+    for task, names in leaves.items():
+        parts = [_leaf(name, found) for name in names]
+        shared = [metric for metric in parts[0].metrics if all(metric in part.metrics for part in parts)]
+        sizes = [part.documents for part in parts]
+        metrics = {metric: _pooled([part.metrics[metric] for part in parts], sizes) for metric in shared}
+        scores[task] = TaskScores(metrics=metrics, documents=sum(sizes))
+    return scores
+
+
+def rows_of(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Returns one row for each document and filter: prompt, response, target, metrics."""
+    rows = []
+    for task, found in samples.items():
+        for sample in found:
+            shown = {"task": task, "doc_id": sample["doc_id"], "filter": sample["filter"], "prompt": _first(sample["arguments"])}
+            values = {metric: _number(sample.get(metric)) for metric in sample["metrics"]}
+            rows.append(shown | {"target": sample["target"], "response": sample["filtered_resps"], "metrics": values})
+    return rows
+
+
+def _leaf(name: str, found: Mapping[str, Any]) -> TaskScores:
+    result, samples = found["results"][name], found["samples"][name]
+    better = found["higher_is_better"].get(name, {})
+    metrics = {}
+    for key, value in result.items():
+        metric, comma, filtered = key.partition(",")
+        if not comma or metric.endswith("_stderr") or _number(value) is None:
+            continue
+        values = {f"{name}/{s['doc_id']}/{s['doc_hash'][:16]}": _number(s.get(metric)) for s in samples if s["filter"] == filtered}
+        known = {document: number for document, number in values.items() if number is not None}
+        is_mean = len(known) == len(values) > 0 and abs(fmean(known.values()) - value) < SAME_MEAN
+        metrics[key] = Score(
+            value=float(value),
+            stderr=_number(result.get(f"{metric}_stderr,{filtered}")),
+            higher_is_better=better.get(metric) is not False,
+            documents=known if is_mean else None,
+        )
+    return TaskScores(metrics=metrics, documents=len({sample["doc_id"] for sample in samples}))
+
+
+def _pooled(scores: Sequence[Score], sizes: Sequence[int]) -> Score:
+    total = sum(sizes)
+    errors = [score.stderr for score in scores]
+    variance = sum((size * error) ** 2 for size, error in zip(sizes, errors, strict=True) if error is not None)
+    documents: dict[str, float] | None = {}
+    for score in scores:
+        documents = documents | score.documents if documents is not None and score.documents is not None else None
+    return Score(
+        value=sum(size * score.value for size, score in zip(sizes, scores, strict=True)) / total,
+        stderr=None if None in errors else math.sqrt(variance) / total,
+        higher_is_better=scores[0].higher_is_better,
+        documents=documents,
+    )
+
+
+def _number(value: Any) -> float | None:
+    """Returns a finite number (lm-eval's numpy scalars and booleans count), None for 'N/A', lists and missing values."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) and not isinstance(value, str) else None
+
+
+def _first(arguments: Any) -> str:
+    """Returns the prompt of a sample's first request, from both layouts that lm-eval uses for arguments."""
+    first = next(iter(arguments.values())) if isinstance(arguments, dict) else arguments[0]
+    return str(next(iter(first.values())) if isinstance(first, dict) else first[0])

@@ -1,0 +1,133 @@
+"""Computes each model's loss against the baseline on each task, with intervals. Torch-free; does not import lm-eval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from evaluation.alignment_tax.records import ModelScores, Score
+from evaluation.scores.scoring import clusters_of, interval
+from rlhf_core.records import Frozen
+
+TAX = "tax.json"
+Z95 = 1.959964
+
+
+class TaxRow(Frozen):
+    """One metric of one task on one model, and on the baseline.
+
+    `tax`: what the model lost, baseline minus model, or model minus baseline where less is better. `paired`: its 95 % interval is a
+    bootstrap over the documents that both models answered; else it combines the two standard errors as independent (None: lm-eval gave
+    none). `main`: the task's first metric, which gates and the chart use.
+    """
+
+    task: str
+    metric: str
+    model: str
+    main: bool
+    value: float
+    stderr: float | None
+    baseline_value: float
+    baseline_stderr: float | None
+    tax: float
+    ci_low: float | None
+    ci_high: float | None
+    paired: bool
+    documents: int
+
+
+class TaxReport(Frozen):
+    """The content of `tax.json`."""
+
+    baseline: str
+    models: tuple[str, ...]
+    tasks: tuple[str, ...]
+    lm_eval: str
+    chat_template: bool
+    num_fewshot: int | None
+    rows: tuple[TaxRow, ...]
+
+    @property
+    def main(self) -> tuple[TaxRow, ...]:
+        """The rows of the tasks' main metrics."""
+        return tuple(row for row in self.rows if row.main)
+
+
+class Loss(NamedTuple):
+    """A difference to the baseline with its 95 % interval, None when that is unknown; `paired` as in TaxRow."""
+
+    value: float
+    low: float | None
+    high: float | None
+    paired: bool
+
+
+def compare(baseline: ModelScores, model: ModelScores, rounds: int, seed: int) -> list[TaxRow]:
+    """Returns a row for each metric that both models have. `rounds` and `seed` are of the bootstrap."""
+    rows = []
+    for task, scores in model.tasks.items():
+        before = baseline.tasks[task]
+        shared = [metric for metric in scores.metrics if metric in before.metrics]
+        for metric in shared:
+            one, other = before.metrics[metric], scores.metrics[metric]
+            loss = loss_of(one, other, rounds, seed)
+            rows.append(
+                TaxRow(
+                    task=task,
+                    metric=metric.removesuffix(",none"),
+                    model=model.model,
+                    main=metric == shared[0],
+                    value=other.value,
+                    stderr=other.stderr,
+                    baseline_value=one.value,
+                    baseline_stderr=one.stderr,
+                    tax=loss.value,
+                    ci_low=loss.low,
+                    ci_high=loss.high,
+                    paired=loss.paired,
+                    documents=scores.documents,
+                )
+            )
+    return rows
+
+
+def loss_of(baseline: Score, model: Score, rounds: int, seed: int) -> Loss:
+    """Returns baseline minus model (model minus baseline where less is better), with a 95 % interval."""
+    sign = 1.0 if model.higher_is_better else -1.0
+    lost = sign * (baseline.value - model.value)
+    if baseline.documents is not None and model.documents is not None and baseline.documents.keys() == model.documents.keys():
+        differences = [(name, sign * (value - model.documents[name]), 1.0) for name, value in baseline.documents.items()]
+        low, high = interval(clusters_of(differences), rounds, seed)
+        return Loss(lost, low, high, True)
+    if baseline.stderr is None or model.stderr is None:
+        return Loss(lost, None, None, False)
+    half = Z95 * math.hypot(baseline.stderr, model.stderr)
+    return Loss(lost, lost - half, lost + half, False)
+
+
+def tax_metrics(report: TaxReport) -> dict[str, float]:
+    """Returns `tax/<task>/<model>`, its interval, `score/<task>/<model>`; `tax/<task>` and `tax_low/<task>` are the maximum over models."""
+    found: dict[str, float] = {}
+    for row in report.main:
+        about = {"tax": row.tax, "tax_low": row.ci_low, "tax_high": row.ci_high, "score": row.value}
+        found |= {f"{name}/{row.task}/{row.model}": value for name, value in about.items() if value is not None}
+        found |= {f"score/{row.task}/{report.baseline}": row.baseline_value, f"documents/{row.task}": float(row.documents)}
+    for task in report.tasks:
+        for name in ("tax", "tax_low"):
+            values = [found[f"{name}/{task}/{model}"] for model in report.models if f"{name}/{task}/{model}" in found]
+            if values:
+                found[f"{name}/{task}"] = float(np.max(values))
+    return found
+
+
+def log_lines(report: TaxReport) -> Sequence[str]:
+    """Returns a line for each task and model, for the log."""
+    lines = []
+    for row in report.main:
+        bounds = "" if row.ci_low is None else f" [{row.ci_low:+.3f}, {row.ci_high:+.3f}]"
+        scores = f"{row.metric} {row.baseline_value:.3f} -> {row.value:.3f}"
+        lines.append(f"{row.model} against {report.baseline} on {row.task}: {scores}, lost {row.tax:+.3f}{bounds}")
+    return lines

@@ -1,0 +1,95 @@
+"""Runs the alignment_tax stage: lm-eval's tasks on every model, served by a local vLLM server, compared with the baseline.
+
+`report/tax.json` has the comparison; `report/scores/<model>.json` a model's scores, written when they are complete, so that a resumed
+stage does not measure it again; `report/documents/<model>.jsonl` every question with the model's answer; `servers/` the servers' logs.
+Models with the same files are measured once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from evaluation.alignment_tax.harness import Measured, Tasks, measure
+from evaluation.alignment_tax.records import ModelScores
+from evaluation.alignment_tax.report import TAX, TaxReport, compare, log_lines, tax_metrics
+from evaluation.answers.local_answers import file_name
+from evaluation.answers.served_models import LocalModel, local_model, served
+from rlhf_core.config import AlignmentTax
+from rlhf_core.config.lm_eval_tasks import task_name
+from rlhf_core.runs.metrics_log import Tracker
+from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.system.files import write_text
+
+REPORT, LOGS = "report", "servers"
+
+
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Measures the baseline and all models. Reuses scores of an earlier, killed attempt. Raises ValueError as `Tasks` and `measure`."""
+    config = request.config
+    assert isinstance(config, AlignmentTax), f"alignment_tax got the config of a {config.stage} stage"
+    names = list(dict.fromkeys((config.baseline, *config.models)))
+    files = {name: run / REPORT / "scores" / f"{file_name(name)}.json" for name in names}
+    scores = {name: found for name in names if (found := read_scores(files[name])) is not None}
+    if missing := [name for name in names if name not in scores]:
+        tasks = Tasks(config.tasks, config.trust_task_code)
+        for name in missing:
+            start, model = time.monotonic(), _model(name, request, config)
+            if twin := next((known for known in scores.values() if known.identity == model.identity), None):
+                scores[name] = twin.model_copy(update={"model": name})
+                print(f"{name}: the same files as {twin.model}, whose scores count", flush=True)
+                continue
+            measured = measure_one(name, model, request, config, tasks, run)
+            documents = "".join(json.dumps(row, default=str) + "\n" for row in measured.rows)
+            for file, text in (
+                (run / REPORT / "documents" / f"{file_name(name)}.jsonl", documents),
+                (files[name], measured.scores.model_dump_json(indent=1)),  # last: it marks the model as finished
+            ):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_text(file, text)
+            scores[name] = measured.scores
+            print(f"{name}: {len(measured.rows)} documents in {time.monotonic() - start:.1f} s", flush=True)
+    models = [name for name in names if name != config.baseline]
+    rows = [row for name in models for row in compare(scores[config.baseline], scores[name], config.bootstrap_rounds, request.seed)]
+    report = TaxReport(
+        baseline=config.baseline,
+        models=tuple(models),
+        tasks=tuple(map(task_name, config.tasks)),
+        lm_eval=scores[config.baseline].lm_eval,
+        chat_template=config.chat_template,
+        num_fewshot=config.num_fewshot,
+        rows=tuple(rows),
+    )
+    write_text(run / REPORT / TAX, report.model_dump_json(indent=2))
+    metrics = tax_metrics(report)
+    tracker = Tracker(run, total_steps=1)
+    tracker.log(1, metrics)
+    tracker.close()
+    print("\n".join(log_lines(report)), flush=True)
+    return Outcome(metrics, {"report": REPORT})
+
+
+def _model(name: str, request: StageRequest, config: AlignmentTax) -> LocalModel:
+    where = f"alignment_tax of {name}"
+    return local_model(where, request.inputs[name], config.dtype, config.max_model_len, request.trust_remote_code)
+
+
+def measure_one(name: str, model: LocalModel, request: StageRequest, config: AlignmentTax, tasks: Tasks, run: RunDir) -> Measured:
+    """Serves one model and runs all tasks on it."""
+    trust = request.trust_remote_code
+    with served(model, file_name(name), run / LOGS / f"{file_name(name)}.log", config.vllm, request.seed, trust) as server:
+        for variable in ("NO_PROXY", "no_proxy"):  # lm-eval's HTTP clients must not send these requests to a proxy
+            os.environ[variable] = ",".join(filter(None, (os.environ.get(variable), "127.0.0.1")))
+        return measure(name, model, server, tasks, config, request.seed, trust)
+
+
+def read_scores(file: Path) -> ModelScores | None:
+    """Reads the scores of a finished model; None when the file is missing or damaged."""
+    try:
+        return ModelScores.model_validate_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None

@@ -1,0 +1,278 @@
+"""Sends many requests to one OpenAI-compatible chat endpoint, for judges and for remote models that answer.
+
+Requests to a busy, failing or silent endpoint are retried with growing pauses. When an endpoint refuses `max_tokens` or a temperature, as
+those of reasoning models do, they are sent without (`max_completion_tokens`). The API key is passed to the client only: error texts of
+refused keys are not shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO, TypeVar
+
+from openai import APIConnectionError, APIResponseValidationError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
+from pydantic import ValidationError
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+from rlhf_core import config as configs
+from rlhf_core.records import Frozen
+
+LONGEST_PAUSE = 60.0  # seconds between two attempts
+PROGRESS = 200  # items between two lines of progress
+REFUSED = (401, 403, 404)  # no request can succeed
+WRONG_REQUEST = (400, 422)
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
+Record = TypeVar("Record", bound=Frozen)
+
+
+class Unreadable(Exception):
+    """A reply with status 200 that is no chat completion."""
+
+
+NO_REPLY = (APIConnectionError, APIStatusError, APIResponseValidationError, Unreadable, TimeoutError)  # raised by `ask` after the retries
+
+
+class Connection(NamedTuple):
+    """An endpoint. `hint`: what to check when it refuses, for messages; `check` raises when its server is known to have ended.
+
+    Requests to a server of this machine (`local`) use no proxy.
+    """
+
+    url: str
+    key: str
+    hint: str
+    check: Callable[[], None] = lambda: None
+    local: bool = False
+
+
+class Reply(Frozen):
+    """A reply. Tokens as the endpoint counts them; `reasoning_tokens`: output tokens that are not in `text`; `cut`: a limit ended it."""
+
+    text: str
+    input_tokens: int
+    output_tokens: int
+    reasoning_tokens: int = 0
+    cut: bool = False
+
+
+class Pace:
+    """Limits callers to `per_minute` a minute, evenly spaced; None: no limit. Time lost in a pause is not made up for."""
+
+    def __init__(self, per_minute: float | None):
+        self.gap = 60 / per_minute if per_minute else 0.0
+        self.free = 0.0  # time of the next caller, on the monotonic clock
+
+    async def turn(self) -> None:
+        """Waits until the caller may send."""
+        while (wait := self.free - time.monotonic()) > 0:
+            await asyncio.sleep(wait)
+        self.free = time.monotonic() + self.gap
+
+
+class ChatClient:
+    """Sends requests to `model` at an endpoint, at most `concurrency` at once.
+
+    `who` is the client's name in messages (`judge gpt`); `connect` is called when there is something to send, and may start a server;
+    `settings` are the request's further fields; `timeout`: seconds per request; `pause`: scale of the first pause, in seconds.
+    `requests` counts those sent.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        model: str,
+        connect: Callable[[], Connection],
+        settings: Mapping[str, Any],
+        *,
+        concurrency: int,
+        timeout: float,
+        max_attempts: int,
+        requests_per_minute: float | None = None,
+        pause: float = 1.0,
+    ):
+        self.who = who
+        self.model = model
+        self.connect = connect
+        self.settings = dict(settings)
+        self.concurrency = concurrency
+        self.timeout = timeout
+        self.max_attempts = max_attempts
+        self.backoff = wait_random_exponential(multiplier=pause, max=LONGEST_PAUSE)
+        self.pace = Pace(requests_per_minute)
+        self.requests = 0
+
+    def each(self, items: Mapping[str, Item], work: Callable[[Asking, Item], Awaitable[Found]], done: Callable[[str, Found], None]) -> None:
+        """Calls `work` for every item, and `done` with each key and result as it completes. An exception of either ends all."""
+        if items:
+            connection = self.connect()
+            asyncio.run(self._each(connection, items, work, done))
+
+    async def _each(
+        self,
+        connection: Connection,
+        items: Mapping[str, Item],
+        work: Callable[[Asking, Item], Awaitable[Found]],
+        done: Callable[[str, Found], None],
+    ) -> None:
+        asking = Asking(self, connection)
+        waiting, finished = iter(items.items()), 0  # one queue for all workers
+
+        async def worker() -> None:
+            nonlocal finished
+            for key, item in waiting:
+                done(key, await work(asking, item))
+                finished += 1
+                if finished % PROGRESS == 0:
+                    print(f"{self.who}: {finished} of {len(items)} done", flush=True)
+
+        tasks = [asyncio.ensure_future(worker()) for _ in range(min(self.concurrency, len(items)))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asking.api.close()
+
+
+class Asking:
+    """The open connection of a client."""
+
+    def __init__(self, client: ChatClient, connection: Connection):
+        self.client, self.connection = client, connection
+        http = DefaultAsyncHttpxClient(trust_env=False) if connection.local else None
+        self.api = AsyncOpenAI(base_url=connection.url, api_key=connection.key, max_retries=0, http_client=http)
+
+    async def ask(self, messages: Sequence[Mapping[str, str]]) -> Reply:
+        """Sends messages and returns the reply, with retries. Raises one of NO_REPLY, or ValueError when no attempt can succeed."""
+        client = self.client
+        attempts = AsyncRetrying(
+            retry=retry_if_exception(_passing), stop=stop_after_attempt(client.max_attempts), wait=self._pause, reraise=True
+        )
+        try:
+            return await attempts(self._once, list(messages))
+        except APIStatusError as error:
+            if error.status_code in REFUSED:
+                raise ValueError(
+                    f"{client.who}: {self.connection.url} answers {error.status_code} for model {client.model!r}: "
+                    f"check the model's name{self.connection.hint}"
+                ) from None
+            raise
+
+    def reason(self, error: Exception) -> str:
+        """Returns why there is no reply, in brackets."""
+        if isinstance(error, APIStatusError):  # a remote endpoint's message may contain the key, so only a local one's is shown
+            return f"(no reply: HTTP {error.status_code}{f', {error.message[:300]}' if self.connection.local else ''})"
+        if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
+            return f"(no reply within {self.client.timeout:g} s)"
+        return f"(no reply: {type(error).__name__})"
+
+    async def _once(self, messages: Any) -> Reply:
+        client = self.client
+        await client.pace.turn()
+        client.requests += 1
+        settings: dict[str, Any] = client.settings
+        try:
+            async with asyncio.timeout(client.timeout):  # the library's own timeout restarts with every byte
+                completion = await self.api.chat.completions.create(
+                    model=client.model, messages=messages, timeout=client.timeout, **_as_arguments(settings)
+                )
+        except APIStatusError as error:
+            if error.status_code not in WRONG_REQUEST or not self._adapt(settings, str(error)):
+                raise
+            return await self._once(messages)
+        except (APIConnectionError, TimeoutError):
+            self.connection.check()
+            raise
+        except ValueError:
+            raise Unreadable("the reply is no JSON") from None
+        try:
+            choice, usage = completion.choices[0], completion.usage
+            details = usage.completion_tokens_details if usage else None
+            return Reply(
+                text=choice.message.content or "",
+                input_tokens=usage.prompt_tokens if usage else 0,
+                output_tokens=usage.completion_tokens if usage else 0,
+                reasoning_tokens=(details.reasoning_tokens or 0) if details else 0,
+                cut=choice.finish_reason == "length",
+            )
+        except (AttributeError, IndexError, TypeError, ValidationError):
+            raise Unreadable("the reply is no chat completion") from None
+
+    def _adapt(self, sent: dict[str, Any], complaint: str) -> bool:
+        """Changes the settings when the endpoint's error names one that was sent; returns whether to send the request again."""
+        client = self.client
+        if client.settings is not sent:
+            return True  # another request has changed the settings
+        if "max_tokens" in sent and "max_tokens" in complaint and not self.connection.local:
+            client.settings = {"max_completion_tokens" if name == "max_tokens" else name: value for name, value in sent.items()}
+        elif "temperature" in sent and "temperature" in complaint:
+            client.settings = {name: value for name, value in sent.items() if name != "temperature"}
+        else:
+            return False
+        print(f"{client.who}: the endpoint refused a parameter, requests now have {', '.join(client.settings)}", flush=True)
+        return True
+
+    def _pause(self, state: RetryCallState) -> float:
+        """Returns the seconds until the next attempt: the endpoint's `retry-after`, else random with exponential growth."""
+        error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, APIStatusError):
+            try:
+                return min(float(error.response.headers["retry-after"]), LONGEST_PAUSE)
+            except (KeyError, ValueError):
+                pass  # absent, or a date
+        return self.client.backoff(state)
+
+
+def remote(base_url: str, api_key_env: str) -> Connection:
+    """Returns the connection to an endpoint, with the key in an environment variable or "none", which servers without keys accept."""
+    hint = f", base_url and the key in the environment variable {api_key_env}"
+    return Connection(base_url, os.environ.get(api_key_env) or "none", hint)
+
+
+@contextmanager
+def appending(path: Path) -> Iterator[TextIO]:
+    """Opens a file of lines to append to; ends a last line that was cut by a kill."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        if file.tell() and not path.read_bytes().endswith(b"\n"):
+            file.write("\n")
+        yield file
+
+
+def records_of(path: Path, kind: type[Record]) -> Iterator[Record]:
+    """Yields the records in the complete lines of a file; one cut by a kill is left out. (`splitlines` would also split at U+2028.)"""
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else ():
+        try:
+            record = kind.model_validate_json(line)
+        except ValidationError:
+            continue
+        yield record
+
+
+def _as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the OpenAI client; fields that it does not have (a vLLM server's `top_k`) go into `extra_body`."""
+    known = {name: value for name, value in settings.items() if name in ("max_tokens", "max_completion_tokens", "temperature")}
+    extra = {name: value for name, value in settings.items() if name not in known}
+    return known | ({"extra_body": extra} if extra else {})
+
+
+def _passing(error: BaseException) -> bool:
+    """Returns whether another attempt may succeed."""
+    if isinstance(error, APIStatusError):
+        return error.status_code in (408, 409, 429) or error.status_code >= 500
+    return isinstance(error, (APIConnectionError, APIResponseValidationError, Unreadable, TimeoutError))
+
+
+def cost_of(remote: configs.Remote, input_tokens: int, output_tokens: int) -> float | None:
+    """Returns the cost in US dollars; None when the prices are not known."""
+    if remote.input_price is None or remote.output_price is None:
+        return None
+    return (input_tokens * remote.input_price + output_tokens * remote.output_price) / 1e6

@@ -1,0 +1,128 @@
+"""Gets answers of remote models from an OpenAI-compatible endpoint, and stores each at once, so that none is requested twice.
+
+Prompts are not cut. A model's settings, tokens and cost become an `Answering` record of the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from evaluation.answers.chat_client import NO_REPLY, Asking, ChatClient, Reply, appending, cost_of, records_of, remote
+from evaluation.answers.local_answers import ModelAnswer
+from evaluation.answers.questions import Question
+from rlhf_core.config import Endpoint
+from rlhf_core.records import Answering, Frozen
+from rlhf_core.system.files import digest
+
+Messages = tuple[dict[str, str], ...]
+
+
+class Given(Frozen):
+    """One line of the file of answers. `key`: digest of the request."""
+
+    key: str
+    reply: Reply
+
+
+def answer_remotely(
+    name: str,
+    endpoint: Endpoint,
+    questions: Sequence[Question],
+    file: Path,
+    *,
+    temperature: float,
+    max_tokens: int,
+    count: Callable[[str], int] | None,
+    pause: float = 1.0,
+) -> tuple[list[ModelAnswer], Answering]:
+    """Returns one answer to each question, in order, empty ones for failed requests, and their settings, tokens and cost.
+
+    `file` keeps replies by a digest of the request. `count` counts the tokens of a text; None: the endpoint's count, without reasoning.
+    Raises ValueError when the endpoint refuses the model, or more than the share `max_failed` of the questions has no answer.
+    """
+    settings = {
+        "max_tokens": endpoint.max_tokens or max_tokens,
+        "temperature": temperature if endpoint.temperature is None else endpoint.temperature,
+        **endpoint.more,
+    }
+    messages = [_messages(question, endpoint.system) for question in questions]
+    keys = [digest([list(sent), endpoint.model, endpoint.base_url, settings]) for sent in messages]
+    known = read_given(file)
+    missing = {key: sent for key, sent in zip(keys, messages, strict=True) if key not in known}
+    print(f"{name}: {len(questions)} questions, {len(missing)} to ask", flush=True)
+    client = ChatClient(
+        name,
+        endpoint.model,
+        lambda: remote(endpoint.base_url, endpoint.api_key_env),
+        settings,
+        concurrency=endpoint.concurrency,
+        timeout=endpoint.timeout,
+        max_attempts=endpoint.max_attempts,
+        requests_per_minute=endpoint.requests_per_minute,
+        pause=pause,
+    )
+    failed = 0
+    with appending(file) as out:
+
+        def done(key: str, found: Reply | str) -> None:
+            nonlocal failed
+            if isinstance(found, Reply):
+                known[key] = found
+                out.write(Given(key=key, reply=found).model_dump_json() + "\n")
+                out.flush()
+                return
+            failed += keys.count(key)
+            if failed > endpoint.max_failed * len(questions):
+                raise ValueError(
+                    f"{name}: {failed} of {len(questions)} questions have no answer, more than max_failed={endpoint.max_failed:g} "
+                    f"allows (the last: {found}): look at the endpoint, then run again; the answers so far are kept"
+                )
+
+        client.each(missing, _answer, done)
+    used = [known[key] for key in dict.fromkeys(keys) if key in known]
+    tokens = sum(reply.input_tokens for reply in used), sum(reply.output_tokens for reply in used)
+    answering = Answering(
+        model=endpoint.model,
+        url=endpoint.base_url,
+        settings=settings | {"system": endpoint.system} if endpoint.system else settings,
+        questions=len(questions),
+        failed=failed,
+        requests=client.requests,
+        input_tokens=tokens[0],
+        output_tokens=tokens[1],
+        cost=cost_of(endpoint, *tokens),
+    )
+    empty = Reply(text="", input_tokens=0, output_tokens=0)
+    return [_model_answer(q, known.get(key, empty), count) for q, key in zip(questions, keys, strict=True)], answering
+
+
+def answering_metrics(answering: dict[str, Answering]) -> dict[str, float]:
+    """Returns `answer_requests/<model>`, `answer_failed/<model>`, tokens, and the cost if prices are known."""
+    found: dict[str, float] = {}
+    for name, use in answering.items():
+        values = {what: getattr(use, what) for what in ("requests", "failed", "input_tokens", "output_tokens", "cost")}
+        found |= {f"answer_{what}/{name}": float(value) for what, value in values.items() if value is not None}
+    return found
+
+
+def read_given(file: Path) -> dict[str, Reply]:
+    """Reads the replies of a file, by key."""
+    return {given.key: given.reply for given in records_of(file, Given)}
+
+
+async def _answer(asking: Asking, messages: Messages) -> Reply | str:
+    try:
+        return await asking.ask(messages)
+    except NO_REPLY as error:
+        return asking.reason(error)
+
+
+def _messages(question: Question, system: str | None) -> Messages:
+    own = tuple(question.messages)
+    return ({"role": "system", "content": system}, *own) if system and own[0]["role"] != "system" else own
+
+
+def _model_answer(question: Question, reply: Reply, count: Callable[[str], int] | None) -> ModelAnswer:
+    tokens = count(reply.text) if count else max(0, reply.output_tokens - reply.reasoning_tokens)
+    return ModelAnswer(question.uid, reply.text, tokens, False, reply.cut)

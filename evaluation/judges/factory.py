@@ -1,0 +1,120 @@
+"""Makes the judges of an evaluation's config, and reports their requests and costs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evaluation.answers.chat_client import ChatClient, Connection, cost_of, remote
+from evaluation.answers.local_answers import file_name, model_config
+from evaluation.judges.chat_judge import OpenAIJudge
+from evaluation.judges.offline import Judge, RewardJudge, RuleJudge
+from rlhf_core import config as configs
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.hub.ids import shown
+from rlhf_core.models.dtype import stored_dtype
+from rlhf_core.records import Judging, Judgment
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.system.files import digest
+
+if TYPE_CHECKING:
+    from rlhf_core.models.scoring import RewardScorer
+
+CACHE, LOGS = "judge_cache", "servers"
+
+
+def judge_names(judges: Sequence[configs.Judge]) -> dict[str, configs.Judge]:
+    """Returns judges by name: `rule`, the reward model's name, the chat model's name; a second one of the same name gets a number."""
+    named: dict[str, configs.Judge] = {}
+    for judge in judges:
+        base = _name(judge)
+        names = (base, *(f"{base}-{number}" for number in range(2, len(judges) + 1)))
+        named[next(name for name in names if name not in named)] = judge
+    return named
+
+
+def _name(judge: configs.Judge) -> str:
+    if isinstance(judge, configs.RuleJudge):
+        return "rule"
+    if isinstance(judge, configs.RewardJudge):
+        return judge.reward
+    return shown(judge.model) if isinstance(judge, configs.VllmJudge) else judge.model
+
+
+def make_judge(name: str, judge: configs.Judge, request: StageRequest, config: configs.Evaluation, run: RunDir, stack: ExitStack) -> Judge:
+    """Makes the judge of one judge config. A local server starts with the judge's first request and ends with `stack`.
+
+    Raises ValueError when a local judge's model is too short or has no chat template.
+    """
+    if isinstance(judge, configs.RuleJudge):
+        return RuleJudge(name, judge.answer_key)
+    if isinstance(judge, configs.RewardJudge):
+        scorer, renderer = load_reward_model(judge.reward, request, config, config.template)
+        return RewardJudge(name, scorer.score, renderer, judge.tie, config.prompt_max_len, config.generate_max_len)
+    if isinstance(judge, configs.VllmJudge):
+        from evaluation.answers.served_models import local_model, served  # slow to import, and only local judges need it
+
+        trust = request.trust_remote_code
+        model = local_model(f"judge {name}", request.inputs[judge.model], judge.dtype, judge.max_model_len, trust)
+        _check_judge(name, judge, model.max_model_len, model.path, trust)
+        cache_name, identity = f"{file_name(name)}-{digest(model.identity)[:8]}.jsonl", model.identity
+
+        @functools.cache
+        def connect() -> Connection:
+            log = run / LOGS / f"{file_name(name)}.log"
+            server = stack.enter_context(served(model, name, log, judge.vllm, request.seed, trust))
+            return Connection(server.url, server.key, "", server.check, local=True)
+
+        model_name, per_minute = name, None
+    else:  # the cache is named by model and endpoint, so that recipes with other judge names share it
+        cache_name, identity = f"{file_name(judge.model)}-{digest(judge.base_url)[:8]}.jsonl", judge.model
+        model_name, per_minute = judge.model, judge.requests_per_minute
+        connect = functools.cache(functools.partial(remote, judge.base_url, judge.api_key_env))
+    shared = Path(judge.verdict_cache).expanduser() if judge.verdict_cache is not None else None
+    cache = shared / cache_name if shared else run / CACHE / f"{file_name(name)}.jsonl"
+    client = ChatClient(
+        f"judge {name}",
+        model_name,
+        connect,
+        {"max_tokens": judge.max_tokens, "temperature": 0},
+        concurrency=judge.concurrency,
+        timeout=judge.timeout,
+        max_attempts=judge.max_attempts,
+        requests_per_minute=per_minute,
+    )
+    return OpenAIJudge(name, client, cache, identity=identity, max_failed=judge.max_failed)
+
+
+def _check_judge(name: str, judge: configs.VllmJudge, max_model_len: int, path: str, trust_remote_code: bool) -> None:
+    if judge.max_tokens >= max_model_len:
+        raise ValueError(f"judge {name}: max_tokens={judge.max_tokens} leaves none of its {max_model_len} tokens for a prompt: lower it")
+    if load_tokenizer(path, trust_remote_code).chat_template is None:
+        raise ValueError(f"judge {name}: its tokenizer has no chat template, and judging uses chat requests: name a chat model")
+
+
+def load_reward_model(name: str, request: StageRequest, config: configs.Evaluation, template: str) -> tuple[RewardScorer, Renderer]:
+    """Loads a reward model to the device, and returns it with the renderer of its texts."""
+    from rlhf_core.models.scoring import RewardScorer  # imports torch's model code, so only when there is something to score
+
+    path = request.inputs[name]
+    reward_config = model_config(path, config.prompt_max_len + config.generate_max_len, request.trust_remote_code)
+    scorer = RewardScorer(path, stored_dtype(reward_config), config.micro_rollout_batch_size, request.trust_remote_code)
+    return scorer, Renderer(load_tokenizer(path, request.trust_remote_code), template)
+
+
+def judging(judged: Sequence[Judgment], judge: Judge, config: configs.Judge) -> Judging:
+    """Returns a judge's numbers of questions, games and requests, and its cost."""
+    games = [game for judgment in judged for game in judgment.games]
+    found = Judging(
+        questions=len({judgment.uid for judgment in judged}),
+        games=sum(game.score is not None for game in games),
+        failed=sum(game.score is None for game in games),
+    )
+    if not isinstance(judge, OpenAIJudge):
+        return found
+    cost = cost_of(config, judge.input_tokens, judge.output_tokens) if isinstance(config, configs.Remote) else None
+    tokens = {"requests": judge.requests, "input_tokens": judge.input_tokens, "output_tokens": judge.output_tokens}
+    return found.model_copy(update={**tokens, "cost": cost})

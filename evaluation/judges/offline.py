@@ -1,0 +1,127 @@
+"""Judges offline, with a rule for known answers or a reward model, and runs the battles of any judge.
+
+A judge gets matches (a question and two answers, A and B) and returns one verdict each. Every battle is judged in both orders, by
+offline judges too: no verdict is derived from its mirror image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from evaluation.answers.questions import Question
+from rlhf_core.data.chat import Renderer
+from rlhf_core.data.documents import Document
+from rlhf_core.records import Game, Judgment
+
+
+@dataclass(frozen=True)
+class Match:
+    """The input of a judge."""
+
+    question: Question
+    answer_a: str
+    answer_b: str
+
+
+class Judge(Protocol):
+    """A judge has a name and returns one game for each match, in order."""
+
+    @property
+    def name(self) -> str: ...
+
+    def judge(self, matches: Sequence[Match]) -> list[Game]: ...
+
+
+def battles(
+    judge: Judge, questions: Sequence[Question], answers: Mapping[str, Sequence[str]], sides: Sequence[tuple[str, str]]
+) -> list[Judgment]:
+    """Judges each (model, baseline) of `sides` on every question, in two games.
+
+    `answers[model][i]` is the answer to `questions[i]`. In game 0 A is the baseline, in game 1 the model. Returns the judgments in the
+    order of `sides`, then of the questions.
+    """
+    matches = []
+    for model, baseline in sides:
+        for question, theirs, ours in zip(questions, answers[baseline], answers[model], strict=True):
+            matches += [Match(question, theirs, ours), Match(question, ours, theirs)]
+    games = judge.judge(matches)
+    assert len(games) == len(matches), f"{judge.name} returned {len(games)} verdicts for {len(matches)} games"
+    pairs = zip(games[::2], games[1::2], strict=True)
+    return [
+        Judgment(uid=question.uid, category=question.category, judge=judge.name, model=model, baseline=baseline, games=next(pairs))
+        for model, baseline in sides
+        for question in questions
+    ]
+
+
+class RuleJudge:
+    """A right answer beats a wrong one; two right or two wrong answers tie. Right: equal to the known answer, up to whitespace."""
+
+    def __init__(self, name: str, answer_key: str):
+        self.name = name
+        self.answer_key = answer_key
+
+    def known(self, question: Question) -> str:
+        """Returns the known answer of a question. Raises ValueError when it has none."""
+        value = question.row.get(self.answer_key)
+        if value is None:
+            raise ValueError(
+                f"question {question.uid} has no {self.answer_key!r}, which the rule judge compares answers with: "
+                f"name the right column (answer_key) or choose another judge"
+            )
+        return str(value)
+
+    def right(self, question: Question, answer: str) -> bool:
+        """Returns whether an answer equals the known one, up to whitespace."""
+        return answer.split() == self.known(question).split()
+
+    def judge(self, matches: Sequence[Match]) -> list[Game]:
+        return [self._game(match) for match in matches]
+
+    def _game(self, match: Match) -> Game:
+        a, b = self.right(match.question, match.answer_a), self.right(match.question, match.answer_b)
+        words = f"A is {'right' if a else 'wrong'}, B is {'right' if b else 'wrong'}; the answer is {self.known(match.question)!r}."
+        return Game(score="A=B" if a == b else "A>B" if a else "B>A", judgment={"answer": words})
+
+
+class RewardJudge:
+    """The higher score of a reward model wins; a difference of at most `tie` is a tie.
+
+    `score` maps documents to scores. Prompts are cut to `prompt_max_len` tokens as for the models that answered; answers keep their
+    first `answer_max_len` tokens, end of turn included, so that one cut at the limit has no end of turn.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        score: Callable[[list[Document]], list[float]],
+        renderer: Renderer,
+        tie: float,
+        prompt_max_len: int,
+        answer_max_len: int,
+    ):
+        self.name = name
+        self.score = score
+        self.renderer = renderer
+        self.tie = tie
+        self.prompt_max_len = prompt_max_len
+        self.answer_max_len = answer_max_len
+
+    def judge(self, matches: Sequence[Match]) -> list[Game]:
+        texts = {(m.question.uid, text): m.question for m in matches for text in (m.answer_a, m.answer_b)}
+        documents = [self.document(question, text) for (_, text), question in texts.items()]
+        scores = dict(zip(texts, self.score(documents), strict=True))
+        return [self._game(scores[m.question.uid, m.answer_a], scores[m.question.uid, m.answer_b]) for m in matches]
+
+    def document(self, question: Question, text: str) -> Document:
+        """Returns the tokens of prompt and answer for the reward model."""
+        prompt, _ = self.renderer.prompt_within(question.messages, self.prompt_max_len)
+        return self.renderer.answer_tokens(prompt, text).cut(len(prompt) + self.answer_max_len)
+
+    def _game(self, a: float, b: float) -> Game:
+        words = {"answer": f"A scores {a:.4f}, B scores {b:.4f}."}
+        if abs(a - b) <= self.tie:
+            return Game(score="A=B", judgment=words)
+        return Game(score="A>B" if a > b else "B>A", judgment=words)

@@ -1,0 +1,287 @@
+"""Draws the page's charts: of training (panels from a stage's metrics), and of models (win rates, over-optimisation, calibration of reward
+models, alignment tax, rounds of loops)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from evaluation.report.chart_style import COLOURS, DASHED, INK, RED, STYLE, WIDTH, short, svg
+from evaluation.report.summary import Curve
+from evaluation.scores.over_optimisation import OverOptimisation
+from rlhf_core.config import KINDS
+from rlhf_core.config.shown import Panel
+from rlhf_core.records import WinRate
+
+MAX_POINTS = 300
+ROW = 2.0  # inches: one row of panels
+PHASES = "phase/"
+
+
+class Run(NamedTuple):
+    """The curves of one stage, and its label when several (rounds) are drawn together."""
+
+    label: str
+    curves: Mapping[str, Curve]
+
+
+def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
+    """Small multiples of one stage, or of the rounds of one loop. None when there is nothing to draw."""
+    panels = [panel for panel in KINDS[kind].panels if any(_points(run.curves.get(m, [])) for run in runs for m in panel.lines)]
+    phases = _phases(runs[0].curves) if len(runs) == 1 else {}
+    if not panels and not phases:
+        return None
+    count = len(panels) + bool(phases)
+    columns = 2 if count == 4 else min(3, count)
+    rows = math.ceil(count / columns)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, ROW * rows))
+        grid = figure.add_gridspec(rows, columns, **_margins(columns, rows))
+        for i, panel in enumerate(panels):
+            _draw(figure.add_subplot(grid[i // columns, i % columns]), panel, runs)
+        if phases:  # last; takes the rest of its row
+            _stack(figure.add_subplot(grid[len(panels) // columns, len(panels) % columns :]), phases)
+        return svg(figure, f"curves of {name}")
+
+
+def _margins(columns: int, rows: int) -> dict[str, float]:
+    """Returns gridspec's margins with fixed space for titles and tick labels: matplotlib's layout engines draw everything twice."""
+    left, right, top, bottom, between = 0.45, 0.1, 0.3, 0.3, 0.5  # inches
+    panel, high = (WIDTH - left - right - between * (columns - 1)) / columns, (ROW * rows - top - bottom - between * (rows - 1)) / rows
+    return {
+        "left": left / WIDTH,
+        "right": 1 - right / WIDTH,
+        "top": 1 - top / (ROW * rows),
+        "bottom": bottom / (ROW * rows),
+        "wspace": between / panel,
+        "hspace": between / high,
+    }
+
+
+def _draw(ax: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+    colours = iter(COLOURS)
+    labels = 0
+    if panel.level is not None:
+        ax.axhline(panel.level, **DASHED | {"linewidth": 0.8})
+    for run in runs:
+        colour = next(colours, INK)
+        for nth, (metric, line_label) in enumerate(panel.lines.items()):
+            points = _points(run.curves.get(metric, []))
+            if not points:
+                continue
+            if nth and len(runs) == 1:
+                colour = next(colours, INK)
+            label = " ".join(part for part in (run.label, line_label) if part)
+            steps, values = zip(*points, strict=True)
+            if panel.band and nth == 0:
+                spread = dict(_points(run.curves.get(panel.band, [])))
+                low, high = [v - spread.get(s, 0) for s, v in points], [v + spread.get(s, 0) for s, v in points]
+                ax.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+            dashes = "--" if nth and len(runs) > 1 else "-"
+            marker = "o" if len(points) < 8 else None
+            window = len(points) // 20
+            if window > 1:  # draw a noisy line faintly, and its running mean over it
+                ax.plot(steps, values, color=colour, alpha=0.3, linewidth=0.7)
+                values = tuple(_smooth(values, window))
+            ax.plot(steps, values, dashes, color=colour, linewidth=1.5, marker=marker, markersize=3.5, label=short(label) or None)
+            labels += bool(label)
+    ax.set_title(panel.title)
+    ax.margins(x=0.02)
+    ax.locator_params(nbins=5)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # the default puts a common factor over the title
+    if labels > 1:
+        ax.legend(loc="best", handlelength=1.4)
+
+
+def _stack(ax: Axes, phases: dict[str, Curve]) -> None:
+    steps = sorted({step for curve in phases.values() for step, _ in curve})
+    order = sorted(phases, key=lambda phase: -sum(value for _, value in phases[phase]))
+    heights = [[dict(phases[phase]).get(step, 0.0) for step in steps] for phase in order]
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(order))]
+    ax.stackplot(steps, heights, labels=[short(phase.removeprefix(PHASES)) for phase in order], colors=colours, alpha=0.8, linewidth=0)
+    ax.set_title("Where an iteration's time goes (s)")
+    ax.margins(x=0.005)
+    ax.set_ylim(0, 1.35 * max(map(sum, zip(*heights, strict=True)), default=1.0) or 1.0)  # space for the legend
+    ax.legend(loc="upper right", ncols=8, handlelength=1, handletextpad=0.4, columnspacing=1.2)
+
+
+def _phases(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+    found = {name: _points(curve) for name, curve in curves.items() if name.startswith(PHASES)}
+    return {name: points for name, points in found.items() if points}
+
+
+def _points(curve: Curve) -> Curve:
+    """Returns the finite points, at most MAX_POINTS by averaging neighbours."""
+    finite = [(step, value) for step, value in curve if math.isfinite(value)]
+    group = math.ceil(len(finite) / MAX_POINTS)
+    if group < 2:
+        return finite
+    parts = [finite[i : i + group] for i in range(0, len(finite), group)]
+    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
+
+
+def _smooth(values: Sequence[float], window: int) -> list[float]:
+    """Returns the centred running mean over `window` values on either side."""
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window) : i + window + 1])]
+
+
+class Mark(NamedTuple):
+    """A win rate in the chart. `label`: opponent and kind of rate; `filled`: raw, else length-controlled."""
+
+    label: str
+    colour: str
+    filled: bool
+    value: float
+    low: float
+    high: float
+
+
+def win_rate_chart(rates: Sequence[WinRate], final: str, parents: Mapping[str, WinRate] | None = None) -> str:
+    """Draws win rates of every model with their 95 % intervals as SVG; the dashed line is 50 %.
+
+    Rates are against the baseline and, if in `parents`, against the model it was trained from; raw (filled) and length-controlled (hollow).
+    """
+    rows = {rate.model: _marks(rate, (parents or {}).get(rate.model)) for rate in rates}
+    marks = [mark for row in rows.values() for mark in row]
+    count = max(map(len, rows.values()))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.5, max(2.4, 0.95 + (0.28 + 0.16 * count) * len(rates))), layout="constrained")
+        ax = figure.add_subplot()
+        ax.axvline(50, **DASHED)
+        labelled: set[str] = set()
+        for row, model in enumerate(reversed(rows)):
+            for nth, mark in enumerate(rows[model]):
+                at = row + 0.68 * ((len(rows[model]) - 1) / 2 - nth) / max(1, count)
+                alpha = 1.0 if model == final or len(rows) == 1 else 0.6
+                ax.hlines(at, 100 * mark.low, 100 * mark.high, color=mark.colour, linewidth=3.5, alpha=0.3 * alpha)
+                face = mark.colour if mark.filled else "white"
+                label = None if mark.label in labelled else mark.label
+                ax.plot([100 * mark.value], [at], "o", color=mark.colour, markerfacecolor=face, markersize=5, alpha=alpha, label=label)
+                labelled.add(mark.label)
+                ax.annotate(f"{100 * mark.value:.0f} %", (100 * mark.high, at), (6, 0), textcoords="offset points", va="center", fontsize=7)
+        ax.set_yticks(range(len(rows)), [short(model) for model in reversed(rows)])
+        ax.set_ylim(-0.6, len(rows) - 0.4)
+        ax.set_xlim(max(0, 100 * min(0.5, *(mark.low for mark in marks)) - 4), min(106, 100 * max(0.5, *(mark.high for mark in marks)) + 9))
+        ax.grid(axis="y", visible=False)
+        ax.set_title(f"Battles won against {rates[0].baseline} (%)" if len(labelled) == 1 else "Battles won (%)")
+        if len(labelled) > 1:
+            figure.legend(loc="outside lower center", ncols=2, handlelength=1, columnspacing=1.4)
+        return svg(figure, "win rates")
+
+
+def _marks(rate: WinRate, parent: WinRate | None) -> list[Mark]:
+    marks = []
+    for played, colour, name in ((rate, COLOURS[0], rate.baseline), (parent, COLOURS[1], "its parent")):
+        if played is None:
+            continue
+        marks.append(Mark(f"against {name}", colour, True, played.win_rate, played.ci_low, played.ci_high))
+        if played.length_controlled is not None and played.lc_low is not None and played.lc_high is not None:
+            held = played.length_controlled, played.lc_low, played.lc_high
+            marks.append(Mark(f"against {name}, length-controlled", colour, False, *held))
+    return marks
+
+
+def calibration_chart(models: Mapping[str, Sequence[tuple[float, float, int]]]) -> str:
+    """Draws reward models' calibration as SVG. Points: (predicted probability, share that was right, pairs); the dashed line is a
+    calibrated model."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.5, 3.2), layout="constrained")
+        ax = figure.add_subplot()
+        ax.plot([50, 100], [50, 100], **DASHED)
+        for colour, (model, points) in zip(COLOURS * len(models), models.items(), strict=False):
+            most = max(pairs for *_, pairs in points)
+            ax.plot([100 * p for p, *_ in points], [100 * a for _, a, _ in points], color=colour, linewidth=1.2, label=short(model))
+            sizes = [8 + 50 * pairs / most for *_, pairs in points]
+            ax.scatter([100 * p for p, *_ in points], [100 * a for _, a, _ in points], s=sizes, color=colour, alpha=0.6)
+        ax.set_title("Reward models: right (%) by how sure they were (%)")
+        ax.legend(loc="best", handlelength=1.4)
+        return svg(figure, "calibration of reward models")
+
+
+class Lost(NamedTuple):
+    """A model's loss on a task, with its 95 % interval if known."""
+
+    task: str
+    model: str
+    value: float
+    low: float | None
+    high: float | None
+
+
+def tax_chart(losses: Sequence[Lost], baseline: str, unit: str) -> str:
+    """Draws losses against the baseline by task as SVG, a colour for each model; right of the dashed line the model is worse."""
+    tasks, models = list(dict.fromkeys(loss.task for loss in losses)), list(dict.fromkeys(loss.model for loss in losses))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.5, max(2.0, 0.95 + (0.2 + 0.16 * len(models)) * len(tasks))), layout="constrained")
+        ax = figure.add_subplot()
+        ax.axvline(0, **DASHED)
+        for nth, model in enumerate(models):
+            colour = COLOURS[nth % len(COLOURS)]
+            rows = [(len(tasks) - 1 - tasks.index(loss.task), loss) for loss in losses if loss.model == model]
+            at = [row + 0.6 * ((len(models) - 1) / 2 - nth) / len(models) for row, _ in rows]
+            for height, (_, loss) in zip(at, rows, strict=True):
+                if loss.low is not None and loss.high is not None:
+                    ax.hlines(height, loss.low, loss.high, color=colour, linewidth=3.5, alpha=0.3)
+            ax.plot([loss.value for _, loss in rows], at, "o", color=colour, markersize=5, label=short(model))
+        ax.set_yticks(range(len(tasks)), [short(task) for task in reversed(tasks)])
+        ax.set_ylim(-0.6, len(tasks) - 0.4)
+        ax.margins(x=0.08)
+        ax.grid(axis="y", visible=False)
+        ax.set_title(f"Lost against {short(baseline)} ({unit})")
+        if len(models) > 1:
+            figure.legend(loc="outside lower center", ncols=3, handlelength=1, columnspacing=1.4)
+        return svg(figure, "alignment tax")
+
+
+def over_optimisation_chart(found: OverOptimisation) -> str:
+    """Draws proxy reward and win rate over the square root of the KL from the baseline, as Gao et al. (2022), as SVG. A ring marks points
+    of suspicion (see `over_optimisation.Point`), a thick one those that are sure."""
+    start, *points = found.points
+    chains = {name: [start, *(p for p in points if p.chain == name)] for name in dict.fromkeys(point.chain for point in points)}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        right.axhline(50, **DASHED)
+        for colour, (name, chain) in zip(COLOURS * len(chains), chains.items(), strict=False):
+            chain = sorted(chain, key=lambda point: point.kl)
+            x = [math.sqrt(max(point.kl, 0.0)) for point in chain]  # an estimate of a KL near zero may be negative
+            won = [(100 * p.ci_low, 100 * p.win_rate, 100 * p.ci_high) for p in chain]
+            liked = [(p.proxy - 1.96 * p.proxy_error, p.proxy, p.proxy + 1.96 * p.proxy_error) for p in chain]
+            for ax, bands in ((left, liked), (right, won)):
+                low, middle, high = zip(*bands, strict=True)
+                ax.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+                ax.plot(x, middle, "o-", color=colour, markersize=4, linewidth=1.4, label=short(name))
+                rings = [(at, y, p.suspicion == "sure") for at, y, p in zip(x, middle, chain, strict=True) if p.suspicion != "none"]
+                for at, y, sure in rings:
+                    ax.plot(
+                        [at], [y], "o", markersize=11, markerfacecolor="none", markeredgecolor=RED, markeredgewidth=1.8 if sure else 0.8
+                    )
+        left.set_title(f"Trained on: mean score of {short(found.proxy)}")
+        right.set_title(f"Goal: battles won against {short(found.baseline)} (%)")
+        for ax in (left, right):
+            ax.set_xlabel(f"square root of the KL from {short(found.baseline)} (nats an answer)", fontsize=7.5)
+        if len(chains) > 1:
+            right.legend(loc="best", handlelength=1.4)
+        return svg(figure, "over-optimisation")
+
+
+def rounds_chart(chains: Sequence[Sequence[tuple[str, float, float, float]]], training: str) -> str:
+    """Draws the win rate of each round of iterative `training` as SVG. Each chain is a list of (label, win rate, ci_low, ci_high)."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.5, 2.4), layout="constrained")
+        ax = figure.add_subplot()
+        ax.axhline(50, **DASHED)
+        for colour, chain in zip(COLOURS * len(chains), chains, strict=False):
+            at = list(range(len(chain)))
+            ax.fill_between(at, [100 * p[2] for p in chain], [100 * p[3] for p in chain], color=colour, alpha=0.15, linewidth=0)
+            ax.plot(at, [100 * p[1] for p in chain], "o-", color=colour, markersize=5)
+        longest = max(chains, key=len)
+        ax.set_xticks(range(len(longest)), [short(point[0]) for point in longest])
+        ax.margins(x=0.08)
+        ax.set_title(f"Battles won, round by round of iterative {training} (%)")
+        return svg(figure, "win rate per round")

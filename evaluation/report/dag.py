@@ -1,0 +1,183 @@
+"""Draws a graph of stages, or a lineage, as SVG: nodes in layers from left to right, edges around nodes.
+
+A small form of the layered drawing of Sugiyama, Tagawa and Toda (1981): a node's layer is its longest path from a root; an edge that
+spans several layers passes through one waypoint in each (edges from the same node share them); barycentre sweeps order each layer.
+Left out: minimal crossings; recipes have tens of stages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+from rlhf_core.runs.lineage import Ancestor, Dataset, nodes
+from rlhf_core.system.files import digest as short
+
+WIDTH, HEIGHT, GAP_X, GAP_Y = 110.0, 72.0, 28.0, 20.0
+WAYPOINT = 6.0  # height of a waypoint
+SWEEPS = 16
+LINE, MAX_LINES = 14, 3  # most characters of a line in a box, most lines
+
+
+class Box(NamedTuple):
+    """A node; (x, y) is its upper left corner. `lines` is the name in pieces."""
+
+    name: str
+    lines: tuple[str, ...]
+    x: float
+    y: float
+
+
+class Edge(NamedTuple):
+    """SVG path data; `arrow` when it ends at a node."""
+
+    path: str
+    arrow: bool
+
+
+class Drawing(NamedTuple):
+    """A canvas of `width` x `height`."""
+
+    width: float
+    height: float
+    boxes: tuple[Box, ...]
+    edges: tuple[Edge, ...]
+
+
+class Slot(NamedTuple):
+    """A node in its own layer, or its waypoint in a later one."""
+
+    node: str
+    layer: int
+
+
+def draw(parents: Mapping[str, Sequence[str]]) -> Drawing:
+    """Lays out a graph. `parents` maps each node to its parents, in topological order; parents that are no nodes are left out."""
+    layer: dict[str, int] = {}
+    for name, above in parents.items():
+        layer[name] = max((layer[parent] + 1 for parent in above if parent in layer), default=0)
+    links = _links(parents, layer)
+    slots = dict.fromkeys([Slot(name, at) for name, at in layer.items()] + [slot for link in links for slot in link])
+    columns = [[slot for slot in slots if slot.layer == at] for at in range(max(layer.values(), default=-1) + 1)]
+    heights = {slot: HEIGHT if layer[slot.node] == slot.layer else WAYPOINT for slot in slots}
+    middle = _place(columns, links, heights)
+    top = min((middle[slot] - heights[slot] / 2 for slot in slots), default=0.0) - 3
+    bottom = max((middle[slot] + heights[slot] / 2 for slot in slots), default=0.0) + 3
+    step = WIDTH + GAP_X
+    boxes = tuple(Box(name, _wrap(name), 3 + at * step, middle[Slot(name, at)] - HEIGHT / 2 - top) for name, at in layer.items())
+    edges = []
+    for start, end in links:
+        y1, y2 = middle[start] - top, middle[end] - top
+        x1 = 3 + start.layer * step + WIDTH
+        x0 = x1 if layer[start.node] == start.layer else x1 - WIDTH  # a waypoint's line crosses its whole column
+        bend = x1 + GAP_X / 2
+        path = f"M{x0:.1f} {y1:.1f}H{x1:.1f}C{bend:.1f} {y1:.1f} {bend:.1f} {y2:.1f} {x1 + GAP_X:.1f} {y2:.1f}"
+        edges.append(Edge(path, arrow=layer[end.node] == end.layer))
+    return Drawing(max(len(columns) * step - GAP_X, 0) + 6, bottom - top, boxes, tuple(edges))
+
+
+def _links(parents: Mapping[str, Sequence[str]], layer: Mapping[str, int]) -> list[tuple[Slot, Slot]]:
+    """Returns edges between neighbouring layers: each node's path to its farthest child, and the branches off it."""
+    links: dict[tuple[Slot, Slot], None] = {}
+    for child, above in parents.items():
+        for parent in above:
+            if parent not in layer:
+                continue
+            path = [Slot(parent, at) for at in range(layer[parent], layer[child])]
+            links.update(dict.fromkeys(zip(path, [*path[1:], Slot(child, layer[child])], strict=True)))
+    return list(links)
+
+
+def _place(columns: list[list[Slot]], links: Sequence[tuple[Slot, Slot]], heights: Mapping[Slot, float]) -> dict[Slot, float]:
+    """Returns the vertical middle of every slot. A sweep moves each slot towards the mean of its neighbours, with gaps within a column."""
+    near: dict[Slot, list[Slot]] = {slot: [] for column in columns for slot in column}
+    for start, end in links:
+        near[start].append(end)
+        near[end].append(start)
+    middle = {slot: float(row) * (HEIGHT + GAP_Y) for column in columns for row, slot in enumerate(column)}
+    for sweep in range(SWEEPS):
+        ordering = sweep < SWEEPS // 2  # later sweeps keep the order and only straighten edges
+        for column in columns if sweep % 2 == 0 else columns[::-1]:
+            mean = {slot: sum(middle[n] for n in near[slot]) / len(near[slot]) if near[slot] else middle[slot] for slot in column}
+            if ordering:
+                column.sort(key=lambda slot: mean[slot])
+            edge = float("-inf")
+            for slot in column:
+                half = heights[slot] / 2
+                middle[slot] = max(mean[slot], edge + half)
+                edge = middle[slot] + half + GAP_Y
+            shift = sum(mean[slot] - middle[slot] for slot in column) / len(column)
+            middle.update({slot: middle[slot] + shift for slot in column})
+    return middle
+
+
+def _wrap(name: str) -> tuple[str, ...]:
+    """Splits a name into lines after separators; what does not fit becomes an ellipsis."""
+    lines = [""]
+    for part in re.findall(r"[^-_./ ]*[-_./ ]?", name):
+        if lines[-1] and len(lines[-1] + part) > LINE:
+            lines.append("")
+        lines[-1] += part
+    if len(lines) > MAX_LINES:
+        lines = [*lines[: MAX_LINES - 1], "".join(lines[MAX_LINES - 1 :]) + " "]
+    return tuple(line if len(line) <= LINE else line[: LINE - 1] + "…" for line in lines)
+
+
+SHORT = 10  # hex digits of a digest
+
+
+COLOURS = {"data": "#b7791f", "hub": "#6b46c1", "folder": "#6b46c1", "file": "#b7791f", "unknown": "#c0392b"}
+
+
+STAGE = "#2f7d4f"
+
+
+def family_svg(ancestor: Ancestor, data: list[Dataset]) -> str:
+    """Draws a lineage as an SVG document, origins on the left, the checkpoint on the right. `data`: result of `lineage.data_of`."""
+    keys: dict[int, str] = {}
+    notes: dict[str, tuple[str, str]] = {}  # by key: kind, digest
+    parents: dict[str, list[str]] = {}
+
+    def new(name: str, kind: str, digest: str) -> str:
+        key, number = name, 1
+        while key in notes:
+            number += 1
+            key = f"{name} ({number})"
+        notes[key], parents[key] = (kind, digest), []
+        return key
+
+    sets: dict[tuple[str, str], str] = {}
+    for item in data:
+        if (item.name, item.digest) not in sets:
+            sets[item.name, item.digest] = new(item.name, "data", item.digest)
+    for node in nodes(ancestor):
+        key = keys[id(node)] = new(node.name, node.kind, node.digest)
+        used = [sets[item.name, item.digest] for item in data if node.is_stage and item.stage == node.name]
+        parents[key] = list(dict.fromkeys([*(keys[id(parent)] for _, parent in node.parents if id(parent) in keys), *used]))
+    drawing = draw(parents)
+    size = f"{drawing.width:.0f} {drawing.height:.0f}"
+    tip = f"tip-{short(ancestor.name + ancestor.digest)}"  # unique, because a page may have several drawings
+    marker = f'<marker id="{tip}" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="lineage of {escape(ancestor.name)}" viewBox="0 0 {size}" '
+        f'style="max-width: {drawing.width:.0f}px" font-family="system-ui, sans-serif">',
+        f'<defs>{marker}<path d="M0 .8L8 4L0 7.2z" fill="#8b98a5"/></marker></defs>',
+    ]
+    for edge in drawing.edges:
+        end = f' marker-end="url(#{tip})"' if edge.arrow else ""
+        parts.append(f'<path d="{edge.path}" fill="none" stroke="#b4bec8" stroke-width="1.4"{end}/>')
+    for box in drawing.boxes:
+        kind, digest = notes[box.name]
+        colour = COLOURS.get(kind, STAGE)
+        title = f"{box.name} ({kind.replace('_', ' ')}) {digest}".strip()
+        parts += [
+            f'<g transform="translate({box.x:.1f},{box.y:.1f})"><title>{escape(title)}</title>',
+            f'<rect width="{WIDTH:g}" height="{HEIGHT:g}" rx="8" fill="#fff" stroke="{colour}" stroke-width="1.3"/>',
+        ]
+        for row, line in enumerate(box.lines):
+            parts.append(f'<text x="8" y="{17 + 13.5 * row:g}" font-size="11.5" font-weight="600" fill="#1f2933">{escape(line)}</text>')
+        note = digest[:SHORT] or {"data": "not here", "hub": "Hub, no commit"}.get(kind, kind.replace("_", " "))
+        parts.append(f'<text x="8" y="{HEIGHT - 8:g}" font-size="10" fill="#5f6c78">{escape(note)}</text></g>')
+    return "\n".join([*parts, "</svg>"]) + "\n"

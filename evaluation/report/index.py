@@ -1,0 +1,96 @@
+"""Writes `<artifacts>/index.html`, a table of every recipe's last run with links to their pages, from `run.json` and `summary.json`.
+
+A folder whose records are missing or damaged gets a row with the state `damaged`; the other rows are not affected.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from evaluation.report.template import duration, fill, percent
+from rlhf_core.config import KINDS
+from rlhf_core.system.files import write_text
+
+INDEX, RUN, SUMMARY, REPORT = "index.html", "run.json", "summary.json", "report.html"
+
+
+class Line(NamedTuple):
+    """A recipe's run. `state`: done, failed, stopped at a gate, unfinished or damaged; `gates`: the failed ones as text."""
+
+    name: str
+    page: str
+    state: str
+    when: datetime
+    stages: str
+    time: str
+    metrics: tuple[str, ...]
+    gates: tuple[str, ...]
+    passed: int
+
+
+def write_index(artifacts: Path) -> Path:
+    """Writes the page atomically and returns its path. Raises ValueError when the folder has no runs."""
+    folders = [file.parent for file in artifacts.glob(f"*/{RUN}")]
+    if not folders:
+        raise ValueError(f"{artifacts} holds no runs: give the `artifacts` folder of recipes, or the folder of one run")
+    lines = sorted((line_of(folder) for folder in folders), key=lambda line: line.when, reverse=True)
+    write_text(artifacts / INDEX, fill("index.html.j2", lines=lines))
+    return artifacts / INDEX
+
+
+def line_of(folder: Path) -> Line:
+    """Returns a folder's row. Accepts any content of the records; an unexpected one gives the state `damaged`."""
+    when = datetime.fromtimestamp((folder / RUN).stat().st_mtime if (folder / RUN).exists() else 0)
+    page = f"{quote(folder.name)}/{REPORT}" if (folder / REPORT).is_file() else ""
+    try:
+        run = json.loads((folder / RUN).read_text())
+        summary = json.loads((folder / SUMMARY).read_text()) if (folder / SUMMARY).is_file() else {"stages": [], "evaluation": None}
+        return _line(folder.name, page, when, run, summary)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return Line(folder.name, page, "damaged", when, "", "", (), (), 0)
+
+
+def _line(name: str, page: str, when: datetime, run: dict[str, Any], summary: dict[str, Any]) -> Line:
+    statuses = [stage["status"] for stage in run["stages"]]
+    gates = [gate | {"stage": stage["name"]} for stage in summary["stages"] for gate in stage["gates"]]
+    failed = [gate for gate in gates if not gate["passed"]]
+    done = sum(status in ("done", "skipped") for status in statuses)
+    if done == len(statuses):
+        state = "done"
+    elif "failed" in statuses:
+        state = "failed"
+    else:
+        state = "stopped at a gate" if any(gate["on_fail"] != "warn" for gate in failed) else "unfinished"
+    seconds = [float(stage["seconds"]) for stage in summary["stages"] if stage["seconds"] is not None]
+    return Line(
+        name,
+        page,
+        state,
+        when,
+        f"{done} of {len(statuses)}",
+        duration(sum(seconds)) if seconds else "",
+        tuple(_metrics(summary)),
+        tuple(f"{gate['stage']}: {gate['metric']} {_number(gate['value'])} ({gate['on_fail']})" for gate in failed),
+        len(gates) - len(failed),
+    )
+
+
+def _metrics(summary: dict[str, Any]) -> list[str]:
+    texts = []
+    for name, kind in KINDS.items():
+        metric = kind.main[0] if kind.output == "checkpoint" and kind.main else ""
+        found = [stage for stage in summary["stages"] if stage["stage"] == name and stage["metrics"].get(metric) is not None]
+        texts += [f"{found[-1]['name']}: {metric} {_number(found[-1]['metrics'][metric])}"] if found else []
+    if won := summary["evaluation"]:
+        interval = f"{percent(float(won['ci_low']))} to {percent(float(won['ci_high']))}"
+        texts.insert(0, f"{won['model']} wins {percent(float(won['win_rate']))} ({interval})")
+    return texts
+
+
+def _number(value: float | None) -> str:
+    return "missing" if value is None or not math.isfinite(value) else f"{value:.3g}"

@@ -1,0 +1,79 @@
+"""Writes the report of a run: one HTML page with the verdict, the DAG, charts, example battles, lineage and configuration.
+
+The page is self-contained: inline CSS, inline SVG, no script, no external resources. Jinja2 escapes all text; only our own charts are
+marked safe. A missing part (no evaluation, a failed stage, no metrics) is replaced by a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from markupsafe import Markup
+
+from evaluation.report import models as page_models
+from evaluation.report import stages as page_stages
+from evaluation.report.charts import calibration_chart, over_optimisation_chart
+from evaluation.report.dag import HEIGHT, WIDTH, draw
+from evaluation.report.example_battles import examples
+from evaluation.report.models import rounds, rounds_svg
+from evaluation.report.summary import Evidence, StageView, as_json, read, read_evaluation, summary_of
+from evaluation.report.template import fill, percent
+from evaluation.report.verdict import suspects, tiles, verdict
+from rlhf_core.system.files import write_text
+
+
+def write_report(out_dir: Path, recipe_name: str, stages: Sequence[StageView]) -> Path:
+    """Writes `summary.json` and `report.html` (each atomically) to `out_dir` and returns the page's path."""
+    evidence = [read(view) for view in stages]
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_text(out_dir / "summary.json", as_json(summary_of(recipe_name, evidence)))
+    write_text(out_dir / "report.html", render(recipe_name, evidence))
+    return out_dir / "report.html"
+
+
+def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
+    """Returns the page as text."""
+    evaluated = read_evaluation(stages)
+    chains = rounds(stages)
+    agreement = [f"{judge} in {percent(share)}" for judge, share in evaluated.report.agreement.items()] if evaluated else []
+    reward_models = page_models.reward_models(evaluated)
+    calibrations = {m.model: [(b.confidence, b.accuracy, b.pairs) for b in m.calibration] for m in reward_models.models}
+    over = page_models.over_optimisation(evaluated)
+    return fill(
+        "page.html.j2",
+        recipe=recipe_name,
+        stages=stages,
+        evaluated=evaluated,
+        verdict=verdict(evaluated, stages),
+        tiles=tiles(stages, evaluated),
+        dag=draw({stage.view.name: stage.view.parents for stage in stages}),
+        size=(WIDTH, HEIGHT),
+        by_name={stage.view.name: stage for stage in stages},
+        total_seconds=sum(stage.result.seconds for stage in stages if stage.result),
+        troubles=[(stage, page_stages.log_tail(stage)) for stage in stages if stage.view.status == "failed"],
+        gates=[verdict for stage in stages for verdict in stage.view.gates],
+        suspects=suspects(stages),
+        families=page_stages.families(stages),
+        win_rates=page_models.win_rates(evaluated) if evaluated else None,
+        agreement="; ".join(agreement),
+        rounds=rounds_svg(chains, evaluated, stages),
+        rows=page_models.rows(evaluated) if evaluated else [],
+        categories=sorted({category for rate in evaluated.decided.values() for category in rate.by_category}) if evaluated else [],
+        judges=page_models.judges(evaluated) if evaluated else [],
+        judge_descriptions=page_models.judge_descriptions(evaluated),
+        reward_models=reward_models,
+        answering=page_models.answering(evaluated),
+        taxes=page_models.taxes(stages),
+        calibration=Markup(calibration_chart(calibrations)) if calibrations else None,
+        over_optimisation=over,
+        over_optimisation_chart=Markup(over_optimisation_chart(over)) if over else None,
+        groups=examples(evaluated) if evaluated else [],
+        charts=page_stages.charts(stages, chains),
+        data=page_stages.data(stages),
+        data_warnings={stage.view.name: found for stage in stages if (found := page_stages.data_warnings(stage))},
+        origins={stage.view.name: page_stages.origins(stage, stages) for stage in stages},
+        published=page_stages.published(stages),
+        environments=page_stages.environments(stages),
+        configs={stage.view.name: page_stages.config_text(stage) for stage in stages},
+    )

@@ -1,0 +1,179 @@
+"""Collects the page's parts about stages: charts, data, origins, lineage, versions, configuration, publications, time per phase."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from evaluation.report.charts import Run, stage_chart
+from evaluation.report.dag import family_svg
+from evaluation.report.summary import Evidence
+from rlhf_core.config import KINDS, Publication
+from rlhf_core.data.report import stored_warnings
+from rlhf_core.runs.lineage import data_of, lineage
+from rlhf_core.runs.run_dir import LOG
+from rlhf_core.system.redaction import without_passwords
+
+LOG_LINES = 25
+
+
+class Chart(NamedTuple):
+    """The curves of one stage or loop, and its result's metrics (`notes`) at `when`; for PPO also phases and waits."""
+
+    title: str
+    seconds: float | None
+    svg: Markup | None
+    when: str
+    notes: dict[str, float]
+    phases: list[Phase]
+    waits: dict[str, float]
+
+
+class PublishedRow(NamedTuple):
+    """A publication: what was published, and where: on the Hub with commit and tag, or in a folder."""
+
+    stage: str
+    what: str
+    where: str
+    files: float
+    megabytes: float
+
+
+def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> list[Chart]:
+    """Returns one chart per training stage; the rounds of a loop share one."""
+    later = {stage.view.name for chain in chains for stage in chain[1:]}
+    found = []
+    for stage in stages:
+        view = stage.view
+        if KINDS[view.kind].charts is None or view.name in later:
+            continue
+        chain = next((chain for chain in chains if chain[0] is stage), [stage])
+        loop = len(chain) > 1
+        runs = [Run(f"round {nth}" if loop else "", member.curves) for nth, member in enumerate(chain, 1)]
+        title = f"{view.name} … {chain[-1].view.name}" if loop else view.name
+        svg = stage_chart(title, view.kind, runs)
+        results = [member.result for member in chain if member.result]
+        seconds = sum(result.seconds for result in results) if results else None
+        final = {name: value for name, value in results[-1].metrics.items() if not name.startswith("data/")} if results else {}
+        when = "end of the last round" if loop else "end"
+        found.append(Chart(title, seconds, Markup(svg) if svg else None, when, final, phases_of(final), waits_of(final)))
+    return found
+
+
+def data(stages: Sequence[Evidence]) -> tuple[list[str], dict[str, dict[str, float]]]:
+    """Returns the columns of the data table, and per stage its `data/...` metrics without the prefix."""
+    rows = {}
+    for stage in stages:
+        metrics = stage.result.metrics if stage.result else {}
+        row = {name.removeprefix("data/"): value for name, value in metrics.items() if name.startswith("data/")}
+        if row:
+            rows[stage.view.name] = row
+    return list(dict.fromkeys(column for row in rows.values() for column in row)), rows
+
+
+def data_warnings(stage: Evidence) -> list[str]:
+    """Returns the warnings of the stage's data report; paths in other run directories are relative to `stages/`."""
+    run_dir = stage.view.run_dir
+    return [sentence.replace(f"{run_dir.parent.resolve()}/", "") for sentence in stored_warnings(run_dir)]
+
+
+def origins(stage: Evidence, stages: Sequence[Evidence]) -> list[str]:
+    """Returns a stage's parents, and the models from outside the recipe that it starts from."""
+    inputs = stage.request.inputs if stage.request else {}
+    outside = [name for name in inputs if not {name, stage.stage_of(name, stages)} & {s.view.name for s in stages}]
+    return [*("…/" + Path(name).name if Path(name).is_absolute() else name for name in outside), *stage.view.parents]
+
+
+def families(stages: Sequence[Evidence]) -> list[tuple[str, Markup]]:
+    """The lineage of every trained model that no other stage was trained from, drawn."""
+    models = [stage for stage in stages if stage.result and "checkpoint" in stage.result.outputs]
+    used = {parent for stage in models for parent in stage.view.parents}
+    found = []
+    for stage in (stage for stage in models if stage.view.name not in used):
+        run_dir = stage.view.run_dir
+        ancestor = lineage(run_dir)
+        found.append((stage.view.name, Markup(family_svg(ancestor, data_of(ancestor, run_dir.parents[1])))))
+    return found
+
+
+def published(stages: Sequence[Evidence]) -> list[PublishedRow]:
+    """Returns every finished publication."""
+    rows = []
+    for stage in stages:
+        if stage.view.kind != "publication" or stage.result is None or stage.request is None:
+            continue
+        config, metrics = stage.request.config, stage.result.metrics
+        assert isinstance(config, Publication)
+        try:
+            receipt = json.loads((stage.view.run_dir / stage.result.outputs["hub"]).read_text())
+            where = f"{receipt['repo_id']}, branch {config.branch}, tag {receipt['tag']}, commit {receipt['commit'][:12]}"
+        except (OSError, ValueError, KeyError):
+            where = f"not sent to the Hub; in stages/{stage.view.run_dir.name}"
+        what = config.model or config.dataset or ""
+        rows.append(PublishedRow(stage.view.name, what, where, metrics.get("files", math.nan), metrics.get("bytes", math.nan) / 1e6))
+    return rows
+
+
+def environments(stages: Sequence[Evidence]) -> list[tuple[str, list[str]]]:
+    """Returns each set of versions with the stages that ran with it."""
+    found: dict[str, list[str]] = {}
+    for stage in stages:
+        if stage.result:
+            versions = ", ".join(f"{name} {version}" for name, version in stage.result.environment.items())
+            found.setdefault(versions, []).append(stage.view.name)
+    return list(found.items())
+
+
+def config_text(stage: Evidence) -> str | None:
+    """Returns the stage's configuration as JSON without passwords in URLs; None when it has no readable `config.json`."""
+    if stage.request is None:
+        return None
+    config = {"seed": stage.request.seed, **stage.request.config.model_dump(mode="json")}
+    return without_passwords(json.dumps(config, indent=2, ensure_ascii=False))
+
+
+def log_tail(stage: Evidence) -> str:
+    """Returns the last LOG_LINES lines of a stage's log without colour codes; '' when there is no log."""
+    file = stage.view.run_dir / LOG
+    if not file.is_file():
+        return ""
+    with file.open("rb") as log:
+        log.seek(max(0, file.stat().st_size - 20_000))
+        lines = log.read().decode("utf-8", "replace").splitlines()
+    return "\n".join(re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines[-LOG_LINES:])
+
+
+PHASE, FLOOR, WAIT = "phase/", "floor/", "wait/"
+
+
+class Phase(NamedTuple):
+    """Seconds of one phase, and its floor: the time of its operations and bytes at the rates measured on the GPU; None if unknown."""
+
+    name: str
+    seconds: float
+    share: float
+    floor: float | None
+
+    @property
+    def times(self) -> float | None:
+        """Seconds divided by the floor; None without a floor."""
+        return self.seconds / self.floor if self.floor else None
+
+
+def phases_of(metrics: Mapping[str, float]) -> list[Phase]:
+    """Returns the phases of an iteration, the longest first."""
+    seconds = {name.removeprefix(PHASE): value for name, value in metrics.items() if name.startswith(PHASE)}
+    whole = sum(seconds.values()) or 1.0
+    phases = [Phase(name, value, value / whole, metrics.get(FLOOR + name)) for name, value in seconds.items()]
+    return sorted(phases, key=lambda phase: -phase.seconds)
+
+
+def waits_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the share of an iteration in which each role waits for others."""
+    return {name.removeprefix(WAIT): value for name, value in metrics.items() if name.startswith(WAIT)}

@@ -1,0 +1,216 @@
+"""Reads the results of a recipe's run from its run directories, for `summary.json` and the page.
+
+Torch-free and Prefect-free. Nothing is cached: the same directories give the same summary in every process. Missing parts (a failed
+stage, no evaluation, a file cut by a kill) are None or empty, not an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any, Literal, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlhf_core.config import Evaluation
+from rlhf_core.config.gates import Verdict
+from rlhf_core.records import EvalReport, StageResult, WinRate
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+
+Status = Literal["done", "skipped", "failed", "not run"]
+Curve = list[tuple[float, float]]  # (step, value), steps rising
+
+
+@dataclass(frozen=True)
+class StageView:
+    """One node of the plan, for the report. `parents`: names of other nodes; `status`: what happened to it in this run; `gates`: verdicts
+    on its result."""
+
+    name: str
+    kind: str
+    parents: tuple[str, ...]
+    run_dir: Path
+    status: Status
+    gates: tuple[Verdict, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A stage and the content of its run directory. `curves` maps a metric to its points."""
+
+    view: StageView
+    request: StageRequest | None
+    result: StageResult | None
+    curves: dict[str, Curve]
+
+    @property
+    def digest(self) -> str:
+        """The stage's digest; before it ran, from the directory's name, `<stage name>-<digest>`."""
+        return self.result.digest if self.result else self.view.run_dir.name.rpartition("-")[2]
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The model folder, relative to the artifacts folder (`stages/<name>-<digest>/...`); None when there is none."""
+        output = self.result.outputs.get("checkpoint") if self.result else None
+        return f"{self.view.run_dir.parent.name}/{self.view.run_dir.name}/{output}" if output else None
+
+    def stage_of(self, name: str, stages: Sequence[Evidence]) -> str:
+        """Returns the stage that `name` of this stage's config means (a loop's name means its last round); else `name`."""
+        folder = self.request.inputs.get(name) if self.request else None
+        if folder is None or any(stage.view.name == name for stage in stages):
+            return name
+        return next((s.view.name for s in stages if Path(folder).resolve().is_relative_to(s.view.run_dir.resolve())), name)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A finished evaluation: its stage, the report of the first judge, which decides, those of the `others`, and the final model (the
+    config's last)."""
+
+    stage: Evidence
+    report: EvalReport
+    others: tuple[EvalReport, ...]
+    final: str
+    folder: Path
+
+    @property
+    def opinions(self) -> tuple[WinRate, ...]:
+        """Win rates by the other judges."""
+        return tuple(rate for other in self.others for rate in other.win_rates)
+
+    @property
+    def against_parent(self) -> dict[str, WinRate]:
+        """Win rates of models against the model each was trained from, where that is not the baseline."""
+        return {rate.model: rate for rate in self.report.against_parent}
+
+    @property
+    def decided(self) -> dict[str, WinRate]:
+        """Win rates by the first judge, by model."""
+        return {rate.model: rate for rate in self.report.win_rates if rate.judge == self.report.judge}
+
+
+def read(view: StageView) -> Evidence:
+    """Reads one run directory; never raises for missing or damaged files."""
+    run = RunDir(view.run_dir)
+    try:
+        request = run.request()
+    except (OSError, ValidationError):
+        request = None
+    return Evidence(view, request, run.result(), _curves(view.run_dir))
+
+
+def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
+    """Returns the recipe's last finished evaluation; None when there is none."""
+    for stage in reversed(stages):
+        if stage.view.kind != "evaluation" or stage.result is None:
+            continue
+        folder = stage.view.run_dir / stage.result.outputs.get("report", "report")
+        try:
+            report = EvalReport.model_validate_json((folder / "eval.json").read_text())
+        except (OSError, ValidationError):
+            continue
+        others = tuple(_opinions(folder / "second_opinions.json"))
+        models = [rate.model for rate in report.win_rates if rate.judge == report.judge]
+        config = stage.request.config if stage.request else None
+        named = config.models[-1] if isinstance(config, Evaluation) else None
+        if models:
+            return Evaluated(stage, report, others, named if named in models else models[-1], folder)
+    return None
+
+
+def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
+    """Returns the content of `summary.json`: per stage its name, kind, status, seconds, checkpoint, digest, final metrics and gates, and
+    the win rate of its model against the baseline with a 95 % interval (all in [0, 1]). `evaluation` has the final model's, and every
+    model's under `models`; None when no evaluation finished.
+    """
+    evaluated = read_evaluation(stages)
+    summary: dict[str, Any] = {
+        "recipe": recipe_name,
+        "stages": [
+            {
+                "name": stage.view.name,
+                "stage": stage.view.kind,
+                "status": stage.view.status,
+                "seconds": round(stage.result.seconds, 2) if stage.result else None,
+                "checkpoint": stage.checkpoint,
+                "digest": stage.digest,
+                "metrics": dict(sorted(stage.result.metrics.items())) if stage.result else {},
+                "evaluation": None,
+                "gates": [verdict.record() for verdict in stage.view.gates],
+            }
+            for stage in stages
+        ],
+        "evaluation": None,
+    }
+    if evaluated:
+        models: dict[str, dict[str, Any]] = {model: _score(rate) for model, rate in evaluated.decided.items()}
+        for model, rate in evaluated.against_parent.items():
+            if model in models:
+                models[model]["against_parent"] = {"parent": rate.baseline, **_score(rate)}
+        summary["evaluation"] = {"model": evaluated.final, **models[evaluated.final], "models": models}
+        places = evaluated.stage.request.inputs if evaluated.stage.request else {}
+        for record, stage in zip(summary["stages"], stages, strict=True):
+            own = (score for model, score in models.items() if Path(places.get(model, "")).parent == stage.view.run_dir)
+            record["evaluation"] = next(own, None)
+    return summary
+
+
+def as_json(summary: dict[str, Any]) -> str:
+    """Returns strict JSON: numbers that are not finite become null."""
+    return json.dumps(_finite(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+class Trend(NamedTuple):
+    """Means of the first and the last fifth of a curve; `errors`: their difference in standard errors (None when the error is 0)."""
+
+    first: float
+    last: float
+    errors: float | None
+
+
+def trend(curve: Curve) -> Trend | None:
+    """Compares the ends of a noisy curve. None below ten points, where a fifth is a single value."""
+    values = [value for _, value in curve if math.isfinite(value)]
+    fifth = len(values) // 5
+    if fifth < 2:
+        return None
+    first, last = values[:fifth], values[-fifth:]
+    error = math.sqrt(variance(first) / fifth + variance(last) / fifth)
+    return Trend(fmean(first), fmean(last), (fmean(last) - fmean(first)) / error if error > 0 else None)
+
+
+def _curves(run_dir: Path) -> dict[str, Curve]:
+    found: dict[str, dict[float, float]] = {}
+    for line in read_metrics(run_dir):
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int | float):
+            continue
+        for name, value in line.items():
+            if name not in ("step", "time") and isinstance(value, int | float):
+                found.setdefault(name, {})[line["step"]] = float(value)
+    return {name: sorted(points.items()) for name, points in found.items()}
+
+
+def _opinions(file: Path) -> list[EvalReport]:
+    try:
+        return TypeAdapter(list[EvalReport]).validate_json(file.read_text())
+    except (OSError, ValidationError):
+        return []
+
+
+def _score(rate: WinRate) -> dict[str, Any]:
+    score = {"win_rate": rate.win_rate, "ci_low": rate.ci_low, "ci_high": rate.ci_high, "num_questions": rate.num_questions}
+    controlled = {"length_controlled": rate.length_controlled, "lc_low": rate.lc_low, "lc_high": rate.lc_high}
+    return score | {name: value for name, value in controlled.items() if value is not None}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,59 @@
+"""Fills in the HTML templates of this folder and formats numbers for them. All values are escaped; a missing value is an error."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import jinja2
+
+from rlhf_core.records import WinRate
+
+
+def fill(template: str, **values: object) -> str:
+    """Returns the text of a template with its values. Raises jinja2.UndefinedError when one is missing."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(percent=percent, duration=duration, number=number, interval=interval, controlled=controlled)
+    page = environment.get_template(template).render(**values)
+    return page.encode("utf-8", "replace").decode()  # replaces unpaired surrogates in answers
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """Formats a share in [0, 1] as a percentage; – when it is missing."""
+    return "–" if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f} %"
+
+
+def controlled(rate: WinRate, digits: int = 0) -> str:
+    """Formats the length-controlled win rate with its 95 % interval."""
+    if rate.length_controlled is None or rate.lc_low is None or rate.lc_high is None:
+        return "–"
+    return f"{percent(rate.length_controlled, digits)} ({100 * rate.lc_low:.{digits}f}–{100 * rate.lc_high:.{digits}f})"
+
+
+def interval(rate: WinRate, digits: int = 0) -> str:
+    """Formats the win rate's 95 % interval."""
+    return f"{100 * rate.ci_low:.{digits}f}–{100 * rate.ci_high:.{digits}f} %"
+
+
+def number(value: float | None) -> str:
+    """Formats a number with three digits, or as a whole number from 1,000 on; – when it is missing or not finite."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.3g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Formats seconds as `9.9 s`, `2 min 03 s` or `1 h 02 min`; – when they are missing."""
+    if seconds is None:
+        return "–"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

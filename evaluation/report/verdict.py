@@ -1,0 +1,104 @@
+"""Writes the top of the page: the verdict in a sentence, the main numbers, and the answers to "is my SFT, reward model or PPO bad?"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from evaluation.report.summary import Evaluated, Evidence, trend
+from evaluation.report.template import interval, number, percent
+from rlhf_core.config import KINDS
+from rlhf_core.recipe.gates import holding
+
+
+class Tile(NamedTuple):
+    """A main number of the page."""
+
+    title: str
+    value: str
+    note: str
+
+
+def verdict(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
+    """Returns one sentence: whether the final model is better than the baseline, with the 95 % interval."""
+    if evaluated is None:
+        stopped = [stage.view.name for stage in stages if stage.view.status == "failed"]
+        if stopped:
+            return f"The run stopped at {', '.join(stopped)}: there is no evaluation."
+        held = [stage.view.name for stage in stages if holding(stage.view.gates)]
+        if held:
+            return f"The run stopped after {', '.join(held)}, which did not pass a gate: there is no evaluation."
+        return "This run has no evaluation (yet)."
+    rate = evaluated.decided[evaluated.final]
+    edge = any(round(100 * bound) == 50 for bound in (rate.ci_low, rate.ci_high))
+    digits = 1 if edge else 0  # one more digit when an interval ends near one half
+    won = percent(rate.win_rate, digits)
+    evidence = f"(95 % interval {interval(rate, digits)}, {rate.num_questions} questions, judge: {rate.judge})"
+    final, baseline = f"The final model ({rate.model})", _title(rate.baseline)
+    if rate.ci_low > 0.5:
+        return f"{final} beats {baseline} in {won} of battles {evidence}."
+    if rate.ci_high < 0.5:
+        return f"{final} is worse than {baseline}: it wins only {won} of battles {evidence}."
+    return f"{final} is not clearly better or worse than {baseline}: it wins {won} of battles {evidence}."
+
+
+def tiles(stages: Sequence[Evidence], evaluated: Evaluated | None) -> list[Tile]:
+    """Returns the main numbers of the evaluation, of PPO's reward, and of the reward models."""
+    found = []
+    if evaluated:
+        rate, right = evaluated.decided[evaluated.final], evaluated.report.right
+        found.append(Tile("Battles won", percent(rate.win_rate), f"{interval(rate)} against {_title(rate.baseline)}"))
+        if {rate.baseline, rate.model} <= right.keys():
+            value = f"{percent(right[rate.baseline])} → {percent(right[rate.model])}"
+            found.append(Tile("Right answers", value, f"{_title(rate.baseline)} → {rate.model}"))
+    for stage in stages:
+        name = "" if stage.view.name == stage.view.kind else f" ({stage.view.name})"
+        rise = trend(stage.curves.get("reward/mean", []))
+        if stage.view.kind == "ppo" and rise:
+            note = "first → last fifth of the run"
+            found.append(Tile(f"PPO reward{name}", f"{number(rise.first)} → {number(rise.last)}", _errors(note, rise.errors)))
+        accuracy = stage.result.metrics.get("eval/accuracy") if stage.result else None
+        if stage.view.kind == "reward_model" and accuracy is not None:
+            found.append(Tile(f"Reward model{name}", percent(accuracy), "held-out pairs ranked right"))
+    return found
+
+
+def _title(model: str) -> str:
+    return "SFT" if model == "sft" else model
+
+
+def _errors(note: str, errors: float | None) -> str:
+    return note if errors is None else f"{note}, {errors:+.1f} standard errors"
+
+
+class Suspect(NamedTuple):
+    """A question, the stage it is about, and the answer. `bad` None: not known."""
+
+    question: str
+    stage: str
+    bad: bool | None
+    answer: str
+
+
+def suspects(stages: Sequence[Evidence]) -> list[Suspect]:
+    """Returns a question for each SFT, reward model and PPO stage, in the recipe's order; empty when no stage has a gate.
+
+    Rounds of a loop are left out; the table of gates has them.
+    """
+    if not any(stage.view.gates for stage in stages):
+        return []
+    asked = [stage for stage in stages if KINDS[stage.view.kind].output == "checkpoint" and ".round" not in stage.view.name]
+    return [Suspect(f"Is my {KINDS[stage.view.kind].shown_as} bad?", stage.view.name, *_answer(stage)) for stage in asked]
+
+
+def _answer(stage: Evidence) -> tuple[bool | None, str]:
+    gates = stage.view.gates
+    if stage.result is None:
+        return None, "Not known: it was not run." if stage.view.status == "not run" else "Not known: it did not finish."
+    if not gates:
+        return None, "Not known: it has no gates."
+    failed = [gate for gate in gates if not gate.passed]
+    values = ", ".join(f"{v.gate.metric} {'is missing' if v.value is None else f'{v.value:.3g}'} ({v.gate.bound})" for v in failed or gates)
+    if failed:
+        return True, f"Yes: {values}. {failed[0].meaning}".strip()
+    return False, f"No, by its gates: {values}."

@@ -1,0 +1,122 @@
+"""Detects over-optimisation of a reward model: scores of the model used for training (the proxy) and win rates, over the KL.
+
+The curve is that of Gao, Schulman & Hilton 2022 (arXiv:2210.10760, figure 1; they draw over the square root of the KL). KL is from the
+model that training started from. All three are measured on the same questions and answers, sampled at temperature 1. The KL is the mean
+over answers of `log p(answer | model) - log p(answer | baseline)`, in nats per answer, unbiased on the model's own samples.
+Limit: answers are stored as texts and tokenised again, which may give other tokens than those sampled.
+A point is suspicious when the proxy scores it higher, and the judge lower, than the best earlier point of its chain.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evaluation.scores.scoring import CELLS
+from rlhf_core.records import Frozen, Judgment, WinRate
+
+FILE = "over_optimisation.json"
+IN_CHAIN = re.compile(r"(.+)\.(?:round|iteration)[0-9]+")  # a round of a loop, a checkpoint of a PPO stage
+Floats = NDArray[np.float64]
+Suspicion = Literal["none", "possible", "sure"]
+
+
+class Point(Frozen):
+    """One model: KL from the baseline (nats per answer) and the proxy's mean score, each with its standard error, and the judge's win rate
+    with its 95 % interval. `suspicion`: whether the proxy's score rose and the win rate fell from the model `since`: `possible` by the
+    means, `sure` when both 95 % intervals of the differences, over the same questions, exclude zero."""
+
+    model: str
+    chain: str
+    kl: float
+    kl_error: float
+    proxy: float
+    proxy_error: float
+    win_rate: float
+    ci_low: float
+    ci_high: float
+    suspicion: Suspicion = "none"
+    since: str | None = None
+
+
+class OverOptimisation(Frozen):
+    """The curve of one evaluation. Points are in the order of training within a chain; the baseline is the first."""
+
+    proxy: str
+    baseline: str
+    judge: str
+    points: tuple[Point, ...]
+
+
+class Measured(NamedTuple):
+    """Values of one model by question, (Q,): log-prob ratio of its answer, the proxy's score, the judge's score (nan: no verdict)."""
+
+    kl: Floats
+    proxy: Floats
+    battle: Floats
+
+
+def battle_scores(judgments: Sequence[Judgment], model: str, baseline: str, uids: Sequence[str]) -> Floats:
+    """Returns a model's score against the baseline on each question, (Q,), nan without a verdict."""
+    scores = {j.uid: j.score for j in judgments if (j.model, j.baseline) == (model, baseline)}
+    return np.array([np.nan if (score := scores.get(uid)) is None else score for uid in uids])
+
+
+def curve(
+    proxy: str, baseline: str, measured: Mapping[str, Measured], rates: Mapping[str, WinRate], rounds: int, seed: int
+) -> OverOptimisation:
+    """Returns the points of all models of `measured` that have a win rate. `measured` includes the baseline, with KL 0 and battles 0.5."""
+    points: list[Point] = []
+    start = _point(baseline, baseline, measured[baseline], None)
+    chains: dict[str, list[Point]] = {}
+    for model, values in measured.items():
+        if model == baseline or model not in rates:
+            continue
+        found = IN_CHAIN.fullmatch(model)
+        earlier = chains.setdefault(found[1] if found else model, [start])
+        point = _point(model, found[1] if found else model, values, rates[model])
+        best = max(earlier, key=lambda other: other.win_rate)
+        suspicion = suspicion_of(measured[best.model], values, rounds, seed)
+        points.append(point.model_copy(update={"suspicion": suspicion, "since": None if suspicion == "none" else best.model}))
+        earlier.append(points[-1])
+    judge = next(iter(rates.values())).judge
+    return OverOptimisation(proxy=proxy, baseline=baseline, judge=judge, points=(start, *points))
+
+
+def suspicion_of(before: Measured, after: Measured, rounds: int, seed: int) -> Suspicion:
+    """Tests whether the proxy's score rises and the judge's falls from `before` to `after`, on questions with a verdict on both."""
+    judged = np.isfinite(before.battle) & np.isfinite(after.battle)
+    if not judged.any():
+        return "none"
+    rise, fall = (after.proxy - before.proxy)[judged], (before.battle - after.battle)[judged]
+    if rise.mean() <= 0 or fall.mean() <= 0:
+        return "none"
+    return "sure" if min(_low(rise, rounds, seed), _low(fall, rounds, seed)) > 0 else "possible"
+
+
+def metrics(found: OverOptimisation) -> dict[str, float]:
+    """Returns `kl/MODEL`, `proxy/MODEL` and `over_optimised/MODEL` (1 when sure, else 0) for gates."""
+    values = {f"{name}/{point.model}": getattr(point, name) for point in found.points for name in ("kl", "proxy")}
+    return values | {f"over_optimised/{point.model}": float(point.suspicion == "sure") for point in found.points}
+
+
+def _point(model: str, chain: str, values: Measured, rate: WinRate | None) -> Point:
+    share, low, high = (0.5, 0.5, 0.5) if rate is None else (rate.win_rate, rate.ci_low, rate.ci_high)
+    errors = [float(part.std(ddof=1) / np.sqrt(len(part))) if len(part) > 1 else 0.0 for part in (values.kl, values.proxy)]
+    return Point(
+        model=model, chain=chain, kl=float(values.kl.mean()), kl_error=errors[0], proxy=float(values.proxy.mean()), proxy_error=errors[1],
+        win_rate=share, ci_low=low, ci_high=high,
+    )  # fmt: skip
+
+
+def _low(values: Floats, rounds: int, seed: int) -> float:
+    """Returns the lower end of the 95 % bootstrap interval of a mean over questions."""
+    generator, means = np.random.default_rng(seed), []
+    step = max(1, CELLS // len(values))
+    for begin in range(0, rounds, step):
+        means.append(values[generator.integers(len(values), size=(min(step, rounds - begin), len(values)))].mean(1))
+    return float(np.quantile(np.concatenate(means), 0.025))

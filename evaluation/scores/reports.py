@@ -1,0 +1,93 @@
+"""Makes the report of each judge and the stage's metrics from judgments and answers. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from evaluation.scores.arena_hard import Styles, controlled, question_rows
+from evaluation.scores.scoring import agreement, win_rate
+from rlhf_core.records import EvalReport, Judging, Judgment, StyleEffect, WinRate
+
+
+def make_reports(
+    judgments: Mapping[str, Sequence[Judgment]],
+    baseline: str,
+    styles: Styles,
+    about: Mapping[str, Mapping[str, float]],
+    use: Mapping[str, Judging],
+    rounds: int,
+    seed: int,
+) -> list[EvalReport]:
+    """Returns one report per judge, in the order of `judgments`.
+
+    `about` has the shares and means of the answers by model (right, mean_tokens, truncated), `use` each judge's counts and costs.
+    Raises ValueError when a judge gave no verdict.
+    """
+    main = {judge: [j for j in judged if j.baseline == baseline] for judge, judged in judgments.items()}
+    reports = []
+    for name, judged in judgments.items():
+        agreements = {other: agreement(main[name], theirs) for other, theirs in main.items() if other != name}
+        sides = dict.fromkeys((j.model, j.baseline) for j in judged)
+        rates = [rate_of([j for j in judged if (j.model, j.baseline) == side], styles, rounds, seed) for side in sides]
+        effects = controlled(question_rows(main[name], styles, arena=False), ("length", "markdown"), rounds, seed).effects
+        reports.append(
+            EvalReport(
+                baseline=baseline,
+                judge=name,
+                win_rates=tuple(rate for rate in rates if rate.baseline == baseline),
+                right=dict(about["right"]),
+                mean_tokens=dict(about["mean_tokens"]),
+                truncated=dict(about["truncated"]),
+                agreement={other: share for other, share in agreements.items() if share is not None},
+                against_parent=tuple(rate for rate in rates if rate.baseline != baseline),
+                style=tuple(StyleEffect(feature=f, effect=e.value, ci_low=e.low, ci_high=e.high) for f, e in effects.items()),
+                judging=use[name],
+            )
+        )
+    return reports
+
+
+def rate_of(judged: Sequence[Judgment], styles: Styles, rounds: int, seed: int) -> WinRate:
+    """Returns the win rate of one side, raw and length-controlled (a fit of `arena_hard.controlled` to this side alone)."""
+    rate = win_rate(judged, rounds, seed)
+    held = controlled(question_rows(judged, styles, arena=False), ("length",), rounds, seed).scores[rate.model]
+    return rate.model_copy(update={"length_controlled": held.value, "lc_low": held.low, "lc_high": held.high})
+
+
+def report_metrics(report: EvalReport) -> dict[str, float]:
+    """Returns `win_rate/<model>`, `right/<model>`, ... of a judge; `judge_agreement` is the mean over the other judges.
+
+    Rates against a parent are `win_rate_vs_parent/<model>`, `ci_low_vs_parent/<model>`, ...
+    """
+    metrics: dict[str, float] = {}
+    for rate, suffix in [(rate, "") for rate in report.win_rates] + [(rate, "_vs_parent") for rate in report.against_parent]:
+        values = {
+            "win_rate": rate.win_rate,
+            "ci_low": rate.ci_low,
+            "ci_high": rate.ci_high,
+            "length_controlled": rate.length_controlled,
+            "swap_consistency": rate.swap_consistency,
+            "failed_games": float(rate.num_failed),
+        }
+        metrics |= {f"{name}{suffix}/{rate.model}": value for name, value in values.items() if value is not None}
+    for name, shares in (("right", report.right), ("length", report.mean_tokens), ("truncated", report.truncated)):
+        metrics |= {f"{name}/{model}": value for model, value in shares.items()}
+    metrics |= {f"judge_agreement/{judge}": share for judge, share in report.agreement.items()}
+    if report.agreement:
+        metrics["judge_agreement"] = fmean(report.agreement.values())
+    return metrics
+
+
+def judging_metrics(report: EvalReport) -> dict[str, float]:
+    """Returns tokens, cost and failures of one judge as metrics; {} for an offline judge."""
+    use = report.judging
+    if use is None or not use.input_tokens:
+        return {}
+    cost = {} if use.cost is None else {f"judge_cost/{report.judge}": use.cost}
+    return {
+        f"judge_input_tokens/{report.judge}": float(use.input_tokens),
+        f"judge_output_tokens/{report.judge}": float(use.output_tokens),
+        f"judge_failed_games/{report.judge}": float(use.failed),
+        **cost,
+    }

@@ -1,0 +1,88 @@
+"""Measures the style of answers as arena-hard-auto does: length, and markdown outside code blocks. Pure functions, torch-free.
+
+A battle's features compare the model's answer (m) with the baseline's (b), `show_result.py` and `add_markdown_info.py`:
+length (Lm - Lb) / (Lm + Lb) in tokens; for headers, lists and bold the densities d = count / (tokens + 1), (dm - db) / (dm + db + 1).
+Two empty answers differ by 0 in length, where the original divides by zero.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Control = Literal["length", "markdown"]
+
+FEATURES = ("length", "headers", "lists", "bold")
+COLUMNS: dict[Control, tuple[int, ...]] = {"length": (0,), "markdown": (1, 2, 3)}
+CODE = re.compile(r"```[^`]*```")
+
+
+class Style(NamedTuple):
+    """Counts of tokens, headers, list items and bold spans in one answer."""
+
+    tokens: float
+    headers: float
+    lists: float
+    bold: float
+
+
+def columns(controls: Sequence[Control]) -> list[int]:
+    """Returns the columns of `features` that the controls use, sorted."""
+    return sorted({column for control in controls for column in COLUMNS[control]})
+
+
+def style_of(metadata: Mapping[str, Any]) -> Style:
+    """Returns the style from an answer's metadata, whose counts are numbers or mappings of numbers. Raises KeyError when one is missing."""
+    counts = (metadata[name] for name in ("token_len", "header_count", "list_count", "bold_count"))
+    return Style(*(float(sum(count.values()) if isinstance(count, Mapping) else count) for count in counts))
+
+
+def features(models: Sequence[Style], baselines: Sequence[Style]) -> Floats:
+    """Returns (N, 4) features of N battles, in the order of FEATURES, each in [-1, 1] and 0 for the same style."""
+    ours, theirs = (np.array(styles, np.float64).reshape(-1, len(FEATURES)) for styles in (models, baselines))
+    length = (ours[:, :1] - theirs[:, :1]) / np.maximum(ours[:, :1] + theirs[:, :1], 1)
+    density, other = (counts[:, 1:] / (counts[:, :1] + 1) for counts in (ours, theirs))
+    return np.hstack([length, (density - other) / (density + other + 1)])
+
+
+def features_v01(models: Sequence[Style], baselines: Sequence[Style]) -> Floats:
+    """Returns (N, 4) features of v0.1 (`utils_math.construct_style_matrices`): (m - b) / (m + b + 1) of tokens and of plain counts."""
+    ours, theirs = (np.array(styles, np.float64).reshape(-1, len(FEATURES)) for styles in (models, baselines))
+    difference: Floats = (ours - theirs) / (ours + theirs + 1)
+    return difference
+
+
+def scaled(values: Floats) -> Floats:
+    """Returns values divided by each column's root mean square, not centred: 0 still means the same style. A column of zeros stays one.
+
+    The original subtracts the mean over all rows: with one model the strength then applies to its own average style, and nothing is
+    controlled for.
+    """
+    size = np.sqrt((values**2).mean(0))
+    return values / np.where(size > 1e-12, size, 1)
+
+
+def standardised(values: Floats, ddof: int = 1) -> Floats:
+    """Returns the original's z-scores over all rows; v2.0 with the sample standard deviation, v0.1 with `ddof` 0. A constant column
+    becomes zeros (in the original NaN)."""
+    spread = values.std(0, ddof=ddof) if len(values) > ddof else np.zeros(values.shape[1])
+    return (values - values.mean(0)) / np.where(spread > 1e-12, spread, 1)
+
+
+def markdown(text: str) -> dict[str, dict[str, int]]:
+    """Counts headers, list items and bold spans outside fenced code blocks, under arena-hard-auto's names."""
+    text = CODE.sub("", text)
+    return {
+        "header_count": {f"h{level}": _count(rf"^#{{{level}}}\s", text) for level in range(1, 7)},
+        "list_count": {"ordered": _count(r"^\s*\d+\.\s", text), "unordered": _count(r"^\s*[-*+]\s", text)},
+        "bold_count": {"**": _count(r"\*\*[^*\n]+\*\*", text), "__": _count(r"__[^_\n]+__", text)},
+    }
+
+
+def _count(pattern: str, text: str) -> int:
+    return len(re.findall(pattern, text, re.MULTILINE))
