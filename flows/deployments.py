@@ -1,10 +1,11 @@
-"""What `alignflow serve` makes on a Prefect server: pool, queues, slot, the automation for silent runs, and deployments of recipes.
+"""Creates what `alignflow serve` needs on a Prefect server: pool, queues, slot, automation for silent runs, and deployments.
 
-Runs that somebody asks for go before scheduled ones, however many of those are late: they are in a queue of a higher priority.
+Manual runs have a queue of higher priority than scheduled runs, and start before them, also when many of those are late.
 """
 
 from __future__ import annotations
 
+import shlex
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from zoneinfo import available_timezones
 
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate, WorkPoolCreate
+from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate, WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments.runner import RunnerDeployment
@@ -27,34 +28,40 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.schedules import Schedule
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Crashed
-from prefect.workers.process import ProcessWorker
 
 from flows.alignment import alignment
 from flows.loops import loop
 from flows.parts import evaluate, publish
-from flows.serve import LIMIT, POOL
-from rlhf_core.config import Loop, Recipe
-from rlhf_core.loops import check_judged, loop_of
-from rlhf_core.plan import plan
-from rlhf_core.recipe import load_recipe
+from flows.serve import LIMIT, POOL, SAFELY
+from rlhf_core.config import KINDS, Loop, Recipe
+from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.loop_record import check_judged, loop_of
+from rlhf_core.recipe.plan import plan
 
 ASKED, SCHEDULED = "asked", "scheduled"  # queues
 LONGEST = 366 * 86400.0  # seconds between two runs of a schedule
-SILENT_SECONDS = 540  # three heartbeats of runs that were given no other frequency: Prefect's is 180 s
+SILENT_SECONDS = 540  # three heartbeats at Prefect's default of 180 s
 UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
 
 class Served(NamedTuple):
-    """A recipe that is served: its file, as runs read it anew, and the overrides of its deployments."""
+    """A recipe with deployments: the path or URI that each run reads, the overrides of its deployments, and the recipe as read."""
 
     path: str
     overrides: tuple[str, ...]
     recipe: Recipe
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Parameters of its deployments."""
+        return {"recipe": self.path, "overrides": list(self.overrides)}
+
 
 def served(paths: Sequence[str], overrides: Sequence[str], ends: Mapping[str, float] = MappingProxyType({})) -> list[Served]:
-    """Reads and plans the recipes. ValueError for mistakes, for two recipes of one name, and for what is to end loops (`max_rounds`,
-    `min_gain`) where a recipe has no loop to end."""
+    """Reads and plans the recipes. `ends`: `max_rounds` and `min_gain` of their loops.
+
+    Raises ValueError for mistakes, for two recipes of the same name, and for `ends` of a recipe without a loop.
+    """
     found = [Served(path, tuple(overrides), load_recipe(path, overrides)) for path in paths]
     if ends.get("max_rounds", 1) < 1:
         raise ValueError(f"--max-rounds {ends['max_rounds']}: give 1 or more")
@@ -71,7 +78,7 @@ def served(paths: Sequence[str], overrides: Sequence[str], ends: Mapping[str, fl
 
 
 def schedule_of(every: float | None, cron: str, timezone: str) -> Schedule:
-    """ValueError for a schedule that Prefect would refuse or never fire."""
+    """Returns the schedule. Raises ValueError when Prefect would refuse it or never start a run."""
     if timezone not in available_timezones():
         raise ValueError(f"timezone {timezone!r} is unknown: give a name such as Europe/Berlin or UTC")
     if every is not None and not 1 <= every <= LONGEST:
@@ -83,14 +90,15 @@ def schedule_of(every: float | None, cron: str, timezone: str) -> Schedule:
 
 
 def prepare(client: SyncPrefectClient) -> None:
-    """Pool, queues, slot and automation; runs and slots of an earlier `serve` are ended and given back. May be repeated."""
-    template = ProcessWorker.get_default_base_job_template()
+    """Creates or updates pool, queues, slot and automation; ends unfinished runs of an earlier `serve` and frees their slots."""
+    command = shlex.join([sys.executable, *SAFELY, "prefect.engine"])
+    template = job_template(command=command, working_dir=str(Path.cwd()))  # paths in a recipe are relative to the working directory
     try:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
     except ObjectAlreadyExists:
-        pass
-    # Scheduled runs go one by one, in a queue of their own. A concurrency limit of their deployment would cancel a burst of late ones at
-    # once: of so many writers the server's SQLite refuses most, and clients wait up to a minute before they ask again.
+        client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
+    # Scheduled runs have their own queue, which starts one at a time. A concurrency limit of their deployment would cancel many late runs
+    # at once: the server's SQLite refuses most of so many writes, and clients wait up to a minute before they retry.
     for priority, (name, limit) in enumerate(((ASKED, None), (SCHEDULED, 1)), start=1):
         try:
             queue = client.read_work_queue_by_name(name, work_pool_name=POOL)
@@ -104,8 +112,17 @@ def prepare(client: SyncPrefectClient) -> None:
     watch_silent_runs(client)
 
 
+def job_template(**fixed: str) -> dict[str, Any]:
+    """Returns the base job template of a process pool. `fixed`: fields that runs and deployments cannot change, as it has no variables.
+
+    Runs start with the worker's environment. There is no `env` here because Prefect would merge that of runs into it, often unchecked.
+    """
+    variables = {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"variables": variables, "job_configuration": {"stream_output": True, **fixed}}
+
+
 def watch_silent_runs(client: SyncPrefectClient) -> None:
-    """Makes the automation, or brings that of an earlier version up to date."""
+    """Creates the automation for silent runs, or updates that of an earlier version."""
     if there := client.read_automations_by_name(SILENT.name):
         client.update_automation(there[0].id, SILENT)
     else:
@@ -113,12 +130,14 @@ def watch_silent_runs(client: SyncPrefectClient) -> None:
 
 
 def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
-    """Marks runs of deployments whose process on this machine is gone as crashed, or as cancelled when they were being cancelled; at the
-    start of `serve` also those that never had one. How many."""
+    """Marks runs of deployments whose process on this machine is gone as crashed, or as cancelled when they were being cancelled.
+
+    `at_start`: also runs that never had a process. Returns how many.
+    """
     found = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": UNFINISHED}}}), limit=200)
     ours = [run for run in found if run.deployment_id and (run.infrastructure_pid or at_start)]
-    gone = [run for run in ours if not (run.infrastructure_pid and _process_lives(run))]
-    gone = [client.read_flow_run(run.id) for run in gone]  # again: it may have said its end, and gone, after the list was read
+    gone = [run for run in ours if not (run.infrastructure_pid and _is_alive(run))]
+    gone = [client.read_flow_run(run.id) for run in gone]  # again: it may have ended after the list was read
     gone = [run for run in gone if run.state_type in UNFINISHED]
     for run in gone:
         ended = Cancelled if run.state_type == StateType.CANCELLING else Crashed
@@ -126,44 +145,47 @@ def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
     return len(gone)
 
 
-def deploy(api: str, one: Served, schedule: Schedule | None, ends: Mapping[str, float] = MappingProxyType({})) -> list[str]:
-    """Makes a recipe's deployments; their names. `schedule`: of its loop, or of the whole recipe when it has none. `ends`: parameters of
-    its loop."""
+def deploy(api: str, one: Served, schedule: Schedule | None, ends: Mapping[str, float] = MappingProxyType({})) -> dict[str, UUID]:
+    """Creates a recipe's deployments and returns their ids by name.
+
+    `schedule`: of its loop, or of the whole recipe when it has no single loop. `ends`: more parameters of its loop.
+    """
     kinds = {config.stage for config in one.recipe.stages.values()}
     loops = [config for config in one.recipe.stages.values() if isinstance(config, Loop)]
     flows: list[tuple[Flow[..., Any], str]] = [(alignment, "flows.alignment.alignment")]
     flows += [(loop, "flows.loops.loop")] if len(loops) == 1 else []
-    flows += [(evaluate, "flows.parts.evaluate")] if kinds & {"evaluation", "alignment_tax"} else []
+    flows += [(evaluate, "flows.parts.evaluate")] if "evaluation" in {KINDS[kind].package for kind in kinds} else []
     flows += [(publish, "flows.parts.publish")] if "publication" in kinds else []
     with temporary_settings({PREFECT_API_URL: api}):
-        names = [_apply(flow, entrypoint, one, one.recipe.name, ASKED, None, ends if flow is loop else {}) for flow, entrypoint in flows]
+        made = [_apply(flow, entrypoint, one, one.recipe.name, ASKED, None, ends if flow is loop else {}) for flow, entrypoint in flows]
         if schedule is not None:
             flow, entrypoint = flows[1] if len(loops) == 1 else flows[0]
-            names.append(_apply(flow, entrypoint, one, f"{one.recipe.name}-scheduled", SCHEDULED, schedule, ends if flow is loop else {}))
-    return names
+            made.append(_apply(flow, entrypoint, one, f"{one.recipe.name}-scheduled", SCHEDULED, schedule, ends if flow is loop else {}))
+    return dict(made)
 
 
 def _apply(
     flow: Flow[..., Any], entrypoint: str, one: Served, name: str, queue: str, schedule: Schedule | None, ends: Mapping[str, float]
-) -> str:
+) -> tuple[str, UUID]:
     deployment = flow.to_deployment(
         name,
         schedule=schedule,
-        parameters={"recipe": one.path, "overrides": list(one.overrides), **ends},
+        parameters={**one.parameters, **ends},
         work_pool_name=POOL,
         work_queue_name=queue,
-        job_variables={"working_dir": str(Path.cwd())},  # paths in a recipe are relative to it
     )
-    assert isinstance(deployment, RunnerDeployment)  # not a coroutine: this is called outside of any event loop
+    assert isinstance(deployment, RunnerDeployment)  # not a coroutine, because no event loop runs here
     deployment.entrypoint = entrypoint
     identity = deployment.apply()
     assert isinstance(identity, UUID)
-    return f"{flow.name}/{name}"
+    return f"{flow.name}/{name}", identity
 
 
-def _process_lives(run: FlowRun) -> bool:
-    """Whether a run's process, which Prefect calls HOST:PID or PID, lives; True for one of another machine. A zombie does not live, and
-    another process that has got its number is not the run's."""
+def _is_alive(run: FlowRun) -> bool:
+    """Returns whether a run's process (Prefect: HOST:PID or PID) is alive; True for a process on another machine.
+
+    The environment is compared because a zombie has none, and the PID can belong to a later process.
+    """
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if host and host != socket.gethostname():
         return True
@@ -180,7 +202,7 @@ def _events() -> Iterator[str]:
     yield from (f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed"))
 
 
-# A run that was heard of and then is silent is marked as crashed: its process was killed with -9 where no worker watched it.
+# A run whose heartbeats stop is marked as crashed: its process was killed with -9 where no worker watched it.
 SILENT = AutomationCore(
     name="alignflow: crashed runs",
     description=f"A flow run without a heartbeat for {SILENT_SECONDS} s is marked as crashed.",

@@ -1,6 +1,6 @@
-"""Loops as flows: `loop` trains the next round and ends, for a schedule; `iterative_preference` trains round after round.
+"""Defines the flows of loops: `loop` trains the next round and ends, for a schedule; `iterative_preference` trains many rounds.
 
-What is finished and what comes next is on disk (rlhf_core/loops.py): it does not matter who trained the rounds before, or how they ended.
+The loop's record on disk (rlhf_core/recipe/loop_record.py) has the finished rounds and the next one, also of other and of killed runs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from prefect.states import Completed
 
 from flows.alignment import SETTINGS, require_type, run_all, run_name
 from rlhf_core.config import Recipe
-from rlhf_core.loops import alone, begin, check_judged, finish, folder_of, loop_of, standing
-from rlhf_core.recipe import given_recipe
-from rlhf_core.store import store_of
+from rlhf_core.recipe.loop_record import alone, begin, check_judged, finish, folder_of, loop_of, loop_state
+from rlhf_core.runs.store import store_of
 from tasks.keys import provided, variables
+from tasks.served import own_recipe
 
 
 @flow(name="loop", flow_run_name=run_name, **SETTINGS)
@@ -27,13 +27,15 @@ def loop(
     max_rounds: int | None = None,
     min_gain: float | None = None,
 ) -> Any:
-    """Trains the next round of a recipe's loop, evaluates and publishes it. A run that finds nothing to do says why, and completes.
-    Rounds that are in the recipe's store alone are fetched before that.
+    """Trains, evaluates and publishes the next round of a recipe's loop. A run without work to do completes with the reason as its message.
 
-    `stage`: which loop, where a recipe has several. `max_rounds`, `min_gain`: when to stop, as for `iterative_preference`.
+    Fetches rounds that only the recipe's store has first.
+    `stage`: which loop, when a recipe has several. `max_rounds`, `min_gain`: when to stop, as for `iterative_preference`.
     """
     due = runtime.flow_run.scheduled_start_time or datetime.now(UTC)
-    return _rounds(given_recipe(recipe, overrides), stage, max_rounds, min_gain, datetime.fromisoformat(str(due)), once=True)
+    return _rounds(
+        own_recipe(recipe, overrides, runtime.deployment.id), stage, max_rounds, min_gain, datetime.fromisoformat(str(due)), once=True
+    )
 
 
 @flow(name="iterative_preference", flow_run_name=run_name, **SETTINGS)
@@ -42,9 +44,9 @@ def iterative_preference(
 ) -> Any:
     """Trains until `rounds` rounds are done, or until the win rate of the last round is not more than `min_gain` above the round before it.
 
-    With `min_gain` the recipe needs an evaluation of the loop. Rounds that are done already count.
+    `min_gain` needs an evaluation of the loop in the recipe. Finished rounds count.
     """
-    return _rounds(given_recipe(recipe, overrides), stage, rounds, min_gain, None, once=False)
+    return _rounds(own_recipe(recipe, overrides, runtime.deployment.id), stage, rounds, min_gain, None, once=False)
 
 
 def _rounds(recipe: Recipe, stage: str | None, max_rounds: int | None, min_gain: float | None, due: datetime | None, once: bool) -> Any:
@@ -54,14 +56,14 @@ def _rounds(recipe: Recipe, stage: str | None, max_rounds: int | None, min_gain:
     name = loop_of(recipe, stage)
     with provided(variables(recipe)), alone(folder_of(recipe)) as mine:
         if not mine:
-            return _told(f"another run is training {name} of {recipe.name}: this one leaves it to that")
+            return _completed(f"another run is training {name} of {recipe.name}: this one leaves it to that")
         if min_gain is not None:
             check_judged(recipe, name)
         fetched, store = False, store_of(recipe)
         while True:
-            found = standing(recipe, name)
+            found = loop_state(recipe, name)
             if why := found.why_not(max_rounds, min_gain, None if fetched else due):
-                return _told(f"{name} of {recipe.name}: {why}")
+                return _completed(f"{name} of {recipe.name}: {why}")
             missing = [node for node in found.plan.stages_of(f"{name}.round{found.number}") if not node.done]
             fetched = store is not None and bool(missing) and all(store.has(node.run_dir.name) for node in missing)
             get_run_logger().info("%s: round %d %s", name, found.number, "is in the store" if fetched else "begins")
@@ -70,9 +72,9 @@ def _rounds(recipe: Recipe, stage: str | None, max_rounds: int | None, min_gain:
             done = finish(found)
             if once and not fetched:  # on an empty disk rounds of the store come first
                 rate = "" if done.win_rate is None else f", win rate {done.win_rate:.3f}"
-                return _told(f"{name} of {recipe.name}: round {found.number} is done{rate}")
+                return _completed(f"{name} of {recipe.name}: round {found.number} is done{rate}")
 
 
-def _told(sentence: str) -> Any:
+def _completed(sentence: str) -> Any:
     get_run_logger().info(sentence)
     return Completed(message=sentence)

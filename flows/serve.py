@@ -1,40 +1,49 @@
-"""The processes of `alignflow serve`: a Prefect server and a process worker on this machine, for one home.
+"""Runs the processes of `alignflow serve`: a Prefect server and a process worker on this machine, for one home folder.
 
-One home, one `serve`: a file lock says so. Whatever way it ends, its server, worker, flows and stages end with it (rlhf_core/watch.py).
+A file lock allows one `serve` for each home. Server, worker, flows and stages end with it in any case (rlhf_core/system/orphan_watcher.py).
+The server's auth string is in a file that only its owner can read and in the environment of these processes, and in no log.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 from filelock import FileLock, Timeout
 
-from rlhf_core import watch
-from rlhf_core.check import MachineLacks
-from rlhf_core.launch import ROOT
-from rlhf_core.stage import write_text
+from rlhf_core.preflight.inputs import MachineLacks
+from rlhf_core.system import orphan_watcher
+from rlhf_core.system.files import read_json, write_text
+from rlhf_core.system.processes import ROOT
+from tasks import server_process
+from tasks.served import SERVED_ENV
 from tasks.slots import LIMIT_ENV
 
 POOL, LIMIT = "alignflow-process", "alignflow-machine"
+SAFELY = ("-P", "-m", "flows.prefect_process")  # Python's arguments before those of a module of Prefect's that imports flows
 START_SECONDS, STOP_SECONDS = 120.0, 20.0
 PLACE, LOCK, LOG = "serve.json", "serve.lock", "serve.log"
+AUTH, SERVED = "auth-string", "served.json"
+EVERYWHERE = "0.0.0.0"
 LOG_BYTES = 20_000_000  # on SQLite Prefect 3.7 logs a traceback at each poll of a worker, ten megabytes an hour
 
 
 @contextmanager
 def only_one(home: Path) -> Iterator[None]:
-    """Holds a home. MachineLacks when another `serve` has it."""
+    """Holds the lock of a home folder until the block ends. Raises MachineLacks when another `serve` holds it."""
     home.mkdir(parents=True, exist_ok=True)
     lock = FileLock(home / LOCK, timeout=0)
     try:
@@ -54,25 +63,33 @@ def only_one(home: Path) -> Iterator[None]:
 
 
 class Servants:
-    """The server and the worker, in sessions of their own: Ctrl-C in the terminal reaches only `serve`, which ends them in order."""
+    """Prefect's server and worker in their own sessions: Ctrl-C in the terminal reaches only `serve`, which ends them in order."""
 
-    def __init__(self, home: Path, host: str, port: int):
-        self.home, self.ui = home, f"http://{host}:{port}"
+    def __init__(self, home: Path, host: str, port: int, allowed: Sequence[str] = ()):
+        """`allowed`: further names of this machine, accepted in the Host header of requests."""
+        self.home, self.ui = home, f"http://{server_process.LOOPBACK if host == EVERYWHERE else host}:{port}"
         self.api = f"{self.ui}/api"
-        self._address = (host, port)
+        self.auth = auth_string(home)
+        self._address, self._hosts = (host, port), (host, *([socket.gethostname()] if host == EVERYWHERE else []), *allowed)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start_server(self) -> None:
-        """Starts the server and waits until it answers. MachineLacks when the port is taken or it does not."""
+        """Starts the server and waits until it answers. Raises MachineLacks when the port is taken or it does not answer."""
         host, port = self._address
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with socket.socket() as listener:  # the server inherits it: no other process can answer at this port and get the auth string
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, port))
+                listener.bind((host, port))
+                listener.listen()
             except OSError as error:
                 raise MachineLacks(f"nothing can be served on {host}:{port} ({error.strerror}): give another --port or --host") from None
-        watch.start()
-        self._start("server", "server", "start", "--host", host, "--port", str(port))
+            orphan_watcher.start()
+            own = {"PREFECT__SERVER_FINAL": "1", "PREFECT_UI_API_URL": "/api"} | server_process.protected(self.auth, self.ui)
+            command = server_process.command(listener.fileno(), self._hosts)
+            begin = self._start("server", command, self.environment() | own, [listener.fileno()]).stdin
+        assert begin is not None
+        with suppress(BrokenPipeError), begin:
+            begin.write(b"+")
         deadline = time.monotonic() + START_SECONDS
         while not _answers(self.api):
             self.check()
@@ -82,7 +99,13 @@ class Servants:
         write_text(self.home / PLACE, json.dumps({"ui": self.ui, "api": self.api, "pid": os.getpid()}) + "\n")
 
     def start_worker(self) -> None:
-        self._start("worker", "worker", "start", "--pool", POOL, "--type", "process", "--name", "serve")
+        command = [sys.executable, *SAFELY, "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", "serve"]
+        self._start("worker", command, self.environment())
+
+    def record(self, deployments: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Saves the parameters of deployments by id; tasks/served.py compares those of runs with them."""
+        known = read_json(self.home / SERVED) | {str(identity): dict(own) for identity, own in deployments.items()}
+        write_text(self.home / SERVED, json.dumps(known, indent=1) + "\n")
 
     def check(self) -> None:
         """Raises MachineLacks when one of them has ended."""
@@ -94,18 +117,18 @@ class Servants:
                 )
 
     def bound_log(self) -> None:
-        """Empties a log that has grown too long, and keeps one copy of it. Server and worker append, so it may be emptied under them."""
+        """Empties a log above LOG_BYTES and keeps one copy. Server and worker append, so they can have it open meanwhile."""
         log = self.home / LOG
         if log.stat().st_size > LOG_BYTES:
             shutil.copyfile(log, self.home / f"{LOG}.1")
             os.truncate(log, 0)
 
     def stop(self) -> None:
-        """Ends the worker, then the flows and their stages, while the server still notes how; then the server."""
+        """Ends the worker, then the flows and their stages, and last the server, which records how they ended."""
         server = self._running.pop("server", None)
         for process in self._running.values():
             process.terminate()
-        for number in (0, signal.SIGTERM, signal.SIGKILL):  # 0 is no signal: flows end with their worker, and what does not is told to
+        for number in (0, signal.SIGTERM, signal.SIGKILL):  # 0 sends nothing: flows end with their worker; the rest gets a signal
             for pid in self._others(server):
                 _signal(pid, number)
             deadline = time.monotonic() + STOP_SECONDS
@@ -119,30 +142,52 @@ class Servants:
                 server.kill()
 
     def _others(self, server: subprocess.Popen[bytes] | None) -> list[int]:
-        """What lives of all that was started here, without the server."""
+        """Returns the PIDs of all processes started from here that are alive, without the server's."""
         for process in self._running.values():
-            process.poll()  # a process that ended and is not asked for its code seems to live
-        return [pid for pid in watch.marked(os.environ.get(watch.MARK, "-")) if server is None or not _is_of(pid, server.pid)]
+            process.poll()  # a process that ended counts as alive until its code is read
+        return [
+            pid for pid in orphan_watcher.marked(os.environ.get(orphan_watcher.MARK, "-")) if server is None or not _is_of(pid, server.pid)
+        ]
 
-    def _start(self, name: str, *command: str) -> None:
+    def _start(
+        self, name: str, command: list[str], environment: dict[str, str], descriptors: Sequence[int] = ()
+    ) -> subprocess.Popen[bytes]:
         with (self.home / LOG).open("ab") as log:
             self._running[name] = subprocess.Popen(
-                [sys.executable, "-m", "prefect", *command],
-                env=self.environment(),
-                stdin=subprocess.DEVNULL,
+                command,
+                env=environment,
+                stdin=subprocess.PIPE if descriptors else subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                pass_fds=descriptors,
             )
+        return self._running[name]
 
     def environment(self) -> dict[str, str]:
-        """Of server, worker and flows."""
+        """Returns the environment of server, worker and flows."""
         paths = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         paths += [str(ROOT)] if ROOT.name not in ("site-packages", "dist-packages") else []
-        ours = {"PREFECT_HOME": str(self.home), "PREFECT_API_URL": self.api, LIMIT_ENV: LIMIT}
+        ours = {"PREFECT_HOME": str(self.home), "PREFECT_API_URL": self.api, server_process.AUTH: self.auth}
+        ours |= {LIMIT_ENV: LIMIT, "PYTHONSAFEPATH": "1", SERVED_ENV: str(self.home / SERVED)}
         ours |= {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
         theirs = {"PREFECT_WORKER_QUERY_SECONDS": "3"}
-        return theirs | {key: value for key, value in os.environ.items() if key != "PREFECT_API_AUTH_STRING"} | ours
+        return theirs | dict(os.environ) | ours
+
+
+def auth_string(home: Path) -> str:
+    """Returns the auth string of a home from its file; makes a new one when there is none, or when other users can read it."""
+    place = home / AUTH
+    with suppress(OSError), open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+        about, there = os.fstat(file.fileno()), file.read().strip()
+        if there and about.st_uid == os.getuid() and not about.st_mode & 0o077:
+            return there
+    made = f"alignflow:{secrets.token_urlsafe(32)}"
+    descriptor, part = tempfile.mkstemp(prefix=f".{AUTH}.", dir=home)  # with mode 0600
+    with open(descriptor, "w") as file:
+        file.write(f"{made}\n")
+    os.replace(part, place)
+    return made
 
 
 def free_port(host: str) -> int:

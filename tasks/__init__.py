@@ -1,5 +1,12 @@
-"""Prefect tasks: one for each verb. Importing the package settles Prefect's settings, before Prefect is imported."""
+"""Prefect tasks and their tools. Importing the package sets defaults of Prefect's settings, which Prefect reads at import."""
 
-from tasks import settings
+import os
 
-settings.apply()
+DEFAULTS = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",  # with it SQLite reports "database is locked"
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # the first start makes the database; 20 s is short on a busy laptop
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+}
+for name, value in DEFAULTS.items():
+    os.environ.setdefault(name, value)

@@ -1,7 +1,7 @@
-"""A new user's Prefect database, made once and copied: Prefect makes an empty one by more than a hundred migrations, which takes seconds.
+"""Makes an empty Prefect database once and copies it for new users: Prefect's own way, over a hundred migrations, takes seconds.
 
-`python -m tasks.fresh_database` makes the one of this environment, with nothing in it but Prefect's tables; `make setup` runs it. Where it
-is missing, or Prefect is set up for another place than `prefect.db` in its home, Prefect does what it always does.
+`python -m tasks.fresh_database` makes the one of this environment, with Prefect's empty tables; `make setup` runs it. When it is missing,
+or Prefect's database is not `prefect.db` in its home, Prefect makes its own.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ MAKE_SECONDS = 600.0
 
 
 def template() -> Path:
-    """Where this environment keeps it; each version of Prefect has its own tables."""
+    """Returns the path of this environment's empty database; each version of Prefect has its own."""
     return Path(sys.prefix) / "share" / "alignflow" / f"prefect-{version('prefect')}.db"
 
 
 def make(path: Path) -> None:
-    """Makes an empty database with Prefect's own command. RuntimeError with what that said when it failed."""
+    """Makes an empty database with Prefect's own command. Raises RuntimeError with its output when it fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made, whole = Path(folder) / NAME, Path(folder) / "whole.db"
         settings = {"PREFECT_HOME": folder, "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{made}"}
-        command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"]
+        command = [sys.executable, "-P", "-m", "prefect", "server", "database", "upgrade", "--yes"]
         done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=MAKE_SECONDS)
         if done.returncode:
             raise RuntimeError(f"Prefect could not make an empty database: {(done.stdout + done.stderr).strip()[-2000:]}")
         with closing(sqlite3.connect(made)) as database:
-            database.execute("VACUUM INTO ?", (str(whole),))  # one file, without a log beside it
+            database.execute("VACUUM INTO ?", (str(whole),))  # one file, without a write-ahead log
         os.replace(whole, path)
 
 
 def lay_database() -> None:
-    """Copies it to where Prefect would make one now. An existing database, or what is left of one, stays as it is."""
+    """Copies the empty database to Prefect's home. An existing database, or any of its files, is not changed."""
     home = PREFECT_HOME.value()
     ours = PREFECT_API_DATABASE_CONNECTION_URL.value() == f"sqlite+aiosqlite:///{home}/{NAME}"
     if not ours or not template().is_file() or any(home.glob(f"{NAME}*")):
@@ -53,8 +53,8 @@ def lay_database() -> None:
     try:
         home.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(template(), part)
-        os.link(part, home / NAME)  # refuses where another process has made one in the meantime
-    except OSError:  # then Prefect makes its own
+        os.link(part, home / NAME)  # fails when another process has just made one
+    except OSError:  # Prefect makes its own
         return
     finally:
         with contextlib.suppress(OSError):

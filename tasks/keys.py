@@ -1,7 +1,8 @@
-"""Keys and tokens from Prefect's secrets, for runs of a deployment whose worker has none in its environment.
+"""Reads keys and tokens from Prefect's secrets, for runs of a deployment whose worker has none in its environment.
 
-A secret block is named like the variable, in small letters with dashes: `hf-token` for HF_TOKEN. The environment goes first. What is found
-is in the environment of the flow's process while it runs, which its stages inherit; no parameter, file or log has it (launch.py hides it).
+A secret block is named like the variable, in small letters with dashes: `hf-token` for HF_TOKEN. A variable that is set wins. Keys are
+put into the environment of the flow's process while it runs, which its stages inherit; no parameter, file or log has them
+(runs/launch.py masks them).
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from contextlib import contextmanager
 from prefect.blocks.system import Secret
 
 from rlhf_core.config import PPO, Evaluation, Loop, OpenAIJudge, Preferences, Recipe
-from rlhf_core.reward_sources import HttpReward
+from rlhf_core.config.rewards import HttpReward
 
 AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def variables(recipe: Recipe) -> tuple[str, ...]:
-    """The environment variables whose keys a recipe may need: the Hub's token, the store's, W&B's, judges' and rewards' keys."""
+    """Returns the environment variables that a recipe may need: the Hub's token, and keys of store, W&B, judges, endpoints and rewards."""
     names = ["HF_TOKEN", *(AWS_KEYS if (recipe.store or "").startswith(("s3:", "s3a:")) else ())]
     names += ["WANDB_API_KEY"] if recipe.wandb else []
     for config in recipe.stages.values():
@@ -33,7 +34,7 @@ def variables(recipe: Recipe) -> tuple[str, ...]:
 
 @contextmanager
 def provided(names: Iterable[str]) -> Iterator[None]:
-    """Sets each variable that is not set from the secret of its name, where there is one, until the block ends."""
+    """Sets each unset variable from the secret of its name, if there is one, until the block ends."""
     found = {name: value for name in names if not os.environ.get(name) and (value := _secret(name))}
     os.environ.update(found)
     try:
@@ -44,11 +45,11 @@ def provided(names: Iterable[str]) -> Iterator[None]:
 
 
 def _secret(variable: str) -> str | None:
-    """The value of a secret block; None when there is none."""
+    """Returns the value of a secret block; None when there is none."""
     try:
         block = Secret.load(variable.lower().replace("_", "-"))
-    except ValueError:  # what Prefect raises for a block that is not there
+    except ValueError:  # raised by Prefect for an unknown block
         return None
-    assert isinstance(block, Secret)  # not a coroutine: this is called outside of any event loop
+    assert isinstance(block, Secret)  # not a coroutine, because no event loop runs here
     value = block.get()
     return str(value).strip() or None

@@ -1,7 +1,7 @@
-"""Webhooks: one POST for each state of a flow run, each finished stage and each gate. Nothing waits for the receiver.
+"""Sends a webhook message (POST) for each state of a flow run, each finished stage and each gate. The run does not wait for the receiver.
 
-A thread sends the messages in their order, with a few attempts each; when one is lost, that is said once, and later ones get one attempt.
-The URL comes from the environment and goes nowhere else: neither its text nor an exception that could hold it is ever logged.
+A thread sends the messages in order, with a few attempts each; the first lost one is logged, and later ones get one attempt.
+The URL comes from the environment and is never logged, nor is an exception that could contain it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 
 from rlhf_core.config import Recipe
 from rlhf_core.config.gates import Verdict
-from rlhf_core.config.notify import Event, Notify
-from rlhf_core.plan import Node
-from rlhf_core.recipe import given_recipe
-from rlhf_core.stage import RunDir
+from rlhf_core.config.reporting import Event, Notify
+from rlhf_core.recipe.plan import Node
+from rlhf_core.runs.run_dir import RunDir
+from tasks.served import own_recipe
 
-ATTEMPTS, PAUSE = 3, 1.0  # of one message; seconds before the second attempt, doubled for the third
-WAIT_AT_EXIT = 0.8  # seconds a process that ends gives messages under way
-MAX_WAITING = 1000  # messages; a receiver that hangs for days must not fill the memory
+ATTEMPTS, PAUSE = 3, 1.0  # attempts for one message; seconds before the second, doubled for the third
+WAIT_AT_EXIT = 0.8  # seconds that an ending process waits for unsent messages
+MAX_WAITING = 1000  # messages; bounds the memory when a receiver hangs for days
 MAX_TEXT = 500  # characters
 EVENT_OF: dict[StateType, Event] = {
     StateType.RUNNING: "running",
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A followed POST becomes a GET, which would look like success."""
+    """Refuses redirects: urllib follows a POST with a GET, which would look like success."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -57,19 +57,19 @@ OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 class Sender:
-    """Sends messages to one URL from a thread of its own. `name` stands for the URL in what is said."""
+    """Sends messages to one URL from its own thread. `name` replaces the URL in log messages."""
 
     def __init__(self, url: str, name: str, timeout: float, pause: float = PAUSE):
         self._url, self._name, self._timeout, self._pause = url, name, timeout, pause
         self._waiting: queue.Queue[bytes] = queue.Queue(MAX_WAITING)
         self._idle = threading.Condition()
-        self._open = 0  # messages not yet sent or given up
+        self._open = 0  # messages neither sent nor given up
         self._attempts = ATTEMPTS
         threading.Thread(target=self._work, name=f"webhook of {name}", daemon=True).start()
         atexit.register(self._end)
 
     def put(self, message: dict[str, Any]) -> None:
-        """Returns at once."""
+        """Queues a message and returns at once; drops it when MAX_WAITING are queued."""
         with self._idle:
             self._open += 1
         try:
@@ -78,7 +78,7 @@ class Sender:
             self._done()
 
     def flush(self, seconds: float) -> bool:
-        """Waits until all messages are sent or given up, `seconds` at most. Whether they are."""
+        """Waits at most `seconds` until all messages are sent or given up; returns whether they are."""
         with self._idle:
             return self._idle.wait_for(lambda: self._open == 0, seconds)
 
@@ -101,7 +101,7 @@ class Sender:
             self._idle.notify_all()
 
     def _send(self, body: bytes) -> str:
-        """Empty when the receiver took it, else why not, in words without the URL."""
+        """Sends one message. Returns '' on success, else the reason without the URL."""
         reason = ""
         for attempt in range(self._attempts):
             if attempt:
@@ -124,16 +124,16 @@ class Sender:
 
 
 _senders: dict[str, Sender] = {}
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def sender_of(notify: Notify) -> Sender | None:
-    """The sender of a webhook; None, said once, when its variable holds no address."""
+    """Returns the sender of a webhook; None, with one warning, when its environment variable has no address."""
     url = os.environ.get(notify.url_env, "")
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        if notify.url_env not in _said:
-            _said.add(notify.url_env)
-            logger.warning("notify: the variable %s holds no http(s) address: nobody is told about this run", notify.url_env)
+        if notify.url_env not in _warned:
+            _warned.add(notify.url_env)
+            logger.warning("notify: the variable %s holds no http(s) address: no messages are sent about this run", notify.url_env)
         return None
     if url not in _senders:
         _senders[url] = Sender(url, notify.url_env, notify.timeout)
@@ -141,7 +141,7 @@ def sender_of(notify: Notify) -> Sender | None:
 
 
 def tell(recipe: Recipe, event: Event, text: str, more: dict[str, Any], at: datetime | None = None) -> None:
-    """Sends one message of a recipe's run, if the recipe asks for such. `more` is added to the body."""
+    """Sends one message of a recipe's run if the recipe's `notify` has the event. `more` is added to the body."""
     notify = recipe.notify
     if notify is None or event not in notify.events:
         return
@@ -152,23 +152,23 @@ def tell(recipe: Recipe, event: Event, text: str, more: dict[str, Any], at: date
 
 
 def tell_stage(recipe: Recipe, node: Node) -> None:
-    """A stage is done."""
+    """Sends the message that a stage is done."""
     result = RunDir(node.run_dir).result()
     seconds = round(result.seconds, 1) if result else None
     tell(recipe, "stage", f"stage {node.name} is done", {"stage": node.name, "kind": node.kind, "seconds": seconds})
 
 
 def tell_gates(recipe: Recipe, verdicts: Sequence[Verdict]) -> None:
-    """The gates of a stage were looked at."""
+    """Sends a message for each verdict on a stage."""
     for verdict in verdicts:
         word = "passed" if verdict.passed else f"failed ({verdict.gate.on_fail})"
         record = verdict.record() | {"stage": verdict.stage}
-        tell(recipe, "gate", f"gate {word}: {verdict.told}", record)
+        tell(recipe, "gate", f"gate {word}: {verdict.summary}", record)
 
 
 def tell_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Prefect's hook: a flow run entered a state. Before `running`, a run that was scheduled tells that too, with its time."""
-    recipe = recipe_of_run(flow_run.parameters)
+    """Sends the state of a flow run; a hook of Prefect. Before `running` a scheduled run also sends `scheduled`, with its time."""
+    recipe = recipe_of_run(flow_run)
     event = EVENT_OF.get(state.type)
     if recipe is None or event is None:
         return
@@ -179,9 +179,12 @@ def tell_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> No
     tell(recipe, event, f"{event}{message}", about)
 
 
-def recipe_of_run(parameters: dict[str, Any]) -> Recipe | None:
-    """The recipe of a flow run, by its parameters; None when it cannot be read, which the flow itself then says."""
+def recipe_of_run(flow_run: FlowRun) -> Recipe | None:
+    """Returns the recipe in a flow run's parameters; None when it has no `notify`, cannot be read or is refused (the flow reports that)."""
+    given, overrides = flow_run.parameters.get("recipe"), flow_run.parameters.get("overrides") or ()
+    if isinstance(given, dict) and not given.get("notify") and "notify" not in str(overrides):
+        return None
     try:
-        return given_recipe(parameters.get("recipe"), parameters.get("overrides") or ())
+        return own_recipe(given, overrides, flow_run.deployment_id)
     except ValueError:
         return None

@@ -1,7 +1,8 @@
-"""The folder of a recipe, `<artifacts>/<recipe name>/`: its report, written at the end of every run, also of one that failed.
+"""Writes the folder of a recipe, `<artifacts>/<recipe name>/`, with its report, at the end of every run, also of a failed one.
 
-Beside the page and `summary.json` it holds `recipe.yaml`, as it was run, and `run.json`: which directories belong to it and what
-happened to them (also at their gates), so that the page can be drawn again later, also after the recipe or its data changed.
+`summary.json`, `recipe.yaml` (as it was run) and `run.json` describe the last run. `run.json` has the run directory, status and gate
+verdicts of each stage: from it the page can be written again after the recipe or its data changed. `runs/` has a file for each run: its
+`run.json` with the recipe.
 """
 
 from __future__ import annotations
@@ -11,33 +12,36 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from prefect.artifacts import create_link_artifact
 
-from evaluation.index import write_index
-from evaluation.summary import StageView, Status
+from evaluation.report.index import write_index
+from evaluation.report.summary import StageView, Status
 from rlhf_core.config.gates import Verdict
-from rlhf_core.gates import gates_of
-from rlhf_core.plan import Plan
-from rlhf_core.recipe import dump_recipe
-from rlhf_core.stage import REQUEST, RunDir, read_json, write_text
+from rlhf_core.recipe.gates import gates_of
+from rlhf_core.recipe.load import dump_recipe
+from rlhf_core.recipe.plan import Plan
+from rlhf_core.runs.run_dir import REQUEST, RunDir
+from rlhf_core.system.files import digest, read_json, write_text
 
-RECIPE, RUN = "recipe.yaml", "run.json"
+RECIPE, RUN, RUNS = "recipe.yaml", "run.json", "runs"
 
 
 @contextmanager
 def reported(plan: Plan) -> Iterator[dict[str, Status]]:
-    """Yields the status of every stage, to be kept up to date, and writes the report however the block ends."""
+    """Yields the status of every stage, which the block updates, and writes the report after the block, also when it raises."""
     statuses: dict[str, Status] = {node.name: found(node.run_dir) for node in plan.nodes}
     started = time.time()
-    record(plan, views_of(plan, statuses), started)  # now already: nothing else says which stages a run in progress needs
+    record(plan, views_of(plan, statuses), started)  # so that `alignflow gc` keeps the stages of a run in progress
     try:
         yield statuses
     except BaseException:
         try:
             write(plan, statuses, started)
-        except Exception:  # must not hide what ended the run
+        except Exception:  # must not replace the exception that ended the run
             logging.getLogger(__name__).exception("the report of %s could not be written", plan.recipe.name)
         raise
     page = write(plan, statuses, started)
@@ -45,12 +49,15 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
 
 
 def write(plan: Plan, statuses: dict[str, Status], started: float | None = None) -> Path:
-    """Writes the recipe's folder, and the page over all runs. Returns the page's path. `started`: when the run began that ends here."""
+    """Writes the recipe's folder, and the page over all runs. Returns the page's path.
+
+    `started`: start of the run that ends now; None: writes the pages only and keeps `run.json`, which `alignflow gc` reads.
+    """
     views = views_of(plan, statuses)
-    if started:  # else the page alone is drawn: what the last run used, `gc` is to know
+    if started:
         record(plan, views, started)
     plan.folder.mkdir(parents=True, exist_ok=True)
-    from evaluation.page import write_report  # draws with matplotlib: a second and more to import, not needed before the end
+    from evaluation.report.page import write_report  # imports matplotlib, which takes a second
 
     page = write_report(plan.folder, plan.recipe.name, views)
     if started:
@@ -60,12 +67,15 @@ def write(plan: Plan, statuses: dict[str, Status], started: float | None = None)
 
 
 def views_of(plan: Plan, statuses: dict[str, Status]) -> list[StageView]:
-    """The stages as a report sees them."""
+    """Returns the stages of a plan as records of the report."""
     return [StageView(node.name, node.kind, node.parents, node.run_dir, statuses[node.name], gates_of(node)) for node in plan.nodes]
 
 
 def record(plan: Plan, views: list[StageView], started: float | None = None, ended: float | None = None) -> None:
-    """Writes the recipe, which directories belong to it, and when the run began and ended (seconds since 1970; None: as it stood)."""
+    """Writes the recipe and `run.json`. `started`, `ended`: seconds since 1970; `started` None keeps the times of the file.
+
+    With `started` also writes the run's own file in `runs/`, which `alignflow gc` reads and later runs do not change.
+    """
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_text(plan.folder / RECIPE, dump_recipe(plan.recipe))
     stages = [
@@ -80,7 +90,21 @@ def record(plan: Plan, views: list[StageView], started: float | None = None, end
         for v in views
     ]
     times = {"started": started, "ended": ended} if started else _times(plan.folder)
-    write_text(plan.folder / RUN, json.dumps({"recipe": plan.recipe.name, **times, "stages": stages}, indent=2) + "\n")
+    run = {"recipe": plan.recipe.name, **times, "stages": stages}
+    if started:
+        _write_run(plan, run, started)
+    write_text(plan.folder / RUN, json.dumps(run, indent=2) + "\n")
+
+
+def _write_run(plan: Plan, run: dict[str, Any], started: float) -> None:
+    """Writes the file of one run. When there is no such file yet, first copies `run.json`, the only record of the previous run."""
+    folder = plan.folder / RUNS
+    folder.mkdir(exist_ok=True)
+    if (plan.folder / RUN).exists() and not any(folder.glob("*.json")):
+        write_text(folder / "earlier.json", (plan.folder / RUN).read_text())
+    directories = digest([stage["run_dir"] for stage in run["stages"]])
+    name = f"{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S-%f}-{directories[:8]}.json"
+    write_text(folder / name, json.dumps(run | {"config": plan.recipe.model_dump(mode="json")}, indent=2) + "\n")
 
 
 def _times(folder: Path) -> dict[str, float | None]:
@@ -89,12 +113,15 @@ def _times(folder: Path) -> dict[str, float | None]:
 
 
 def rewrite(folder: Path) -> Path:
-    """Draws the page of a recipe's folder again from what its stages left behind. ValueError when it is no such folder."""
+    """Writes the page of a recipe's folder again from its stages' run directories. Returns its path.
+
+    Raises ValueError when the folder has no readable `run.json`.
+    """
     try:
         run = json.loads((folder / RUN).read_text())
     except (OSError, ValueError):
         raise ValueError(f"{folder} has no {RUN}: give a recipe, or the folder <artifacts>/<recipe name> of a run") from None
-    from evaluation.page import write_report
+    from evaluation.report.page import write_report
 
     views = [
         StageView(
@@ -113,12 +140,12 @@ def rewrite(folder: Path) -> Path:
 
 
 def statuses_of(folder: Path) -> dict[str, str]:
-    """What the last run of a recipe did with each stage; {} when there was none."""
+    """Returns the status of each stage in the last run of a recipe; {} when there was none."""
     return {s["name"]: s["status"] for s in read_json(folder / RUN).get("stages", [])}
 
 
 def found(run_dir: Path) -> Status:
-    """A stage's status as its directory alone tells it."""
+    """Returns a stage's status from its run directory alone."""
     run = RunDir(run_dir)
     if run.result() is not None:
         return "done"

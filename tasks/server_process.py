@@ -3,6 +3,8 @@
 Prefect's own class for such a server takes two seconds to import, since it imports the whole server; importing this file takes nothing of
 Prefect. Until the process is told to begin it has touched nothing, so it can be killed without harm, and it ends when the command does.
 Ctrl-C, which a terminal sends to all processes of a command, is blocked in it: the command ends it, after its own last words.
+The API asks for an auth string. A request for another host (DNS rebinding) or from another server's page is refused before Prefect has it.
+`alignflow serve` runs its server by this file too.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import atexit
 import contextlib
 import gc
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
 
 import httpx
 
@@ -24,6 +28,17 @@ LOOPBACK = "127.0.0.1"
 STOP_SECONDS = 5.0  # between TERM and KILL, as Prefect has it
 POLL_SECONDS, ANSWER_SECONDS = 0.05, 5.0
 MODE = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}  # as Prefect starts one
+AUTH = "PREFECT_API_AUTH_STRING"  # where Prefect's clients find it
+
+
+def command(descriptor: int, hosts: Sequence[str] = ()) -> list[str]:
+    """Of the process: `descriptor` is its bound socket, `hosts` names of this machine besides localhost and the address of a connection."""
+    return [sys.executable, "-P", __file__, str(descriptor), *hosts]
+
+
+def protected(auth: str, origin: str) -> dict[str, str]:
+    """The environment by which Prefect's server asks for an auth string and admits its own pages alone. No command line shows it."""
+    return {"PREFECT_SERVER_API_AUTH_STRING": auth, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": origin}
 
 
 class ServerProcess:
@@ -33,22 +48,27 @@ class ServerProcess:
         self.server_process: subprocess.Popen[bytes] | None = None
         self.running = self.begun = False
         self._port = 0
+        self.auth = f"alignflow:{secrets.token_urlsafe(32)}"
 
     @property
     def api_url(self) -> str:
         return f"http://{LOOPBACK}:{self._port}/api"
 
     def prepare(self) -> None:
-        """Starts the process, which loads and waits. It inherits its socket: nobody else can get the port. OSError when there is none."""
+        """Starts the process, which loads and waits. It inherits its socket, which listens: nobody else can get the port, and with it
+        the auth string. OSError when there is none."""
         if not self._port:
             atexit.register(self.stop)
-        kept = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}  # its own, when started again
+        kept = {name: value for name, value in os.environ.items() if name not in ("PREFECT_API_URL", AUTH)}  # its own, when started again
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((LOOPBACK, self._port))
+            listener.listen()
             self._port = listener.getsockname()[1]
-            command = [sys.executable, "-P", __file__, str(listener.fileno())]
-            self.server_process = subprocess.Popen(command, stdin=subprocess.PIPE, env=kept | MODE, pass_fds=[listener.fileno()])
+            environment = kept | MODE | protected(self.auth, f"http://{LOOPBACK}:{self._port}")
+            self.server_process = subprocess.Popen(
+                command(listener.fileno()), stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()]
+            )
 
     def begin(self) -> None:
         """Lets the process open its database and serve: one that was prepared, else a new one."""
@@ -105,20 +125,52 @@ def prepared() -> Iterator[None]:
             ours.stop()
 
 
-def main(descriptor: int) -> None:
+Application = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
+
+
+def own_only(application: Application, hosts: Sequence[str]) -> Application:
+    """An ASGI application that refuses requests for other hosts (400), and those that a page of another origin makes (403)."""
+    from starlette.responses import PlainTextResponse
+
+    async def checked(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        asks = scope["type"] in ("http", "websocket")
+        refused = refusal(scope["headers"], (scope["server"][0], "localhost", *hosts)) if asks else None
+        if refused:
+            status, sentence = refused
+            await PlainTextResponse(f"{sentence}\n", status)(scope, receive, send)
+        else:
+            await application(scope, receive, send)
+
+    return checked
+
+
+def refusal(headers: Sequence[tuple[bytes, bytes]], hosts: Sequence[str]) -> tuple[int, str] | None:
+    """Status and sentence for a request that is not for one of `hosts`, or not from a page of the same host and port; None for others."""
+    asked = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
+    origins = [value.decode("latin-1").lower() for name, value in headers if name == b"origin"]
+    if len(asked) != 1 or asked[0].partition(":")[0] not in {host.lower() for host in hosts}:
+        return 400, "this server does not answer for that host: give its name to `alignflow serve --allow-host`"
+    if any(origin.partition("://")[2] != asked[0] for origin in origins):
+        return 403, "this server answers its own pages alone, not those of another origin"
+    return None
+
+
+def main(descriptor: int, hosts: Sequence[str]) -> None:
     """The process itself: loads, waits for a byte on its standard input, and serves on the socket it was given. Without one it ends."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     gc.disable()  # while loading, which makes nothing but what stays: a fifth of its time
     import uvicorn
     from prefect.server.api.server import create_app
 
-    config = uvicorn.Config(create_app, factory=True, log_level="error", lifespan="on")
+    config = uvicorn.Config(lambda: own_only(create_app(), hosts), factory=True, log_level="error", lifespan="on")
     config.load()
     gc.freeze()
     gc.enable()
     if sys.stdin.buffer.read(1):
-        uvicorn.Server(config).run([socket.socket(fileno=descriptor)])
+        server = uvicorn.Server(config)
+        server.run([socket.socket(fileno=descriptor)])
+        sys.exit(0 if server.started else 3)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,7 +1,7 @@
-"""The task that does a stage: in a process of its own, with its log relayed and its evidence shown as artifacts.
+"""Runs a stage as a Prefect task: in its own process, with its log forwarded and its results shown as artifacts.
 
-Call it directly, not with `.submit`: only the main thread sees the signal that cancels a flow, and then ends the stage's processes.
-Prefect's result cache is off: a stage is done when its directory says so.
+Call the task directly, not with `.submit`: only the main thread gets the signal that cancels a flow, and then ends the stage's processes.
+Prefect's result cache is off: a stage is done when its run directory has a complete `result.json`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_image_artifact, create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from evaluation.summary import StageView, read
-from evaluation.tax_report import TAX, TaxReport
+from evaluation.alignment_tax.report import TAX, TaxReport
+from evaluation.report.summary import StageView, read
+from rlhf_core.config import KINDS
 from rlhf_core.data.report import MARKDOWN as DATA_REPORT
-from rlhf_core.launch import StageFailed, launch
-from rlhf_core.stage import RunDir, StageRequest
-from rlhf_core.store import Store
-from rlhf_core.types import EvalReport, StageResult
+from rlhf_core.records import EvalReport, StageResult
+from rlhf_core.runs.launch import StageFailed, launch
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.store import Store
 from tasks.slots import machine
 from tasks.store import bring, keep, states_kept
 from tasks.temporary_server import keep_server
@@ -33,12 +34,12 @@ LINES_PER_SECOND = 20
 
 
 def module_of(kind: str) -> str:
-    """The module whose process does stages of this kind."""
-    return "evaluation" if kind in ("evaluation", "alignment_tax") else "rlhf_core"
+    """Returns the package that runs stages of this kind as `python -m`."""
+    return KINDS[kind].package
 
 
 def can_retry(task: Any, task_run: Any, state: Any) -> bool:
-    """Another attempt makes sense after a crash, from which the stage resumes; not after wrong input or when it was asked to stop."""
+    """Returns whether Prefect should retry: after a crash, from which the stage resumes; not after wrong input or a signal to stop."""
     error = state.result(raise_on_failure=False)
     return isinstance(error, StageFailed) and error.can_retry
 
@@ -53,7 +54,10 @@ def can_retry(task: Any, task_run: Any, state: Any) -> bool:
     persist_result=False,
 )
 def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) -> Literal["done", "skipped"]:
-    """Does the work of one run directory, or finds that it is done, here or in the store. Raises StageFailed, and StoreFault."""
+    """Runs one stage unless it is done, here or in the store; copies its result to the store.
+
+    Raises StageFailed when its process ends without a result, StoreFault when the store cannot be used.
+    """
     logger = get_run_logger()
     run = RunDir(run_dir)
     if store and run.result() is None:
@@ -67,7 +71,7 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
     logger.info("%s starts in %s", request.name, run.path)
     with machine(), states_kept(store, run, logger.warning):
         result = launch(module_of(request.config.stage), run.path, request.name, Throttle(logger.info))
-    keep_server()  # what follows asks it
+    keep_server()  # the next lines send requests to it
     logger.info("%s is done in %.0f s", request.name, result.seconds)
     show(result, run.path)
     if store:
@@ -76,7 +80,7 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
 
 
 class Throttle:
-    """Passes lines on, so many a second at most; says how many it left out (all are in the log file)."""
+    """Forwards at most `per_second` lines a second, and logs how many it left out (the log file has all)."""
 
     def __init__(self, log: Callable[[str], None], per_second: int = LINES_PER_SECOND, clock: Callable[[], float] = time.monotonic):
         self._log, self._per_second, self._clock = log, per_second, clock
@@ -97,7 +101,7 @@ class Throttle:
 
 
 def show(result: StageResult, run_dir: Path) -> None:
-    """Artifacts of a finished stage: its metrics, its outputs, and the table of an evaluation."""
+    """Creates the artifacts of a finished stage: metrics, outputs, curves, data report, and the table of an evaluation or tax."""
     key = artifact_key(result.name)
     title = f"{result.name} ({result.stage}, {result.seconds:.0f} s)"
     rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(result.metrics.items()))
@@ -120,22 +124,22 @@ def show(result: StageResult, run_dir: Path) -> None:
 
 
 def curves(result: StageResult, run_dir: Path) -> str | None:
-    """The stage's training curves as the URL of an image that holds its own data; None when it has none."""
-    if result.stage in ("evaluation", "alignment_tax", "publication"):
+    """Returns the stage's training curves as a data URL; None when it has none."""
+    if KINDS[result.stage].charts is None:
         return None
-    from evaluation.curves import Run, stage_chart  # matplotlib takes a second to import
+    from evaluation.report.charts import Run, stage_chart  # matplotlib takes a second to import
 
     evidence = read(StageView(result.name, result.stage, (), run_dir, "done"))
     try:
         svg = stage_chart(result.name, result.stage, [Run("", evidence.curves)])
-    except Exception:  # a picture is no reason to lose a run
+    except Exception:  # an error in a chart must not fail the run
         get_run_logger().exception("the curves of %s could not be drawn", result.name)
         return None
     return f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}" if svg else None
 
 
 def tax_table(report: TaxReport) -> str:
-    """What each model lost on each task's main metric as a markdown table."""
+    """Returns each model's loss on each task's main metric as a markdown table."""
     columns = ("task", "metric", "model", "before", "after", "lost", "95 % interval")
     head = f"Lost against {report.baseline}.\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
     rows = [
@@ -147,12 +151,12 @@ def tax_table(report: TaxReport) -> str:
 
 
 def artifact_key(name: str) -> str:
-    """As Prefect wants keys: small letters, digits and dashes."""
+    """Returns a valid artifact key of Prefect: small letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def evaluation_table(report: EvalReport) -> str:
-    """Win rates of all models and judges as a markdown table."""
+    """Returns the win rates of a report as a markdown table."""
     head = f"Against {report.baseline}; {report.judge} decides.\n\n| model | judge | win rate | 95 % interval | questions | right |\n"
     rows = [
         f"| {rate.model} | {rate.judge} | {rate.win_rate:.3f} | {rate.ci_low:.3f} - {rate.ci_high:.3f} | {rate.num_questions} "

@@ -1,6 +1,6 @@
-"""The store around a stage's work: what is there is fetched, what was made is copied, resume states while the stage works.
+"""Fetches stages from the store before they run, and copies results and resume states to it.
 
-A copy that fails ends the run with a sentence; the stage's own result stands, and the next run copies it.
+A failed copy of a result ends the run with a sentence; the local result stays, and the next run copies it.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rlhf_core.checkpoint import Resume, latest
-from rlhf_core.plan import Node, Plan
-from rlhf_core.remote_files import StoreFault
-from rlhf_core.stage import RunDir, StageRequest
-from rlhf_core.store import Store, store_of
+from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.runs.remote_files import StoreFault
+from rlhf_core.runs.resume_state import Resume, latest
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.store import Store, store_of
 
-EVERY_SECONDS = 15.0  # between two looks for a new resume state
-WAIT_SECONDS = 20.0  # for a copy under way when the stage ends or is cancelled
+EVERY_SECONDS = 15.0  # between two checks for a new resume state
+WAIT_SECONDS = 20.0  # for a copy in progress when the stage ends or is cancelled
 
 
 def bring(store: Store, run: RunDir, request: StageRequest, log: Callable[..., None]) -> None:
-    """Fetches what the store has of a stage that is not done here: its result, else its newest resume state, if none is here.
+    """Fetches a stage that is not done here: its result, else, if there is no local one, its newest resume state.
 
-    Nothing when another process works there: it is waited for by the stage's own process.
+    Does nothing when another process holds the run directory's lock; the stage's own process waits for it. Raises StoreFault.
     """
     try:
         with run.locked(wait_seconds=0):
@@ -32,13 +32,13 @@ def bring(store: Store, run: RunDir, request: StageRequest, log: Callable[..., N
             if store.fetch(run, request):
                 log("%s was fetched from %s", request.name, store.files.url)
             elif store.checkpoints and latest(run) is None and (step := store.fetch_state(run)):
-                log("%s goes on from %s of %s", request.name, step, store.files.url)
+                log("%s resumes from %s of %s", request.name, step, store.files.url)
     except TimeoutError:
         return
 
 
 def bring_parents(planned: Plan, nodes: Sequence[Node]) -> None:
-    """Fetches the results of what some stages depend on, directly or not, where they are not here."""
+    """Fetches the missing results of the stages that `nodes` depend on, directly or not. Raises StoreFault."""
     store = store_of(planned.recipe)
     for node in planned.ancestors(nodes) if store else ():
         if store and not node.done:
@@ -46,7 +46,7 @@ def bring_parents(planned: Plan, nodes: Sequence[Node]) -> None:
 
 
 def keep(store: Store, run: RunDir, log: Callable[..., None]) -> None:
-    """Copies a stage that is done, unless it is there."""
+    """Copies a finished stage to the store, unless it is there, and removes its resume states there. Raises StoreFault."""
     if store.put(run):
         log("%s was copied to %s", run.path.name, store.files.url)
     if store.checkpoints:
@@ -55,7 +55,7 @@ def keep(store: Store, run: RunDir, log: Callable[..., None]) -> None:
 
 @contextmanager
 def states_kept(store: Store | None, run: RunDir, warn: Callable[..., None], every: float = EVERY_SECONDS) -> Iterator[None]:
-    """Copies each new resume state while the block runs, and the last one when the stage crashes. A copy that fails is only said."""
+    """Copies each new resume state while the block runs, and the last one when the stage crashes. Failed copies only give a warning."""
     if store is None or not store.checkpoints:
         yield
         return
@@ -70,7 +70,7 @@ def states_kept(store: Store | None, run: RunDir, warn: Callable[..., None], eve
                 store.put_state(run, state.folder.name)
                 copied = state.folder.name
         except (StoreFault, OSError) as error:
-            if state and _is_newest(run, state):  # else the stage removes it for a newer one
+            if state and _is_newest(run, state):  # else the stage has replaced it by a newer one
                 warn("the resume state %s of %s was not copied: %s", state.folder.name, run.path.name, error)
 
     def work() -> None:
@@ -94,6 +94,6 @@ def states_kept(store: Store | None, run: RunDir, warn: Callable[..., None], eve
 def _is_newest(run: RunDir, state: Resume) -> bool:
     try:
         newest = latest(run)
-    except OSError:  # removed while it was looked at
+    except OSError:  # removed while it was read
         return False
     return newest is not None and newest.folder == state.folder

@@ -27,9 +27,9 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from rlhf_core.check import MachineLacks
+from rlhf_core.preflight.inputs import MachineLacks
 from tasks.fresh_database import lay_database
-from tasks.server_process import ServerProcess, ours
+from tasks.server_process import AUTH, ServerProcess, ours
 
 POLL_SECONDS, RESTARTS = 0.5, 3
 _turn, _over = threading.Lock(), threading.Event()
@@ -50,7 +50,7 @@ def start_server() -> None:
     lay_database()
     with contextlib.suppress(OSError):  # it is tried once more below
         ours.begin()
-    from evaluation import page  # noqa: F401  (two seconds to import, at the end of every run: here the server needs that time)
+    from evaluation.report import page  # noqa: F401  (two seconds to import, at the end of every run: here the server needs that time)
 
     _start(ours)
     if not ours.running:
@@ -59,7 +59,7 @@ def start_server() -> None:
             f"database in {PREFECT_HOME.value()}; on a slow machine raise PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS; or start a "
             "server and set PREFECT_API_URL"
         )
-    os.environ["PREFECT_API_URL"] = ours.api_url
+    os.environ.update({"PREFECT_API_URL": ours.api_url, AUTH: ours.auth})
     os.environ.setdefault("PREFECT_UI_URL", "")  # it has no pages to link to
     refresh_global_settings_context()  # for all threads
 

@@ -1,7 +1,8 @@
-"""What the command line prints: the plan, the end of a run, the documentation of all configuration fields."""
+"""Consoles and exit codes of all commands, their tables, and the docs of all config fields."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -14,25 +15,36 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.history import Difference, Found, Garbage
-from rlhf_core.changes import Outlook
-from rlhf_core.config import STAGE_KINDS, Recipe
-from rlhf_core.gates import gates_of
-from rlhf_core.lineage import Ancestor, data_of, stages, tree
-from rlhf_core.plan import Plan
-from rlhf_core.recipe import config_class, models_in
-from rlhf_core.stage import RunDir
+from flows.cli.history import Difference, Found, Garbage
+from rlhf_core.config import KINDS, Recipe
+from rlhf_core.hub.revisions import PINS
+from rlhf_core.recipe.dry_run import Outlook
+from rlhf_core.recipe.gates import gates_of
+from rlhf_core.recipe.load import models_in
+from rlhf_core.recipe.plan import Plan
+from rlhf_core.runs.lineage import Ancestor, data_of, stages, tree
+from rlhf_core.runs.run_dir import RunDir
 
-if TYPE_CHECKING:  # draws in scipy, which a plan does without
-    from evaluation.arena_hard import Estimate
-    from evaluation.leaderboard import Board
+if TYPE_CHECKING:  # imports scipy, which most commands do not need
+    from evaluation.scores.arena_hard import Estimate
+    from evaluation.scores.leaderboard import Board
     from rlhf_core.migrate.script import Migrated
 
+OK, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143  # WRONG_INPUT and ENVIRONMENT, 2 and 3, are also those of a stage's process
 COLOURS = {"skip": "green", "fetch": "green", "resume": "yellow", "run": "cyan", "done": "green", "failed": "red", "not run": "dim"}
+
+console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def show_pins(planned: Plan) -> None:
+    """Prints the branches and tags of the Hub that a recipe names, with their commits."""
+    for pin in planned.pins:
+        console.print(f"{pin.reference} is commit {pin.commit}, kept in {planned.folder / PINS}", markup=False, highlight=False)
 
 
 def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
-    """The DAG as a table, parents first: what would happen to each stage and why."""
+    """Prints the DAG as a table, parents first: what a run would do with each stage, and why."""
     table = Table(title=f"recipe {plan.recipe.name}", title_justify="left", box=None, pad_edge=False)
     for column in ("stage", "kind", "needs", "digest", "action", "why"):
         table.add_column(column, overflow="fold", no_wrap=column in ("stage", "digest", "action"))
@@ -41,13 +53,13 @@ def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
         table.add_row(node.name, node.kind, ", ".join(inputs), node.digest, f"[{COLOURS[action]}]{action}[/]", why)
     console.print(table)
     counts = {action: sum(line.action == action for line in lines) for action in ("run", "resume", "skip", "fetch")}
-    told = f"{counts['run']} to run, {counts['resume']} to resume, {counts['skip']} to skip"
-    told += f", {counts['fetch']} to fetch from {plan.recipe.store}" if plan.recipe.store else ""
-    console.print(f"{told}; artifacts in {plan.artifacts}")
+    summary = f"{counts['run']} to run, {counts['resume']} to resume, {counts['skip']} to skip"
+    summary += f", {counts['fetch']} to fetch from {plan.recipe.store}" if plan.recipe.store else ""
+    console.print(f"{summary}; artifacts in {plan.artifacts}")
 
 
 def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
-    """One line for each stage and each gate, and where the page lies. `statuses` says what this run did."""
+    """Prints one line for each stage and each gate, and the page's path. `statuses`: what this run did with each stage."""
     table = Table(box=None, pad_edge=False)
     for column in ("stage", "status", "seconds", "metrics"):
         table.add_column(column, overflow="fold", no_wrap=column in ("stage", "status"))
@@ -59,12 +71,12 @@ def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
     console.print(table)
     for verdict in (verdict for node in plan.nodes for verdict in gates_of(node)):
         mark = "[green]gate passed[/]" if verdict.passed else f"[red]gate failed ({verdict.gate.on_fail})[/]"
-        console.print(f"{mark} {escape(verdict.told)}", highlight=False)
+        console.print(f"{mark} {escape(verdict.summary)}", highlight=False)
     console.print(f"report: {plan.folder / 'report.html'}")
 
 
 def show_board(console: Console, board: Board) -> None:
-    """A leaderboard in percent, best model first, and what style was worth to the judge."""
+    """Prints a leaderboard in percent, best model first, and the effects of style."""
     how = "95 % by question-clustered bootstrap" if board.method == "ours" else "arena-hard-auto's statistics"
     title = f"{board.category}, against {board.baseline}, judge {board.judge} ({how})"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -76,8 +88,8 @@ def show_board(console: Console, board: Board) -> None:
         table.add_row(row.model, *cells, str(row.questions), str(row.failed), f"{100 * row.swap_consistency:.0f} %", tokens)
     console.print(table, markup=False)
     if board.effects:
-        told = [f"{name} {e.value:+.2f} ({e.low:+.2f} to {e.high:+.2f})" for name, e in board.effects.items()]
-        console.print(f"style effects, log-odds of a typical difference: {', '.join(told)}", markup=False)
+        effects = [f"{name} {e.value:+.2f} ({e.low:+.2f} to {e.high:+.2f})" for name, e in board.effects.items()]
+        console.print(f"style effects, log-odds of a typical difference: {', '.join(effects)}", markup=False)
     console.print()
 
 
@@ -88,7 +100,7 @@ def _estimate(estimate: Estimate | None) -> tuple[str, str]:
 
 
 def show_runs(console: Console, found: Sequence[Found]) -> None:
-    """The stages of an artifacts folder as a table."""
+    """Prints the stages of an artifacts folder as a table."""
     table = Table(box=None, pad_edge=False)
     for column in ("stage", "kind", "digest", "when", "seconds", "state", "metric"):
         table.add_column(column, overflow="fold", no_wrap=column in ("stage", "digest", "when", "state"))
@@ -101,13 +113,13 @@ def show_runs(console: Console, found: Sequence[Found]) -> None:
 
 
 def show_stores(console: Console, stores: Sequence[str]) -> None:
-    """That copies elsewhere were neither listed nor removed."""
+    """Prints that the stores' copies were neither listed nor removed."""
     for store in stores:
-        console.print(f"{store}: a store, which was not looked at", markup=False, highlight=False)
+        console.print(f"{store}: a store, which was not read", markup=False, highlight=False)
 
 
 def show_differences(console: Console, found: Sequence[Difference]) -> None:
-    """What two runs differ in as a table; one line when it is nothing."""
+    """Prints the differences of two runs as a table."""
     if not found:
         console.print("no difference")
         return
@@ -120,7 +132,7 @@ def show_differences(console: Console, found: Sequence[Difference]) -> None:
 
 
 def show_lineage(console: Console, ancestor: Ancestor) -> None:
-    """The tree of ancestors, the data of its stages, and the versions they ran with."""
+    """Prints the tree of ancestors, the data of its stages, and the versions they ran with."""
     console.print(tree(ancestor), markup=False, highlight=False)
     if data := data_of(ancestor):
         console.print("\ndata, with the digest of its content today:")
@@ -138,7 +150,7 @@ def show_lineage(console: Console, ancestor: Ancestor) -> None:
 
 
 def show_garbage(console: Console, found: Sequence[Garbage], removed: set[Path] | None) -> None:
-    """What may go and its size; `removed` is None when nothing was to be removed."""
+    """Prints what can be removed, with sizes; `removed`: what was, None without --delete."""
     for item in found:
         what = "" if removed is None else "removed  " if item.path in removed else "in use, stays  "
         console.print(f"{what}{item.size / 2**20:10.1f} MiB  {item.path}  ({item.why})", markup=False, highlight=False)
@@ -149,15 +161,15 @@ def show_garbage(console: Console, found: Sequence[Garbage], removed: set[Path] 
 
 
 def show_migration(console: Console, out: Path, found: Migrated) -> None:
-    """What became of every flag of a launch script, and how to go on."""
+    """Prints the translation of every flag of a launch script, and the next command."""
     table = Table(box=None, pad_edge=False)
     for column in ("stage", "flag", "became", "line"):
         table.add_column(column, overflow="fold", no_wrap=column == "stage")
     colours = {"translated": "green", "approximated": "yellow", "dropped": "red"}
     for what, colour in colours.items():
         for note in (note for note in found.notes if note.what == what):
-            told = f"{what}: {note.told}" if what != "translated" else note.told
-            table.add_row(note.stage, escape(note.flag), f"[{colour}]{escape(told)}[/]", str(note.line) if note.line else "")
+            text = f"{what}: {note.text}" if what != "translated" else note.text
+            table.add_row(note.stage, escape(note.flag), f"[{colour}]{escape(text)}[/]", str(note.line) if note.line else "")
     console.print(table)
     for remark in found.remarks:
         console.print(f"line {remark.line}: {remark.text}", markup=False, highlight=False)
@@ -168,14 +180,14 @@ def show_migration(console: Console, out: Path, found: Migrated) -> None:
 
 
 def config_docs() -> str:
-    """Markdown with every field of a recipe: name, type, default, meaning."""
+    """Returns every field of a recipe as markdown: name, type, default, meaning. A field of several classes is listed once."""
     parts: dict[str, type[BaseModel]] = {}
     pages = [_section("Recipe", Recipe, parts)]
-    pages += [_section(f"Stage `{kind}`", config_class(kind), parts) for kind in STAGE_KINDS]
-    told: set[str] = set()
-    while rest := [name for name in parts if name not in told]:
+    pages += [_section(f"Stage `{name}`", kind.config, parts) for name, kind in KINDS.items()]
+    written: set[str] = set()
+    while rest := [name for name in parts if name not in written]:
         for name in rest:
-            told.add(name)
+            written.add(name)
             pages.append(_section(name, parts[name], parts))
     head = "# Configuration\n\nMade by `alignflow config-docs` from `rlhf_core/config/`. A field without a default must be given.\n"
     return "\n".join([head, *pages])
@@ -183,8 +195,14 @@ def config_docs() -> str:
 
 def _section(title: str, model: type[BaseModel], parts: dict[str, type[BaseModel]]) -> str:
     about = [_text(model.__doc__), ""] if model.__doc__ else []
-    lines = [f"## {title}\n", *about, "| field | type | default | meaning |", "|---|---|---|---|"]
-    for name, info in model.model_fields.items():
+    bases = [base for base in model.__bases__ if issubclass(base, BaseModel) and base.model_fields]
+    for base in bases:
+        parts.setdefault(base.__name__, base)
+    if bases:
+        about += [f"Takes the fields of {', '.join(f'[{base.__name__}](#{base.__name__.lower()})' for base in bases)} as well.", ""]
+    own = {name: info for name, info in model.model_fields.items() if name in model.__annotations__}
+    lines = [f"## {title}\n", *about, *(["| field | type | default | meaning |", "|---|---|---|---|"] if own else [])]
+    for name, info in own.items():
         if name == "stages":
             kind = "stages by name"
         else:
@@ -200,7 +218,7 @@ def _type(info: FieldInfo) -> str:
 
 
 def _type_text(annotation: Any) -> str:
-    """A type as a reader of a recipe says it: without modules, constraints and typing's own words."""
+    """Returns a type as text for recipe authors: without modules, constraints and typing's names."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is Ellipsis:
         return "..."

@@ -1,8 +1,9 @@
-"""`alignflow plan`: memory of each card and seconds of an iteration, before anything starts."""
+"""Prints estimates for `alignflow plan`: memory of each GPU and seconds of an iteration."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -10,43 +11,42 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf_core.config import PPO, RewardModel, Trainable
+from rlhf_core.config import KINDS, PPO, RewardModel, Trainable
+from rlhf_core.config.rewards import FunctionReward, HttpReward, ModelReward
 from rlhf_core.forecast.memory import GIB, ROOM
 from rlhf_core.forecast.passes import alternatives, fields_of
 from rlhf_core.forecast.placements import Placement, choose, placements
 from rlhf_core.forecast.seconds import Card, seconds_of_pass
-from rlhf_core.forecast.sizes import Size
-from rlhf_core.forecast.zero import peak_of_training, stage_of_training, told_size
-from rlhf_core.names import TRAINED_FROM
-from rlhf_core.plan import Node, Plan
-from rlhf_core.reward_sources import FunctionReward, HttpReward, ModelReward
+from rlhf_core.forecast.zero_stage import peak_of_training, size_of_folder, stage_of_training, starts, whole_on_each
+from rlhf_core.hub.model_config import Size
+from rlhf_core.recipe.plan import Node, Plan
 
 BF16 = "bfloat16"
-SOURCE = {**TRAINED_FROM, "reward_model": "model"}  # the field that names what a stage starts from
 
 
 def show_forecast(console: Console, planned: Plan, count: int, card: Card) -> None:
-    """Every stage that trains: its fullest card, and for PPO the phases and what else could be done on `count` cards."""
+    """Prints each training stage's memory on the fullest GPU, and for PPO the phases of all placements on `count` GPUs."""
     console.print(f"estimates for {card} (--card, or --card-memory, --flops, --bandwidth); bf16, answers of full length", highlight=False)
     for node in planned.nodes:
         if isinstance(node.config, PPO):
-            found = placements(node.config, count, sizes_of(planned, node, node.config), card)
-            _show_ppo(console, node.name, node.config, found, card)
+            sizes = sizes_of(planned, node, node.config)
+            found = placements(node.config, count, sizes, card)
+            _show_ppo(console, node.name, node.config, found, card, sizes)
         elif isinstance(node.config, Trainable):
-            size, config = model_size(planned, node, getattr(node.config, SOURCE[node.kind])), node.config
+            size, config = model_size(planned, node, getattr(node.config, KINDS[node.kind].start)), node.config
             stage = stage_of_training(config, size, card.memory).stage
             held = peak_of_training(config, size, stage, card.memory)
             zero = f", zero_stage {stage}" if config.zero_stage == "auto" else ""
-            told = f"[bold]{escape(node.name)}[/]: {held / GIB:.1f} GiB a card on {config.ranks.world_size} card(s){zero}"
+            line = f"[bold]{escape(node.name)}[/]: {held / GIB:.1f} GiB per GPU on {config.ranks.world_size} GPU(s){zero}"
             if held > ROOM * card.memory:
-                told += f" [red]and a card has {card.memory / GIB:.0f}: {_what_fits(config, size, stage, card)}[/]"
+                line += f" [red]and a GPU has {card.memory / GIB:.0f}: {_what_fits(config, size, stage, card)}[/]"
             if config.dtype != BF16:
-                told += f" [red]with dtype: {BF16}, and the recipe says {config.dtype}[/]"
-            console.print(told, highlight=False)
+                line += f" [red]with dtype: {BF16}, and the recipe has {config.dtype}[/]"
+            console.print(line, highlight=False)
 
 
 def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
-    """The size of each role's model."""
+    """Returns the size of each role's model. Raises ValueError as `model_size`."""
     names = {"actor": config.actor, "reference": config.reference or config.actor}
     names |= {f"reward:{source.title}": source.model for source in config.reward_models}
     if config.has_critic:
@@ -55,50 +55,55 @@ def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
 
 
 def model_size(planned: Plan, node: Node, name: str) -> Size:
-    """The size of the model that a stage names: of its folder, or of what the stage that makes it starts from."""
+    """Returns the size of the model that a stage names: of its folder, or of the model that the stage making it starts from.
+
+    Raises ValueError when the folder's config.json has no sizes.
+    """
     while name not in node.models:
         node = planned[node.stages[name]]
-        name = getattr(node.config, SOURCE[node.kind])
-    return told_size(node.models[name])
+        name = getattr(node.config, KINDS[node.kind].start)
+    return size_of_folder(node.models[name])
 
 
-def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], card: Card) -> None:
+def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], card: Card, sizes: Mapping[str, Size]) -> None:
     table = Table(title=f"{name}: placements", title_justify="left", box=None, pad_edge=False)
-    for column in ("placement", "GiB, fullest card", *dict.fromkeys(phase for p in found for phase in p.seconds), "seconds an iteration"):
+    for column in ("placement", "GiB, fullest GPU", *dict.fromkeys(phase for p in found for phase in p.seconds), "seconds an iteration"):
         table.add_column(column, justify="left" if column == "placement" else "right", overflow="fold")
     chosen = choose(found, card)
     for placement in found:
         seconds = [f"{placement.seconds[c]:.1f}" if c in placement.seconds else "" for c in (str(c.header) for c in table.columns[2:-1])]
         held = f"{placement.peak / GIB:.1f}" + (f", vLLM lacks {placement.lacking / GIB:.1f}" if placement.lacking > 0 else "")
-        held += f", {placement.beyond:g} cards too many" if placement.beyond > 0 else ""
+        held += f", {placement.beyond:g} GPUs too many" if placement.beyond > 0 else ""
         mark = "[green]" if placement is chosen else "" if placement.fits(card) else "[red]"
         table.add_row(f"{mark}{escape(placement.name)}", f"{mark}{held}", *seconds, f"{mark}{placement.total:.1f}")
     if not found:
-        console.print(f"{escape(name)}: no placement suits its batch sizes and switches on so few cards, or on so many", highlight=False)
+        console.print(f"{escape(name)}: no placement suits its batch sizes and switches on this number of GPUs", highlight=False)
         return
     console.print(table)
     if chosen is None:
-        less = "more cards, or a smaller model" if config.lora else "more cards, lora, or a smaller model"
-        console.print(f"none of these fits {card.memory / GIB:.0f} GiB, with shorter passes neither: {less}", highlight=False)
+        less = "more GPUs, or a smaller model" if config.lora else "more GPUs, lora, or a smaller model"
+        trained = {role: size for role, size in sizes.items() if role in ("actor", "critic")}
+        why = _too_large(config, trained, card) or f"with shorter passes neither: {less}"
+        console.print(f"none of these fits {card.memory / GIB:.0f} GiB, {why}", highlight=False)
         return
     fields = _to_write(config, chosen)
-    told = f"choose [green]{escape(chosen.name)}[/]: the fastest that fits, or as good as it (within 5 %) with more memory left"
+    choice = f"choose [green]{escape(chosen.name)}[/]: the fastest that fits, or as good as it (within 5 %) with more memory left"
     if not fields:
-        console.print(f"{told}. Leave it as it is", highlight=False)
+        console.print(f"{choice}. Leave it as it is", highlight=False)
         return
-    console.print(f"{told}. In the recipe, under {escape(name)}:", highlight=False)
+    console.print(f"{choice}. In the recipe, under {escape(name)}:", highlight=False)
     lines = yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120)
     console.print(textwrap.indent(lines.rstrip(), "  "), markup=False, highlight=False, soft_wrap=True)
 
 
 def _to_write(config: PPO, chosen: Placement) -> dict[str, Any]:
-    """The fields that differ from the recipe's, groups without what they have anyway."""
-    fields = chosen.fields | {"dtype": BF16}  # that is what was estimated
+    """Returns the fields of a placement that differ from the recipe's, without defaults inside of groups."""
+    fields = chosen.fields | {"dtype": BF16}  # the estimates are for bf16
     changed = PPO.model_validate(config.model_dump() | fields)
-    told, whole = config.model_dump(mode="json"), changed.model_dump(mode="json")
+    given, whole = config.model_dump(mode="json"), changed.model_dump(mode="json")
     short = changed.model_dump(mode="json", exclude_defaults=True)
     short["reward"] = [_source(source) for source in changed.reward]
-    return {field: short.get(field, whole[field]) for field in fields if whole[field] != told[field]}
+    return {field: short.get(field, whole[field]) for field in fields if whole[field] != given[field]}
 
 
 def _source(source: ModelReward | FunctionReward | HttpReward) -> dict[str, Any]:
@@ -107,7 +112,7 @@ def _source(source: ModelReward | FunctionReward | HttpReward) -> dict[str, Any]
 
 
 def _what_fits(config: Trainable, size: Size, stage: int, card: Card) -> str:
-    """The fastest passes that fit, as a recipe says them, and a higher ZeRO stage where its own leaves room for none."""
+    """Returns the recipe fields of the fastest passes that fit, with ZeRO stage 3 if none fits with the stage's own."""
     whole = config.lora is None or config.lora.quantize == "none"  # 4-bit weights are not cut into shards
     for tried in dict.fromkeys((stage, 3 if config.ranks.world_size > 1 and whole else stage)):
         peaks = {each: peak_of_training(config, size, tried, card.memory, each) for each in alternatives(config)}
@@ -117,4 +122,14 @@ def _what_fits(config: Trainable, size: Size, stage: int, card: Card) -> str:
             best = min(fitting, key=lambda each: seconds_of_pass(size, each, tried, head, card) / each.tokens)
             fields = fields_of(best, config) | ({} if tried == stage else {"zero_stage": tried})
             return f"with {', '.join(f'{field}: {value}' for field, value in fields.items())} it is {peaks[best] / GIB:.1f}"
+    if told := _too_large(config, {"": size}, card):
+        return told
     return f"no pass is short enough: more ranks, {'lora, ' if config.lora is None else ''}or a smaller model"
+
+
+def _too_large(config: PPO | Trainable, sizes: Mapping[str, Size], card: Card) -> str:
+    """Returns what to do about a model that a GPU cannot even load; "" when each of `sizes`, the trained models, fits."""
+    needed = max(starts(config.model_copy(update={"dtype": BF16}), sizes).values())
+    if needed <= ROOM * card.memory:
+        return ""
+    return f"{whole_on_each(needed)}: GPUs with more memory, or a smaller model"

@@ -1,42 +1,50 @@
-"""The commands for before a run: `alignflow migrate`, `config-docs`, `validate`, `plan`, `data` and `doctor`. They start nothing."""
+"""Commands that prepare a run: `alignflow migrate`, `config-docs`, `validate`, `plan`, `data` and `doctor`. They start nothing."""
 
 from __future__ import annotations
 
+from itertools import chain, count
 from pathlib import Path
 from typing import Literal
 
-from flows.terminal import OK, console, errors, tell_pins
-from rlhf_core.check import check_inputs, check_machine, needs
-from rlhf_core.launch import ENVIRONMENT, WRONG_INPUT
-from rlhf_core.plan import plan
-from rlhf_core.recipe import load_recipe
-from rlhf_core.stage import write_text
+from flows.cli.show import OK, console, errors, show_migration, show_pins
+from rlhf_core.preflight.inputs import check_inputs, check_machine, needs
+from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.plan import plan
+from rlhf_core.system.files import write_text
+from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT
 
 
-def migrate(script: Path, *, out: Path = Path("recipe.yaml"), gpus: int = 8) -> int:
+def migrate(script: Path, *, out: Path | None = None, gpus: int = 8) -> int:
     """Turn a launch script of OpenRLHF, in its flat or its dotted flags, into a recipe. Executes nothing of it.
 
     Args:
         script: shell script, or Kubernetes YAML with one inside.
-        out: recipe to write; it must not exist yet. Its comments say what became of every flag.
+        out: recipe to write; it must not exist yet. Default: recipe.yaml, or the first of recipe-2.yaml, recipe-3.yaml, ... that does not
+            exist. Its comments say what became of every flag.
         gpus: GPUs of one machine, for launchers that take all there are.
     """
-    from flows.show import show_migration
     from rlhf_core.migrate.script import migrate as read
 
     if gpus < 1:
         raise ValueError(f"--gpus {gpus}: give the number of GPUs of one machine, 1 or more")
-    if out.exists():
+    if out is not None and out.exists():
         raise ValueError(f"{out} exists already: give another --out, or remove it")
     found = read(script, gpus)
-    write_text(out, found.text)
-    show_migration(console, out, found)
+    place = _free(Path("recipe.yaml")) if out is None else out
+    write_text(place, found.text)
+    show_migration(console, place, found)
     return OK
+
+
+def _free(path: Path) -> Path:
+    """Returns `path`, or when it exists, the first of `<stem>-2`, `<stem>-3`, ... that does not."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(each for each in chain([path], numbered) if not each.exists())
 
 
 def config_docs() -> int:
     """Print all fields of a recipe as markdown."""
-    from flows.show import config_docs
+    from flows.cli.show import config_docs
 
     print(config_docs())
     return OK
@@ -52,7 +60,7 @@ def validate(recipe: str, *overrides: str, here: bool = False) -> int:
         here: also check files, columns, tokenizer, limits and this machine's resources, as run does before any work.
     """
     planned = plan(load_recipe(recipe, overrides))
-    tell_pins(planned)
+    show_pins(planned)
     inputs = check_inputs(planned, planned.nodes) if here else []
     machine = check_machine(planned, planned.nodes) if here else []
     for problem in inputs + machine:
@@ -71,39 +79,39 @@ def forecast(
     flops: float | None = None,
     bandwidth: float | None = None,
 ) -> int:
-    """Estimate memory of each card and seconds of an iteration, and say which placement to choose. Starts nothing.
+    """Estimate memory of each GPU and seconds of an iteration, and recommend a placement. Starts nothing.
 
     Args:
         recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
         overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
-        gpus: cards to place a PPO stage on; default: as many as the recipe asks for.
-        card: whose memory and rates count; of another card give the next three.
-        card_memory: GiB of a card.
+        gpus: GPUs to place a PPO stage on; default: as many as the recipe needs.
+        card: GPU type, for its memory and rates; for another type give the next three.
+        card_memory: GiB of a GPU.
         flops: TFLOP/s of its bf16 matrix products, as measured.
         bandwidth: TB/s of its memory, as measured.
     """
-    from flows.forecast import show_forecast
+    from flows.cli.forecast import show_forecast
     from rlhf_core.forecast.seconds import CARDS
 
     given = {"memory": (card_memory, 2**30), "flops": (flops, 1e12), "bandwidth": (bandwidth, 1e12)}
     if gpus < 0 or not all(value is None or value > 0 for value, _ in given.values()):
         raise ValueError("--gpus, --card-memory, --flops and --bandwidth are numbers above 0: leave out what is not known")
     planned = plan(load_recipe(recipe, overrides))
-    asked = max((round(needs(node.config).gpus) for node in planned.nodes), default=0)
+    needed = max((round(needs(node.config).gpus) for node in planned.nodes), default=0)
     known = CARDS[card]._replace(**{name: value * unit for name, (value, unit) in given.items() if value is not None})
-    show_forecast(console, planned, gpus or max(1, asked), known)
+    show_forecast(console, planned, gpus or max(1, needed), known)
     return 0
 
 
 def data(recipe: str, *overrides: str) -> int:
-    """Report on the data of a recipe without training: rows, lengths, duplicates, balance and faults. Needs files and tokenizers.
+    """Report on the data of a recipe without training: rows, lengths, duplicates, balance and damage. Needs files and tokenizers.
 
     Args:
         recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
         overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
     """
-    from rlhf_core.data.examine import examine
     from rlhf_core.data.report import markdown
+    from rlhf_core.preflight.data_reports import examine
 
     for name, surveys in examine(plan(load_recipe(recipe, overrides))):
         console.print(f"# Data of {name}\n\n{markdown(surveys)}", markup=False, highlight=False)
@@ -112,7 +120,7 @@ def data(recipe: str, *overrides: str) -> int:
 
 def doctor() -> int:
     """Show versions and devices, and what is missing."""
-    from flows.doctor import examine
+    from flows.cli.doctor import examine
 
     findings = examine()
     for level, what, value in findings:

@@ -1,5 +1,6 @@
-"""What lies in an artifacts folder: runs, what two of them differ in, what nothing refers to. Torch-free; reads records as plain JSON,
-so that those of an older version can still be told.
+"""Reads an artifacts folder: its stages, the differences of two runs, and what no recipe refers to. Torch-free.
+
+Records are read as plain JSON, not with the config classes, so that those of other versions can be read.
 """
 
 from __future__ import annotations
@@ -15,26 +16,19 @@ from typing import Any, NamedTuple
 import yaml
 from filelock import FileLock, Timeout
 
-from rlhf_core import loops
-from rlhf_core.lineage import Ancestor, lineage, stage_of
-from rlhf_core.passwords import without_passwords
-from rlhf_core.stage import LOCK, REQUEST, RESULT, STATE, RunDir, read_json
-from rlhf_core.tax_tasks import task_name
+from rlhf_core.config import KINDS
+from rlhf_core.config.lm_eval_tasks import task_name
+from rlhf_core.recipe import loop_record
+from rlhf_core.runs.lineage import Ancestor, lineage, stage_of
+from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, RunDir
+from rlhf_core.system.files import read_json
+from rlhf_core.system.redaction import without_passwords
 
-STAGES, RUN, RECIPE = "stages", "run.json", "recipe.yaml"
-MAIN = {
-    "sft": ("eval/loss", "loss"),
-    "reward_model": ("eval/accuracy", "accuracy"),
-    "dpo": ("eval/accuracy", "accuracy"),
-    "kto": ("eval/accuracy", "accuracy"),
-    "preferences": ("pairs", "answers"),
-    "ppo": ("reward/last_fifth", "reward/mean"),
-    "publication": ("files",),
-}  # by kind: the first of these metrics that the result has
+STAGES, RUN, RUNS, RECIPE = "stages", "run.json", "runs", "recipe.yaml"
 
 
 class Found(NamedTuple):
-    """A stage's directory. `metric` is the main one, such as `eval/loss 1.23`; `seconds` None: not done; `when` of its last record."""
+    """A run directory. `metric`: the main one, such as `eval/loss 1.23`; `seconds` None: not done; `when`: time of its last record."""
 
     path: Path
     name: str
@@ -47,7 +41,7 @@ class Found(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """One thing two runs differ in. `part`: stages, recipe, configuration, inputs, versions, metrics or digest."""
+    """One difference of two runs. `part`: stages, recipe, configuration, inputs, versions, metrics or digest."""
 
     stage: str
     part: str
@@ -57,7 +51,7 @@ class Difference(NamedTuple):
 
 
 class Garbage(NamedTuple):
-    """What may go. `path` is a stage's directory or its resume states, `size` in bytes."""
+    """A folder that can be removed. `path`: a run directory or its resume states; `size` in bytes."""
 
     path: Path
     size: int
@@ -65,12 +59,12 @@ class Garbage(NamedTuple):
 
 
 def runs(artifacts: Path) -> list[Found]:
-    """The stages of an artifacts folder, the oldest first. ValueError when it is none."""
+    """Returns the stages of an artifacts folder, the oldest first. Raises ValueError when it has no `stages` folder."""
     return sorted((_found(folder, record) for folder, record in _stages(artifacts)), key=lambda found: found.when)
 
 
 def differences(before: Path, after: Path) -> list[Difference]:
-    """What changed between two stages' directories (or checkpoints), or two recipe folders. ValueError when they are neither."""
+    """Returns the differences of two run directories (or checkpoints), or two recipe folders. Raises ValueError when they are neither."""
     recipes = [(folder / RUN).is_file() for folder in (before, after)]
     if all(recipes):
         return list(_recipe_differences(before, after))
@@ -85,7 +79,7 @@ def differences(before: Path, after: Path) -> list[Difference]:
 
 
 def lineage_of(place: str) -> Ancestor:
-    """As `rlhf_core.lineage.lineage`; ValueError for what is neither here nor a Hub id."""
+    """Returns the lineage of a checkpoint (`runs.lineage`). Raises ValueError when it is neither a local path nor a Hub id."""
     ancestor = lineage(place)
     if ancestor.kind == "unknown":
         raise ValueError(f"{place}: there is no such file or folder; give a checkpoint, a stage's directory or a Hub id")
@@ -93,42 +87,41 @@ def lineage_of(place: str) -> Ancestor:
 
 
 def garbage(artifacts: Path) -> list[Garbage]:
-    """Stages that no recipe folder of `artifacts` refers to, not even by way of parents, and resume states of stages that are done.
+    """Returns stages that no recorded run refers to, directly or through parents, and resume states of stages that are done.
 
-    What a process works on, and whatever that needs, is never among them. ValueError when a recipe folder cannot be read: then
-    nobody knows what it refers to.
+    Stages that a process works on, and their ancestors, are never included. Raises ValueError when a run's record cannot be read.
     """
     stages = dict(_stages(artifacts))
     kept = _closure([*_referred(artifacts), *(folder for folder in stages if is_locked(folder))])
     found = []
     for folder in stages:
         if folder not in kept:
-            found.append(Garbage(folder, size_of(folder), "no recipe here refers to it"))
+            found.append(Garbage(folder, size_of(folder), "no recorded run refers to it"))
         elif (folder / STATE).is_dir() and not is_locked(folder) and RunDir(folder).result() is not None:
             found.append(Garbage(folder / STATE, size_of(folder / STATE), "resume states of a stage that is done"))
     return found
 
 
 def remove(item: Garbage) -> bool:
-    """Removes it unless a process works there or a recipe has come to refer to it. Returns whether it is gone."""
+    """Removes a folder unless a process works there or a run now refers to it. Returns whether it was removed."""
     folder = item.path.parent if item.path.name == STATE else item.path
     with _lock(folder) as ours:
         if not ours or (item.path == folder and folder in _referred(folder.parents[1])):
             return False
         if item.path == folder:
-            (folder / RESULT).unlink(missing_ok=True)  # first: what is half gone must not look done
+            (folder / RESULT).unlink(missing_ok=True)  # first, so that a partly removed stage does not count as done
         shutil.rmtree(item.path)
     return True
 
 
 def stores(artifacts: Path) -> list[str]:
-    """The stores that the recipes of an artifacts folder name. `runs` and `garbage` do not look into them."""
+    """Returns the stores that the recipes of an artifacts folder name. `runs` and `garbage` do not read them."""
     found = (_top(file.parent).get("store") for file in sorted(artifacts.glob(f"*/{RECIPE}")))
     return list(dict.fromkeys(str(store) for store in found if store))
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process works in a stage's directory, or nobody may tell."""
+    """Returns whether a process works in a run directory, or its lock cannot be opened."""
     if not (folder / LOCK).exists():
         return False
     with _lock(folder) as ours:
@@ -136,13 +129,13 @@ def is_locked(folder: Path) -> bool:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Returns the bytes of all files below a folder."""
     return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file() or file.is_symlink())
 
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[bool]:
-    """Holds a stage's lock for a moment, if it is free."""
+    """Holds a run directory's lock until the block ends; yields whether it was free."""
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
@@ -156,7 +149,7 @@ def _lock(folder: Path) -> Iterator[bool]:
 
 
 def _stages(artifacts: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The stages' directories with their requests. Whatever else lies there is left alone."""
+    """Yields the run directories with their `config.json`; other folders are ignored. Raises ValueError without a `stages` folder."""
     if not (artifacts / STAGES).is_dir():
         raise ValueError(f"{artifacts} has no folder {STAGES}: give the `artifacts` folder of a recipe")
     for folder in sorted((artifacts / STAGES).resolve().iterdir()):
@@ -177,16 +170,17 @@ def _found(folder: Path, record: Mapping[str, Any]) -> Found:
 
 
 def _main(config: Mapping[str, Any]) -> Sequence[str]:
-    """The metric that says most about a stage; the first one that it has counts."""
+    """Returns the candidates for a stage's main metric; the first one that its result has is used."""
     if config["stage"] == "evaluation":
         return (f"win_rate/{config['models'][-1]}",)
     if config["stage"] == "alignment_tax":
         return [f"tax/{task_name(task)}" for task in config["tasks"]]
-    return MAIN.get(config["stage"], ())
+    kind = KINDS.get(config["stage"])
+    return kind.main if kind else ()
 
 
 def _recipe_differences(before: Path, after: Path) -> Iterator[Difference]:
-    old, new = ({stage["name"]: stage for stage in _read_run(folder)["stages"]} for folder in (before, after))
+    old, new = ({stage["name"]: stage for stage in _read_run(folder / RUN)["stages"]} for folder in (before, after))
     yield from (Difference("", "recipe", *change) for change in _changed(_top(before), _top(after)))
     for name in {**old, **new}:
         if name not in old or name not in new:
@@ -209,8 +203,8 @@ def _stage_differences(name: str, before: Path, after: Path) -> Iterator[Differe
     changes = [Difference(name, part, *change) for part, (first, second) in parts.items() for change in _changed(first, second)]
     digests = [request.get("digest", folder.name.rpartition("-")[2]) for request, folder in ((old, before), (new, after))]
     if digests[0] != digests[1]:
-        told = any(change.part in ("configuration", "inputs") for change in changes)
-        yield Difference(name, "digest", "" if told else "its data, its base model or the stage's code", *digests)
+        explained = any(change.part in ("configuration", "inputs") for change in changes)
+        yield Difference(name, "digest", "" if explained else "its data, its base model or the stage's code", *digests)
     yield from changes
     for side, result in zip(("before", "after"), results, strict=True):
         if not result:
@@ -218,7 +212,7 @@ def _stage_differences(name: str, before: Path, after: Path) -> Iterator[Differe
 
 
 def _changed(old: object, new: object, key: str = "") -> Iterator[tuple[str, str, str]]:
-    """(key, before, after) of all leaves that differ; '-' where there is none."""
+    """Yields (key, before, after) of all leaves that differ; '-' for a missing one."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in {**old, **new}:
             yield from _changed(old.get(name, "-"), new.get(name, "-"), f"{key}.{name}" if key else str(name))
@@ -234,21 +228,21 @@ def _text(value: object) -> str:
 
 
 def _content(place: str) -> str:
-    """An input as it can be compared: a stage by name and digest, else the place."""
+    """Returns an input for comparison: `<name>-<digest>` of a stage, else its path or Hub id."""
     stage = stage_of(place)
     return f"{stage[1]['name']}-{stage[1]['digest']}" if stage else place
 
 
 def _referred(artifacts: Path) -> list[Path]:
-    """The stages' directories that the recipe folders name, and those of finished rounds of loops."""
-    folders = sorted(file.parent for file in artifacts.glob(f"*/{RUN}"))
-    named = [(artifacts / stage["run_dir"]).resolve() for folder in folders for stage in _read_run(folder)["stages"]]
-    rounds = [name for file in sorted(artifacts.glob(f"*/{loops.FILE}")) for name in loops.directories(file.parent)]
+    """The stages' directories that recorded runs name, each recipe's last and all before it, and those of finished rounds of loops."""
+    files = sorted([*artifacts.glob(f"*/{RUN}"), *artifacts.glob(f"*/{RUNS}/*.json")])
+    named = [(artifacts / stage["run_dir"]).resolve() for file in files for stage in _read_run(file)["stages"]]
+    rounds = [name for file in sorted(artifacts.glob(f"*/{loop_record.FILE}")) for name in loop_record.directories(file.parent)]
     return named + [(artifacts / STAGES / name).resolve() for name in rounds]
 
 
 def _closure(folders: list[Path]) -> set[Path]:
-    """Stages' directories, and those of all their ancestors."""
+    """Returns run directories with those of all their ancestors."""
     kept: set[Path] = set()
     while folders:
         folder = folders.pop()
@@ -259,15 +253,17 @@ def _closure(folders: list[Path]) -> set[Path]:
     return kept
 
 
-def _read_run(folder: Path) -> dict[str, Any]:
-    run = read_json(folder / RUN)
+def _read_run(file: Path) -> dict[str, Any]:
+    """Reads a `run.json` or a file of `runs/`. Raises ValueError when it cannot be read."""
+    run = read_json(file)
     if not isinstance(run.get("stages"), list):
-        raise ValueError(f"{folder / RUN} cannot be read: run the recipe again, or remove {folder} if nothing needs it")
+        again = f"run the recipe again, or remove {file.parent}" if file.name == RUN else "restore it, or remove it"
+        raise ValueError(f"{file} cannot be read: {again} if nothing needs it")
     return run
 
 
 def _top(folder: Path) -> dict[str, Any]:
-    """A recipe's own fields, without its stages."""
+    """Returns a recipe's top-level fields, without its stages; {} when it cannot be read."""
     try:
         recipe = yaml.safe_load((folder / RECIPE).read_text())
     except (OSError, yaml.YAMLError):

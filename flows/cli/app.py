@@ -1,8 +1,8 @@
-"""The command `alignflow`.
+"""Runs the command `alignflow`: maps names to commands and exceptions to exit codes.
 
 Exit codes: 0 ok; 1 a stage or a gate failed; 2 wrong input (recipe, overrides, files, data); 3 the machine or environment is not
 enough (CPUs, GPUs, keys, packages, a folder that cannot be written to); 130 interrupted; 143 terminated.
-Flows are imported where they are run: `validate` and `--dry-run` need no Prefect.
+Commands import flows when they run them: `validate` and `--dry-run` do not import Prefect.
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ from typing import Any
 
 from cyclopts import App, CycloptsError
 
-from flows import cli_artifacts, cli_loops, cli_models, cli_prepare, cli_run
-from flows.terminal import FAILED, INTERRUPTED, OK, errors
-from rlhf_core.check import MachineLacks
-from rlhf_core.gates import GateFailed
-from rlhf_core.launch import ENVIRONMENT, WRONG_INPUT, StageFailed, raised_by_us
-from rlhf_core.machine import no_room
-from rlhf_core.remote_files import StoreFault
+from flows.cli import artifacts as cli_artifacts
+from flows.cli import loops as cli_loops
+from flows.cli import prepare as cli_prepare
+from flows.cli import run as cli_run
+from flows.cli import start as cli_start
+from flows.cli.show import FAILED, INTERRUPTED, OK, errors
+from rlhf_core.preflight.inputs import MachineLacks
+from rlhf_core.recipe.gates import GateFailed
+from rlhf_core.runs.launch import StageFailed
+from rlhf_core.runs.remote_files import StoreFault
+from rlhf_core.system.machine import disk_problem
+from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT, raised_by_us
 
 COMMANDS: dict[str, Callable[..., int]] = {
+    "demo": cli_start.demo,
+    "init": cli_start.init,
     "serve": cli_loops.serve,
     "run": cli_run.run,
     "stage": cli_run.stage,
@@ -36,14 +43,15 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "diff": cli_artifacts.diff,
     "lineage": cli_artifacts.lineage,
     "gc": cli_artifacts.gc,
-    "serve-reward": cli_models.serve_reward,
-    "pull": cli_models.pull,
-    "leaderboard": cli_models.leaderboard,
+    "serve-reward": cli_artifacts.serve_reward,
+    "pull": cli_artifacts.pull,
+    "leaderboard": cli_artifacts.leaderboard,
     "config-docs": cli_prepare.config_docs,
 }
 
 
 def installed_version() -> str:
+    """Returns the installed package's version, or "not installed"."""
     try:
         return version("alignflow")
     except PackageNotFoundError:
@@ -62,7 +70,7 @@ for name, command in COMMANDS.items():
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: runs, tells what went wrong in one sentence, returns the exit code."""
+    """Runs the command, prints an error as one sentence, and returns the exit code. Other exceptions are raised with their traceback."""
     try:
         result: Any = app(sys.argv[1:] if argv is None else argv, exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else OK
@@ -75,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors.print(str(error), markup=False)
         return ENVIRONMENT
     except OSError as error:
-        if not (reason := no_room(error)):
+        if not (reason := disk_problem(error)):
             raise
         errors.print(f"{error.filename or 'the artifacts folder'} cannot be written to: {reason}, then run again", markup=False)
         return ENVIRONMENT
@@ -88,7 +96,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("interrupted; run the same command again to go on", markup=False)
         return INTERRUPTED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

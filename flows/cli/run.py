@@ -1,4 +1,4 @@
-"""The commands that run stages: `alignflow run` and `alignflow stage`. Prefect is imported where it is needed."""
+"""Commands that run stages: `alignflow run` and `alignflow stage`. They import Prefect when they need it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import contextmanager
 
 import httpx
 
-from flows.terminal import OK, TERMINATED, console, tell_pins
-from rlhf_core import watch
-from rlhf_core.changes import outlook
-from rlhf_core.check import MachineLacks, require_here
-from rlhf_core.gates import GateFailed
-from rlhf_core.launch import StageFailed
-from rlhf_core.plan import Plan, plan
-from rlhf_core.recipe import load_recipe
-from rlhf_core.remote_files import StoreFault
+from flows.cli.show import OK, TERMINATED, console, show_end, show_pins, show_plan
+from rlhf_core.preflight.inputs import MachineLacks, require_here
+from rlhf_core.recipe.dry_run import outlook
+from rlhf_core.recipe.gates import GateFailed
+from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.plan import Plan, plan
+from rlhf_core.runs.launch import StageFailed
+from rlhf_core.runs.remote_files import StoreFault
+from rlhf_core.system import orphan_watcher
 from tasks.server_process import ours, prepared
 
 
@@ -29,21 +29,19 @@ def run(recipe: str, *overrides: str, dry_run: bool = False, latest: bool = Fals
         recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
         overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
         dry_run: only show the stages, what would be skipped and why.
-        latest: look up branches and tags of the Hub anew, unless the last run of this recipe is still to be finished.
+        latest: look up branches and tags of the Hub anew, unless the last run of this recipe is unfinished.
     """
     loaded = load_recipe(recipe, overrides)
     if latest and not dry_run:
-        from flows.alignment import look_up_anew
+        from flows.alignment import refresh_hub_revisions
 
-        look_up_anew(loaded)
+        refresh_hub_revisions(loaded)
     planned = plan(loaded)
-    tell_pins(planned)
+    show_pins(planned)
     if dry_run:
-        from flows.show import show_plan
-
         show_plan(console, planned, outlook(planned))
         return OK
-    with _beside():
+    with _server_loading():
         require_here(planned, planned.nodes)
         from flows.alignment import alignment
 
@@ -60,7 +58,7 @@ def stage(name: str, recipe: str, *overrides: str) -> int:
     """
     planned = plan(load_recipe(recipe, overrides))
     nodes = planned.stages_of(name)
-    with _beside():
+    with _server_loading():
         from flows.alignment import require_parents
         from flows.alignment import stage as flow
         from tasks.store import bring_parents
@@ -72,23 +70,24 @@ def stage(name: str, recipe: str, *overrides: str) -> int:
 
 
 @contextmanager
-def _beside() -> Iterator[None]:
-    """Has Prefect's temporary server load while the block checks and imports. Whatever ends this process ends what it has started."""
+def _server_loading() -> Iterator[None]:
+    """Loads Prefect's temporary server while the block checks and imports. Child processes end with this process in any case."""
     signal.signal(signal.SIGTERM, _terminate)
-    watch.start()
+    orphan_watcher.start()
     with prepared():
         yield
 
 
 def _run(planned: Plan, flow: Callable[[], object]) -> int:
-    """Runs a flow and shows how it ended."""
-    from flows.show import show_end
+    """Runs a flow and prints how it ended. Raises MachineLacks when Prefect's server does not answer."""
+    from flows.alignment import checked_plan
     from tasks.report import statuses_of
     from tasks.temporary_server import start_server, without_heartbeats
 
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_trace)
     named = os.environ.get("PREFECT_API_URL", "an address of its own")
+    token = checked_plan.set(planned)
     try:
         start_server()
         with without_heartbeats():
@@ -102,10 +101,16 @@ def _run(planned: Plan, flow: Callable[[], object]) -> int:
         raise MachineLacks(f"no Prefect server answers ({error}): start it, or unset PREFECT_API_URL to use a temporary one") from error
     except httpx.HTTPError as error:
         where = f"Prefect's server at {named}"
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401:
+            raise MachineLacks(
+                f"{where} does not take the auth string of this shell: set PREFECT_API_AUTH_STRING (of `alignflow serve`: to what "
+                "is in the file auth-string of its home)"
+            ) from error
         raise MachineLacks(
             f"{where} stopped answering ({error}): start it again and run this again; finished stages stay finished"
         ) from error
     finally:
+        checked_plan.reset(token)
         show_end(console, planned, statuses_of(planned.folder))
     return OK
 
@@ -115,9 +120,9 @@ def _terminate(number: int, frame: object) -> None:
 
 
 def _without_trace(record: logging.LogRecord) -> bool:
-    """A failed stage has its own log, a gate or a lost server its sentence: the traceback of the flow around it would only hide that.
+    """Removes the flow's traceback from log records of failed stages, gates and servers, which have their own log or sentence.
 
-    What Prefect says of its hooks at every state is left out.
+    Returns False, which drops the record, for Prefect's messages about our hooks below warnings.
     """
     if "ook 'tell_state'" in record.getMessage():
         return record.levelno > logging.INFO

@@ -1,4 +1,4 @@
-"""`alignflow doctor`: what this machine and this environment have, and what they lack. Nothing heavy is imported."""
+"""Checks this machine and environment for `alignflow doctor`. Imports no heavy package."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
-from rlhf_core.machine import num_cpus, num_gpus
+from rlhf_core.system.machine import num_cpus, num_gpus
 
 STAGES_NEED = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "ray", "deepspeed", "tensorboard")
 KEYS = ("HF_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY")
-# Installed beside a CPU torch, their registry builds want CUDA and break `import transformers`.
+# Their builds on the package index need CUDA, and with a CPU torch they break `import transformers`.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
 
 class Finding(NamedTuple):
-    """One line. `level`: ok; warn: works, but read this; bad: some stages cannot run."""
+    """One line of the output. `level`: ok; warn: works with limits; bad: some stages cannot run."""
 
     level: str
     what: str
@@ -28,7 +28,7 @@ class Finding(NamedTuple):
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order they are shown."""
+    """Returns all findings, in the order of the output."""
     gpus = num_gpus()
     found = [
         Finding("ok", "python", platform.python_version()),
@@ -45,7 +45,7 @@ def examine() -> list[Finding]:
 
 
 def _requirements() -> list[Finding]:
-    """Our own dependencies, by the ranges the installed package declares."""
+    """Checks our dependencies against the version ranges of the installed package."""
     try:
         declared = importlib.metadata.requires("alignflow") or []
     except importlib.metadata.PackageNotFoundError:
@@ -69,7 +69,7 @@ def _requirements() -> list[Finding]:
 
 
 def _packages(gpus: int) -> list[Finding]:
-    """What the stages' processes import."""
+    """Checks the packages that stages import."""
     found = []
     for name in STAGES_NEED:
         version = _version(name)

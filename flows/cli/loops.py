@@ -1,8 +1,10 @@
-"""The commands `alignflow serve` and `alignflow loop ...`. Prefect is imported where it is needed."""
+"""Commands `alignflow serve` and `alignflow loop ...`. They import Prefect when they run."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -12,8 +14,8 @@ from httpx import HTTPError
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_core.loops import LOCK, Standing, alone, folder_of, loop_of, standing
-from rlhf_core.recipe import load_recipe
+from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.loop_record import LOCK, LoopState, alone, folder_of, loop_of, loop_state
 
 CHECK_SECONDS, SWEEP_SECONDS = 0.5, 15.0
 loop_app = App(name="loop", help="A recipe's loop (iterative_dpo, iterative), one round at a time.")
@@ -24,6 +26,7 @@ def serve(
     home: Path = Path(".alignflow"),
     host: str = "127.0.0.1",
     port: int = 4200,
+    allow_host: str = "",
     schedule: bool = True,
     cron: str = "0 2 * * *",
     timezone: str = "UTC",
@@ -35,9 +38,10 @@ def serve(
 
     Args:
         given: YAML files, and overrides (STAGE.FIELD=VALUE) for all of them.
-        home: folder of the server's database and logs; one `serve` at a time.
-        host: 0.0.0.0 listens to other machines too; there is no authentication.
+        home: folder of the server's database and logs, and of the auth string that its API asks for; one `serve` at a time.
+        host: 0.0.0.0 listens to other machines too; the auth string passes the network as it is, without TLS.
         port: of the server and its pages; 0 takes a free one.
+        allow_host: further names of this machine in the addresses of requests, such as a proxy's, separated by commas.
         schedule: let loops train a round when their schedule fires; a recipe without a loop runs as a whole then.
         cron: minute, hour, day, month, weekday.
         timezone: of the cron schedule, such as Europe/Berlin.
@@ -47,11 +51,14 @@ def serve(
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"there is no port {port}: give 1 to 65535, or 0 for a free one")
-    from prefect.client.orchestration import SyncPrefectClient
+    if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
+        raise ValueError(f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas")
+    from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectException
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     from flows.deployments import deploy, prepare, schedule_of, served, sweep
-    from flows.serve import Servants, free_port, only_one
+    from flows.serve import AUTH, Servants, free_port, only_one
 
     ends = {key: value for key, value in (("max_rounds", max_rounds), ("min_gain", min_gain)) if value is not None}
     recipes = served([text for text in given if "=" not in text], [text for text in given if "=" in text], ends)
@@ -60,21 +67,32 @@ def serve(
     when = schedule_of(every, cron, timezone) if schedule else None
     console = Console(soft_wrap=True)
     with only_one(home.absolute()):
-        servants = Servants(home.absolute(), host, port or free_port(host))
+        servants = Servants(home.absolute(), host, port or free_port(host), [name for name in allow_host.split(",") if name])
+        ours = temporary_settings({PREFECT_API_URL: servants.api, PREFECT_API_AUTH_STRING: servants.auth})
         signal.signal(signal.SIGTERM, _interrupt)
-        signal.signal(signal.SIGINT, _interrupt)  # a shell that starts a command in the background has it ignored
+        signal.signal(signal.SIGINT, _interrupt)  # a shell ignores SIGINT for commands in the background
         try:
             servants.start_server()
-            with SyncPrefectClient(api=servants.api) as client:
+            with ours, get_client(sync_client=True) as client:
                 prepare(client)
-                for name in [name for one in recipes for name in deploy(servants.api, one, when, ends)]:
-                    console.print(f"deployment {name}", markup=False, highlight=False)
+                for one in recipes:
+                    made = deploy(servants.api, one, when, ends)
+                    servants.record({identity: one.parameters for identity in made.values()})
+                    for name in made:
+                        console.print(f"deployment {name}", markup=False, highlight=False)
                 servants.start_worker()
-                told = f"every {every:g} s" if every is not None else f"'{cron}' {timezone}"
+                timing = f"every {every:g} s" if every is not None else f"'{cron}' {timezone}"
                 console.print(
-                    f"schedule: {told if when else 'none'}\nserving on {servants.ui} (Ctrl-C ends it)", markup=False, highlight=False
+                    f"schedule: {timing if when else 'none'}\nserving on {servants.ui} (Ctrl-C ends it)", markup=False, highlight=False
                 )
-                console.print(f"from another shell: export PREFECT_API_URL={servants.api}", markup=False, highlight=False)
+                file = servants.home / AUTH
+                shown = servants.auth if console.is_terminal else f"what is in {file}"  # no log of a service manager is to have it
+                console.print(f"its pages ask once for the auth string: {shown}", markup=False, highlight=False)
+                console.print(
+                    f'from another shell: export PREFECT_API_URL={servants.api} PREFECT_API_AUTH_STRING="$(cat {shlex.quote(str(file))})"',
+                    markup=False,
+                    highlight=False,
+                )
                 swept = time.monotonic()
                 while True:
                     time.sleep(CHECK_SECONDS)
@@ -82,12 +100,12 @@ def serve(
                     if time.monotonic() - swept > SWEEP_SECONDS:
                         try:
                             sweep(client)
-                        except (PrefectException, HTTPError) as error:  # the server was busy, or somebody deleted a run meanwhile
-                            console.print(f"runs were not looked at ({type(error).__name__}), again soon", markup=False, highlight=False)
+                        except (PrefectException, HTTPError) as error:  # the server was busy, or a run was deleted meanwhile
+                            console.print(f"runs were not checked ({type(error).__name__}), again soon", markup=False, highlight=False)
                         servants.bound_log()
                         swept = time.monotonic()
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it running
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the shutdown
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             console.print("ending the worker, its runs and the server", markup=False)
             servants.stop()
@@ -104,20 +122,20 @@ def status(recipe: str, *overrides: str, stage: str | None = None) -> int:
     """
     loaded = load_recipe(recipe, overrides)
     name = loop_of(loaded, stage)
-    show(Console(soft_wrap=True), standing(loaded, name), is_running(folder_of(loaded)))
+    show(Console(soft_wrap=True), loop_state(loaded, name), is_running(folder_of(loaded)))
     return 0
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process works on the loop of a recipe's folder."""
+    """Returns whether a process works on the loop of a recipe's folder."""
     if not (folder / LOCK).exists():
         return False
     with alone(folder, seconds=0) as free:
         return not free
 
 
-def show(console: Console, found: Standing, running: bool) -> None:
-    """The rounds as a table, and a sentence about the next one."""
+def show(console: Console, found: LoopState, running: bool) -> None:
+    """Prints the rounds as a table, and a sentence about the next one."""
     record = found.record
     table = Table(title=f"{record.loop} of {found.plan.recipe.name}", title_justify="left", box=None, pad_edge=False)
     for column in ("round", "ended (UTC)", "win rate", "result"):
@@ -130,17 +148,17 @@ def show(console: Console, found: Standing, running: bool) -> None:
     console.print(f"{len(record.rounds)} rounds are done. {next_of(found, running)}", markup=False, highlight=False)
 
 
-def next_of(found: Standing, running: bool) -> str:
-    """What comes next, and why it does not come now."""
+def next_of(found: LoopState, running: bool) -> str:
+    """Returns a sentence about the next round: its state, and why it does not run now."""
     part = f"of its stages done: {', '.join(found.done()) or 'none'}"
     if running:
         return f"Round {found.number} is being trained; {part}."
     if found.failed:
-        return f"Round {found.number} is held by a gate ({found.failed[0].told}): change the recipe, its data or the gate."
+        return f"Round {found.number} is stopped by a gate ({found.failed[0].summary}): change the recipe, its data or the gate."
     if found.record.begun:
         when = f"{found.record.begun.at:%Y-%m-%d %H:%M} UTC"
-        return f"Round {found.number} was begun {when} and is not finished; {part}. The next run goes on with it."
-    return f"Round {found.number} is next, whenever a run of the flow `loop` is asked for or scheduled."
+        return f"Round {found.number} was begun {when} and is not finished; {part}. The next run continues it."
+    return f"Round {found.number} is next, when a run of the flow `loop` is started or scheduled."
 
 
 def _interrupt(number: int, frame: object) -> None:

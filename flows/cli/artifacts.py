@@ -1,0 +1,183 @@
+"""Commands on results (`alignflow report`, `runs`, `diff`, `lineage`, `gc`, `leaderboard`) and on models (`pull`, `serve-reward`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from flows.cli import history
+from flows.cli.show import OK, console, show_board, show_differences, show_garbage, show_lineage, show_runs, show_stores
+from rlhf_core.preflight.inputs import MachineLacks
+from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.plan import plan
+from rlhf_core.system.files import write_text
+
+
+def report(run: Path) -> int:
+    """Write the page of a run again, and the page over all runs.
+
+    Args:
+        run: a recipe, the folder ARTIFACTS/NAME of one, or ARTIFACTS for the page over all runs alone.
+    """
+    from evaluation.report.index import write_index
+    from tasks.report import RUN, found, rewrite, write
+
+    if run.is_dir() and not (run / RUN).exists() and any(run.glob(f"*/{RUN}")):
+        page = write_index(run)
+    elif run.is_dir():
+        page = rewrite(run)
+    else:
+        planned = plan(load_recipe(run))
+        page = write(planned, {node.name: found(node.run_dir) for node in planned.nodes})
+    console.print(str(page), markup=False)
+    return OK
+
+
+def runs(artifacts: Path = Path("artifacts")) -> int:
+    """List the stages in an artifacts folder, the oldest first.
+
+    Args:
+        artifacts: the `artifacts` folder of recipes.
+    """
+    show_runs(console, history.runs(artifacts))
+    show_stores(console, history.stores(artifacts))
+    return OK
+
+
+def diff(before: Path, after: Path) -> int:
+    """Show what changed between two runs: configuration, inputs, versions, metrics.
+
+    Args:
+        before: a stage's directory ARTIFACTS/stages/STAGE-DIGEST, or a recipe's folder ARTIFACTS/NAME.
+        after: another one of that sort.
+    """
+    show_differences(console, history.differences(before, after))
+    return OK
+
+
+def lineage(checkpoint: str, *, out: Path | None = None) -> int:
+    """Show what a checkpoint was made from: its parents, their data and the versions they were made with.
+
+    Args:
+        checkpoint: a checkpoint, a stage's directory, or a Hub id.
+        out: also draw it, to this SVG file.
+    """
+    found = history.lineage_of(checkpoint)
+    show_lineage(console, found)
+    if out is not None:
+        from evaluation.report.dag import family_svg
+        from rlhf_core.runs.lineage import data_of
+
+        if not out.absolute().parent.is_dir():
+            raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file")
+        write_text(out, family_svg(found, data_of(found)))
+        console.print(f"\ndrawn in {out}", markup=False, highlight=False)
+    return OK
+
+
+def gc(artifacts: Path = Path("artifacts"), *, delete: bool = False) -> int:
+    """Show what no run needs: stages that no recorded run (ARTIFACTS/NAME/runs) refers to, resume states of stages that are done.
+
+    Args:
+        artifacts: the `artifacts` folder of recipes.
+        delete: remove it; directories that a process works in stay.
+    """
+    found = history.garbage(artifacts)
+    show_garbage(console, found, {item.path for item in found if history.remove(item)} if delete else None)
+    show_stores(console, history.stores(artifacts))
+    return OK
+
+
+def pull(model: str, folder: Path) -> int:
+    """Download a model of the Hub at one commit, to start a stage from. A private one needs a token in HF_TOKEN.
+
+    Args:
+        model: owner/name, or owner/name@REVISION with a branch, a tag or a commit.
+        folder: target; give it as base_model, or as a stage's model.
+    """
+    from rlhf_core.hub.pull import pull as fetch
+
+    try:
+        commit = fetch(model, folder)
+    except ConnectionError as error:
+        raise MachineLacks(str(error)) from None
+    console.print(f"{folder}: {model.partition('@')[0]} at {commit}", markup=False, highlight=False)
+    return OK
+
+
+def serve_reward(checkpoint: str, *, port: int = 8000, host: str = "127.0.0.1", template: str = "chat", micro_batch_size: int = 8) -> int:
+    """Serve a reward model over HTTP, for `reward: http://HOST:PORT` of other runs. Ends with Ctrl-C.
+
+    Args:
+        checkpoint: folder or Hub id of a reward model.
+        port: 0 takes a free one and prints it.
+        host: 0.0.0.0 listens to other machines too; there is no authentication.
+        template: 'chat': the tokenizer's chat template; else a plain one with one {} for the prompt.
+        micro_batch_size: documents of one forward pass.
+    """
+    if "{}" not in template and template != "chat":
+        raise ValueError(f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt")
+    from rlhf_core.rewards.server import reward_server
+
+    try:
+        server = reward_server(checkpoint, host, port, template, micro_batch_size)
+    except OSError as error:
+        raise MachineLacks(f"nothing can be served on {host}:{port} ({error.strerror}); give another --port or --host") from None
+    console.print(f"serving {checkpoint} on http://{host}:{server.server_address[1]}", markup=False)
+    with server:
+        server.serve_forever()
+    return OK
+
+
+def leaderboard(
+    folder: Path,
+    *,
+    answers: Path | None = None,
+    control: tuple[Literal["length", "markdown"], ...] = ("length", "markdown"),
+    category: tuple[str, ...] = (),
+    reference: bool = False,
+    tokenizer: str | None = None,
+    rounds: int = 1000,
+    seed: int = 0,
+    max_failed: float = 0.02,
+    json: Path | None = None,
+) -> int:
+    """Score a folder of judgments, ours or published ones of Arena-Hard. Needs no model.
+
+    Args:
+        folder: a benchmark with model_judgment/ and model_answer/, an evaluation's run directory or report, or any folder of judgments.
+        answers: folder of the answers, for style control; default: found from the folder of judgments.
+        control: styles to control for.
+        category: only these categories.
+        reference: also show arena-hard-auto's own statistics (its bootstraps, seeded).
+        tokenizer: counts the tokens of answers whose file has no length: gpt-4o (tiktoken, a download) or a model's folder or Hub id.
+        rounds: bootstrap resamples of the questions.
+        seed: seed of the bootstraps.
+        max_failed: share of games without a verdict above which there is no score.
+        json: file to write the boards to.
+    """
+    from evaluation.scores.arena_files import folders, read_judgments, read_styles, token_counter
+    from evaluation.scores.leaderboard import as_json, boards
+
+    if rounds < 1 or seed < 0:
+        raise ValueError(f"--rounds {rounds} and --seed {seed}: give 1 or more rounds, and a seed of 0 or more")
+    if json and not json.absolute().parent.is_dir():
+        raise ValueError(f"{json} cannot be written: there is no folder {json.absolute().parent}")
+    if answers and not answers.is_dir():
+        raise ValueError(f"{answers} is no folder: --answers names the folder with the answers")
+    places = folders(folder)
+    judgments = [judgment for judgment in read_judgments(places.judgments) if not category or judgment.category in category]
+    if not judgments:
+        raise ValueError(f"{places.judgments}: there are no judgments of the categories {', '.join(category)}: correct --category")
+    place = answers or places.answers
+    styles = read_styles(place, token_counter(tokenizer) if tokenizer else None) if place and control else None
+    found = boards(judgments, styles, control, "ours", rounds, seed, max_failed)
+    if reference:
+        found += boards(judgments, styles, control, "reference", rounds, seed, max_failed)
+    for board in found:
+        show_board(console, board)
+    if styles is None and control:
+        console.print("no style control: no answers were found for the judgments (--answers FOLDER)", markup=False)
+    if json:
+        write_text(json, as_json(found))
+    return OK
