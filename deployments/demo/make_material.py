@@ -311,7 +311,7 @@ def make(out: Path, seed: int = 0, scale: float = 1.0) -> bool:
     if found is not None and _complete(out, found) and all(found[key] == value for key, value in wanted.items()):
         return False
     if found is None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not demo material: remove it, or name another folder with --out")
+        raise ValueError(f"{out} exists and is not demo material: remove it, or name another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
         made = Path(temporary) / "new"

@@ -9,9 +9,12 @@ COPY flows flows
 COPY tasks tasks
 COPY evaluation evaluation
 COPY rlhf_core rlhf_core
+COPY deployments/recipes deployments/recipes
+COPY deployments/demo deployments/demo
+COPY deployments/tasks deployments/tasks
 RUN pip install --no-cache-dir ".[kubernetes]"
 
-ENV PYTHONUNBUFFERED=1 DO_NOT_TRACK=1 PREFECT_SERVER_ANALYTICS_ENABLED=false
+ENV PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 DO_NOT_TRACK=1 PREFECT_SERVER_ANALYTICS_ENABLED=false
 USER 1000:1000
 WORKDIR /home/alignflow
 CMD ["alignflow", "--help"]

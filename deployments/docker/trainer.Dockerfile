@@ -28,10 +28,13 @@ COPY --chown=1000:1000 flows flows
 COPY --chown=1000:1000 tasks tasks
 COPY --chown=1000:1000 evaluation evaluation
 COPY --chown=1000:1000 rlhf_core rlhf_core
+COPY --chown=1000:1000 deployments/recipes deployments/recipes
+COPY --chown=1000:1000 deployments/demo deployments/demo
+COPY --chown=1000:1000 deployments/tasks deployments/tasks
 RUN pip install --no-cache-dir ".[gpu]"
 COPY --chmod=755 deployments/k8s/ray-node.sh /usr/local/bin/ray-node.sh
 
-ENV PYTHONUNBUFFERED=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0
+ENV PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0
 WORKDIR /home/alignflow
 ENTRYPOINT ["tini", "-g", "--"]
 CMD ["alignflow", "doctor"]

@@ -1,4 +1,4 @@
-"""What the manifests share: the pod of a node that trains, the Ray cluster made of them, and Prefect's job template."""
+"""Builds the parts that manifests share: the pod of a node that trains, the Ray cluster of such pods, and Prefect's job template."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from values import Values
 
 
 def pod(v: Values, name: str, command: list[str] | None = None) -> dict[str, Any]:
-    """A pod with all GPUs of a node, the shared volume at /artifacts, and /dev/shm in memory (Ray's object store, NCCL)."""
+    """Returns a pod with all GPUs of a node, the shared volume at /artifacts, and /dev/shm in memory (Ray's object store, NCCL)."""
     size: dict[str, Any] = {"cpu": v.cpus_per_node, "memory": f"{v.memory_gib}Gi", "nvidia.com/gpu": v.gpus_per_node}
     if v.rdma.count:
         size[v.rdma.resource] = v.rdma.count
@@ -35,7 +35,7 @@ def pod(v: Values, name: str, command: list[str] | None = None) -> dict[str, Any
 
 
 def environment(v: Values) -> list[dict[str, Any]]:
-    """Environment variables of a trainer; secrets only by reference, and a missing one does not keep a pod from starting."""
+    """Returns the environment variables of a trainer; secrets by reference, and optional, so that a pod starts without them."""
     plain = {"HF_HOME": "/artifacts/hub", "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **v.env}
     secret = {name: {"secretKeyRef": {"name": source.secret, "key": source.key, "optional": True}} for name, source in v.secrets.items()}
     return [{"name": name, "value": value} for name, value in plain.items()] + [
@@ -44,7 +44,7 @@ def environment(v: Values) -> list[dict[str, Any]]:
 
 
 def ray_cluster(v: Values) -> dict[str, Any]:
-    """A head that works as well, and a worker for each further node."""
+    """Returns a Ray cluster: a head that also trains, and a worker for each further node."""
     gpus = {"num-gpus": str(v.gpus_per_node)}
     spec: dict[str, Any] = {
         "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0", **gpus}, "template": {"spec": pod(v, "ray-head")}}
@@ -56,31 +56,33 @@ def ray_cluster(v: Values) -> dict[str, Any]:
 
 
 def numbered_pod(v: Values, service: str, job: str, command: list[str]) -> dict[str, Any]:
-    """A pod of an Indexed Job, which knows how many there are and where number 0 is, for ray-node.sh."""
-    told = {"RAY_NODES": str(v.nodes), "RAY_HEAD_HOST": f"{job}-0.{service}"}
-    return pod(v.model_copy(update={"env": v.env | told}), "node", command)
+    """Returns a pod of an Indexed Job with the number of nodes and the host of node 0 in its environment, for ray-node.sh."""
+    ray = {"RAY_NODES": str(v.nodes), "RAY_HEAD_HOST": f"{job}-0.{service}"}
+    return pod(v.model_copy(update={"env": v.env | ray}), "node", command)
 
 
 def work_pool(v: Values) -> dict[str, Any]:
-    """The base job template of Prefect's Kubernetes pool: a flow run is a Job of one node, whose image and size a deployment may change."""
+    """Returns the base job template of Prefect's Kubernetes pool: a flow run is a Job of one node, whose size a deployment can change.
+
+    Image, command, environment and namespace are fixed, so that a run cannot choose its code.
+    """
     spec = pod(v, "prefect-job")
     (container,) = spec["containers"]
     # The flow resumes by running again, not by a pod that restarts under it. Prefect demands the two counts here.
     spec |= {"restartPolicy": "Never", "parallelism": 1, "completions": 1}
     resources = dict(container["resources"]["limits"]) | {"cpu": "{{ cpus }}", "memory": "{{ memory }}", "nvidia.com/gpu": "{{ gpus }}"}
-    container |= {"image": "{{ image }}", "args": "{{ command }}"}  # Prefect adds its own variables to those in `env`
     container["resources"] = {"limits": resources, "requests": dict(resources)}
     labels = {"labels": "{{ labels }}"}
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {**labels, "namespace": "{{ namespace }}", "generateName": "{{ name }}-"},
+        "metadata": {**labels, "namespace": v.namespace, "generateName": "{{ name }}-"},
         "spec": {"backoffLimit": 0, "ttlSecondsAfterFinished": "{{ finished_job_ttl }}", "template": {"metadata": labels, "spec": spec}},
     }
-    fields = ("command", "env", "labels", "name", "namespace", "job_watch_timeout_seconds", "pod_watch_timeout_seconds", "stream_output")
+    fields = ("labels", "name", "job_watch_timeout_seconds", "pod_watch_timeout_seconds", "stream_output")
     return {
-        "job_configuration": {**{field: f"{{{{ {field} }}}}" for field in fields}, "job_manifest": job},
-        "variables": {"type": "object", "properties": _variables(v)},
+        "job_configuration": {**{field: f"{{{{ {field} }}}}" for field in fields}, "namespace": v.namespace, "job_manifest": job},
+        "variables": {"type": "object", "properties": _variables(v), "additionalProperties": False},
     }
 
 
@@ -94,11 +96,7 @@ def _variables(v: Values) -> dict[str, Any]:
     mapping = {"type": "object", "additionalProperties": {"type": "string"}}
     return {
         "name": text("Name"),
-        "command": text("Command"),
-        "namespace": text("Namespace", v.namespace),
-        "image": text("Image", v.images.trainer),
         "labels": {"title": "Labels", **mapping},
-        "env": {"title": "Further environment variables", **mapping},
         "gpus": number("GPUs", v.gpus_per_node),
         "cpus": number("CPUs", v.cpus_per_node),
         "memory": text("Memory", f"{v.memory_gib}Gi"),

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 
 
 def read_values(path: Path, **flags: object) -> Values:
-    """The values of a file, with flags over them. ValueError: one sentence (a line) for each mistake."""
+    """Reads the values of a file; flags override them. Raises ValueError: one sentence (a line) for each mistake."""
     try:
         raw = yaml.safe_load(path.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
@@ -31,12 +31,12 @@ def read_values(path: Path, **flags: object) -> Values:
     try:
         return Values.model_validate({**raw, **{name: value for name, value in flags.items() if value is not None}})
     except ValidationError as error:
-        told = [f"values {path}: {'.'.join(map(str, item['loc']))}: {item['msg']}; correct it" for item in error.errors()]
-        raise ValueError("\n".join(told)) from None
+        problems = [f"values {path}: {'.'.join(map(str, item['loc']))}: {item['msg']}; correct it" for item in error.errors()]
+        raise ValueError("\n".join(problems)) from None
 
 
 def render(values: Values) -> dict[str, str]:
-    """The text of every manifest, by file name."""
+    """Returns the text of every manifest by file name."""
     loader = jinja2.FileSystemLoader(HERE / "templates")
     environment = jinja2.Environment(
         loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
@@ -49,7 +49,7 @@ def render(values: Values) -> dict[str, str]:
 
 
 def block(value: Any, indent: int) -> str:
-    """A value as YAML lines below a key, `indent` spaces in."""
+    """Returns a value as YAML lines below a key, indented by `indent` spaces."""
     text = yaml.safe_dump(value, sort_keys=False, default_flow_style=False, width=140)
     return "\n" + textwrap.indent(text.rstrip("\n"), " " * indent)
 

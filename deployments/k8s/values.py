@@ -1,4 +1,4 @@
-"""What a cluster's manifests may choose."""
+"""Defines the values of a cluster's manifests."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ class SecretKey(Record):
 
 
 class Values(Record):
-    """All there is to choose."""
-
     namespace: str = Field("alignflow", pattern=NAME)
     images: Images = Images()
     nodes: Positive = Field(1, description="nodes with GPUs; the first one is Ray's head and works as well")
