@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from rlhf_core.garbage import uncollected
-from tests.chat_endpoint import SECRET
+from rlhf_core.system.gc_pause import uncollected
+from tests.support.chat_endpoint import SECRET
 
 SEED = 0
 _HOME = tempfile.TemporaryDirectory(prefix="alignflow-tests-", ignore_cleanup_errors=True)
@@ -88,7 +88,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def judge_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key of tests/judging.py's judge, whose endpoint is on this machine."""
+    """The key of tests/support/judging.py's judge, whose endpoint is on this machine."""
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
@@ -99,6 +99,6 @@ def _seeded() -> Iterator[None]:
     random.seed(SEED)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(SEED)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(SEED)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(SEED)
     yield

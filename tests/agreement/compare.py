@@ -1,4 +1,4 @@
-"""Largest relative differences between us and TRL: `python -m tests.agreement.compare` writes docs/agreement.md."""
+"""Largest relative differences between us and TRL: `python -m tests.agreement.compare` writes docs/reference/agreement.md."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def main() -> None:
         ),
         losses=table(["algorithm", "advantages", "loss", "gradient"], losses),
     )
-    target = Path(__file__).parents[2] / "docs" / "agreement.md"
+    target = Path(__file__).parents[2] / "docs" / "reference" / "agreement.md"
     target.write_text(text)
     print(f"wrote {target}")
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_core.config import AdvantageEstimator, Aggregation
-from rlhf_core.supervised import items_of_step
+from rlhf_core.training.train_loop import items_of_step
 
 SEED = 7
 ROWS, BATCH, EPOCHS = 40, 8, 4

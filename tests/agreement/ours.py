@@ -8,25 +8,30 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-import rlhf_core.dpo
-import rlhf_core.kto
-import rlhf_core.reward_model
-import rlhf_core.sft
-from rlhf_core.advantages import kl_estimate
+import rlhf_core.stages.dpo
+import rlhf_core.stages.kto
+import rlhf_core.stages.reward_model
+import rlhf_core.stages.sft
 from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, Source, StageConfig
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import Batch, collate
 from rlhf_core.data.documents import Document
-from rlhf_core.losses import importance_weights, orpo_loss
 from rlhf_core.models.load import load_policy
-from rlhf_core.ppo.credit import Shaping, estimate
-from rlhf_core.ppo.objective import Objective, PerToken, actor_loss, count
-from rlhf_core.stage import RunDir, StageRequest
-from rlhf_core.tracking import read_metrics
+from rlhf_core.objectives.actor_loss import Objective, PerToken, actor_loss, count
+from rlhf_core.objectives.advantages import kl_estimate
+from rlhf_core.objectives.losses import importance_weights, orpo_loss
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.stages.ppo.credit import Shaping, estimate
 from tests.agreement import material
 from tests.agreement.material import CLIP_HIGH, CLIP_LOW, MAX_LENGTH
 
-WORK = {"sft": rlhf_core.sft.run, "reward_model": rlhf_core.reward_model.run, "dpo": rlhf_core.dpo.run, "kto": rlhf_core.kto.run}
+WORK = {
+    "sft": rlhf_core.stages.sft.run,
+    "reward_model": rlhf_core.stages.reward_model.run,
+    "dpo": rlhf_core.stages.dpo.run,
+    "kto": rlhf_core.stages.kto.run,
+}
 CONFIGS = {"sft": SFT, "reward_model": RewardModel, "dpo": DPO, "kto": KTO}
 Curve = dict[str, Any]
 

@@ -1,10 +1,10 @@
-"""The text of docs/agreement.md, around the figures."""
+"""The text of docs/reference/agreement.md, around the figures."""
 
 PAGE = """# Agreement with TRL
 
 Written by `python -m tests.agreement.compare` on {date}; do not edit by hand. It runs our stages and compares them with what TRL made of
 the same material, `tests/agreement/trl.json`, which `python -m tests.agreement.record_trl` writes where TRL is installed. The test
-`tests/unit/test_agreement.py` makes the same comparison and fails above {tolerance}; it also plants changes (beta 0.11 for 0.1, a sum for a
+`test_agreement.py` makes the same comparison and fails above {tolerance}; it also plants changes (beta 0.11 for 0.1, a sum for a
 mean, one token too many in a denominator, ...) and asserts that each makes at least twenty times that. Rounding alone, with the SSE, AVX2
 and AVX-512 kernels of one machine, made at most 5e-6.
 

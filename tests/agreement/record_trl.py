@@ -1,4 +1,4 @@
-"""Records what TRL makes of the material: `trl.json`, the goldens of tests/unit/test_agreement.py.
+"""Records what TRL makes of the material: `trl.json`, the goldens of tests/unit/training/test_agreement.py.
 
     pip install --no-deps trl==1.16.0 accelerate
     python -m tests.agreement.record_trl
@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-from rlhf_core.supervised import items_of_step
+from rlhf_core.training.train_loop import items_of_step
 from tests.agreement import material
 from tests.agreement.compare import GOLDENS
 from tests.agreement.ours import gradient

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from rlhf_core.plan import Plan, plan
-from rlhf_core.recipe import load_recipe
+from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.plan import Plan, plan
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "deployments" / "recipes"

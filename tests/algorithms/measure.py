@@ -18,20 +18,20 @@ import numpy as np
 import torch
 from cases import Case
 
-from evaluation.answers import file_name
+from evaluation.answers.local_answers import file_name
 from rlhf_core.config import Data
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.sources import preference_pairs, sft_documents
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.scoring import RewardScorer
-from rlhf_core.plan import Node, Plan
-from rlhf_core.reference import answer_logprobs
-from rlhf_core.reward_server import Asked, document
+from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.records import StageResult
 from rlhf_core.rewards.batch import reward_batch
 from rlhf_core.rewards.contract import Sample
-from rlhf_core.stage import RunDir
-from rlhf_core.types import StageResult
+from rlhf_core.rewards.server import Asked, document
+from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.stages.reference_logprobs import answer_logprobs
 
 MICRO = 64
 CLEAR = 3.0  # standard errors that a rise must exceed

@@ -1,7 +1,7 @@
 """`make algorithms`: runs every algorithm's recipe through the real command and shows that each raises its own objective.
 
 SFT and the reward model are made once, all recipes find them done; so does a second start with everything else. Writes the table to
-docs/algorithms-learn.md. Exit code 1 when a run failed or an algorithm did not learn.
+docs/reference/algorithms-learn.md. Exit code 1 when a run failed or an algorithm did not learn.
     python tests/algorithms/run_all.py [--only GRPO --only RLOO] [--reward-port 8000]
 """
 
@@ -22,10 +22,11 @@ from cases import CASES, ROOT, Case
 from measure import CLEAR, Measured, measure
 from transformers.utils.logging import disable_progress_bar
 
-from rlhf_core.machine import num_cpus
-from rlhf_core.stage import RunDir, write_text
+from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.system.files import write_text
+from rlhf_core.system.machine import num_cpus
 
-TABLE = ROOT / "docs" / "algorithms-learn.md"
+TABLE = ROOT / "docs" / "reference" / "algorithms-learn.md"
 RUN_SECONDS, SERVER_SECONDS = 1800, 120
 UNITS = {
     "answers": "log-prob a token, nats",
@@ -153,7 +154,7 @@ def table(rows: Sequence[tuple[Case, Measured | None]]) -> str:
 def page(rows: Sequence[tuple[Case, Measured | None]]) -> str:
     return f"""# Each algorithm learns
 
-Written by `make algorithms` ([tests/algorithms](../tests/algorithms/run_all.py)), {date.today()}, {num_cpus()} CPU cores, no GPU, seed 0:
+Written by `make algorithms` (`tests/algorithms/run_all.py`), {date.today()}, {num_cpus()} CPU cores, no GPU, seed 0:
 short runs of the shipped recipes on the demo's material, each from the same SFT model. All objectives are measured on held-out data and
 are better when higher; the standard error is that of the mean difference, item by item, and an algorithm has learned when the rise
 exceeds {CLEAR:g} of them. One seed: the table shows that each learns, not which is best.

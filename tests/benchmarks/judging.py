@@ -19,10 +19,10 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from evaluation.chat_client import ChatClient, remote
-from evaluation.judge import Match
-from evaluation.openai_judge import OpenAIJudge
-from evaluation.questions import Question
+from evaluation.answers.chat_client import ChatClient, remote
+from evaluation.answers.questions import Question
+from evaluation.judges.chat_judge import OpenAIJudge
+from evaluation.judges.offline import Match
 
 ANSWER = "word " * 300  # of about the length of a real one
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from openrlhf_ppo import start_child
 from ppo_step import ROLES
 
-from rlhf_core.tracking import read_metrics
+from rlhf_core.runs.metrics_log import read_metrics
 
 PHASES = ("generate", "score", "train", "sync")
 HEAD = ("", "step", *PHASES, "step by `plan`", "peak GiB by card", "peak by `plan`", "first policy and value loss")
@@ -43,7 +43,7 @@ ROWS = {
     "and reference and reward offloaded": Row("all-1", {"ref_reward_offload": True}, 1),
     "and Adam of actor and critic on the host": Row("all-1", {"adam_offload": ["actor", "critic"]}, 1),
     "models on a card, the engine on another": Row("split-2", {}, 2),
-    "and two reward models": Row("split-2", {"reward": ["base", "other"], **{role: {"gpus": 0.2} for role in ROLES}}, 2),
+    "and two reward models": Row("split-2", {"reward": ["rm", "other"], **{role: {"gpus": 0.2} for role in ROLES}}, 2),
     "actor + reference; critic, reward, engine": Row("split-2", {"colocate_actor_ref": True, "vllm": BESIDE}, 2),
     "critic + reward; actor, reference, engine": Row("split-2", {"colocate_critic_reward": True, "vllm": BESIDE}, 2),
     "all on two cards, two engines": Row("all-2", {}, 2, 3),

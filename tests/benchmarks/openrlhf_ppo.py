@@ -31,7 +31,7 @@ def missing() -> str | None:
 
 def start_child(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     """This Python with `arguments`, whose processes, those that it detaches too, end with it and with this process."""
-    command = [sys.executable, "-m", "rlhf_core.reaper", str(os.getpid()), "10", sys.executable, *arguments]
+    command = [sys.executable, "-m", "rlhf_core.system.reaper", str(os.getpid()), "10", sys.executable, *arguments]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
 
 

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SLEEP = 2.0  # seconds of a stage of the micro recipe
-ENDED = re.compile(r"^\+\+\+ .* ended after ([0-9.]+) s with code", re.MULTILINE)  # rlhf_core/launch.py writes it
+ENDED = re.compile(r"^\+\+\+ .* ended after ([0-9.]+) s with code", re.MULTILINE)  # rlhf_core/runs/launch.py writes it
 STAGE = f"""
 import sys, time
-from rlhf_core.stage import Outcome, run_stage, write_text
+from rlhf_core.runs.run_dir import Outcome, run_stage, write_text
 
 def work(request, run):
     time.sleep({SLEEP})
@@ -45,18 +45,18 @@ shutil.copy(source / "result.json", run / "result.json")
 """
 COMMAND = """
 import sys
-import flows.cli, flows.cli_run
-run = flows.cli_run._run
+import flows.cli, flows.cli.run
+run = flows.cli.run._run
 
 def with_other_stages(*given):
     import flows.alignment, tasks.stages
     tasks.stages.module_of = lambda kind: "other_stage"
-    flows.alignment.require_here = flows.cli_run.require_here
+    flows.alignment.require_here = flows.cli.run.require_here
     return run(*given)
 
-flows.cli_run._run = with_other_stages
+flows.cli.run._run = with_other_stages
 if sys.argv[1] == "unchecked":
-    flows.cli_run.require_here = lambda planned, nodes: None
+    flows.cli.run.require_here = lambda planned, nodes: None
 sys.exit(flows.cli.main(["run", *sys.argv[2:]]))
 """
 

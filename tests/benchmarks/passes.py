@@ -23,9 +23,9 @@ import torch
 
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
-from rlhf_core.engine.base import AdamW, TorchEngine
-from rlhf_core.engine.zero import ZeroEngine
-from rlhf_core.models.load import spoken_logprobs, trained_policy
+from rlhf_core.models.load import masked_logprobs, trained_policy
+from rlhf_core.training.engine import AdamW, TorchEngine
+from rlhf_core.training.zero_engine import ZeroEngine
 
 PASSES, STEPS = 4, 4
 
@@ -58,7 +58,7 @@ def measure(engine: TorchEngine | ZeroEngine, tokens: int, size: int, arguments:
         torch.cuda.reset_peak_memory_stats()
 
     def one_pass(last: bool) -> None:
-        logprobs = spoken_logprobs(engine, batch).logprobs
+        logprobs = masked_logprobs(engine, batch).logprobs
         engine.backward(-(logprobs * batch.mask).sum() / tokens / PASSES / engine.world_size, last)
 
     def step() -> float:

@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import openrlhf_ppo
+from headed import headed
 from openrlhf_ppo import run_child
+from record import figure, write
 
 from rlhf_core.config import PPO
 from rlhf_core.forecast.placements import choose, forecast, placements
 from rlhf_core.forecast.seconds import CARDS, Card
-from rlhf_core.forecast.sizes import size_of
-from rlhf_core.stage import RunDir, StageRequest
-from rlhf_core.tracking import read_metrics
+from rlhf_core.hub.model_config import size_of
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 LETTERS = """
 def letters(responses):
@@ -100,6 +102,8 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--peer", action="store_true", help="afterwards the same work in OpenRLHF, where it is installed, and the ratios")
     parser.add_argument("--peer-seconds", type=int, default=900, help="then the peer is cut off; steps that ended count")
+    parser.add_argument("--json", type=Path, help="file for the record of this run (results/NAME.json)")
+    parser.add_argument("--name", default="ppo-step", help="name in the record: that of a stored one, to compare with it")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True)
     rng = random.Random(0)
@@ -112,7 +116,8 @@ def main() -> None:
         config = chosen(config, arguments.model, card)
     print(f"plan {json.dumps(foretold(config, arguments.model, card))}", flush=True)
     run = RunDir(arguments.out / "run")
-    inputs = dict.fromkeys(("base", "other"), str(arguments.model))  # other: a second reward model
+    scored = str(headed(arguments.model, arguments.out / "rm"))
+    inputs = {"base": str(arguments.model), "rm": scored, "other": scored}  # other: a second reward model
     run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=0))
     peaks = watch_memory()
     start, ended = time.time(), threading.Event()
@@ -123,9 +128,21 @@ def main() -> None:
     watcher.join()
     lines = read_metrics(run.path)
     print(f"exit code {code} after {time.time() - start:.0f} s; peak GiB by card {in_gib(peaks)}", flush=True)
+    if arguments.json and lines:
+        settings = {key: value for key, value in vars(arguments).items() if key not in ("model", "out", "json", "name")}
+        write(arguments.json, arguments.name, f"PPO step, placement {arguments.placement}", settings, figures(lines, start, peaks))
     if arguments.peer:
         beside(lines, arguments)
     sys.exit(code)
+
+
+def figures(lines: list[dict[str, float]], start: float, peaks: list[int]) -> dict[str, dict[str, Any]]:
+    """What a record holds: the last step with its phases, seconds to the first rollout, the fullest GPU, the sampler gap."""
+    phases = {name: lines[-1][f"phase/{name}"] for name in ("generate", "score", "train", "sync") if f"phase/{name}" in lines[-1]}
+    seconds = {"step": total(lines[-1]), **phases, "first rollout": lines[0]["time"] - total(lines[0]) - start}
+    found = {name: figure(round(value, 2), "s") for name, value in seconds.items()}
+    gap = figure(round(lines[-1]["sampler/gap"], 4), "nats")
+    return found | {"peak": figure(max(in_gib(peaks)), "GiB"), "sampler gap": gap}
 
 
 def beside(lines: list[dict[str, float]], arguments: argparse.Namespace) -> None:
@@ -171,7 +188,7 @@ def stage_config(arguments: argparse.Namespace) -> PPO:
             "gradient_checkpointing": arguments.recompute,
             **placement,
             **settings,
-            "reward": [*settings.get("reward", ["base"]), {"function": f"{arguments.out / 'letters.py'}:letters"}],
+            "reward": [*settings.get("reward", ["rm"]), {"function": f"{arguments.out / 'letters.py'}:letters"}],
             "vllm": placement["vllm"] | settings.get("vllm", {}),
         }
     )

@@ -17,16 +17,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from headed import headed
 from ppo_step import options, stage_config, watch_memory
 from transformers import AutoConfig
 
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
-from rlhf_core.ppo.fleet import Fleet, WeightsDiffer, start_fleet
-from rlhf_core.ppo.roles import Update
-from rlhf_core.ppo.start import seated
-from rlhf_core.ppo.train import model_paths
-from rlhf_core.ppo.types import Experience
+from rlhf_core.stages.ppo.fleet import Fleet, start_fleet
+from rlhf_core.stages.ppo.probe import WeightsDiffer
+from rlhf_core.stages.ppo.records import Experience
+from rlhf_core.stages.ppo.roles import Update
+from rlhf_core.stages.ppo.run import start_processes
+from rlhf_core.stages.ppo.train import model_paths
 
 
 def main() -> None:
@@ -37,8 +39,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True)
     (arguments.out / "prompts.jsonl").write_text(json.dumps({"prompt": "not read"}) + "\n")
     config = stage_config(arguments)
-    paths = model_paths(config, {"base": str(arguments.model)})
-    fleet = start_fleet(config, paths, load_tokenizer(paths["actor"], False), 0, seated(config), False)
+    paths = model_paths(config, {"base": str(arguments.model), "rm": str(headed(arguments.model, arguments.out / "rm"))})
+    fleet = start_fleet(config, paths, load_tokenizer(paths["actor"], False), 0, start_processes(config), False)
     size = weight_bytes(arguments.model, 2 if config.dtype == "bfloat16" else 4)
     peaks = watch_memory() if torch.cuda.is_available() else []
     experience = made_up(AutoConfig.from_pretrained(arguments.model).vocab_size, arguments.generate_len)

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ppo import run_child
+from record import figure, write
 
 from rlhf_core.config import DPO, KTO, SFT, Ranks, RewardModel, Trainable
-from rlhf_core.stage import RunDir, StageRequest
-from rlhf_core.tracking import read_metrics
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 PASSES = 4  # of one optimiser step, on one card
 PAIR = 1024  # tokens of each side of a pair
@@ -45,7 +46,10 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help="TRL in place of ours")
     parser.add_argument("--peer-weights", default="bfloat16", choices=("bfloat16", "float32"), help="float32: TRL steps fp32, as ours does")
     parser.add_argument("--flops", type=float, default=790e12)
+    parser.add_argument("--json", type=Path, help="file for the record of this run (results/NAME.json)")
+    parser.add_argument("--name", default="training", help="name in the record: that of a stored one, to compare with it")
     arguments = parser.parse_args()
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("model", "out", "json", "name")}
     if arguments.pass_tokens % (2 * PAIR) or (arguments.peer and arguments.cards > 1):
         parser.error(f"--pass-tokens is a multiple of {2 * PAIR}, and TRL runs on one card")
     arguments.out.mkdir(parents=True)
@@ -62,6 +66,9 @@ def main() -> None:
     )
     mfu = 6 * size * rate / arguments.flops / arguments.cards
     print(f"{arguments.what} {name}: {rate:,.0f} tokens/s, {steady:.2f} s a step of {per_step:,.0f} tokens, MFU {mfu:.1%}", flush=True)
+    if arguments.json:
+        found = {"rate": figure(round(rate), "tokens/s", "higher"), "MFU": figure(round(100 * mfu, 1), "%", "higher")}
+        write(arguments.json, arguments.name, f"{arguments.what} {name}", settings, found)
 
 
 def tokens_of(row: dict[str, str]) -> int:

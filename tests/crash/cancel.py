@@ -1,4 +1,4 @@
-"""Cancels runs of `alignflow serve` at every stage of the demo's chain, with the real engines, and writes docs/cancel.md.
+"""Cancels runs of `alignflow serve` at every stage of the demo's chain, with the real engines, and writes docs/reference/cancel.md.
 
 One `serve`, one run after another of the same recipe (the demo's, with little of everything). Each is cancelled through Prefect's API, as
 its pages do, while the first stage that is not done yet is at work; the next run finishes that stage and goes on to the following one.
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -26,10 +27,10 @@ import psutil
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from rlhf_core.stage import LOG, METRICS, RESULT  # noqa: E402
-from tests.hub_server import TOKEN, Hub  # noqa: E402
-from tests.hub_server import serve as hub_server  # noqa: E402
-from tests.micro import Serve, ask, left, wait_until  # noqa: E402
+from rlhf_core.runs.run_dir import LOG, METRICS, RESULT  # noqa: E402
+from tests.support.hub_server import TOKEN, Hub  # noqa: E402
+from tests.support.hub_server import serve as hub_server  # noqa: E402
+from tests.support.micro import Serve, ask, left, wait_until  # noqa: E402
 
 NAME, REPO = "tiny-cpu", "me/model"
 SMALL = (
@@ -64,12 +65,12 @@ KINDS = {  # what a part of a command line stands for
     "flows.cli": "flow",
     "prefect.server": "server",
     "server_process.py": "server",
-    "rlhf_core.reaper": "reaper",
+    "rlhf_core.system.reaper": "reaper",
     "-m rlhf_core": "stage",
     "-m evaluation": "stage",
     "gcs_server": "GCS",
     "raylet/raylet": "raylet",
-    "rlhf_core/watch.py": "watcher",
+    "rlhf_core/system/orphan_watcher.py": "watcher",
     "ray::": "Ray workers",
     "/ray/": "Ray's others",
 }
@@ -108,7 +109,7 @@ def cancelled(serve: Serve, api: str, stage: str, hub: Hub) -> dict[str, object]
         run = serve.run(api, f"alignment/{NAME}")
         wait_until(lambda: at_work(serve.folder, stage, since), f"{stage} to work", START_SECONDS, serve.told)
         time.sleep(2)
-        worker = next(p for p in psutil.Process(serve.process.pid).children() if p.cmdline()[1:4] == ["-m", "prefect", "worker"])
+        worker = next(p for p in psutil.Process(serve.process.pid).children() if ("prefect", "worker") in pairwise(p.cmdline()))
         body = {"state": {"type": "CANCELLING"}}
         found = cut_off(serve.folder, stage, worker, lambda: ask(api, f"/flow_runs/{run}/set_state", body), spared)
         wait_until(lambda: ended(serve, api, run), "the state of the run", 60, serve.told)
@@ -204,7 +205,7 @@ def page(results: dict[str, dict[str, object]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "cancel")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "cancel.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "reference" / "cancel.md")
     given = parser.parse_args()
     folder = given.out.absolute()
     if not (folder / "demo" / "material" / "base").exists():

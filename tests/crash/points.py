@@ -15,12 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from tests.micro import Serve
+from tests.support.micro import Serve
 
 ROOT = Path(__file__).parents[2]
 WHO = ("flow", "worker", "stage", "ray", "server")
@@ -195,8 +196,8 @@ def find(run: int, who: str) -> psutil.Process | None:
     if who == "flow":
         return command
     fits: dict[str, Callable[[psutil.Process], bool]] = {
-        "worker": lambda process: command_of(process)[1:4] == ["-m", "prefect", "worker"],
-        "stage": lambda process: "rlhf_core.reaper" in parent_command(process),
+        "worker": lambda process: ("prefect", "worker") in pairwise(command_of(process)),
+        "stage": lambda process: "rlhf_core.system.reaper" in parent_command(process),
         "ray": lambda process: is_actor(" ".join(command_of(process))),
         "server": lambda process: any(word.endswith("server_process.py") for word in command_of(process)),
     }

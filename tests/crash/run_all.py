@@ -27,7 +27,7 @@ from pathlib import Path
 from threading import Lock
 
 from flows.serve import Servants, free_port
-from rlhf_core.stage import write_text
+from rlhf_core.system.files import write_text
 from tests.crash.points import WHEN, WHO, Chain, Moment, Outcome, files, measure, point
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="points that begin with one of these, separated by commas")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "crash")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "crash.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "reference" / "crash.md")
     parser.add_argument("--at-once", type=int, default=1, help="points at a time")
     given = parser.parse_args()
     out = given.out.absolute()

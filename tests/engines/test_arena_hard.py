@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import PPO, Data, Evaluation, Ranks, RewardJudge, RewardModel, Source, StageConfig, Vllm
-from rlhf_core.stage import RunDir, StageRequest
-from rlhf_core.tracking import read_metrics
-from rlhf_core.types import StageResult
+from rlhf_core.records import StageResult
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 QUESTIONS = Path(__file__).parents[3] / "shared" / "data" / "arena-hard" / "v0.1-question.jsonl"
 LIMITS = {"prompt_max_len": 96, "generate_max_len": 12}

@@ -19,9 +19,10 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_core.config.metrics import BALANCE, has_metric, metrics_of
-from rlhf_core.stage import RunDir
-from rlhf_core.tracking import read_metrics
+from rlhf_core.config.kinds import has_metric, metrics_of
+from rlhf_core.config.metrics import BALANCE
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
@@ -140,6 +141,6 @@ def test_gates_may_name_just_what_the_stages_write(folder: Path) -> None:
     for run in map(RunDir, (folder / "artifacts/stages").iterdir()):
         result, config = run.result(), run.request().config
         assert result is not None
-        known = [name for name in metrics_of(config) if "*" not in name and BALANCE not in name]  # type: ignore[arg-type]
+        known = [name for name in metrics_of(config) if "*" not in name and BALANCE not in name]
         assert [name for name in known if name not in result.metrics] == [], result.name
-        assert [name for name in result.metrics if not has_metric(config, name)] == [], result.name  # type: ignore[arg-type]
+        assert [name for name in result.metrics if not has_metric(config, name)] == [], result.name

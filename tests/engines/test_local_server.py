@@ -11,18 +11,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from evaluation.judge import Match
-from evaluation.judge_prompt import judge_prompt
-from evaluation.questions import Question
-from evaluation.run import run as evaluate
-from evaluation.tax import run as tax
-from evaluation.tax_report import TaxReport
+from evaluation.alignment_tax.report import TaxReport
+from evaluation.alignment_tax.stage import run as tax
+from evaluation.answers.questions import Question
+from evaluation.judges.judge_prompt import judge_prompt
+from evaluation.judges.offline import Match
+from evaluation.stage import run as evaluate
 from rlhf_core.config import AlignmentTax, Evaluation, Gate, RuleJudge, Source, Vllm, VllmJudge
-from rlhf_core.config.metrics import has_metric
-from rlhf_core.gates import check
-from rlhf_core.stage import RunDir, StageRequest, run_stage
-from rlhf_core.types import EvalReport
-from tests.tiny_models import fit
+from rlhf_core.config.kinds import has_metric
+from rlhf_core.recipe.gates import check
+from rlhf_core.records import EvalReport
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from tests.support.tiny_models import fit
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
 from flows.alignment import alignment
-from rlhf_core.gates import GateFailed
-from rlhf_core.recipe import load_recipe
+from rlhf_core.recipe.gates import GateFailed
+from rlhf_core.recipe.load import load_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
@@ -98,7 +98,7 @@ def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             "reward_model.data.sources=shuffled.jsonl",
             "reward_model",
-            "The reward model is bad, or too sure of itself: it does not carry over to pairs it has not seen.",
+            "The reward model is bad, or overconfident: it does not generalise to unseen pairs.",
         ),
         ("sft.learning_rate=0.3", "sft", "The SFT is bad: everything after it starts from this model."),
     ],

@@ -1,7 +1,7 @@
 """PPO with all its engines: four models and vLLM on Ray workers, DeepSpeed ZeRO-3 on two actor ranks.
 
 One undisturbed run over two Ray nodes and one whose engine is killed, started again; what must hold is read from their metrics and weights.
-One with all groups on the same seats, sent to a cluster by `ray job submit`. Then dynamic filtering, whose place on the line of prompts is
+One with all groups in the same slots, sent to a cluster by `ray job submit`. Then dynamic filtering, whose place on the line of prompts is
 no function of the iteration: GRPO, a function as the only reward, the stage's own process killed.
 """
 
@@ -23,10 +23,10 @@ import torch
 from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
-import rlhf_core.reward_model
+import rlhf_core.stages.reward_model
 from rlhf_core.config import PPO, Data, Ranks, RewardModel, Vllm
-from rlhf_core.stage import RunDir, StageRequest
-from rlhf_core.tracking import read_metrics
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ITERATIONS, SAVED, FROZEN = 4, 2, 1
@@ -196,7 +196,7 @@ def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     config = RewardModel(model="base", data=pairs, train_batch_size=16, micro_train_batch_size=16, max_len=96, learning_rate=1e-3)
     (root / "reward_model").mkdir()
     request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
-    rlhf_core.reward_model.run(request, RunDir(root / "reward_model"))
+    rlhf_core.stages.reward_model.run(request, RunDir(root / "reward_model"))
     runs = Runs(root / "whole", root / "killed", root / "one_rank")
     for folder in (runs.whole, runs.killed):
         prepare(folder, material, root / "reward_model", actor_ranks=2, colocate_critic_reward=True)

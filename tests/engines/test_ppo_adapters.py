@@ -10,13 +10,13 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-import rlhf_core.ppo.start
-import rlhf_core.reward_model
+import rlhf_core.stages.ppo.run
+import rlhf_core.stages.reward_model
 from rlhf_core.config import PPO, Data, Lora, Ranks, RewardModel, Vllm
 from rlhf_core.models.load import load_policy
-from rlhf_core.stage import RunDir, StageRequest
-from rlhf_core.tracking import read_metrics
-from tests.families import make_family
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.families import make_family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -27,7 +27,7 @@ def reward_model(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     pairs = Data(sources=str(material / "preferences.jsonl"))
     config = RewardModel(model="base", data=pairs, train_batch_size=16, micro_train_batch_size=16, max_len=96, learning_rate=1e-3)
     request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
-    rlhf_core.reward_model.run(request, RunDir(folder))
+    rlhf_core.stages.reward_model.run(request, RunDir(folder))
     return folder / "checkpoint"
 
 
@@ -68,7 +68,7 @@ def test_the_sampler_follows_the_actor(
     inputs = {"base": str(base), "reward_model": str(reward_model)}
     (tmp_path / "ppo").mkdir()
     try:
-        rlhf_core.ppo.start.run(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7), RunDir(tmp_path / "ppo"))
+        rlhf_core.stages.ppo.run.run(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7), RunDir(tmp_path / "ppo"))
     finally:
         ray.shutdown()
     lines = read_metrics(tmp_path / "ppo")

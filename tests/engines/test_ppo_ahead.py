@@ -20,10 +20,10 @@ from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.data.sources import prompts
 from rlhf_core.models.load import load_policy
-from rlhf_core.ppo.ahead import read_ahead
-from rlhf_core.ppo.fleet import PROBE_TOLERANCE
-from rlhf_core.ppo.sampling import Line, Sampled
-from rlhf_core.tracking import read_metrics
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.stages.ppo.one_step_off import read_ahead
+from rlhf_core.stages.ppo.probe import PROBE_TOLERANCE
+from rlhf_core.stages.ppo.sampling import Line, Sampled
 from tests.engines.test_ppo import SAVED, SHARE, assert_same_end, common, finish, finish_and_keep, write_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rlhf_core.config import PPO, Ranks, Vllm
-from rlhf_core.tracking import read_metrics
+from rlhf_core.runs.metrics_log import read_metrics
 from tests.engines.test_ppo import SHARE, assert_same_end, common, finish, finish_and_keep, write_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import rlhf_core.reward_model
+import rlhf_core.stages.reward_model
 from rlhf_core.config import PPO, Data, Ranks, RewardModel, Vllm
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.models.scoring import RewardScorer
-from rlhf_core.reward_server import Asked, document
-from rlhf_core.stage import RunDir, StageRequest
-from rlhf_core.tracking import read_metrics
+from rlhf_core.rewards.server import Asked, document
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ITERATIONS = 3
@@ -42,7 +42,7 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = RewardModel(model="base", data=pairs, train_batch_size=16, micro_train_batch_size=16, max_len=96, learning_rate=1e-3)
     request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
     (root / "rm").mkdir()
-    rlhf_core.reward_model.run(request, RunDir(root / "rm"))
+    rlhf_core.stages.reward_model.run(request, RunDir(root / "rm"))
     (root / "checks").mkdir()
     (root / "checks" / "checks.py").write_text(FUNCTION)
     served = subprocess.Popen(

@@ -16,9 +16,9 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.sources import prompts
 from rlhf_core.models.scoring import RewardScorer
-from rlhf_core.round_answers import answers_of_round
-from rlhf_core.round_scores import scores_on_ranks
-from rlhf_core.stage import STATE, RunDir, StageRequest
+from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
+from rlhf_core.stages.preferences.sample_answers import answers_of_round
+from rlhf_core.stages.preferences.score_answers import scores_on_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

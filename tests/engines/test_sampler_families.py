@@ -13,14 +13,14 @@ import torch
 from rlhf_core.config import Lora
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
-from rlhf_core.engine.base import AdamW, TorchEngine, on_cpu
 from rlhf_core.models.load import Policy, load_policy, trained_policy
 from rlhf_core.models.lora import lora_layers
 from rlhf_core.models.save import save_adapter, save_tokenizer
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
-from rlhf_core.ppo.fleet import PROBE_TOLERANCE, WeightsDiffer, check_gap
 from rlhf_core.rollout.engine import Sampler
-from tests.families import make_family
+from rlhf_core.stages.ppo.probe import PROBE_TOLERANCE, WeightsDiffer, check_gap
+from rlhf_core.training.engine import AdamW, TorchEngine, on_cpu
+from tests.support.families import make_family
 
 pytestmark = pytest.mark.slow
 DOCUMENTS = [[5, 9, 20, 33, 40, 51, 7], [8, 8, 9, 10, 77, 81]]
@@ -43,7 +43,7 @@ class Setting(NamedTuple):
         self.sampler.update(checkpoint_weights(policy.model, lambda parameters: nullcontext()))
 
 
-@pytest.fixture(params=["llama", "mistral", "qwen3", "mixtral", "qwen3-moe"], scope="module")
+@pytest.fixture(params=["llama", "mistral", "qwen3", "mixtral", "qwen3-moe", "granite-hybrid"], scope="module")
 def setting(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     base = make_family(request.param, material / "base", tmp_path_factory.mktemp(request.param))
     sampler = Sampler(str(base), seed=0, max_model_len=96, kv_cache_gib=0.5)

@@ -10,18 +10,24 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import rlhf_core.dpo
-import rlhf_core.kto
-import rlhf_core.reward_model
-import rlhf_core.sft
+import rlhf_core.stages.dpo
+import rlhf_core.stages.kto
+import rlhf_core.stages.reward_model
+import rlhf_core.stages.sft
 from rlhf_core.config import DPO, KTO, SFT, Data, Lora, Ranks, RewardModel
-from rlhf_core.stage import RunDir, StageRequest
-from rlhf_core.tracking import read_metrics
-from tests.families import make_family
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.families import make_family
+from tests.unit.models.test_document_leak import save_leaking
 
 pytestmark = pytest.mark.slow
 FIELDS = {"train_batch_size": 12, "micro_train_batch_size": 2, "max_len": 64, "learning_rate": 1e-3}
-WORK = {"sft": rlhf_core.sft.run, "reward_model": rlhf_core.reward_model.run, "dpo": rlhf_core.dpo.run, "kto": rlhf_core.kto.run}
+WORK = {
+    "sft": rlhf_core.stages.sft.run,
+    "reward_model": rlhf_core.stages.reward_model.run,
+    "dpo": rlhf_core.stages.dpo.run,
+    "kto": rlhf_core.stages.kto.run,
+}
 TWO = {"zero_stage": 3, "ranks": Ranks(num_ranks_per_node=2, cpus=0.5)}
 
 
@@ -62,6 +68,13 @@ def test_two_zero3_ranks_train_experts_and_their_balance_as_one_does(material: P
     base = make_family("mixtral", material / "base", tmp_path / "base")
     lines = two_are_one("sft", material, tmp_path, base, router_aux_coef=0.01)
     assert all(line["router/balance"] > 0 for line in lines)
+
+
+def test_two_zero3_ranks_keep_documents_apart_that_would_leak_as_one_does(material: Path, tmp_path: Path) -> None:
+    base = save_leaking("falcon", material / "base", tmp_path / "base")
+    rows = train("sft", material, tmp_path / "rows", base, packing=False)
+    packed = two_are_one("sft", material, tmp_path, base)
+    assert [line["loss"] for line in packed] == pytest.approx([line["loss"] for line in rows], rel=2e-4)
 
 
 def two_are_one(kind: str, material: Path, tmp_path: Path, base: Path | None = None, **more: object) -> list[dict[str, float]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.cluster.ranks import free_port
+from rlhf_core.cluster.rank_environment import free_port
 
 pytestmark = pytest.mark.slow
 RANK = """
@@ -19,16 +19,16 @@ logging.disable(logging.WARNING)
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from rlhf_core.engine import zero
-from rlhf_core.engine.base import AdamW
+from rlhf_core.training import zero_engine
+from rlhf_core.training.engine import AdamW
 
-scored, zero.KEPT = int(sys.argv[1]), float(sys.argv[2])
+scored, zero_engine.KEPT = int(sys.argv[1]), float(sys.argv[2])
 torch.manual_seed(0)
 config = LlamaConfig(
     vocab_size=600, hidden_size=384, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4
 )
 model = LlamaForCausalLM(config).train()
-engine = zero.ZeroEngine(model, AdamW((0.9, 0.95), 0.0, 1.0), 3, "float32", 1, 60)
+engine = zero_engine.ZeroEngine(model, AdamW((0.9, 0.95), 0.0, 1.0), 3, "float32", 1, 60)
 config = engine._engine._config.zero_config
 tokens = torch.arange(16)[None]
 whole = []

@@ -1,4 +1,4 @@
-"""A Prefect server for the whole session, in a process of its own, for flows that run in tests, and the recipe that most of them run."""
+"""Fixtures: a Prefect server in its own process for the whole session, and the recipe that most flow tests run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from prefect.settings import PREFECT_API_URL, PREFECT_LOCAL_STORAGE_PATH, tempor
 from prefect.testing.utilities import prefect_test_harness
 
 import flows.alignment
-import flows.cli_run
+import flows.cli.run
 import tasks.stages
 from rlhf_core.config import Recipe
-from rlhf_core.recipe import load_recipe
-from tests.writing_stages import STAGE, TEXT
+from rlhf_core.recipe.load import load_recipe
+from tests.support.writing_stages import STAGE, TEXT
 
 
 @pytest.fixture(scope="session")
 def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The API's address."""
+    """Yields the API's URL."""
     with (
         temporary_settings({PREFECT_LOCAL_STORAGE_PATH: tmp_path_factory.mktemp("prefect-results")}),
         prefect_test_harness(server_startup_timeout=120),
@@ -29,7 +29,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
-    """Loads a recipe, with overrides, whose stages are tests/writing_stages.py's; the test works in the recipe's folder."""
+    """Returns a loader of the recipe of tests/support/writing_stages.py with overrides; changes to the recipe's folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "stage_for_flows.py").write_text(STAGE)
@@ -38,5 +38,5 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rec
     monkeypatch.setattr(tasks.stages, "module_of", lambda kind: "stage_for_flows")
     monkeypatch.setattr(tasks.stages.run_stage, "retry_delay_seconds", 0)
     monkeypatch.setattr(flows.alignment, "require_here", lambda planned, nodes: None)
-    monkeypatch.setattr(flows.cli_run, "require_here", lambda planned, nodes: None)
+    monkeypatch.setattr(flows.cli.run, "require_here", lambda planned, nodes: None)
     return lambda *overrides: load_recipe("recipe.yaml", overrides)

@@ -1,4 +1,4 @@
-"""The flow with real launcher, reaper and processes, whose stages only write what a stage writes. Prefect runs in its test harness."""
+"""Runs the flow with the real launcher and processes, in Prefect's test harness; its stages only write files."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ import pytest
 from prefect.blocks.system import Secret
 
 import flows.alignment
-import flows.cli
+import flows.cli.run
+import tasks.notify
 from flows.alignment import alignment, stage
-from rlhf_core.check import require_here
 from rlhf_core.config import Recipe
-from rlhf_core.launch import StageFailed
-from rlhf_core.plan import plan
-from rlhf_core.recipe import load_recipe
-from rlhf_core.stage import RunDir
+from rlhf_core.preflight.inputs import require_here
+from rlhf_core.recipe.load import given_recipe, load_recipe
+from rlhf_core.recipe.plan import plan
+from rlhf_core.runs.launch import StageFailed
+from rlhf_core.runs.run_dir import RunDir
 from tasks.keys import provided
-from tests.writing_stages import ORDER, artifacts, attempts, fault, statuses
+from tests.support.writing_stages import ORDER, artifacts, attempts, fault, statuses
 
 pytestmark = pytest.mark.usefixtures("prefect")
 
 
-def test_a_recipe_runs_in_order_and_again_does_nothing(recipe: Callable[..., Recipe]) -> None:
+def test_stages_run_in_order_and_a_second_run_skips_them(recipe: Callable[..., Recipe]) -> None:
     alignment(recipe())
     assert attempts() == ORDER
     assert set(statuses().values()) == {"done"} and list(statuses()) == ORDER
@@ -56,7 +57,21 @@ def test_a_recipe_runs_in_order_and_again_does_nothing(recipe: Callable[..., Rec
     assert [entry["digest"] for entry in after["stages"]] == [entry["digest"] for entry in before["stages"]]
 
 
-def test_only_what_changed_is_done_again(recipe: Callable[..., Recipe]) -> None:
+@pytest.mark.parametrize("command", [["run", "recipe.yaml"], ["stage", "sft", "recipe.yaml"]])
+def test_the_command_line_plans_and_checks_a_recipe_once(
+    command: list[str], recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe()
+    calls: list[str] = []
+    for module in (flows.alignment, flows.cli.run):
+        monkeypatch.setattr(module, "plan", lambda given: calls.append("plan") or plan(given))
+        monkeypatch.setattr(module, "require_here", lambda planned, nodes: calls.append("require_here"))
+    monkeypatch.setattr(tasks.notify, "own_recipe", lambda *_: calls.append("own_recipe"))
+    assert flows.cli.main(command) == 0
+    assert calls == ["plan", "require_here"]
+
+
+def test_only_changed_stages_run_again(recipe: Callable[..., Recipe]) -> None:
     alignment(recipe())
     Path("attempts.txt").unlink()
     alignment("recipe.yaml", ("loop.beta=0.5",))
@@ -64,7 +79,28 @@ def test_only_what_changed_is_done_again(recipe: Callable[..., Recipe]) -> None:
     assert [name for name, status in statuses().items() if status == "skipped"] == ORDER[:3]
 
 
-def test_a_killed_stage_is_tried_again(recipe: Callable[..., Recipe]) -> None:
+def test_gc_keeps_the_stages_of_every_run(recipe: Callable[..., Recipe]) -> None:
+    """Runs with other seeds, and of one stage with an override, do not make stages of earlier runs garbage."""
+    recipe()
+    alignment("recipe.yaml", ("seed=1",))
+    alignment("recipe.yaml", ("seed=2",))
+    stage("recipe.yaml", "evaluation", ("seed=2", "evaluation.max_questions=5"))
+    made = {path.parent for path in Path("artifacts/stages").glob("*/result.json")}
+    assert len(made) == 2 * len(ORDER) + 1
+    assert flows.cli.main(["gc", "artifacts", "--delete"]) == 0
+    assert {path.parent for path in Path("artifacts/stages").glob("*/result.json")} == made
+
+    runs = [json.loads(file.read_text()) for file in sorted(Path("artifacts/tiny/runs").iterdir())]
+    assert [(run["config"]["seed"], run["config"]["stages"]["evaluation"]["max_questions"]) for run in runs] == [
+        (1, None),
+        (2, None),
+        (2, 5),
+    ]
+    assert all(0 < run["ended"] - run["started"] < 600 for run in runs)
+    assert given_recipe(runs[0]["config"], ()).model_dump() == load_recipe("recipe.yaml", ("seed=1",)).model_dump()
+
+
+def test_a_killed_stage_is_retried(recipe: Callable[..., Recipe]) -> None:
     fault(reward_model=["killed"])
     alignment(recipe())
     assert attempts()[:3] == ["sft", "reward_model", "reward_model"]
@@ -81,7 +117,7 @@ def test_a_stage_that_fails_twice_ends_the_run_with_a_report(recipe: Callable[..
     assert attempts()[3:] == ORDER[1:]
 
 
-def test_wrong_input_is_not_tried_again(recipe: Callable[..., Recipe]) -> None:
+def test_wrong_input_is_not_retried(recipe: Callable[..., Recipe]) -> None:
     fault(reward_model=["refuses"])
     with pytest.raises(StageFailed, match="stage reward_model: the data has no rows: give some"):
         alignment(recipe())
@@ -95,7 +131,7 @@ def test_checks_come_before_any_work(recipe: Callable[..., Recipe], monkeypatch:
     assert attempts() == [] and not Path("artifacts").exists()
 
 
-def test_one_stage_and_nothing_else(recipe: Callable[..., Recipe]) -> None:
+def test_only_the_named_stage_runs(recipe: Callable[..., Recipe]) -> None:
     with pytest.raises(ValueError, match=r"round1.preferences needs sft, reward_model, which are not done: run `alignflow stage sft"):
         stage(recipe(), "loop")
     assert attempts() == []
@@ -120,8 +156,8 @@ def test_a_deleted_checkpoint_that_a_later_stage_needs(recipe: Callable[..., Rec
     assert attempts() == [*before, "reward_model"], "it alone is made anew"
 
 
-def test_a_run_names_its_stages_from_its_start(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `alignflow gc` finds while a run is in progress."""
+def test_a_run_records_its_stages_at_its_start(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`alignflow gc` reads that record while a run is in progress."""
     named = []
 
     def listed(request: Any, run_dir: Path, store: object) -> str:
@@ -134,7 +170,7 @@ def test_a_run_names_its_stages_from_its_start(recipe: Callable[..., Recipe], mo
     assert named == [ORDER]
 
 
-def test_a_key_that_only_prefect_knows_reaches_the_stages_of_a_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_of_a_prefect_secret_reaches_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     Secret(value="hf_OnlyPrefectKnowsThis").save("hf-token")
     try:

@@ -1,4 +1,4 @@
-"""Runs of `alignflow serve` that are cancelled or killed: nothing goes on working, nothing is marked done, the next run finishes."""
+"""Cancels or kills runs of `alignflow serve`: all processes end, no stage is marked done, the next run finishes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests import micro
-from tests.micro import Serve, ask, wait_until
+from tasks import server_process
+from tests.support import micro
+from tests.support.micro import Serve, ask, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
-LIMIT_SECONDS = 40  # in which everything must be gone
+LIMIT_SECONDS = 40  # until all processes must have ended
 
 
 class Working:
-    """A run whose stage is at work, for `seed`, which makes all digests its own."""
+    """A run with a stage in progress. `seed` makes its digests unique."""
 
     def __init__(self, serve: Serve, api: str, seed: int, stage: str = "sft"):
         self.serve, self.api, self.seed = serve, api, seed
@@ -34,7 +36,7 @@ class Working:
         self.stage = psutil.Process(pid)
         wait_until(self.stage.children, "the stage to start its child")
         reaper = self.stage.parent()
-        assert reaper is not None and "rlhf_core.reaper" in reaper.cmdline()
+        assert reaper is not None and "rlhf_core.system.reaper" in reaper.cmdline()
         flow = reaper.parent()
         assert flow is not None and "prefect.engine" in flow.cmdline()
         self.flow, self.all = flow, [flow, reaper, self.stage, *self.stage.children()]
@@ -53,7 +55,7 @@ class Working:
         wait_until(lambda: state() in states, f"the state {states}", seconds, lambda: f"{state()}\n{self.serve.told()}")
 
     def again(self, serve: Serve, api: str) -> None:
-        """The next run of the same recipe finishes, and does no finished stage twice."""
+        """Checks that the next run of the same recipe finishes and repeats no finished stage."""
         slow(serve.folder)
         run = serve.run(api, "alignment/micro", overrides=[f"seed={self.seed}"])
         wait_until(lambda: serve.state(api, run) == "COMPLETED", "the next run", 150, serve.told)
@@ -74,7 +76,7 @@ def alive(process: psutil.Process) -> bool:
 
 @pytest.fixture
 def starts() -> Iterator[list[Serve]]:
-    """Every `serve` put into it is ended with the test, however that ends."""
+    """Yields a list; each `serve` in it is stopped at the end of the test."""
     started: list[Serve] = []
     yield started
     for serve in started:
@@ -98,7 +100,7 @@ def test_cancelled_by_the_command(served: tuple[Serve, str]) -> None:
     serve, api = served
     work = Working(serve, api, 1)
     command = [sys.executable, "-m", "prefect", "flow-run", "cancel", work.run]
-    subprocess.run(command, env=os.environ | {"PREFECT_API_URL": api}, check=True, timeout=60, capture_output=True)
+    subprocess.run(command, env=os.environ | micro.client(api), check=True, timeout=60, capture_output=True)
     work.gone()
     work.ends_as("CANCELLED")
     work.again(serve, api)
@@ -113,7 +115,7 @@ def test_cancelled_by_the_api_in_a_later_stage(served: tuple[Serve, str]) -> Non
     work.again(serve, api)
 
 
-def test_the_flow_is_killed(served: tuple[Serve, str]) -> None:
+def test_a_killed_flow_ends_its_stage(served: tuple[Serve, str]) -> None:
     serve, api = served
     work = Working(serve, api, 3)
     work.flow.kill()
@@ -122,8 +124,8 @@ def test_the_flow_is_killed(served: tuple[Serve, str]) -> None:
     work.again(serve, api)
 
 
-def test_serve_or_a_part_of_it_ends(tmp_path: Path, starts: list[Serve]) -> None:
-    """Each time the next `serve` on the same home finds the run that was cut off, and finishes its work."""
+def test_all_processes_end_when_serve_or_one_of_them_ends(tmp_path: Path, starts: list[Serve]) -> None:
+    """Each time the next `serve` on the same home finds the interrupted run and finishes its work."""
     folder = tmp_path / "here"
     environment = micro.build(folder)
     work: Working | None = None
@@ -142,7 +144,8 @@ def test_serve_or_a_part_of_it_ends(tmp_path: Path, starts: list[Serve]) -> None
             serve.process.send_signal(signal.SIGINT)
         else:
             children = psutil.Process(serve.process.pid).children(recursive=True)
-            next(child for child in children if child.cmdline()[1:4] == ["-m", "prefect", who]).kill()
+            of = {"worker": ("prefect", "worker"), "server": ("-P", server_process.__file__)}[who]
+            next(child for child in children if of in pairwise(child.cmdline())).kill()
         work.gone()
         assert serve.process.wait(timeout=60) == code, serve.told()
         wait_until(lambda: not micro.left(folder), "all processes to end", LIMIT_SECONDS, lambda: str(micro.left(folder)))

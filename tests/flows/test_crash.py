@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import micro
 from tests.crash.points import Chain, Moment, Outcome, files, moments_of, point
+from tests.support import micro
 
 pytestmark = pytest.mark.timeout(300)
 STAGES = ("sft", "loop.round1.preferences", "loop.round1.dpo", "evaluation")
@@ -33,8 +33,8 @@ def undisturbed(prefect: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "finished", "starts"),
     [
         ("sft/flow/middle", False, (1, 2)),
-        ("sft/server/middle", True, (1, 1)),  # a server beside the flow is started again, and the flow ends well
-        pytest.param("loop.round1.preferences/stage/start", True, (2, 2), marks=pytest.mark.long),  # the flow itself tries again
+        ("sft/server/middle", True, (1, 1)),  # the flow's server is restarted, and the flow completes
+        pytest.param("loop.round1.preferences/stage/start", True, (2, 2), marks=pytest.mark.long),  # the flow retries the stage
         ("loop.round1.dpo/worker/end", False, (1, 2)),
         ("loop.round1.dpo/stage/end", True, (2, 2)),
         ("evaluation/flow/start", False, (1, 2)),
@@ -56,7 +56,7 @@ def test_killed_and_run_again(prefect: str, undisturbed: Path, tmp_path: Path, n
     assert (outcome.code == 0) == finished and (who != "worker" or outcome.code == 3), told
 
 
-def test_a_stage_done_twice_or_otherwise_is_seen() -> None:
+def test_a_repeated_or_different_stage_is_detected() -> None:
     good = Outcome(killed=True, gone=True, code=1, again=0, same=True, finished=False, starts=(1, 2), once=True)
     assert good.ok
     assert not any(
@@ -64,7 +64,7 @@ def test_a_stage_done_twice_or_otherwise_is_seen() -> None:
     )
 
 
-def test_the_moments_lie_between_the_first_step_and_the_result() -> None:
+def test_kill_times_are_between_the_first_step_and_the_result() -> None:
     steps = [(10.0, 1, 0), (20.0, 2, 0), (60.0, 3, 1), (70.0, 4, 2), (79.0, 5, 3)]
     assert moments_of(steps, 80.0) == {"start": Moment(1, 7.0), "middle": Moment(6, 0.0), "end": Moment(6, 8.0)}
     none = [(10.0, 1, 0), (20.0, 2, 0), (60.0, 3, 0)]

@@ -1,11 +1,14 @@
-"""deployments/prefect.yaml through Prefect's own command and a real server, and schedules that are wrong."""
+"""Deploys deployments/prefect.yaml with Prefect's command on a real server; refuses wrong schedules."""
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -13,23 +16,29 @@ from uuid import UUID
 import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import ObjectAlreadyExists
+from prefect.workers.process import ProcessWorker
 
 import flows.serve
-from flows.cli import main
-from flows.deployments import SILENT, deploy, prepare, schedule_of, served, sweep
-from flows.serve import LOG, Servants
-from rlhf_core.recipe import load_recipe
-from tests.micro import ROOT, ask, build, wait_until
+from flows.cli.app import main
+from flows.deployments import SILENT, deploy, job_template, prepare, schedule_of, served, sweep
+from flows.serve import LOG, POOL, Servants
+from rlhf_core.recipe.load import load_recipe
+from tasks.served import own_recipe
+from tests.support.micro import ROOT, ask, build, wait_until
 
 FILE = ROOT / "deployments" / "prefect.yaml"
 
 
-def test_all_deployments_are_made(prefect: str, tmp_path: Path) -> None:
+def test_all_deployments_are_created(prefect: str, tmp_path: Path) -> None:
     environment = build(tmp_path / "here") | {"PREFECT_API_URL": prefect, "ALIGNFLOW_RECIPE": "recipe.yaml", "PWD": str(tmp_path / "here")}
-    for pool in ("alignflow-process", "alignflow-ray", "alignflow"):
-        kind = {"name": pool, "type": "process"}  # the Kubernetes pool's own type needs a package and a cluster
-        ask(prefect, "/work_pools/", kind)
+    template = json.loads((FILE.parent / "process-pool.json").read_text())
+    assert template == job_template()
+    for pool in ("alignflow-process", "alignflow-ray"):
+        ask(prefect, "/work_pools/", {"name": pool, "type": "process", "base_job_template": template})
+    ask(prefect, "/work_pools/", {"name": "alignflow", "type": "process"})  # the type kubernetes needs a package and a cluster
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(FILE)]
     done = subprocess.run(
         command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
@@ -45,21 +54,32 @@ def test_all_deployments_are_made(prefect: str, tmp_path: Path) -> None:
     (schedule,) = nightly["schedules"]
     assert schedule["active"] and schedule["schedule"]["cron"] == "0 2 * * *" and schedule["schedule"]["timezone"] == "Europe/Berlin"
     assert nightly["concurrency_options"]["collision_strategy"] == "CANCEL_NEW" and nightly["global_concurrency_limit"]["limit"] == 1
-    assert nightly["job_variables"]["working_dir"] == str(tmp_path / "here")
-    assert nightly["job_variables"]["env"]["ALIGNFLOW_LIMIT"] == "alignflow-machine"
+    assert {
+        name: item["job_variables"] for name, item in found.items() if item["work_pool_name"] != "alignflow" and item["job_variables"]
+    } == {}
+    folders = {name: found[name]["pull_steps"] for name in ("nightly", "on-demand-ray")}
+    step = "prefect.deployments.steps.set_working_directory"
+    assert folders == {"nightly": [{step: {"directory": str(tmp_path / "here")}}], "on-demand-ray": [{step: {"directory": "/artifacts"}}]}
     sweep = [entry["parameters"]["overrides"] for entry in found["evaluation-sweep"]["schedules"]]
     assert sorted(sweep) == [["evaluation.temperature=0", "evaluation.proxy=null"], ["evaluation.temperature=1"]]
 
 
-def test_serve_tells_its_loops_when_to_end(prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_passes_end_conditions_to_its_loops(prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     build(tmp_path / "here")
+    default = ProcessWorker.get_default_base_job_template()  # as an earlier version made the pool
     with SyncPrefectClient(api=prefect) as client:
+        with suppress(ObjectAlreadyExists):
+            client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+        client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=default))
         prepare(client)
+        command = shlex.join([sys.executable, *flows.serve.SAFELY, "prefect.engine"])
+        fixed = {"stream_output": True, "command": command, "working_dir": str(tmp_path)}
+        assert client.read_work_pool(POOL).base_job_template["job_configuration"] == fixed
     ends = {"max_rounds": 4}
     (one,) = served(["here/recipe.yaml"], [], ends)
     names = deploy(prefect, one, schedule_of(None, "0 2 * * *", "UTC"), ends)
-    with SyncPrefectClient(api=prefect) as client:  # the server is that of other tests too
+    with SyncPrefectClient(api=prefect) as client:  # other tests use the same server
         for automation in client.read_automations_by_name(SILENT.name):
             client.delete_automation(automation.id)
     made = ask(prefect, "/deployments/filter", {"limit": 100})
@@ -69,7 +89,32 @@ def test_serve_tells_its_loops_when_to_end(prefect: str, tmp_path: Path, monkeyp
         served(["here/recipe.yaml"], [], {"max_rounds": 0})
 
 
-def test_schedules_fit_the_demos_recipe() -> None:
+def test_a_run_on_a_teams_server_has_its_deployments_own_recipe(prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(build_in(tmp_path))
+    flow = ask(prefect, "/flows/", {"name": "team"})["id"]
+    schedule = {"schedule": {"cron": "0 6 * * 6"}, "parameters": {"overrides": ["evaluation.proxy=null"]}}
+    body = {
+        "name": "own",
+        "flow_id": flow,
+        "parameters": {"recipe": "recipe.yaml", "overrides": ["artifacts=mine"]},
+        "schedules": [schedule],
+    }
+    own = ask(prefect, "/deployments/", body)["id"]
+    any_recipe = ask(prefect, "/deployments/", {"name": "any", "flow_id": flow})["id"]
+    assert own_recipe("recipe.yaml", ["artifacts=mine", "evaluation.proxy=null", "seed=4"], own).artifacts == "mine"
+    with pytest.raises(ValueError, match="override artifacts: a run of a deployment may set numbers"):
+        own_recipe("recipe.yaml", ["artifacts=other"], own)
+    for given, deployment in (("other.yaml", own), ({"name": "x"}, own), ("recipe.yaml", any_recipe), (None, any_recipe)):
+        with pytest.raises(ValueError, match="parameter recipe: a run of this deployment has the deployment's own recipe"):
+            own_recipe(given, [], deployment)
+
+
+def build_in(folder: Path) -> Path:
+    build(folder / "here")
+    return folder / "here"
+
+
+def test_schedules_match_the_demos_recipe() -> None:
     recipe = ROOT / "deployments" / "recipes" / "tiny-cpu.yaml"
     schedules = [schedule for each in yaml.safe_load(FILE.read_text())["deployments"] for schedule in each.get("schedules", [])]
     changed = [overrides for schedule in schedules if (overrides := schedule.get("parameters", {}).get("overrides"))]
@@ -90,6 +135,7 @@ def test_wrong_schedules_and_recipes_are_one_sentence(tmp_path: Path, monkeypatc
             schedule_of(every, "", "UTC")
     assert main(["serve", "here/recipe.yaml", "--port", "99999"]) == 2
     assert main(["serve", "here/recipe.yaml", "--port", "0", "--host", "nonsense.invalid"]) == 3
+    assert main(["serve", "here/recipe.yaml", "--allow-host", "http://proxy.example"]) == 2
     with pytest.raises(ValueError, match="two recipes are called micro"):
         served(["here/recipe.yaml", f"file://{tmp_path}/here/recipe.yaml"], [])
 
@@ -117,12 +163,12 @@ def test_a_second_serve_says_where_the_first_one_is(tmp_path: Path) -> None:
     [
         ("RUNNING", "RUNNING", "CRASHED"),
         ("PENDING", "PENDING", "CRASHED"),
-        ("CANCELLING", "CANCELLING", "CANCELLED"),  # the worker has ended it, and has not said so yet
+        ("CANCELLING", "CANCELLING", "CANCELLED"),  # the worker has ended it and not reported it yet
         ("CANCELLING", "CANCELLED", "CANCELLED"),
-        ("RUNNING", "COMPLETED", "COMPLETED"),  # it ended well after the list was read
+        ("RUNNING", "COMPLETED", "COMPLETED"),  # it completed after the list was read
     ],
 )
-def test_runs_whose_process_is_gone(prefect: str, listed: str, now: str, told: str) -> None:
+def test_runs_without_a_process_are_ended(prefect: str, listed: str, now: str, told: str) -> None:
     identity = ask(prefect, "/flows/", {"name": "gone"})["id"]
     deployment = ask(prefect, "/deployments/", {"name": f"{listed}-{now}", "flow_id": identity})["id"]
     run = ask(prefect, f"/deployments/{deployment}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
@@ -146,7 +192,7 @@ def test_runs_whose_process_is_gone(prefect: str, listed: str, now: str, told: s
         say("COMPLETED")
 
 
-def test_the_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_has_a_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flows.serve, "LOG_BYTES", 1000)
     servants, log = Servants(tmp_path, "127.0.0.1", 0), tmp_path / LOG
     command = "import sys\nfor line in sys.stdin: print('x' * 600, line, flush=True)"  # appends, as server and worker do

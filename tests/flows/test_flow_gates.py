@@ -1,4 +1,4 @@
-"""Gates in a flow: what a failed one stops, what goes on beside it, and how the command tells it."""
+"""Gates in a flow: which stages a failed one stops, which continue, and what the command prints."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 import flows.cli
 from flows.alignment import alignment, stage
 from rlhf_core.config import Recipe
-from rlhf_core.gates import GateFailed
-from tests.writing_stages import ORDER, TEXT, artifacts, attempts, statuses
+from rlhf_core.recipe.gates import GateFailed
+from tests.support.writing_stages import ORDER, TEXT, artifacts, attempts, statuses
 
 pytestmark = pytest.mark.usefixtures("prefect")
 
 
-def test_a_gate_stops_the_chain_and_a_relaxed_one_lets_it_go_on(recipe: Callable[..., Recipe]) -> None:
+def test_a_failed_gate_stops_the_run_and_a_relaxed_one_continues_it(recipe: Callable[..., Recipe]) -> None:
     gate = "reward_model.gates=[{metric: loss, max: 1.0}]"
-    told = "^stage reward_model: loss is 1.5, and the gate asks for at most 1: what depends on it was not started. The reward model did not"
+    told = "^stage reward_model: loss is 1.5, and the gate requires at most 1: what depends on it was not started. The reward model did not"
     for _ in range(2):  # also when the stage is found done
         with pytest.raises(GateFailed, match=told):
             alignment(recipe(gate))
@@ -29,7 +29,7 @@ def test_a_gate_stops_the_chain_and_a_relaxed_one_lets_it_go_on(recipe: Callable
     assert "The run stopped after reward_model, which did not pass a gate" in page and "failed: the run stopped here" in page
     assert "| loss | 1.5 | at most 1 | failed | stop |" in artifacts()["reward-model-gates"]
     with pytest.raises(GateFailed, match="reward_model"):
-        stage(recipe(gate), "loop.round1")  # its parents' gates count too
+        stage(recipe(gate), "loop.round1")  # its parents' gates also apply
     assert attempts() == ["sft", "reward_model"]
 
     alignment(recipe("reward_model.gates=[{metric: loss, max: 2.0}]"))
@@ -38,7 +38,7 @@ def test_a_gate_stops_the_chain_and_a_relaxed_one_lets_it_go_on(recipe: Callable
     assert [gate["passed"] for gate in summary["stages"][1]["gates"]] == [True]
 
 
-def test_a_warning_goes_on_and_a_branch_leaves_out_what_depends_on_it(recipe: Callable[..., Recipe]) -> None:
+def test_warn_continues_and_a_failed_branch_skips_its_dependents(recipe: Callable[..., Recipe]) -> None:
     with pytest.raises(GateFailed, match=r"stage reward_model: loss is 1\.5") as held:
         alignment(
             recipe("sft.gates=[{metric: loss, max: 1, on_fail: warn}]", "reward_model.gates=[{metric: loss, max: 1, on_fail: branch}]")
@@ -53,14 +53,14 @@ def test_a_warning_goes_on_and_a_branch_leaves_out_what_depends_on_it(recipe: Ca
     assert statuses()["more"] == "done" and statuses()["evaluation"] == "not run"
 
 
-def test_a_gate_in_the_terminal(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_gates(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
     gate = "sft.gates=[{metric: steps, min: 1}]"  # the stages of this test write no steps
     assert flows.cli.main(["validate", "recipe.yaml", gate]) == 0
     assert flows.cli.main(["validate", "recipe.yaml", "sft.gates=[{metric: eval/loss, max: 1}]"]) == 2
     assert "stages.sft.gates.0.metric: unknown metric 'eval/loss'" in capsys.readouterr().err
     assert flows.cli.main(["run", "recipe.yaml", gate]) == 1
     shown = capsys.readouterr()
-    assert "stage sft: its result has no metric steps, and the gate asks for at least 1: what depends on it was not started." in shown.err
+    assert "stage sft: its result has no metric steps, and the gate requires at least 1: what depends on it was not started." in shown.err
     assert "Traceback" not in shown.err and "gate failed (stop) stage sft" in shown.out
     assert attempts() == ["sft"]
     assert flows.cli.main(["run", "recipe.yaml", "sft.gates=[{metric: steps, min: 1, on_fail: warn}]"]) == 0

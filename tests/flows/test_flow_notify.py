@@ -1,4 +1,4 @@
-"""A webhook hears of a flow: every state, stage and gate once, and a receiver that hangs delays nothing."""
+"""Webhook messages of a flow: each state, stage and gate once; a hanging receiver does not delay it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from prefect.runner import Runner
 import flows.alignment
 import tasks.notify
 from flows.alignment import alignment, stage
-from rlhf_core.cluster.ranks import free_port
+from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.config import Recipe
-from rlhf_core.gates import GateFailed
-from tests.webhook import TOKEN, receiving
-from tests.writing_stages import ORDER, artifacts
+from rlhf_core.recipe.gates import GateFailed
+from tests.support.webhook import TOKEN, receiving
+from tests.support.writing_stages import ORDER, artifacts
 
 pytestmark = pytest.mark.usefixtures("prefect")
 
 
-def test_a_webhook_is_told_of_states_stages_and_gates(
+def test_a_webhook_gets_states_stages_and_gates(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     notify, gate = "notify={url_env: HOOK}", "sft.gates=[{metric: loss, max: 2}]"
@@ -54,7 +54,7 @@ def test_a_webhook_is_told_of_states_stages_and_gates(
 
 
 def test_a_bad_receiver_delays_no_flow(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flow ends while its first message is still under way: to one that hangs, and to nobody, tried again and again."""
+    """A flow ends while its first message is still being sent: to a hanging receiver, and to a closed port with many attempts."""
     monkeypatch.setattr(tasks.notify, "ATTEMPTS", 1000)
     with receiving() as receiver:
         receiver.hang = True
@@ -66,8 +66,8 @@ def test_a_bad_receiver_delays_no_flow(recipe: Callable[..., Recipe], monkeypatc
             atexit.unregister(sender._end)
 
 
-def test_a_scheduled_run_tells_each_of_its_states_once(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    alignment(recipe())  # the run below finds all done
+def test_a_scheduled_run_sends_each_state_once(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    alignment(recipe())  # so that the run below skips all stages
     root = Path(flows.alignment.__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", f"{Path('modules').absolute()}{os.pathsep}{root}")
     with receiving() as receiver:

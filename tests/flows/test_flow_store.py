@@ -1,4 +1,4 @@
-"""A flow with a store: another machine goes on from it, and one that goes away loses nothing."""
+"""A flow with a store: another machine resumes from it, and an unreachable store loses no result."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 import flows.cli
 from flows.loops import loop
 from rlhf_core.config import Recipe
-from rlhf_core.plan import plan
-from rlhf_core.remote_files import RemoteFiles, StoreFault
-from rlhf_core.stage import RunDir
-from tests.s3_server import s3
-from tests.writing_stages import ORDER, attempts, fault
+from rlhf_core.recipe.plan import plan
+from rlhf_core.runs.remote_files import RemoteFiles, StoreFault
+from rlhf_core.runs.run_dir import RunDir
+from tests.support.s3_server import s3
+from tests.support.writing_stages import ORDER, attempts, fault
 
 pytestmark = pytest.mark.usefixtures("prefect")
 
 
-def test_another_machine_goes_on_from_the_store(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
-    """Run, killed in the middle, the folder wiped, run again: against a real S3 server, through the command."""
+def test_another_machine_resumes_from_the_store(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+    """Run, kill, delete the folder, run again: with the command and a real S3 server."""
     with s3() as url:
         command = ["run", "recipe.yaml", f"store={url}"]
         fault(**{"loop.round1.dpo": ["killed", "killed"]})
@@ -44,7 +44,7 @@ def test_another_machine_goes_on_from_the_store(recipe: Callable[..., Recipe], c
         made = RunDir(plan(recipe("artifacts=elsewhere"))["loop"].run_dir)
         assert all("elsewhere" in place for place in made.request().inputs.values() if place.startswith("/")), "nothing of the first folder"
 
-        shutil.rmtree("elsewhere")  # one stage alone: what it needs comes from the store
+        shutil.rmtree("elsewhere")  # one stage alone: its parents come from the store
         assert flows.cli.main(["stage", "evaluation", "recipe.yaml", f"store={url}"]) == 0
         assert attempts() == ORDER[3:]
         shutil.rmtree(plan(recipe())["sft"].run_dir / "made")  # a checkpoint that a later stage needs
@@ -52,8 +52,8 @@ def test_another_machine_goes_on_from_the_store(recipe: Callable[..., Recipe], c
         assert attempts() == [*ORDER[3:], *ORDER[3:]]
 
 
-def test_a_nightly_loop_goes_on_from_the_store(recipe: Callable[..., Recipe]) -> None:
-    """Two nights, the disk wiped, a third night: it trains round 3 and nothing that the store has."""
+def test_a_nightly_loop_resumes_from_the_store(recipe: Callable[..., Recipe]) -> None:
+    """Two rounds, an empty disk, a third run: it trains round 3 and fetches the others."""
     Path("bucket").mkdir()
     for _ in range(2):
         loop("recipe.yaml", overrides=("store=bucket",))
@@ -67,7 +67,7 @@ def test_a_nightly_loop_goes_on_from_the_store(recipe: Callable[..., Recipe]) ->
     assert len(record["rounds"]) == 3 and record["begun"] is None
 
 
-def test_a_store_that_goes_away_loses_nothing(
+def test_an_unreachable_store_loses_no_result(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("bucket").mkdir()

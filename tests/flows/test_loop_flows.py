@@ -1,4 +1,4 @@
-"""The flows of loops and of parts of a recipe, in processes of their own, against one Prefect server."""
+"""Runs the flows of loops and of parts of a recipe in their own processes, with one Prefect server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from flows.loops import iterative_preference
 from rlhf_core.config import Recipe
-from rlhf_core.recipe import given_recipe, load_recipe
-from tests import micro
-from tests.writing_stages import attempts
+from rlhf_core.recipe.load import given_recipe, load_recipe
+from tests.support import micro
+from tests.support.writing_stages import attempts
 
 CALL = """
 import json, sys
@@ -29,7 +29,7 @@ print("STATE", state.type.value, state.message)
 
 
 class Called:
-    """A flow that was called in a process of its own."""
+    """A flow in its own process."""
 
     def __init__(self, folder: Path, environment: dict[str, str], name: str, **parameters: object):
         command = [sys.executable, "-c", CALL, name, json.dumps(parameters)]
@@ -55,7 +55,7 @@ def made(folder: Path, number: int) -> str:
     return file.read_text()
 
 
-def test_three_at_the_same_moment_do_one_round(here: tuple[Path, dict[str, str]]) -> None:
+def test_three_concurrent_runs_train_one_round(here: tuple[Path, dict[str, str]]) -> None:
     folder, environment = here
     (folder / "slow.json").write_text('{"until": "go"}')  # no stage works before the other two have ended, however slowly they begin
     called = [Called(folder, environment, "loop", recipe="recipe.yaml") for _ in range(3)]
@@ -68,7 +68,7 @@ def test_three_at_the_same_moment_do_one_round(here: tuple[Path, dict[str, str]]
     assert micro.begun(folder) == ["sft", "loop.round1.preferences", "loop.round1.dpo", "evaluation"]
 
 
-def test_rounds_until_the_win_rate_stops_rising_and_parts(here: tuple[Path, dict[str, str]]) -> None:
+def test_rounds_stop_when_the_win_rate_does_and_parts_run(here: tuple[Path, dict[str, str]]) -> None:
     folder, environment = here
     end = Called(folder, environment, "evaluate", recipe="recipe.yaml").ended()
     assert "FAILED" in end and "stage evaluation needs loop.round1.dpo, sft, which are not done: run `alignflow stage" in end
@@ -97,7 +97,7 @@ def test_wrong_parameters_are_one_sentence(here: tuple[Path, dict[str, str]]) ->
         assert end == f"FAILED Flow run encountered an exception: ValueError: {sentence}"
 
 
-def test_min_gain_without_an_evaluation_of_the_loop_is_told_before_anything_is_trained(prefect: str, recipe: Callable[..., Recipe]) -> None:
+def test_min_gain_without_an_evaluation_of_the_loop_is_refused_before_training(prefect: str, recipe: Callable[..., Recipe]) -> None:
     text = Path("recipe.yaml").read_text()
     Path("recipe.yaml").write_text(text.replace("models: [loop]", "models: [sft], baseline: base"))
     with pytest.raises(ValueError, match="min_gain needs an evaluation that judges loop: add one, or leave min_gain out"):
@@ -105,7 +105,7 @@ def test_min_gain_without_an_evaluation_of_the_loop_is_told_before_anything_is_t
     assert not attempts()
 
 
-def test_recipes_of_parameters(tmp_path: Path) -> None:
+def test_parameters_accept_every_form_of_a_recipe(tmp_path: Path) -> None:
     micro.build(tmp_path / "here")
     path = tmp_path / "here" / "recipe.yaml"
     plain = load_recipe(path)

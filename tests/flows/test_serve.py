@@ -1,4 +1,4 @@
-"""From nothing: `alignflow serve`, a run that somebody asks for, and the schedule that fires by itself, all seen through Prefect's API."""
+"""`alignflow serve` on an empty home: a manual run and scheduled runs, checked with Prefect's API."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.stage import StageRequest
-from tests import micro
-from tests.micro import Serve, ask, wait_until
+from rlhf_core.runs.run_dir import StageRequest
+from tests.support import micro
+from tests.support.micro import Serve, ask, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 
 
 def completed(api: str) -> list[dict[str, Any]]:
-    """Runs that trained a round, the first first."""
+    """Returns the runs that trained a round, oldest first."""
     runs = ask(api, "/flow_runs/filter", {"sort": "START_TIME_ASC", "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}})
     return [run for run in runs if "is done" in str(run["state"]["message"])]
 
@@ -26,7 +26,7 @@ def request_of(folder: Path, stage: str) -> StageRequest:
     return StageRequest.model_validate_json(file.read_text())
 
 
-def test_the_schedule_a_manual_run_and_the_schedule_again(tmp_path: Path) -> None:
+def test_scheduled_runs_before_and_after_a_manual_run(tmp_path: Path) -> None:
     folder = tmp_path / "here"
     serve = Serve(folder, micro.build(folder), "--every", "20")
     try:
@@ -61,7 +61,7 @@ def test_the_schedule_a_manual_run_and_the_schedule_again(tmp_path: Path) -> Non
 
 
 def test_a_manual_run_does_not_wait_for_late_ones(tmp_path: Path) -> None:
-    """Runs that are late, as after a machine was off for a weekend, are older than the one somebody asks for."""
+    """The late runs, as after a machine was off for a weekend, are older than the manual one."""
     folder = tmp_path / "here"
     serve = Serve(folder, micro.build(folder), "--cron", "0 2 * * *")
     try:

@@ -1,4 +1,4 @@
-"""The flow against a Prefect server of its own process, as a team runs it: names and artifacts are there for everyone to see."""
+"""Runs the flow with a Prefect server in another process, as a team does: names and artifacts are on the server."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_core.cluster.ranks import free_port
-from tests import micro
+from rlhf_core.cluster.rank_environment import free_port
+from tests.support import micro
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @contextmanager
 def serving(home: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A server's API and its process."""
+    """Yields a server's API URL and its process."""
     port = free_port()
     environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)]
@@ -80,7 +80,7 @@ def test_a_run_is_visible_on_the_server(server: str, material: Path, tmp_path: P
     assert any("published" in line for line in lines), "the stage's own log is relayed"
 
 
-def test_a_dead_server_is_one_sentence(material: Path, tmp_path: Path) -> None:
+def test_a_dead_server_is_reported_in_one_sentence(material: Path, tmp_path: Path) -> None:
     stages = {"publication": {"model": "base"}}
     recipe = {"name": "r", "base_model": str(material / "base"), "artifacts": str(tmp_path / "artifacts"), "stages": stages}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -90,8 +90,8 @@ def test_a_dead_server_is_one_sentence(material: Path, tmp_path: Path) -> None:
     assert done.returncode == 3 and "no Prefect server answers" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_server_that_goes_away_is_one_sentence(tmp_path: Path) -> None:
-    """Its stage is done all the same, and stays done."""
+def test_a_server_that_stops_is_reported_in_one_sentence(tmp_path: Path) -> None:
+    """The stage in progress finishes and stays done."""
     here = tmp_path / "here"
     environment = micro.build(here) | {"PREFECT_CLIENT_MAX_RETRIES": "1"}  # Prefect's own default makes a minute of it
     (here / "slow.json").write_text('{"until": "go"}')

@@ -1,4 +1,4 @@
-"""Runs that no worker watches, on the server of an `alignflow serve`: one that is killed is marked as crashed, one that lives is not."""
+"""Runs without a worker on the server of `alignflow serve`: a killed one is marked as crashed, an active one is not."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger
 from prefect.settings.models.flows import FlowsSettings
 
 from flows.deployments import SILENT, SILENT_SECONDS, watch_silent_runs
-from tests import micro
-from tests.micro import Serve, ask, wait_until
+from tests.support import micro
+from tests.support.micro import Serve, ask, wait_until
 
 HEARTBEAT_SECONDS, WINDOW_SECONDS, HANGS_SECONDS = 30, 65, 110
 
 
 def within(seconds: int) -> AutomationCore:
-    """The automation with another window."""
+    """Returns the automation with another window."""
     return SILENT.model_copy(update={"trigger": SILENT.trigger.model_copy(update={"within": timedelta(seconds=seconds)})})
 
 
@@ -30,12 +30,12 @@ def window(automation: AutomationCore) -> float:
     return automation.trigger.within.total_seconds()
 
 
-def test_silence_is_more_than_two_heartbeats_were_lost() -> None:
+def test_a_silent_run_missed_more_than_two_heartbeats() -> None:
     default = FlowsSettings.model_fields["heartbeat_frequency"].default
     assert window(SILENT) == SILENT_SECONDS >= 3 * default
 
 
-def test_an_earlier_automation_is_brought_up_to_date(prefect: str) -> None:
+def test_an_earlier_automation_is_updated(prefect: str) -> None:
     with SyncPrefectClient(api=prefect) as client:
         client.create_automation(within(90))
         watch_silent_runs(client)
@@ -48,8 +48,8 @@ def test_an_earlier_automation_is_brought_up_to_date(prefect: str) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_killed_run_is_marked_and_a_living_one_is_not(tmp_path: Path) -> None:
-    """With shorter times: nine minutes are the product's."""
+def test_a_killed_run_is_marked_as_crashed_and_an_active_one_is_not(tmp_path: Path) -> None:
+    """Uses shorter times than the automation's nine minutes."""
     folder = tmp_path / "here"
     environment = micro.build(folder)
     (folder / "slow.json").write_text(json.dumps({"sft": "middle", "once": HANGS_SECONDS}))
@@ -62,10 +62,10 @@ def test_a_killed_run_is_marked_and_a_living_one_is_not(tmp_path: Path) -> None:
 
     try:
         api = serve.ready()
-        with SyncPrefectClient(api=api) as client:
+        with SyncPrefectClient(api=api, auth_string=micro.AUTH[api]) as client:
             (there,) = client.read_automations_by_name(SILENT.name)
             client.update_automation(there.id, within(WINDOW_SECONDS))
-        beating = environment | {"PREFECT_API_URL": api, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
+        beating = environment | micro.client(api) | {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
         for seed in ("1", "2"):
             command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", f"seed={seed}"]
             with (folder / f"out{seed}.txt").open("wb") as out:

@@ -13,7 +13,7 @@ from typing import IO
 import psutil
 import pytest
 
-from tests.micro import ROOT
+from tests.support.micro import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 SCRIPT = """
@@ -27,6 +27,22 @@ try:
 except KeyboardInterrupt:
     time.sleep(2)
     print("answers", httpx.get(ours.api_url + "/health").status_code, ours.server_process.poll(), flush=True)
+"""
+ASKED = """
+import os, httpx
+from pathlib import Path
+from rlhf_core.system.processes import child_environment
+from tasks.server_process import ours
+from tasks.temporary_server import start_server
+start_server()
+from prefect.client.orchestration import get_client
+with get_client(sync_client=True) as client:
+    print(len(client.read_flow_runs()))
+route = ours.api_url + "/flow_runs/filter"
+evil = {"Host": "evil.example"}, {"Origin": "http://evil.example"}
+print([httpx.post(route, json={}, headers=headers).status_code for headers in ({}, *evil)])
+command = Path(f"/proc/{ours.server_process.pid}/cmdline").read_text()
+print(len(ours.auth) > 40, ours.auth in command, ours.auth in child_environment().values())
 """
 PREPARED = """
 import time
@@ -43,7 +59,7 @@ def environment_of(home: Path) -> dict[str, str]:
 
 
 def started(script: str, home: Path) -> tuple[subprocess.Popen[str], IO[str]]:
-    """A script that Ctrl-C reaches, as the only one of its group, and what it prints."""
+    """Starts a script in its own process group, which Ctrl-C signals. Returns the process and its output."""
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         env=environment_of(home),
@@ -56,7 +72,7 @@ def started(script: str, home: Path) -> tuple[subprocess.Popen[str], IO[str]]:
     return process, process.stdout
 
 
-def test_the_temporary_server_outlives_a_ctrl_c(tmp_path: Path) -> None:
+def test_the_temporary_server_survives_ctrl_c(tmp_path: Path) -> None:
     process, told = started(SCRIPT, tmp_path)
     assert told.readline() == "up\n"
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -66,7 +82,13 @@ def test_the_temporary_server_outlives_a_ctrl_c(tmp_path: Path) -> None:
         os.killpg(process.pid, 0)
 
 
-def test_a_named_server_is_left_alone() -> None:
+def test_the_temporary_server_answers_only_its_own_process(tmp_path: Path) -> None:
+    environment = environment_of(tmp_path) | {"PREFECT_API_AUTH_STRING": "another:servers"}
+    done = subprocess.run([sys.executable, "-c", ASKED], env=environment, capture_output=True, text=True, timeout=150)
+    assert done.stdout == "0\n[401, 400, 403]\nTrue False False\n", done.stderr
+
+
+def test_a_configured_server_is_used() -> None:
     environment = os.environ | {"PREFECT_API_URL": "http://127.0.0.1:9/api", "PYTHONPATH": str(ROOT)}
     code = (
         "from tasks.server_process import ours, prepared; from tasks.temporary_server import start_server\n"
@@ -76,7 +98,7 @@ def test_a_named_server_is_left_alone() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100).stdout == "None {}\n"
 
 
-def test_one_that_was_prepared_beside_a_named_server_is_gone_when_the_flow_starts(tmp_path: Path) -> None:
+def test_a_prepared_server_ends_when_another_one_is_configured(tmp_path: Path) -> None:
     (tmp_path / "profiles.toml").write_text('active = "team"\n[profiles.team]\nPREFECT_API_URL = "http://127.0.0.1:9/api"\n')
     code = (
         "from tasks.server_process import ours, prepared\n"
@@ -89,8 +111,8 @@ def test_one_that_was_prepared_beside_a_named_server_is_gone_when_the_flow_start
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_one_that_was_only_prepared_ends_with_its_command(tmp_path: Path, number: int) -> None:
-    """And it has touched nothing."""
+def test_a_prepared_server_ends_with_its_command(tmp_path: Path, number: int) -> None:
+    """It has written no database."""
     process, told = started(PREPARED, tmp_path)
     server = int(told.readline())
     if number == signal.SIGINT:
@@ -115,7 +137,7 @@ def test_a_refused_recipe_leaves_no_server(tmp_path: Path) -> None:
     assert not list(home.glob("*.db"))
 
 
-def test_a_second_flow_of_a_process_finds_the_server_of_the_first(tmp_path: Path) -> None:
+def test_a_second_flow_of_a_process_uses_the_same_server(tmp_path: Path) -> None:
     code = (
         "from tasks.server_process import ours; from tasks.temporary_server import start_server\n"
         "start_server(); first = ours.server_process; start_server()\n"
@@ -125,10 +147,10 @@ def test_a_second_flow_of_a_process_finds_the_server_of_the_first(tmp_path: Path
     assert done.stdout == "True None\n", done.stderr
 
 
-def test_a_server_that_cannot_open_its_database_is_one_sentence(tmp_path: Path) -> None:
+def test_a_server_without_its_database_is_reported_in_one_sentence(tmp_path: Path) -> None:
     environment = environment_of(tmp_path) | {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{tmp_path}/none/prefect.db"}
     code = (
-        "from rlhf_core.check import MachineLacks; from tasks.temporary_server import start_server\n"
+        "from rlhf_core.preflight.inputs import MachineLacks; from tasks.temporary_server import start_server\n"
         "try: start_server()\nexcept MachineLacks as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
@@ -138,7 +160,7 @@ def test_a_server_that_cannot_open_its_database_is_one_sentence(tmp_path: Path) 
 
 def in_home(process: psutil.Process, home: Path) -> bool:
     try:
-        return process.environ().get("PREFECT_HOME") == str(home) and "watch.py" not in " ".join(process.cmdline())
+        return process.environ().get("PREFECT_HOME") == str(home) and "orphan_watcher.py" not in " ".join(process.cmdline())
     except psutil.Error:
         return False
 

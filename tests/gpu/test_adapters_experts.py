@@ -14,14 +14,15 @@ from safetensors.torch import load_file
 from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, StageConfig, Vllm
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
-from rlhf_core.engine.base import AdamW, TorchEngine, on_cpu
 from rlhf_core.models.load import Policy, load_policy, trained_policy
 from rlhf_core.models.lora import lora_layers
 from rlhf_core.models.save import save_model
 from rlhf_core.models.weights import checkpoint_weights
-from rlhf_core.stage import RunDir, StageRequest
-from rlhf_core.tracking import read_metrics
-from tests.families import make_family
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.training.engine import AdamW, TorchEngine, on_cpu
+from tests.support.families import make_family
+from tests.support.tiny_models import reward_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="no bitsandbytes here")
@@ -106,7 +107,7 @@ def test_what_is_exported_of_4_bit_weights_is_what_was_trained(material: Path, t
 
 @needs_bitsandbytes
 def test_vllm_follows_an_actor_of_4_bit_weights_with_adapters(material: Path, tmp_path: Path) -> None:
-    inputs = {"base": str(material / "base"), "reward": str(material / "base")}
+    inputs = {"base": str(material / "base"), "reward": str(reward_model(material / "base", tmp_path / "rm"))}
     lines = run("ppo", ppo(material, lora=NF4, zero_stage=2), inputs, tmp_path / "ppo")
     for line in lines:
         assert line["policy/first_ratio_gap"] < 0.01
@@ -117,7 +118,7 @@ def test_vllm_follows_an_actor_of_4_bit_weights_with_adapters(material: Path, tm
 def test_an_engine_that_slept_samples_from_the_actor(memory: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if memory:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", memory)
-    inputs = {"base": str(material / "base"), "reward": str(material / "base")}
+    inputs = {"base": str(material / "base"), "reward": str(reward_model(material / "base", tmp_path / "rm"))}
     awake = Vllm(gpus=0.3, gpu_memory_utilization=0.3)
     curves = [
         run("ppo", ppo(material).model_copy(update={"vllm": vllm}), inputs, tmp_path / name)
@@ -133,7 +134,7 @@ def test_an_engine_that_slept_samples_from_the_actor(memory: str, material: Path
 def test_vllm_follows_the_actor_of_each_family(family: str, material: Path, tmp_path: Path) -> None:
     base = make_family(family, material / "base", tmp_path / "base")
     more = {"lora": Lora(rank=8), "zero_stage": 2} if family == "mixtral" else {"zero_stage": 3}
-    inputs = {"base": str(base), "reward": str(material / "base")}
+    inputs = {"base": str(base), "reward": str(reward_model(material / "base", tmp_path / "rm"))}
     for line in run("ppo", ppo(material, **more), inputs, tmp_path / "ppo"):
         assert line["policy/first_ratio_gap"] < 0.01
         assert line["sampler/gap"] < 0.05

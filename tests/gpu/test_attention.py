@@ -12,16 +12,16 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2Fo
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
-from rlhf_core.dpo import pair_logprobs
-from rlhf_core.engine.base import AdamW, TorchEngine
-from rlhf_core.losses import dpo_loss, reward_loss, sft_loss
-from rlhf_core.models import attention, attention_kernels
-from rlhf_core.models.attention_trials import CLOSE, NEAR, Heads, Kind, difference
-from rlhf_core.models.kernels import fuse
-from rlhf_core.models.load import Policy, Scorer, spoken_logprobs
-from rlhf_core.reward_model import pair_scores
-from tests.unit.test_models import SHAPE, documents
-from tests.unit.test_shared_prompts import pairs as shared_pairs
+from rlhf_core.models.kernels import attention, choose
+from rlhf_core.models.kernels.liger import fuse
+from rlhf_core.models.kernels.self_test import CLOSE, NEAR, Heads, Kind, difference
+from rlhf_core.models.load import Policy, Scorer, masked_logprobs
+from rlhf_core.objectives.losses import dpo_loss, reward_loss, sft_loss
+from rlhf_core.stages.dpo import pair_logprobs
+from rlhf_core.stages.reward_model import pair_scores
+from rlhf_core.training.engine import AdamW, TorchEngine
+from tests.unit.models.test_models import SHAPE, documents
+from tests.unit.models.test_shared_prompts import pairs as shared_pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 WIDE = SHAPE | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -32,11 +32,11 @@ KERNELS = ["the first that is right", "flash-attn's", "PyTorch's"]
 
 def only(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel != KERNELS[0]:
-        monkeypatch.setattr(attention_kernels, "flash4_kernel", lambda: None)
-    if kernel == "flash-attn's" and attention_kernels.flash_kernel() is None:
+        monkeypatch.setattr(choose, "flash4_kernel", lambda: None)
+    if kernel == "flash-attn's" and choose.flash_kernel() is None:
         pytest.skip("flash-attn is not installed")
     if kernel == "PyTorch's":
-        monkeypatch.setattr(attention_kernels, "flash_kernel", lambda: None)
+        monkeypatch.setattr(choose, "flash_kernel", lambda: None)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -45,11 +45,11 @@ def only(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_found_right_in_short_documents_is_in_long_ones(heads: Heads, window: int, shared: bool) -> None:
     documents = ((700, 1500), (1, 2), (129, 1029)) if shared else ((1500, 1500), (1, 1), (1029, 1029))
     device = torch.device("cuda", 0)
-    kernel = attention_kernels.kernel_for(Kind(heads, window >= 0, shared), device)
+    kernel = choose.kernel_for(Kind(heads, window >= 0, shared), device)
     mean, largest = difference(kernel, heads, window, documents, device)
     assert mean < CLOSE and largest < NEAR
-    if heads.size == 128 and attention_kernels._at_least_hopper(device) and attention_kernels.flash4_kernel():
-        assert kernel.func is attention_kernels._flash4, "what is installed is taken where it is known to be right"
+    if heads.size == 128 and choose._at_least_hopper(device) and choose.flash4_kernel():
+        assert kernel.func is choose._flash4, "what is installed is taken where it is known to be right"
 
 
 def test_what_is_trained_first_says_to_the_last_bit_what_was_scored() -> None:
@@ -88,7 +88,7 @@ def test_all_implementations_agree(window: int | None, monkeypatch: pytest.Monke
         found[name] = logprobs.detach(), torch.cat([p.grad.float().flatten() for p in policy.parameters() if p.grad is not None])
 
     # Transformers' own way to flash-attn does not notice a build without windows.
-    plain = [attention.FLASH] if attention_kernels.flash_kernel() and window is None else []
+    plain = [attention.FLASH] if choose.flash_kernel() and window is None else []
     for name in ("eager", "sdpa", *plain, attention.VARLEN):
         policy.model.set_attn_implementation(name)
         read(name)
@@ -131,7 +131,7 @@ def without_waiting() -> Iterator[None]:
 
 def of_sft(engine: TorchEngine) -> torch.Tensor:
     batch = collate([documents()], pad_token_id=0).to(engine.device)
-    return sft_loss(spoken_logprobs(engine, batch).logprobs, batch.mask, 7.0).loss
+    return sft_loss(masked_logprobs(engine, batch).logprobs, batch.mask, 7.0).loss
 
 
 def of_dpo(engine: TorchEngine) -> torch.Tensor:

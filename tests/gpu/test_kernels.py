@@ -14,7 +14,7 @@ from rlhf_core.models.token_logprobs import _differentiate_with_torch, _read_wit
 @pytest.mark.parametrize("columns", [97, 4096, 151936])
 @pytest.mark.parametrize("scale", [1.0, 1 / 0.7])
 def test_logprobs_entropies_and_gradients(dtype: torch.dtype, columns: int, scale: float) -> None:
-    from rlhf_core.models.logprob_kernels import differentiate, read
+    from rlhf_core.models.kernels.logprobs import differentiate, read
 
     generator = torch.Generator().manual_seed(0)
     logits = (4 * torch.randn(37, columns, generator=generator)).to(dtype)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from rlhf_core.config import DPO, PPO, SFT, Data, Preferences, Ranks, RewardModel, StageConfig, Vllm
 from rlhf_core.data.documents import Document
 from rlhf_core.models.dtype import dtype_of
-from rlhf_core.ppo.roles import Frozen, Model, Reference, Reward
-from rlhf_core.stage import RunDir, StageRequest
-from rlhf_core.tracking import read_metrics
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.stages.ppo.roles import Frozen, Model, Reference, Reward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 TRAIN = {"dtype": "bfloat16", "zero_stage": 2, "train_batch_size": 32, "micro_train_batch_size": 8, "max_len": 96}
@@ -92,12 +92,13 @@ def test_weights_that_wait_in_host_memory_leave_the_card(role: str, tmp_path: Pa
     """Of a model with tied embeddings as well, whose head leaves room in the block that transformers loads weights into."""
     config = Qwen2Config(
         vocab_size=50_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
-        tie_word_embeddings=True, dtype="bfloat16",
+        tie_word_embeddings=True, dtype="bfloat16", num_labels=1,
     )  # fmt: skip
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    kind = Qwen2ForCausalLM if role == "reference" else Qwen2ForSequenceClassification
+    kind(config).to(torch.bfloat16).save_pretrained(tmp_path)
     before = torch.cuda.memory_reserved()
     model, documents = Model(str(tmp_path), "bfloat16", 0, 1, False, 512), [Document(list(range(1, 300)), [True] * 299)]
     held: Frozen = Reference(model, 1.0, offload=True) if role == "reference" else Reward(model, offload=True)

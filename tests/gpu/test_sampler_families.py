@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
-from rlhf_core.models.experts import num_experts
-from rlhf_core.models.load import Policy, load_policy, spoken_logprobs
+from rlhf_core.hub.model_config import num_experts
+from rlhf_core.models.load import Policy, load_policy, masked_logprobs
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.rollout.engine import Sampler
-from tests.families import make_family
+from tests.support.families import make_family
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,7 +103,7 @@ def test_with_the_experts_that_it_is_told_the_policy_is_closer_to_the_engine(set
         ]
         batch = collate(rows, pad_token_id=0, experts=True).to(DEVICE)
         with torch.no_grad():
-            found = spoken_logprobs(policy, batch).logprobs[batch.mask]
+            found = masked_logprobs(policy, batch).logprobs[batch.mask]
         return (found.cpu() - torch.tensor([logprob for _, a in asked for logprob in a.logprobs])).abs()
 
     assert all(a.experts.shape == (len(p) + len(a.tokens) - 1, 2, 2) for p, a in asked)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_core.config import DPO, KTO, PPO, SFT, Data, Preferences, Ranks, RewardModel, StageConfig, Vllm
-from rlhf_core.stage import RunDir, StageRequest
-from rlhf_core.tracking import read_metrics
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 CARDS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not CARDS, reason="no GPU here")]
@@ -79,21 +79,23 @@ def test_a_round_is_sampled_and_scored_on_all_cards(cards: int, material: Path, 
 
 
 def ppo(material: Path, function: Path, placement: str) -> PPO:
-    """Actor, reference and engine on one card, on two apart, or on all of two together."""
-    cards = 2 if placement == "together" else 1
-    share = {"one": 0.2, "apart": 0.4, "together": 1.0}[placement]
+    """Actor, reference and engine on one card, on two apart, or on all of two together: an engine on each, or one over both (`split`)."""
+    everywhere = placement in ("together", "split")
+    cards = 2 if everywhere else 1
+    share = {"one": 0.2, "apart": 0.4}.get(placement, 1.0)
     ranks = Ranks(num_ranks_per_node=cards, gpus=share)
     engine = Vllm(gpus=1.0) if placement == "apart" else Vllm(gpus=0.4, gpu_memory_utilization=0.4)
-    if placement == "together":
-        engine = Vllm(gpus=1.0, num_engines=2, gpu_memory_utilization=0.4, sleep=True)
+    if everywhere:
+        engines = {"num_engines": 2} if placement == "together" else {"tensor_parallel_size": 2}
+        engine = Vllm(gpus=1.0, gpu_memory_utilization=0.4, sleep=True, **engines)
     return PPO(
         actor="base",
         prompts=Data(sources=str(material / "prompts.jsonl")),
         reward=f"{function}:early",
         advantage_estimator="grpo",
         dtype="bfloat16",
-        zero_stage=3 if placement == "together" else "auto",
-        colocate_all=placement == "together",
+        zero_stage=3 if everywhere else "auto",
+        colocate_all=everywhere,
         rollout_batch_size=16,
         n_samples_per_prompt=4,
         train_batch_size=32,
@@ -111,9 +113,10 @@ def ppo(material: Path, function: Path, placement: str) -> PPO:
 
 
 @pytest.mark.parametrize(
-    "placement", [pytest.param(name, marks=of_cards(n)[0].marks) for name, n in (("one", 1), ("apart", 2), ("together", 2))]
+    "placement", [pytest.param(name, marks=of_cards(n)[0].marks) for name, n in (("one", 1), ("apart", 2), ("together", 2), ("split", 2))]
 )
 def test_ppo_raises_its_reward(placement: str, material: Path, tmp_path: Path) -> None:
+    """Each process of an engine compares the checksum of the weights on its GPU with the sender's, and ends the run where they differ."""
     (tmp_path / "checks.py").write_text(EARLY)
     lines = run("ppo", ppo(material, tmp_path / "checks.py", placement), material / "base", tmp_path / "run")
     first, last = (np.array([(line["reward/mean"], line["reward/std"]) for line in part]) for part in (lines[:4], lines[-4:]))

@@ -1,0 +1,58 @@
+"""DeepSpeed ends training where plain torch does: at a loss, or a gradient norm, that is not finite."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.config import SFT, Data
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.stages.sft import run
+from tests.engines.test_zero import FIELDS, TWO
+
+pytestmark = pytest.mark.slow
+RANK = """
+import sys
+import torch
+from torch import nn
+from rlhf_core.training.engine import AdamW
+from rlhf_core.training.zero_engine import ZeroEngine
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1, bias=False)
+
+    def forward(self, x):
+        return self.layer(x).sum()
+
+engine = ZeroEngine(Model().train(), AdamW((0.9, 0.95), 0.0, 1.0), int(sys.argv[1]), "float32", 1, 60)
+engine.backward(engine(torch.ones(1, 4)), True)
+print("norm", engine.step(1e-3))
+engine.backward((engine(torch.ones(1, 4)) * 0).sqrt(), True)  # 0, whose gradient is NaN
+engine.step(1e-3)
+"""
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_a_gradient_norm_that_is_not_finite(zero_stage: int) -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    run = subprocess.run([sys.executable, "-c", RANK, str(zero_stage)], env=os.environ | rank, capture_output=True, text=True, timeout=200)
+    assert "norm 2.0" in run.stdout, run.stderr[-3000:]
+    assert run.returncode == 1 and "FloatingPointError: the gradient norm is" in run.stderr.splitlines()[-1]
+
+
+def test_a_loss_on_two_ranks(material: Path, tmp_path: Path) -> None:
+    data = Data.model_validate({"sources": str(material / "sft.jsonl"), "max_samples": 43})
+    config = SFT(model="base", data=data, **FIELDS | TWO | {"learning_rate": 1e37})
+    try:
+        with pytest.raises(FloatingPointError, match=r"^sft: step 2 of 4: the loss is nan, and training ends here"):
+            run(StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=5), RunDir(tmp_path))
+    finally:
+        ray.shutdown()

@@ -1,0 +1,240 @@
+"""Attacks on `alignflow serve`: by users and web pages without its auth string, and by runs with forbidden parameters."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import json
+import queue
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import websockets
+from websockets.sync.client import connect
+
+from rlhf_core.recipe.load import load_recipe
+from tests.support import micro
+from tests.support.micro import AUTH, Serve, ask, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ATTACK = """<script>
+const post = (route, body) => fetch("API" + route, {method: "POST", headers: {"Content-Type": "TYPE"}, body: JSON.stringify(body)});
+(async () => {
+  let told = ""
+  try {
+    const found = await (await post("/deployments/filter", {})).json()
+    for (const one of found)
+      told += (await post(`/deployments/${one.id}/create_flow_run`, {state: {type: "SCHEDULED"}})).status
+    told += " listed " + JSON.stringify(found)
+  } catch (error) { told = "blocked: " + error }
+  await fetch("/told", {method: "POST", body: told})
+})()
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    folder = tmp_path_factory.mktemp("served") / "here"
+    started = Serve(folder, micro.build(folder), "--no-schedule")
+    try:
+        started.ready()
+        yield started
+    finally:
+        started.stop()
+
+
+@pytest.fixture
+def api(serve: Serve) -> str:
+    return serve.ready()
+
+
+def answer(api: str, route: str, body: Any = None, method: str = "POST", **headers: str) -> http.client.HTTPResponse:
+    """Sends a request with the given headers and without the auth string."""
+    connection = http.client.HTTPConnection(urlsplit(api).netloc, timeout=60)
+    connection.request(method, f"/api{route}", json.dumps(body), {"Content-Type": "application/json", **headers})
+    return connection.getresponse()
+
+
+def deployment(api: str, name: str = "alignment/micro") -> str:
+    return str(ask(api, f"/deployments/name/{name}")["id"])
+
+
+def ended(serve: Serve, api: str, run: str) -> dict[str, Any]:
+    """Returns the final state of a run."""
+    wait_until(lambda: serve.state(api, run) in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"), "the run to end", 120, serve.told)
+    return dict(ask(api, f"/flow_runs/{run}")["state"])
+
+
+def runs(api: str) -> int:
+    return len(ask(api, "/flow_runs/filter", {"limit": 200}))
+
+
+def test_requests_without_the_auth_string_are_refused(serve: Serve, api: str) -> None:
+    identity, before = deployment(api), runs(api)
+    variables = {"state": {"type": "SCHEDULED"}, "job_variables": {"command": f"touch {serve.folder}/without"}}
+    for headers in ({}, {"Authorization": "Basic YWxpZ25mbG93Og=="}, {"Authorization": "Bearer x"}):
+        assert answer(api, "/deployments/filter", {}, **headers).status == 401
+        assert answer(api, f"/deployments/{identity}/create_flow_run", variables, **headers).status == 401
+        assert answer(api, "/admin/settings", method="GET", **headers).status == 401
+    with connect(f"{api.replace('http', 'ws')}/events/in", subprotocols=[websockets.Subprotocol("prefect")]) as socket:
+        socket.send(json.dumps({"type": "auth", "token": "alignflow:guessed"}))
+        with pytest.raises(websockets.ConnectionClosed):
+            socket.recv(timeout=30)
+    assert runs(api) == before and not (serve.folder / "without").exists()
+
+
+def test_a_command_without_the_auth_string_is_one_sentence(serve: Serve, api: str) -> None:
+    environment = micro.environment(serve.folder) | {"PREFECT_API_URL": api}
+    command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml"]
+    done = subprocess.run(command, cwd=serve.folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
+    assert "does not take the auth string of this shell: set PREFECT_API_AUTH_STRING" in " ".join(done.stderr.split())
+
+
+def test_other_hosts_and_origins_are_refused(api: str) -> None:
+    port = urlsplit(api).port
+    assert answer(api, "/health", method="GET").status == 200
+    assert answer(api, "/health", method="GET", Host=f"localhost:{port}").status == 200
+    for host in (f"evil.example:{port}", "evil.example", f"127.0.0.1.evil.example:{port}"):  # DNS rebinding
+        refused = answer(api, "/health", method="GET", Host=host)
+        assert refused.status == 400 and b"--allow-host" in refused.read()
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
+        for method in ("GET", "POST", "OPTIONS"):
+            asked = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+            refused = answer(api, "/deployments/filter", {}, method, **asked)
+            assert refused.status == 403 and refused.getheader("access-control-allow-origin") is None
+        with pytest.raises(websockets.InvalidStatus, match="403"):
+            connect(f"{api.replace('http', 'ws')}/events/in", origin=websockets.Origin(origin))
+    own = answer(api, "/health", method="GET", Origin=api.removesuffix("/api"))
+    assert own.status == 200 and own.getheader("access-control-allow-origin") == api.removesuffix("/api")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@pytest.mark.parametrize("content", ["application/json", "text/plain"])  # with a preflight, and without
+def test_a_web_page_cannot_start_a_run(api: str, tmp_path: Path, content: str) -> None:
+    before = runs(api)
+    told: queue.Queue[str] = queue.Queue()
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(ATTACK.replace("API", api).replace("TYPE", content).encode())
+
+        def do_POST(self) -> None:
+            told.put(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *given: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as pages:
+        threading.Thread(target=pages.serve_forever, daemon=True).start()
+        # and one whose name leads to this machine (DNS rebinding)
+        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+        command.append("--host-resolver-rules=MAP evil.example 127.0.0.1")
+        for host in ("127.0.0.1", "evil.example"):
+            address = f"http://{host}:{pages.server_address[1]}/"
+            browser = subprocess.Popen(
+                [*command, "--remote-debugging-port=0", address], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            try:
+                assert told.get(timeout=90).startswith("blocked: TypeError")
+            finally:
+                browser.terminate()
+                browser.wait(30)
+        pages.shutdown()
+    command += ["--dump-dom", f"http://evil.example:{urlsplit(api).port}/"]
+    assert "does not answer for that host" in subprocess.run(command, capture_output=True, text=True, timeout=90).stdout
+    assert runs(api) == before
+
+
+def test_a_run_cannot_change_command_environment_or_folder(serve: Serve, api: str, tmp_path: Path) -> None:
+    """Prefect's server checks the fields of a deployment's run, but not those of `POST /flow_runs/`."""
+    (tmp_path / "sitecustomize.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'by-environment')!r}).touch()\n")
+    wanted: list[dict[str, Any]] = [
+        {"command": f"touch {tmp_path}/by-command"},
+        {"env": {"PYTHONPATH": str(tmp_path), "ALIGNFLOW_SERVED": ""}},
+        {"env.PYTHONPATH": str(tmp_path)},
+        {"working_dir": str(tmp_path)},
+    ]
+    identity = deployment(api)
+    for variables in wanted:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask(api, f"/deployments/{identity}/create_flow_run", {"state": {"type": "SCHEDULED"}, "job_variables": variables})
+        assert refused.value.code == 422
+    flow = ask(api, f"/deployments/{identity}")["flow_id"]
+    body = {"flow_id": flow, "deployment_id": identity, "work_pool_name": "alignflow-process", "work_queue_name": "asked"}
+    body |= {
+        "parameters": {"recipe": "recipe.yaml"},
+        "state": {"type": "SCHEDULED"},
+        "job_variables": {k: v for w in wanted for k, v in w.items()},
+    }
+    state = ended(serve, api, ask(api, "/flow_runs/", body)["id"])
+    assert state["type"] == "COMPLETED", "in the folder of `serve`, with the flow's own command"
+    assert [path.name for path in tmp_path.iterdir()] == ["sitecustomize.py"]
+
+
+def test_a_run_accepts_only_its_deployments_recipe_and_settings(serve: Serve, api: str) -> None:
+    (serve.folder / "other.yaml").write_text((serve.folder / "recipe.yaml").read_text().replace("micro", "other"))
+    inline = load_recipe(serve.folder / "recipe.yaml").model_dump(mode="json")
+    own = "a run of this deployment has the deployment's own recipe, recipe.yaml"
+    before = micro.begun(serve.folder)
+    wanted: list[tuple[dict[str, Any], str]] = [
+        ({"recipe": inline}, own),
+        ({"recipe": "other.yaml"}, own),
+        ({"overrides": ["loop.reward=file.py:fn"]}, "override loop.reward: a run of a deployment may set numbers, switches and choices"),
+        ({"overrides": ["seed=7", "trust_remote_code=true"]}, "override trust_remote_code: a run of a deployment may set numbers"),
+    ]
+    asked = [(serve.run(api, "alignment/micro", **parameters), sentence) for parameters, sentence in wanted]
+    for run, sentence in asked:
+        state = ended(serve, api, run)
+        assert state["type"] == "FAILED" and sentence in state["message"] and "\n" not in state["message"].strip(), state
+    identity = deployment(api)
+    patch(api, f"/deployments/{identity}", {"parameters": {"recipe": "other.yaml", "overrides": []}})
+    try:
+        assert own in ended(serve, api, serve.run(api, "alignment/micro"))["message"], "it is compared with what `serve` was given"
+    finally:
+        patch(api, f"/deployments/{identity}", {"parameters": {"recipe": "recipe.yaml", "overrides": []}})
+    assert micro.begun(serve.folder) == before
+    allowed = serve.run(api, "loop/micro", overrides=["loop.beta=0.25"], max_rounds=4)
+    assert ended(serve, api, allowed)["type"] == "COMPLETED" and "loop.round1.dpo" in micro.begun(serve.folder)
+
+
+def patch(api: str, route: str, body: dict[str, Any]) -> None:
+    token = {"Authorization": micro.basic(AUTH[api])}
+    wait_until(lambda: answer(api, route, body, "PATCH", **token).status == 204, "a database that is not busy")
+
+
+def test_the_auth_string_is_kept_and_in_no_log(tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    environment = micro.build(folder)
+    strings = set()
+    for seed in (1, 2):
+        serve = Serve(folder, environment, "--no-schedule")
+        try:
+            api = serve.ready()
+            strings.add(AUTH[api])
+            assert ended(serve, api, serve.run(api, "alignment/micro", overrides=[f"seed={seed}"]))["type"] == "COMPLETED"
+            running = [" ".join(process.cmdline()) for process in micro.left(folder)]
+        finally:
+            serve.stop()
+        shutil.rmtree(folder / "modules" / "__pycache__", ignore_errors=True)
+        (string,) = strings
+        assert running and not [line for line in running if string.partition(":")[2] in line]
+    place = folder / "home" / "auth-string"
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600
+    holding = [path for path in folder.rglob("*") if path.is_file() and string.partition(":")[2].encode() in path.read_bytes()]
+    assert holding == [place], "neither a log nor the database, an artifact or a stage's directory has it"

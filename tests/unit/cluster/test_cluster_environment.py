@@ -1,0 +1,27 @@
+"""What Ray workers inherit, and what a cluster that is too small is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_core.cluster.ray_cluster import passed_environment, shortage
+
+
+def test_workers_inherit_what_keeps_nvlink_multicast_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1", "NCCL_SOCKET_IFNAME": "eth0"}
+    wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    for name, value in wanted.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("HOME_GROWN", "1")
+    passed = passed_environment()
+    assert wanted.items() <= passed.items()
+    assert "CUDA_VISIBLE_DEVICES" not in passed, "Ray gives each worker its own devices"
+    assert "HOME_GROWN" not in passed
+
+
+def test_a_shortage_says_what_is_asked_and_what_is_there() -> None:
+    bundles = [{"CPU": 2.0, "GPU": 1.0}] * 3
+    assert shortage(bundles, {"CPU": 8.0, "GPU": 4.0}) == ""
+    assert shortage(bundles, {"CPU": 8.0, "GPU": 2.0}) == "GPUs (asked 3, there are 2)"
+    assert shortage(bundles, {"CPU": 2.0}) == "CPUs (asked 6, there are 2) and GPUs (asked 3, there are 0)"

@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+from rlhf_core.config import Data
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.rows import check_columns, load_rows
+from rlhf_core.data.sources import preference_pairs, prompts, sft_documents
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    """One token a byte, and ChatML."""
+    names = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
+    letters = [*names, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    bpe = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(names)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    tokenizer.chat_template = CHATML
+    path = tmp_path_factory.mktemp("model")
+    tokenizer.save_pretrained(path)
+    Qwen2Config(vocab_size=len(letters), hidden_size=8, num_hidden_layers=1, num_attention_heads=1).save_pretrained(path)
+    return Renderer(load_tokenizer(str(path)), "chat")
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def data(*sources: Any, **more: Any) -> Data:
+    return Data.model_validate({"sources": sources, **more})
+
+
+# Reading
+
+
+def test_every_format_gives_the_same_rows_in_the_order_of_the_file(tmp_path: Path) -> None:
+    # What readers like to spoil: dates, numbers, "None", line breaks, an unusual line separator.
+    rows = [
+        {"prompt": "2024-01-01", "response": "007"},
+        {"prompt": "None", "response": 'a\n,"b"\u2028c'},
+        {"prompt": "", "response": "1e3"},
+    ]
+    jsonl = write(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "rows.json").write_text("\n " + json.dumps(rows))
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "response"])
+        writer.writeheader()
+        writer.writerows(rows)
+    for path in (jsonl, *(str(tmp_path / f"rows.{suffix}") for suffix in ("json", "parquet", "csv"))):
+        assert load_rows(data(path), seed=3) == rows, path
+        check_columns(data(path), "sft")
+
+
+def test_named_columns_get_standard_names_and_the_others_stay(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": "q", "prompt": "not meant", "uid": 7}])
+    assert load_rows(data({"path": path, "prompt_key": "question"}), seed=0) == [{"question": "q", "prompt": "q", "uid": 7}]
+
+
+def test_a_mixture_keeps_its_shares_and_its_seed(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i}"} for i in range(count)]) for name, count in (("a", 30), ("b", 100))]
+    mixture = [{"path": path, "probability": share} for path, share in zip(paths, (0.25, 0.75), strict=True)]
+    first = [row["prompt"] for row in load_rows(data(*mixture), seed=1)]
+    assert len(set(first)) == len(first)
+    # a could give 30/0.25 = 120 rows, b 100/0.75 = 133: a is exhausted first.
+    assert 120 <= len(first) <= 123 and sum(name[0] == "a" for name in first) == 30
+    for size in (1, 4, 10, 100):
+        assert abs(sum(name[0] == "a" for name in first[:size]) - size / 4) <= 1
+    assert [row["prompt"] for row in load_rows(data(*mixture), seed=1)] == first
+    assert [row["prompt"] for row in load_rows(data(*mixture), seed=2)] != first
+    assert [row["prompt"] for row in load_rows(data(*mixture, max_samples=10), seed=1)] == first[:10]
+    assert [int(name[1:]) for name in first if name[0] == "a"] != list(range(30))
+    none_of_a = [{**mixture[0], "probability": 0.0}, {**mixture[1], "probability": 1.0}]
+    assert {row["prompt"][0] for row in load_rows(data(*none_of_a), seed=1)} == {"b"}
+
+
+def test_a_data_set_that_cannot_be_read_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "x"}\n\n{"prompt": \n')
+    empty, header, text = tmp_path / "empty.jsonl", tmp_path / "header.csv", tmp_path / "rows.txt"
+    empty.write_text("")
+    header.write_text("prompt\n")
+    text.write_text("x")
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    ragged, nothing = tmp_path / "ragged.csv", tmp_path / "nothing.parquet"
+    ragged.write_text("prompt,uid\na,1\nb, unquoted,2\n")
+    Dataset.from_dict({"prompt": []}).to_parquet(str(nothing))
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1 no parquet")
+    cases = {
+        str(tmp_path / "missing.jsonl"): "no such file",
+        str(tmp_path / "missing.parquet"): "no such file",
+        str(bad): "line 3: is not valid JSON",
+        str(empty): "has no rows",
+        str(header): "has no rows",
+        str(text): "data files end with",
+        str(latin): "not valid JSON in UTF-8",
+        str(ragged): "row 2: has another number of cells",
+        str(nothing): "has no rows",
+        str(broken): "cannot be read as parquet",
+        write(tmp_path / "list.jsonl", [{"prompt": "x"}, ["y"]]): "row 2: must be a JSON object",
+        "nobody/no-such-data": "cannot be read as a Hub data set with the split 'train'",
+    }
+    for path, message in cases.items():
+        with pytest.raises(ValueError) as told:
+            load_rows(data(path), seed=0)
+        assert str(told.value).startswith(path) and message in str(told.value) and "\n" not in str(told.value)
+        with pytest.raises(ValueError, match=message):
+            check_columns(data(path), "prompt")
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "named"),
+    [
+        ("sft", {"prompt": "x", "text": "y"}, ["'response'", "'messages'", "prompt, text", "response_key"]),
+        ("sft", {"text": "y"}, ["'prompt' and 'response'", "prompt_key and response_key"]),
+        ("prompt", {"question": "x"}, ["'prompt'", "question", "prompt_key"]),
+        ("preference", {"prompt": "x", "chosen": "y"}, ["'rejected'", "prompt, chosen", "rejected_key"]),
+        ("preference", {"chosen": "y", "rejected": "z"}, ["'prompt'", "chosen, rejected", "prompt_key"]),
+    ],
+)
+def test_a_missing_column_is_named_with_those_that_exist(tmp_path: Path, renderer: Renderer, kind: Any, row: Any, named: list[str]) -> None:
+    path = write(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(ValueError) as cheap:
+        check_columns(data(path), kind)
+    load = {"sft": sft_documents, "prompt": prompts, "preference": preference_pairs}[kind]
+    with pytest.raises(ValueError) as full:
+        load(data(path), renderer, 200, 0)
+    assert str(cheap.value) == str(full.value)
+    assert all(part in str(full.value) for part in [path, *named])
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "sft": {"messages": [user("x"), assistant("y")]},
+    "prompt": {"prompt": "x"},
+    "preference": {"prompt": "x", "chosen": "y", "rejected": "z", "margin": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        ("sft", {"messages": "x"}, "must be a list of"),
+        ("sft", {"messages": [user("x"), {"role": "assistant"}]}, "message 2 of column 'messages'"),
+        ("sft", {"messages": [user("x"), {**assistant(""), "tool_calls": [{"name": "f"}]}]}, "message 2 of column 'messages' calls a tool"),
+        ("sft", {"prompt": "x", "response": 3}, "'response' must be a string, found int"),
+        ("sft", {"messages": []}, "found an empty list"),
+        ("prompt", {"prompt": 3}, "'prompt' must be a string or a list of messages, found int"),
+        ("prompt", {"other": 3}, "found nothing"),
+        ("prompt", {"prompt": [user("x"), assistant("y")]}, "nothing to answer"),
+        ("preference", {**GOOD["preference"], "rejected": None}, "'rejected' must be"),
+        ("preference", {**GOOD["preference"], "chosen": [user("x")]}, "must end with an assistant message"),
+        ("preference", {**GOOD["preference"], "margin": "much"}, "'margin' must be a number"),
+        ("preference", {**GOOD["preference"], "margin": float("nan")}, "'margin' must be a finite number, found nan"),
+        ("preference", {"chosen": [user("x"), assistant("y")], "rejected": [user("X"), assistant("z")]}, "differ before it"),
+        ("preference", {"chosen": [assistant("y")], "rejected": [assistant("z")]}, "'prompt' must be a string"),
+    ],
+)
+def test_a_wrong_row_is_named(tmp_path: Path, renderer: Renderer, kind: Any, row: Any, message: str) -> None:
+    source = {
+        "path": write(tmp_path / "rows.jsonl", [GOOD[kind], GOOD[kind], row]),
+        "margin_key": "margin" if kind == "preference" else None,
+    }
+    load = {"sft": sft_documents, "prompt": prompts, "preference": preference_pairs}[kind]
+    with pytest.raises(ValueError) as full:
+        load(data(source), renderer, 200, 0)
+    assert str(full.value).startswith(f"{source['path']}, row 3: ") and message in str(full.value)
+    with pytest.raises(ValueError, match="row 3"):
+        check_columns(data(source), kind)
+
+
+def test_checking_columns_reads_only_the_first_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text((json.dumps({"prompt": "x"}) + "\n") * 50 + "{broken\n")
+    check_columns(data(str(path)), "prompt")
+    with pytest.raises(ValueError, match="line 51"):
+        load_rows(data(str(path)), seed=0)
+
+
+# Documents, pairs, prompts
+
+
+def test_sft_rows_of_both_kinds_cut_and_dropped(tmp_path: Path, renderer: Renderer) -> None:
+    long = "l" * 300
+    rows = [
+        {"messages": [user("x"), assistant("y")]},
+        {"prompt": "x", "response": "y"},
+        {"prompt": [user("x")], "response": long},
+        {"prompt": long, "response": "y"},
+    ]
+    items, report = sft_documents(data(write(tmp_path / "rows.jsonl", rows)), renderer, 100, seed=0)
+    assert items[0] == items[1] == renderer.answer([user("x")], "y")
+    assert len(items[2]) == 100 and items[2].mask[-1]
+    assert not set(items[2].tokens[-50:]) & set(renderer.stop_token_ids), "nothing is forced onto a cut row"
+    assert report.metrics("data") == {
+        "data/rows": 4.0,
+        "data/kept": 3.0,
+        "data/truncated": 1.0,
+        "data/dropped": 1.0,
+        "data/tokens": 100.0 + 2 * len(items[0]),
+    }
+    with pytest.raises(ValueError, match="all 1 rows were dropped"):
+        sft_documents(data(write(tmp_path / "rows.jsonl", rows[3:])), renderer, 100, seed=0)
+    with pytest.raises(ValueError, match="limit of 5 tokens"):
+        sft_documents(data(write(tmp_path / "rows.jsonl", rows)), renderer, 5, seed=0)
+
+
+def test_every_shape_of_a_preference_is_the_same_pair(tmp_path: Path, renderer: Renderer) -> None:
+    rows = [
+        {"prompt": "p", "chosen": "c", "rejected": "r"},
+        {"prompt": [user("p")], "chosen": "c", "rejected": [assistant("r")]},
+        {"prompt": "p", "chosen": [assistant("c")], "rejected": [assistant("r")]},
+        {"prompt": "p", "chosen": [user("p"), assistant("c")], "rejected": [user("p"), assistant("r")]},
+        {"chosen": [user("p"), assistant("c")], "rejected": [user("p"), assistant("r")]},
+    ]
+    items, report = preference_pairs(data(write(tmp_path / "rows.jsonl", rows)), renderer, 100, seed=0)
+    assert (report.rows, report.kept, report.truncated, report.dropped) == (5, 5, 0, 0)
+    assert items[0].chosen == renderer.answer([user("p")], "c") and items[0].rejected == renderer.answer([user("p")], "r")
+    assert all(item == items[0] for item in items)
+    assert report.tokens == 5 * (len(items[0].chosen) + len(items[0].rejected))
+
+
+def test_answers_that_the_length_limit_cut_when_they_were_sampled_have_no_end(tmp_path: Path, renderer: Renderer) -> None:
+    row = {"prompt": "x", "chosen": "yes and", "rejected": "no"}
+    files = [write(tmp_path / f"{cut}.jsonl", [row | {"chosen_cut": cut}]) for cut in (False, True)]
+    whole, cut = (preference_pairs(data(file), renderer, 96, 0).items[0] for file in files)
+    assert cut.chosen.tokens == whole.chosen.tokens[:-1] and whole.chosen.tokens[-1] in renderer.stop_token_ids
+    assert cut.chosen.mask == whole.chosen.mask[:-1] and cut.rejected == whole.rejected
+
+
+def test_margins(tmp_path: Path, renderer: Renderer) -> None:
+    rows = [{"prompt": "p", "chosen": "c", "rejected": "r", "gap": gap} for gap in (1.5, None)]
+    source = {"path": write(tmp_path / "rows.jsonl", rows)}
+    assert [pair.margin for pair in preference_pairs(data(source), renderer, 100, seed=0).items] == [0.0, 0.0]
+    named = data({**source, "margin_key": "gap"})
+    assert [pair.margin for pair in preference_pairs(named, renderer, 100, seed=0).items] == [1.5, 0.0]
+
+
+def test_long_pairs_keep_the_end_of_the_prompt_and_equal_answers_are_dropped(tmp_path: Path, renderer: Renderer) -> None:
+    rows = [
+        {"prompt": "a" * 200 + "end", "chosen": "c", "rejected": "rr"},
+        {"prompt": "p", "chosen": "same", "rejected": "same"},
+        {"prompt": "a" * 200 + "end", "chosen": "c" * 300, "rejected": "rr"},
+        {"prompt": "p", "chosen": "c" * 300 + "1", "rejected": "c" * 300 + "2"},
+    ]
+    items, report = preference_pairs(data(write(tmp_path / "rows.jsonl", rows)), renderer, 100, seed=0)
+    assert (report.rows, report.kept, report.truncated, report.dropped) == (4, 2, 2, 2)
+    short, long = items
+    for pair in items:
+        start = pair.chosen.mask.index(True)
+        assert pair.chosen.tokens[:start] == pair.rejected.tokens[:start] and pair.rejected.mask.index(True) == start
+        text = renderer.tokenizer.decode(pair.chosen.tokens[:start])
+        assert text.startswith("<|im_start|>user\na") and text.endswith("aend<|im_end|>\n<|im_start|>assistant\n")
+    assert len(short.rejected) == 100 and short.rejected.tokens[-1] == short.chosen.tokens[-1] == renderer.end_token_id
+    assert len(long.chosen) == 100 and long.chosen.tokens[-1] != renderer.end_token_id and long.chosen.mask.index(True) == 50
+    assert long.rejected.tokens[-1] == renderer.end_token_id
+
+
+def test_prompts_keep_their_row_and_count_cuts(tmp_path: Path, renderer: Renderer) -> None:
+    rows = [{"uid": 1, "prompt": "x"}, {"uid": 2, "prompt": [user("u"), assistant("v"), user("y" * 99 + "z")]}]
+    items, report = prompts(data(write(tmp_path / "rows.jsonl", rows)), renderer, 60, seed=0)
+    assert [(item.truncated, item.row["uid"]) for item in items] == [(False, 1), (True, 2)]
+    assert items[0].tokens == renderer.prompt([user("x")]) and items[0].messages == (user("x"),)
+    assert len(items[1].tokens) == 60 and len(items[1].messages) == 3
+    assert (report.rows, report.kept, report.truncated, report.dropped) == (2, 2, 1, 0)
+    assert report.tokens == 60 + len(items[0].tokens)
+
+
+def test_errors_of_the_template_name_the_row(tmp_path: Path, renderer: Renderer) -> None:
+    plain = Renderer(renderer.tokenizer, "Q: {} A:")
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "x"}, {"prompt": [{"role": "tool", "content": "x"}]}])
+    with pytest.raises(ValueError, match="row 2: a plain template knows the roles"):
+        prompts(data(path), plain, 60, seed=0)
+
+
+def test_checking_columns_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "x"}])
+    code = (
+        "import sys; from rlhf_core.config import Data; from rlhf_core.data import documents, packing, rows, sources;"
+        f"rows.check_columns(Data(sources={path!r}), 'prompt');"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)

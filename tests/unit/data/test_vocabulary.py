@@ -1,0 +1,129 @@
+"""Models that are given another model's token ids must read the same tokens in them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import rlhf_core.stages.dpo
+import rlhf_core.stages.kto
+import rlhf_core.stages.ppo.train
+import rlhf_core.stages.preferences.run
+from rlhf_core.config import DPO, KTO, PPO, Data, Preferences, StageConfig
+from rlhf_core.data.vocabulary import difference, require_same_vocabulary, stored_vocabulary
+from rlhf_core.preflight.inputs import check_inputs
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.unit.preflight.test_check import TEMPLATE, Planned, planned, save_tokenizer
+
+__all__ = ["planned"]
+
+
+def swap(folder: Path, of: Path) -> Path:
+    """A copy of a model whose tokenizer has two characters the other way round."""
+    shutil.copytree(of, folder)
+    file = folder / "tokenizer.json"
+    whole = json.loads(file.read_text())
+    vocabulary = whole["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(whole))
+    return folder
+
+
+def test_the_first_token_that_differs_is_named() -> None:
+    own = {"a": 0, "b": 1, "c": 2}
+    assert difference("x", own, "y", {**own, "<pad>": 3}) is None, "what is never sent may be there"
+    assert difference("x", own, "y", {"a": 0, "c": 1, "b": 2}) == (
+        "y is given the token ids of x and has another vocabulary: number 1 is 'b' in x and 'c' in y; name a model with the same tokenizer"
+    )
+    assert "number 2 is 'c' in x and no token in y" in str(difference("x", own, "y", {"a": 0, "b": 1}))
+
+
+def test_what_files_tell_is_what_transformers_reads(material: Path, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "bytes", TEMPLATE)
+    pieces = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁a", -1.0), ("b", -2.0)], unk_id=0))
+    PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="</s>", pad_token="<pad>").save_pretrained(tmp_path / "pieces")
+    for folder in (material / "base", tmp_path / "bytes", tmp_path / "pieces"):
+        assert stored_vocabulary(str(folder)) == AutoTokenizer.from_pretrained(folder).get_vocab()
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "bytes")}))
+    assert stored_vocabulary(str(adapter)) == stored_vocabulary(str(tmp_path / "bytes"))
+    assert stored_vocabulary(str(tmp_path)) is None
+    (tmp_path / "tokenizer.json").write_text("[]")
+    assert stored_vocabulary(str(tmp_path)) is None
+
+
+def test_a_tokenizer_without_that_file_is_read_by_transformers(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = swap(tmp_path / "other", material / "base")
+    monkeypatch.setattr("rlhf_core.data.vocabulary.stored_vocabulary", lambda path: None)
+    require_same_vocabulary(str(material / "base"), [str(material / "base")])
+    with pytest.raises(ValueError, match=r"number \d+ is 'a' in .*base and 'b' in .*other; name a model with the same tokenizer"):
+        require_same_vocabulary(str(material / "base"), [str(other)])
+
+
+def test_a_folder_without_a_tokenizer_is_not_compared(material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    require_same_vocabulary(str(material / "base"), [str(tmp_path)])
+    assert capsys.readouterr().out == f"{tmp_path} has no tokenizer: that it knows the tokens of {material / 'base'} is taken for granted\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        (["ppo.reward=OTHER"], "stages.ppo.reward"),
+        (["ppo.reward=[reward_model, OTHER]"], "stages.ppo.reward.1"),
+        (["ppo.critic=OTHER"], "stages.ppo.critic"),
+        (["ppo.reference=OTHER"], "stages.ppo.reference"),
+        (["loop.reward=OTHER"], "stages.loop.round1.preferences.reward"),
+        (["reward_model.model=OTHER"], "stages.ppo.reward"),  # what is trained from it has its tokenizer
+    ],
+)
+def test_it_is_told_before_work(planned: Planned, tmp_path: Path, overrides: list[str], where: str) -> None:
+    other, base = swap(tmp_path / "other", tmp_path / "base"), tmp_path / "base"
+    plan = planned(*(override.replace("OTHER", str(other)) for override in overrides), "sft.data={sources: none.jsonl}")
+    problems = [problem for problem in check_inputs(plan, plan.nodes) if "none.jsonl" not in problem]
+    told = (
+        f"{other} is given the token ids of {base} and has another vocabulary: number 64 is 'a' in {base} and 'b' in {other}; name a model"
+    )
+    assert problems and problems[0].startswith(f"{where}: {told}")
+    shutil.rmtree(other)
+    shutil.copytree(base, other)
+    assert not [problem for problem in check_inputs(plan, plan.nodes) if "vocabulary" in problem]
+
+
+def test_judges_and_servers_get_text(planned: Planned, tmp_path: Path) -> None:
+    other = swap(tmp_path / "other", tmp_path / "base")
+    for judge in (f"evaluation.judges=[{{kind: reward, reward: {other}}}]", f"evaluation.proxy={other}"):
+        plan = planned("ppo.reward=[reward_model, 'http://host']", judge, "evaluation.temperature=1")
+        assert check_inputs(plan, plan.nodes) == []
+
+
+def stages(material: Path) -> dict[str, tuple[Callable[..., Any], StageConfig]]:
+    prompts, pairs = Data(sources=str(material / "prompts.jsonl")), Data(sources=str(material / "preferences.jsonl"), max_samples=8)
+    ppo = PPO(actor="base", reward="other", prompts=prompts)
+    train: Callable[..., Any] = lambda request, run: rlhf_core.stages.ppo.train.train(request, run, {}, 0.0)  # noqa: E731
+    return {
+        "reward": (train, ppo),
+        "critic": (train, PPO(actor="base", reward="base", critic="other", prompts=prompts)),
+        "ppo-reference": (train, PPO(actor="base", reward="base", critic="base", reference="other", prompts=prompts)),
+        "round": (rlhf_core.stages.preferences.run.run, Preferences(policy="base", reward=["base", "other"], prompts=prompts)),
+        "dpo": (rlhf_core.stages.dpo.run, DPO(policy="base", reference="other", data=pairs)),
+        "kto": (rlhf_core.stages.kto.run, KTO(policy="base", reference="other", data=pairs)),
+    }
+
+
+@pytest.mark.parametrize("name", ["reward", "critic", "ppo-reference", "round", "dpo", "kto"])
+def test_who_loads_it_refuses_it(name: str, material: Path, tmp_path: Path) -> None:
+    work, config = stages(material)[name]
+    base, other = material / "base", swap(tmp_path / "other", material / "base")
+    request = StageRequest(name="s", digest="0", config=config, inputs={"base": str(base), "other": str(other)}, seed=0)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError) as refused:
+        work(request, RunDir(tmp_path / "run"))
+    assert str(refused.value).startswith(f"{other} is given the token ids of {base} and has another vocabulary: number ")

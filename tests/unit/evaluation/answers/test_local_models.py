@@ -1,0 +1,98 @@
+"""Checkpoints about to be served: what stands for their weights, their dtype and length; judges that cannot work; lm-eval's local tasks."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config
+
+from evaluation.answers.served_models import identity_of, local_model
+from evaluation.judges.factory import judge_names, make_judge
+from rlhf_core.config import Evaluation, RuleJudge, Source, VllmJudge
+from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+
+TASKS = Path(__file__).parents[4] / "deployments" / "tasks"
+
+
+def checkpoint(folder: Path, weights: bytes = b"weights", **config: Any) -> Path:
+    folder.mkdir(parents=True)
+    Qwen2Config(max_position_embeddings=256, dtype="bfloat16", **config).save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+def test_an_identity_follows_the_files_and_not_their_place(tmp_path: Path) -> None:
+    one, same, other = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "same"), checkpoint(tmp_path / "other", b"weighted")
+    assert identity_of(str(one)) == identity_of(str(same)) != identity_of(str(other))
+    (same / "chat_template.jinja").write_text("{{ messages }}")
+    assert identity_of(str(one)) != identity_of(str(same))
+    assert identity_of("org/judge", "abc") == "org/judge@abc" and identity_of("org/judge") == "org/judge"
+
+
+def test_a_stages_manifest_gives_the_identity_without_reading_the_weights(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "stages" / "judged-0")
+    config = Evaluation(models=("sft",), questions=Source(path="q.jsonl"))  # any stage: what counts is its manifest
+    request = StageRequest(name="judged", digest="0", config=config, inputs={}, seed=0)
+    run.prepare(request)
+    folder = checkpoint(run / "checkpoint")
+    read = identity_of(str(folder))
+    run.finish(request, Outcome({}, {"checkpoint": "checkpoint"}), 1.0)
+    assert identity_of(str(folder)) == read
+    (folder / "model.safetensors").write_bytes(b"WEIGHTS")  # as long as before, so the manifest still holds
+    assert identity_of(str(folder)) == read
+
+
+def test_an_adapter_is_itself_and_its_base(tmp_path: Path) -> None:
+    found = []
+    for base in (checkpoint(tmp_path / "base"), checkpoint(tmp_path / "other", b"weighted")):
+        adapter = tmp_path / f"adapter-{base.name}"
+        adapter.mkdir()
+        (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(base)}))
+        found.append(identity_of(str(adapter)))
+    assert found[0] != found[1]
+
+
+def test_dtype_and_length_are_the_models_own_unless_said(tmp_path: Path) -> None:
+    path = str(checkpoint(tmp_path / "model"))
+    assert local_model("here", path, "auto", None, False)[1:3] == ("bfloat16", 256)
+    assert local_model("here", path, "float32", 64, False)[1:3] == ("float32", 64)
+    with pytest.raises(ValueError, match=r"^here: max_model_len is 300, and the model has 256 positions: lower it$"):
+        local_model("here", path, "auto", 300, False)
+
+
+def test_a_judge_without_room_for_a_prompt_is_refused_before_a_server_starts(tmp_path: Path) -> None:
+    judge = VllmJudge(model="big", max_tokens=256)
+    config = Evaluation(models=("sft",), questions=Source(path="q.jsonl"), judges=(judge,))
+    inputs = {"big": str(checkpoint(tmp_path / "big"))}
+    request = StageRequest(name="evaluation", digest="0", config=config, inputs=inputs, seed=0)
+    with (
+        ExitStack() as stack,
+        pytest.raises(ValueError, match=r"judge big: max_tokens=256 leaves none of its 256 tokens for a prompt"),
+    ):
+        make_judge("big", judge, request, config, RunDir(tmp_path / "run"), stack)
+
+
+def test_a_local_judge_is_called_by_its_name_and_never_by_its_path() -> None:
+    judges = (VllmJudge(model="/models/judge-7b"), VllmJudge(model="sft"), RuleJudge(), VllmJudge(model="org/judge"))
+    assert list(judge_names(judges)) == ["judge-7b", "sft", "rule", "org/judge"]
+
+
+# --- lm-eval's loader ---
+
+
+def test_shipped_tasks_load_from_any_working_directory_under_their_files_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason="alignflow's extra `tax` is not installed")
+    from evaluation.alignment_tax.harness import Tasks
+
+    monkeypatch.chdir(tmp_path)
+    files = [str(TASKS / f"{name}.yaml") for name in ("digits_choice", "digits_answer")]
+    assert Tasks(files, trust_code=False).leaves == {"digits_choice": ["digits_choice"], "digits_answer": ["digits_answer"]}
+    (tmp_path / "mine.yaml").write_text(
+        (TASKS / "digits_answer.yaml").read_text().replace("digits.jsonl", str(TASKS / "digits.jsonl")).replace("test_split: test", "")
+    )
+    with pytest.raises(ValueError, match=r"^tasks: mine.yaml cannot be loaded \(.*\): correct the file$"):
+        Tasks(["mine.yaml"], trust_code=False)

@@ -1,0 +1,143 @@
+"""Verdicts as they are read, the judges that need no endpoint (the rule, a reward model's scores), and battles in both orders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evaluation.judges.judge_prompt import judge_prompt, parse_verdict
+from evaluation.judges.offline import Match, RewardJudge, RuleJudge, battles
+from evaluation.scores.scoring import win_rate
+from rlhf_core.data.documents import Document
+from rlhf_core.records import POINTS, Game
+from tests.support.judging import question
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("My final verdict is: [[A>B]]", "A>B"),
+        ("my verdict: [[b>>a]].", "B>>A"),
+        ("[[A=B]]", "A=B"),
+        ("First I thought [[A>>B]], but it is [[B>A]]", "B>A"),
+        ("single brackets: [A>B]", "A>B"),
+        ("[[A>B]] beats a later single [B>A]", "A>B"),
+        ("mirrored: [[B<<A]]", "A>>B"),
+        ("mirrored: [[A<B]]", "B>A"),
+        ("[[B=A]]", "A=B"),
+        ("裁定如下 [[B>A]] 。", "B>A"),
+        ("[A]", None),
+        ("[[A]]", None),
+        ("A>>>B", None),
+        ("[[A>>>B]]", None),
+        ("[[A>B]] no, rather [[A>>>B]]", "A>B"),
+        ("[[A==B]]", None),
+        ("A>B without brackets", None),
+        ("[[C>A]] [[A > B]]", None),
+        ("", None),
+    ],
+)
+def test_verdicts_are_read_from_a_whitelist(text: str, verdict: str | None) -> None:
+    assert parse_verdict(text) == verdict
+
+
+@given(st.text(alphabet="ABab<>=[] C\n", max_size=40))
+def test_no_text_gives_a_label_outside_the_five(text: str) -> None:
+    assert parse_verdict(text) in (None, *POINTS)
+
+
+def test_the_judge_answers_hard_prompts_itself_and_creative_ones_not() -> None:
+    hard, creative = (judge_prompt(Match(question(category=c), "four", "five")) for c in ("hard_prompt", "creative_writing"))
+    assert "write your own answer" in hard[0]["content"] and "write your own answer" not in creative[0]["content"]
+    said = hard[1]["content"]
+    assert said.index("What is 2 + 2?") < said.index("four") < said.index("five")
+    assert judge_prompt(Match(question(), "five", "four"))[1]["content"] != said
+
+
+def test_the_rule_prefers_the_known_answer_and_sees_no_whitespace() -> None:
+    judge = RuleJudge("rule", "answer")
+    asked = question(answer="a b")
+    games = judge.judge([Match(asked, a, b) for a, b in [(" a\n b ", "b a"), ("ab", "a b"), ("a b", "a  b"), ("x", ""), ("A B", "a b.")]])
+    assert [game.score for game in games] == ["A>B", "B>A", "A=B", "A=B", "A=B"]
+
+
+def test_the_rule_says_which_question_has_no_known_answer() -> None:
+    with pytest.raises(ValueError, match="question q1 has no 'solution'"):
+        RuleJudge("rule", "solution").judge([Match(question(answer="4"), "4", "5")])
+    assert RuleJudge("rule", "answer").right(question(answer=4), "4")
+
+
+class Characters:
+    """A renderer whose tokens are characters: enough to see what a reward judge scores."""
+
+    def prompt_within(self, messages: Sequence[dict[str, str]], limit: int) -> tuple[list[int], bool]:
+        tokens = [ord(character) for character in messages[-1]["content"]]
+        return tokens[-limit:], len(tokens) > limit
+
+    def answer_tokens(self, prompt: list[int], response: str) -> Document:
+        said = [*map(ord, response), 0]
+        return Document(prompt + said, [False] * len(prompt) + [True] * len(said))
+
+
+def reward_judge(tie: float = 0.0, answer_max_len: int = 100) -> tuple[RewardJudge, list[list[Document]]]:
+    """A judge that likes long answers, and the batches it scored."""
+    seen: list[list[Document]] = []
+
+    def score(documents: list[Document]) -> list[float]:
+        seen.append(documents)
+        return [float(sum(document.mask)) for document in documents]
+
+    return RewardJudge("reward_model", score, Characters(), tie, 5, answer_max_len), seen  # type: ignore[arg-type]
+
+
+def test_the_higher_reward_wins_and_a_small_difference_ties() -> None:
+    matches = [Match(question(), a, b) for a, b in [("long answer", "short"), ("a", "bb"), ("xx", "yy")]]
+    assert [game.score for game in reward_judge()[0].judge(matches)] == ["A>B", "B>A", "A=B"]
+    assert [game.score for game in reward_judge(tie=1.0)[0].judge(matches)] == ["A>B", "A=B", "A=B"]
+
+
+def test_a_reward_judge_scores_each_answer_once_within_the_limits() -> None:
+    judge, seen = reward_judge(answer_max_len=4)
+    judge.judge([Match(question(), "too long", "abc"), Match(question(), "abc", "too long")])
+    (documents,) = seen
+    texts = ["".join(map(chr, document.tokens)) for document in documents]
+    assert texts == ["+ 2?"[-5:].rjust(5) + "too ", " + 2?abc\0"]  # the cut answer has no end-of-turn token, the whole one has
+
+
+class Scripted:
+    """A judge that prefers the longer answer, or whoever is shown first."""
+
+    name = "scripted"
+
+    def __init__(self, first_wins: bool = False):
+        self.first_wins = first_wins
+        self.matches: list[Match] = []
+
+    def judge(self, matches: Sequence[Match]) -> list[Game]:
+        self.matches += matches
+        return [
+            Game(score="A>B" if self.first_wins or len(m.answer_a) > len(m.answer_b) else "B>A", judgment={"answer": ""}) for m in matches
+        ]
+
+
+def test_both_orders_of_every_battle_are_put_to_the_judge() -> None:
+    questions = [question("1"), question("2")]
+    judge = Scripted()
+    judged = battles(
+        judge, questions, {"sft": ["s1", "s2"], "dpo": ["longer1", "l"], "ppo": ["longest1", "longest2"]}, [("dpo", "sft"), ("ppo", "sft")]
+    )
+    assert [(m.question.uid, m.answer_a, m.answer_b) for m in judge.matches[:4]] == [
+        ("1", "s1", "longer1"), ("1", "longer1", "s1"), ("2", "s2", "l"), ("2", "l", "s2"),
+    ]  # fmt: skip
+    assert [(j.model, j.uid, j.score) for j in judged] == [("dpo", "1", 1.0), ("dpo", "2", 0.0), ("ppo", "1", 1.0), ("ppo", "2", 1.0)]
+    assert all(judgment.scores[0] == judgment.scores[1] for judgment in judged)
+
+
+def test_a_judge_that_looks_at_the_order_alone_gives_one_half() -> None:
+    questions = [question(str(number)) for number in range(5)]
+    judged = battles(Scripted(first_wins=True), questions, {"sft": ["a"] * 5, "ppo": ["bb"] * 5}, [("ppo", "sft")])
+    rate = win_rate(judged, 50, 0)
+    assert (rate.win_rate, rate.swap_consistency) == (0.5, 0.0)

@@ -1,0 +1,141 @@
+"""Arena-Hard's numbers against its formulas written out a second time (tests/support/arena.py), for v2.0 and v0.1."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evaluation.scores.arena_files import folders, label_of, read_judgments, read_styles, to_judgment
+from evaluation.scores.arena_hard import (
+    reference_controlled,
+    reference_raw,
+    reference_rows,
+    reference_v01,
+    reference_v01_controlled,
+    seeded_indices,
+)
+from evaluation.scores.leaderboard import as_json, boards
+from evaluation.scores.style import FEATURES, columns, style_of
+from tests.support.arena import (
+    BASELINE,
+    ROUNDS,
+    old_line,
+    published_benchmark,
+    their_controlled,
+    their_features,
+    their_raw,
+    their_rows,
+    their_v01,
+    their_v01_controlled,
+    their_v01_features,
+)
+
+Published = tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return published_benchmark(tmp_path_factory.mktemp("arena"))
+
+
+def test_raw_scores_are_the_references(published: Published) -> None:
+    folder, judgments, _ = published
+    rows = reference_rows(read_judgments(folders(folder).judgments))
+    theirs = their_rows(judgments)
+    assert list(zip(rows.uids, rows.models, rows.outcomes, strict=True)) == theirs
+    for model in ("dpo", "ppo", "tiny"):
+        scores = [score for _, name, score in theirs if name == model]
+        indices = seeded_indices(len(scores), ROUNDS, seed=1)
+        ours = reference_raw(rows.outcomes[[name == model for name in rows.models]], indices)
+        assert 100 * np.array(ours) == pytest.approx(100 * np.array(their_raw(scores, indices)), abs=0.1)
+
+
+@pytest.mark.parametrize("controls", [("length", "markdown"), ("length",), ("markdown",)])
+def test_style_controlled_scores_are_the_references(published: Published, controls: tuple[Any, ...]) -> None:
+    """Also each control alone, where the original's slicing loses the models' columns: the formula here slices the features."""
+    folder, judgments, answers = published
+    places = folders(folder)
+    assert places.answers is not None
+    rows = reference_rows(read_judgments(places.judgments), read_styles(places.answers))
+    indices = seeded_indices(len(rows.outcomes), ROUNDS, seed=2)
+    ours = reference_controlled(rows, controls, indices)
+    theirs = their_controlled(their_rows(judgments), their_features(their_rows(judgments), answers)[:, columns(controls)], indices)
+    assert set(ours.scores) == {"dpo", "ppo", "tiny"} and theirs[BASELINE][0] == 0.5
+    for model, score in ours.scores.items():
+        assert 100 * np.array(score) == pytest.approx(100 * np.array(theirs[model]), abs=0.1)
+    assert list(ours.effects) == [FEATURES[column] for column in columns(controls)]
+
+
+def test_v01_scores_are_the_references(published: Published) -> None:
+    _, judgments, _ = published
+    ours = [to_judgment(old_line(row)) for row in judgments]
+    assert {j.baseline for j in ours} == {"gpt-4-0314"} and {j.category for j in ours} == {"arena-hard-v0.1"}
+    rows = reference_rows(ours, whole_battles=False)
+    battles = [(model, {1.0: "model", 0.5: "tie", 0.0: "baseline"}[float(o)]) for model, o in zip(rows.models, rows.outcomes, strict=True)]
+    assert len(battles) > len(their_rows(judgments))  # a failed game leaves the other one in
+    indices = seeded_indices(len(battles), 20, seed=0)
+    scores = reference_v01(rows, indices)
+    point = their_v01(battles, np.arange(len(battles)))
+    rounds = [their_v01(battles, drawn) for drawn in indices]
+    for model, score in scores.items():
+        low, high = np.percentile([found[model] for found in rounds], [2.5, 97.5])
+        assert 100 * np.array(score) == pytest.approx(100 * np.array([point[model], low, high]), abs=0.1)
+
+
+@pytest.mark.parametrize("controls", [("length", "markdown"), ("length",), ("markdown",)])
+def test_v01_style_controlled_scores_are_the_references(published: Published, controls: tuple[Any, ...]) -> None:
+    _, judgments, answers = published
+    ours = [to_judgment(old_line(row)) for row in judgments]
+    styles = {(row["model"].replace(BASELINE, "gpt-4-0314"), row["uid"]): style_of(row["metadata"]) for row in answers}
+    rows = reference_rows(ours, styles, whole_battles=False)
+    words = {1.0: "model", 0.5: "tie", 0.0: "baseline"}
+    battles = [(uid, model, words[float(o)]) for uid, model, o in zip(rows.uids, rows.models, rows.outcomes, strict=True)]
+    style = their_v01_features(battles, answers, controls)
+    indices = seeded_indices(len(battles), 20, seed=0)
+    found = reference_v01_controlled(rows, controls, indices)
+    point, effects = their_v01_controlled(battles, style, np.arange(len(battles)))
+    rounds = [their_v01_controlled(battles, style, drawn)[0] for drawn in indices]
+    raw = reference_v01(rows, indices)
+    for model, score in found.scores.items():
+        low, high = np.percentile([values[model] for values in rounds], [2.5, 97.5])
+        assert 100 * np.array(score) == pytest.approx(100 * np.array([point[model], low, high]), abs=0.1)
+    assert max(abs(score.value - raw[model].value) for model, score in found.scores.items()) > 0.005, "the control changes something"
+    assert [effect.value for effect in found.effects.values()] == pytest.approx(list(effects), abs=1e-3)
+    assert list(found.effects) == [FEATURES[column] for column in columns(controls)]
+
+
+def test_the_v01_board_has_v01s_own_style_control(published: Published) -> None:
+    _, judgments, answers = published
+    ours = [to_judgment(old_line(row)) for row in judgments]
+    styles = {(row["model"].replace(BASELINE, "gpt-4-0314"), row["uid"]): style_of(row["metadata"]) for row in answers}
+    (board,) = boards(ours, styles, ("length", "markdown"), "reference", 10, 0, 0.5)
+    rows = reference_rows(ours, styles, whole_battles=False)
+    expected = reference_v01_controlled(rows, ("length", "markdown"), seeded_indices(len(rows.outcomes), 100, 0)).scores
+    assert {standing.model: standing.controlled for standing in board.standings} == expected
+
+
+def test_the_reference_board_is_the_references_and_ours_stands_beside(
+    published: Published,
+) -> None:
+    folder, judgments, _ = published
+    judged, styles = read_judgments(folders(folder).judgments), read_styles(folder / "model_answer")
+    (reference,) = boards(judged, styles, ("length", "markdown"), "reference", 100, 0, 0.02)
+    (ours,) = boards(judged, styles, ("length", "markdown"), "ours", 100, 0, 0.02)
+    assert [row.model for row in ours.standings] == [row.model for row in reference.standings] == ["ppo", "dpo", "tiny"]
+    for mine, theirs in zip(ours.standings, reference.standings, strict=True):
+        rows = [score for _, model, score in their_rows(judgments) if model == mine.model]
+        assert theirs.score.value == pytest.approx(np.mean(rows), abs=0.02)
+        assert mine.score.value == pytest.approx(np.mean(rows), abs=0.005)  # but for the games the reference leaves out
+        assert mine.controlled is not None and theirs.controlled is not None
+        assert mine.questions == 100 and 0 <= mine.swap_consistency <= 1 and mine.tokens is not None
+    assert json.loads(as_json([ours]))[0]["standings"][0]["score"]["value"] == ours.standings[0].score.value
+    with pytest.raises(ValueError, match="needs the answer of"):
+        boards(judged, {}, ("length",), "ours", 100, 0, 0.02)
+
+
+def test_labels_in_lower_case_are_labels() -> None:
+    assert label_of("b>>a") == "B>>A"

@@ -1,0 +1,51 @@
+"""`alignflow demo` before it trains: what is missing, what is in the way. (All of it: tests/engines/test_wheel.py, and `make demo`.)"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from flows.cli import run as cli_run
+from flows.cli.app import main
+
+
+def test_without_the_engines_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("torch", "transformers") else find(name))
+    assert main(["demo", "--folder", str(tmp_path / "new")]) == 3
+    assert capsys.readouterr().err.startswith("the demo trains models, and torch, transformers cannot be imported: install")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_with_other_files_is_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo" / "material").mkdir(parents=True)
+    (tmp_path / "demo" / "material" / "thesis.txt").write_text("ten years")
+    assert main(["demo", "--folder", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "demo/material exists and is not demo material: remove it, or name another folder\n"
+    (tmp_path / "file").touch()
+    assert main(["demo", "--folder", str(tmp_path / "file")]) == 2
+
+
+def test_material_is_made_in_the_folder_and_the_shipped_recipe_is_run_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Replaces the run, which trains for minutes, by a function that records its arguments."""
+    monkeypatch.chdir(tmp_path)
+    seen: list[tuple[str, bool]] = []
+
+    def run(recipe: str) -> int:
+        seen.append((Path(recipe).read_text(), Path("demo/material/base/model.safetensors").is_file()))
+        return 0
+
+    monkeypatch.setattr(cli_run, "run", run)
+    assert main(["demo", "--folder", "tried"]) == 0
+    root = Path(__file__).parents[3]
+    assert seen == [((root / "deployments" / "recipes" / "tiny-cpu.yaml").read_text(), True)]
+    assert str(tmp_path / "tried" / "artifacts" / "tiny-cpu" / "report.html") in capsys.readouterr().out

@@ -1,0 +1,291 @@
+"""Which ZeRO stage is taken where a recipe leaves it open, and that an explicit one, a resume state and the digests are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
+from rlhf_core.forecast import zero_stage
+from rlhf_core.forecast.memory import GIB, ROOM
+from rlhf_core.forecast.placements import forecast, placements
+from rlhf_core.forecast.seconds import Card
+from rlhf_core.forecast.zero_stage import (
+    Chosen,
+    peak_of_ppo,
+    peak_of_training,
+    size_at,
+    stage_of_ppo,
+    stage_of_training,
+    starts,
+    uses_deepspeed,
+)
+from rlhf_core.hub.model_config import Size, size_of_config
+from rlhf_core.runs import resume_state
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.stages.ppo.fleet import start_fleet
+from rlhf_core.stages.ppo.zero_choice import zero_stage_of
+from rlhf_core.system.machine import MachineLacks
+from rlhf_core.training.ranks import on_ranks, with_zero_stage
+
+SHAPE = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+BIG = size_of_config({**SHAPE, "vocab_size": 152064})  # 7.6 billion parameters
+DATA = Data(sources="d.jsonl")
+FOUR = Ranks(num_ranks_per_node=4, gpus=1)
+
+
+def sft(**fields: Any) -> SFT:
+    return SFT(data=DATA, **{"ranks": FOUR, "dtype": "bfloat16", "micro_train_tokens": 4096, "gradient_checkpointing": 1, **fields})
+
+
+def ppo(**fields: Any) -> PPO:
+    shared = {**dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), FOUR), "vllm": {"gpus": 1}}
+    tokens = {"micro_train_tokens": 4096, "micro_rollout_tokens": 4096, "gradient_checkpointing": 1}
+    return PPO.model_validate({"prompts": DATA, "reward": "rm", "dtype": "bfloat16", **shared, **tokens, **fields})
+
+
+def sizes(config: PPO) -> dict[str, Size]:
+    return dict.fromkeys(config.groups, BIG)
+
+
+def test_the_lowest_stage_that_fits_is_taken() -> None:
+    taken = {memory: stage_of_training(sft(), BIG, memory * GIB).stage for memory in (100, 68, 58)}
+    assert taken == {100: 1, 68: 2, 58: 3}
+    for memory, stage in taken.items():
+        assert peak_of_training(sft(), BIG, stage, memory * GIB) <= ROOM * memory * GIB
+        assert stage == 1 or peak_of_training(sft(), BIG, stage - 1, memory * GIB) > ROOM * memory * GIB
+    chosen = stage_of_training(sft(), BIG, 20 * GIB)
+    assert chosen.stage == 3 and "none is estimated to fit a GPU of 20.0 GiB (" in chosen.why and "GiB with 3)" in chosen.why
+    assert str(stage_of_training(sft(), BIG, 100 * GIB)).startswith("zero_stage 1: the lowest that fits a GPU of 100.0 GiB (")
+
+
+def test_a_reference_model_counts_where_there_is_one() -> None:
+    small = size_of_config({**SHAPE, "vocab_size": 152064, "num_hidden_layers": 2})
+    how: dict[str, Any] = {"data": DATA, "ranks": FOUR, "dtype": "bfloat16", "micro_train_tokens": 65536}
+    assert peak_of_training(DPO(**how), small, 3, 80 * GIB) >= peak_of_training(RewardModel(**how), small, 3, 80 * GIB)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_explicit_stage_is_obeyed(stage: Any) -> None:
+    assert stage_of_training(sft(zero_stage=stage), BIG, 10 * GIB) == Chosen(stage, "as the recipe says")
+    assert stage_of_ppo(ppo(zero_stage=stage), sizes(ppo()), 10 * GIB).stage == stage
+
+
+LARGE = size_of_config(
+    {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+     "vocab_size": 128256}
+)  # fmt: skip
+LARGE_STARTS = (2 * LARGE.parameters + 0.6 * GIB) / GIB  # 70 billion parameters in bf16, and CUDA's own memory
+
+
+def test_whole_weights_count_at_the_start_of_zero_3() -> None:
+    """Each rank loads the model and then keeps its shard: a card must hold all of it first."""
+    many = sft(ranks=Ranks(num_ranks_per_node=32, gpus=1))
+    assert LARGE_STARTS == pytest.approx(132, abs=0.1)
+    assert peak_of_training(many, LARGE, 3, 80 * GIB) / GIB == pytest.approx(LARGE_STARTS)
+    chosen = stage_of_training(many, LARGE, 80 * GIB)
+    assert chosen.stage == 3 and "none is estimated to fit a GPU of 80.0 GiB (" in chosen.why and "132.0 GiB with 3)" in chosen.why
+    assert "the lowest that fits" in stage_of_training(many, LARGE, 140 * GIB).why
+    four_bits = sft(ranks=Ranks(num_ranks_per_node=32, gpus=1), lora=Lora(quantize="nf4"))
+    assert starts(four_bits, {"sft": LARGE})["sft"] < 40 * GIB < starts(sft(lora=Lora()), {"sft": LARGE})["sft"]
+    assert starts(sft(dtype="float32"), {"sft": LARGE})["sft"] / GIB == pytest.approx(2 * LARGE_STARTS - 0.6)
+
+
+def test_whole_weights_count_for_actor_and_critic_and_whatever_starts_beside_them() -> None:
+    roles = dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks(num_ranks_per_node=32, gpus=1))
+    alone = ppo(**roles, micro_train_batch_size=1)
+    models = dict.fromkeys(alone.groups, LARGE)
+    assert peak_of_ppo(alone, models, 3, 80 * GIB) / GIB == pytest.approx(LARGE_STARTS)
+    engines = {"num_engines": 32, "gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True}
+    together = ppo(**roles, micro_train_batch_size=1, colocate_all=True, vllm=engines)
+    beside = 0.3 * 80 + 1  # the engine's share, and its context
+    whole = sum(2 * (LARGE.parameters - head) / GIB + 0.6 for head in (0, LARGE.head, 0, LARGE.head))
+    assert peak_of_ppo(together, models, 3, 80 * GIB) / GIB == pytest.approx(whole + beside)
+
+
+def test_a_card_that_cannot_load_the_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "vocab_size": 128256}))
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    for config in (sft(), sft(zero_stage=3)):
+        request = StageRequest(name="tuned", digest="0", config=config, inputs={"base": str(tmp_path)}, seed=0)
+        with pytest.raises(MachineLacks, match=r"^tuned: at its start .* 132\.0 GiB, .* smallest GPU here has 80\.0:"):
+            with_zero_stage(request, run, config, 80 * GIB)
+        assert with_zero_stage(request, run, config, 140 * GIB).config.zero_stage == 3  # type: ignore[union-attr]
+
+    class Group:
+        def card_bytes(self, timeout: float) -> float:
+            return 80 * GIB
+
+        def build(self, *_: object, **__: object) -> None:
+            pytest.fail("something was loaded")
+
+    config = ppo()
+    groups: Any = dict.fromkeys(config.placed, Group())
+    with pytest.raises(MachineLacks, match=r"^(actor|critic): at its start each GPU holds the whole model, 132\.0 GiB"):
+        start_fleet(config, dict.fromkeys(config.groups, str(tmp_path)), SimpleNamespace(pad_token_id=0), 0, groups, False)  # type: ignore[arg-type]
+
+
+def test_one_rank_trains_without_zero() -> None:
+    assert stage_of_training(sft(ranks=Ranks(gpus=1)), BIG, 10 * GIB).stage == 0
+    assert sft(ranks=Ranks()).zero_stage == "auto"
+
+
+@pytest.mark.parametrize(
+    ("size", "memory", "dtype", "why"),
+    [
+        (BIG, 0, "bfloat16", "as there is no GPU"),
+        (None, 80 * GIB, "bfloat16", "does not tell its size"),
+        (BIG, 80 * GIB, "float32", "as it is not bfloat16"),
+    ],
+)
+def test_what_cannot_be_foretold_takes_the_least_memory(size: Size | None, memory: float, dtype: str, why: str) -> None:
+    config = ppo(dtype=dtype)
+    for chosen in (stage_of_training(sft(dtype=dtype), size, memory), stage_of_ppo(config, sizes(config) if size else None, memory)):
+        assert chosen.stage == 3 and why in chosen.why
+
+
+def test_adapters_need_little_and_4_bit_weights_are_never_cut() -> None:
+    assert stage_of_training(sft(lora=Lora()), BIG, 48 * GIB).stage == 1 < stage_of_training(sft(), BIG, 48 * GIB).stage
+    quantized = Lora(quantize="nf4")
+    assert stage_of_training(sft(lora=quantized), BIG, 4 * GIB).stage == stage_of_training(sft(lora=quantized), BIG, 0).stage == 2
+    assert stage_of_ppo(ppo(lora=quantized), sizes(ppo()), 0).stage == 2
+
+
+def test_ppo_counts_all_that_shares_the_cards_of_actor_and_critic() -> None:
+    memory = 100 * GIB
+    assert stage_of_ppo(ppo(), sizes(ppo()), memory).stage == 1
+    beside = ppo(colocate_actor_ref=True, colocate_critic_reward=True)
+    together = ppo(colocate_all=True, vllm={"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3})
+    stages = [stage_of_ppo(config, sizes(config), memory).stage for config in (ppo(), beside, together)]
+    assert stages == sorted(stages) and stages[0] < stages[-1] == 3
+    assert stage_of_ppo(ppo(adam_offload=True), sizes(ppo()), memory).stage == 2
+    placed = forecast("as in the recipe", beside, {}, sizes(beside), Card(memory=memory))
+    explicit = ppo(colocate_actor_ref=True, colocate_critic_reward=True, zero_stage=stages[1])
+    assert placed == forecast("as in the recipe", explicit, {}, sizes(beside), Card(memory=memory)), "`alignflow plan` takes the same"
+    assert placements(beside, 4, sizes(beside), Card(memory=memory))[0].name == f"as in the recipe, zero_stage {stages[1]}"
+    assert placements(explicit, 4, sizes(beside), Card(memory=memory))[0].name == "as in the recipe"
+
+
+def test_actor_and_critic_with_a_gpu_each_need_no_deepspeed() -> None:
+    one = dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks(gpus=0.2))
+    for config in (ppo(**one), ppo(**one, dtype="float32"), ppo(**one, lora=Lora(quantize="nf4"))):
+        assert stage_of_ppo(config, None, 100 * GIB) == Chosen(0, "one rank has nothing to share out") and not uses_deepspeed(config)
+    for more in (
+        {"critic_ranks": FOUR},
+        {"adam_offload": ["critic"]},
+        {"zero_stage": 1},
+        {"actor_ranks": Ranks(), "reference_ranks": Ranks()},
+    ):
+        assert uses_deepspeed(ppo(**one | more)), more
+    assert stage_of_ppo(ppo(**one, adam_offload=True), None, 100 * GIB).stage == 3
+    explicit = ppo(**one, zero_stage=0)
+    assert stage_of_ppo(explicit, None, 0).stage == 0 and not uses_deepspeed(explicit)
+    assert uses_deepspeed(ppo(**dict.fromkeys(one, Ranks()), vllm={})), "without GPUs"
+    with pytest.raises(ValidationError, match="zero_stage=0 trains on one rank, critic_ranks are 4"):
+        ppo(**one | {"critic_ranks": FOUR}, zero_stage=0)
+    with pytest.raises(ValidationError, match="zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host"):
+        ppo(**one, zero_stage=0, adam_offload=True)
+
+
+def test_ppo_asks_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
+
+    class Group:
+        def __init__(self, memory: float):
+            self.memory = memory
+
+        def card_bytes(self, timeout: float) -> float:
+            return self.memory * GIB
+
+    config = ppo()
+    groups: Any = {"actor": Group(100), "critic": Group(48)}
+    paths = dict.fromkeys(config.groups, str(tmp_path))
+    assert zero_stage_of(config, paths, groups, None).stage == 3, "the smaller GPU decides"
+    groups["critic"] = Group(100)
+    assert zero_stage_of(config, paths, groups, None).stage == 1
+    assert zero_stage_of(config, paths, groups, 3) == Chosen(3, "as its resume state")
+    assert zero_stage_of(config, paths, groups, 0) == Chosen(0, "as its resume state")
+    assert zero_stage_of(ppo(zero_stage=2), paths, groups, 3).stage == 2
+    capsys.readouterr()
+    assert zero_stage_of(config, paths, groups, None).stage == 1
+    told = capsys.readouterr().out
+    assert told.startswith("actor and critic: zero_stage 1: the lowest") and "out of memory" not in told
+    groups["actor"] = Group(40)
+    zero_stage_of(config, paths, groups, None)
+    estimate = peak_of_ppo(config, sizes(config), 3, 40 * GIB) / GIB
+    assert (
+        f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 40.0; `alignflow plan RECIPE --card-memory 40.0`"
+        in capsys.readouterr().out
+    )
+    on_cpu = ppo(**dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks()), vllm={})
+    assert zero_stage_of(on_cpu, paths, {}, None).stage == 3
+
+
+def test_a_group_gets_a_request_with_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+
+    def settled(config: Trainable, memory: int) -> Any:
+        request = StageRequest(name="sft", digest="0", config=config, inputs={"base": str(tmp_path)}, seed=0)
+        return with_zero_stage(request, run, config, memory * GIB).config.zero_stage  # type: ignore[union-attr]
+
+    assert (settled(sft(), 100), settled(sft(), 48), settled(sft(zero_stage=2), 100)) == (1, 3, 2)
+    capsys.readouterr()
+    assert settled(sft(), 60) == 3 and "out of memory" not in capsys.readouterr().out
+    assert settled(sft(zero_stage=2), 48) == 2
+    estimate = peak_of_training(sft(), BIG, 2, 48 * GIB) / GIB
+    assert f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 48.0" in capsys.readouterr().out
+    resume_state.save(run, 3, 1, {"layout": {"ranks": 4, "zero_stage": 2}}, lambda folder: None)
+    assert settled(sft(), 100) == 2, "other cards do not change what a state was made with"
+
+
+def test_a_stage_whose_gpu_is_full_says_what_helps(tmp_path: Path) -> None:
+    def rank(*_: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    request = StageRequest(name="tuned", digest="0", config=sft(ranks=Ranks()), inputs={"base": str(tmp_path)}, seed=0)
+    with pytest.raises(RuntimeError, match=r"^tuned ran out of GPU memory: lower micro_train_tokens .*`alignflow plan`.* allocate 2 GiB$"):
+        on_ranks(rank, request, RunDir(tmp_path / "run"))
+
+
+def test_a_folder_that_tells_no_size(tmp_path: Path) -> None:
+    assert size_at(str(tmp_path)) is None
+    for unknown in ("{}", "[]", json.dumps(SHAPE | {"vocab_size": 9, "intermediate_size": None}), json.dumps(SHAPE | {"vocab_size": [9]})):
+        (tmp_path / "config.json").write_text(unknown)
+        assert size_at(str(tmp_path)) is None, unknown
+
+
+def test_a_size_that_cannot_be_had_now_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def described(place: str) -> Path:
+        raise ConnectionError(f"the Hub could not send the files of {place}")
+
+    monkeypatch.setattr(zero_stage, "described", described)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base", "revision": "abc"}))
+    assert size_at(str(tmp_path)) is None
+
+
+def test_a_pair_is_two_documents_and_4_bit_weights_are_a_quarter() -> None:
+    fields: dict[str, Any] = {"data": DATA, "ranks": FOUR, "dtype": "bfloat16", "micro_train_batch_size": 4, "max_len": 2048}
+    pairs, same = RewardModel(**fields), RewardModel(**fields, micro_train_tokens=2 * 4 * 2048)
+    assert peak_of_training(pairs, BIG, 3, 80 * GIB) == peak_of_training(same, BIG, 3, 80 * GIB)
+    texts = SFT(**fields)
+    assert peak_of_training(texts, BIG, 3, 80 * GIB) < peak_of_training(pairs, BIG, 3, 80 * GIB)
+    whole, quarter = (peak_of_training(sft(lora=Lora(quantize=kind)), BIG, 2, 80 * GIB) for kind in ("none", "nf4"))
+    assert whole - quarter == pytest.approx(1.48 * BIG.parameters)
+
+
+def test_an_adapters_size_is_that_of_its_base(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
+    assert size_at(str(tmp_path / "adapter")) == size_at(str(tmp_path / "base")) == BIG

@@ -1,0 +1,193 @@
+"""PyTorch's varlen attention in transformers' models: the same numbers as `sdpa` with a block-diagonal mask gives.
+
+The kernel runs on GPUs only (tests/gpu/test_attention.py); here a plain computation with its signature stands in for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+
+from rlhf_core.data.collate import collate
+from rlhf_core.models.kernels import attention, choose
+from rlhf_core.models.load import Policy
+from tests.unit.models.test_models import FAMILIES, SHAPE, documents, logprobs_by_document
+
+WINDOWED = {"mistral-window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4))}
+
+
+def plain_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.attention.varlen.varlen_attn`: rows (T, heads, D), documents between the borders."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0, "sizes that the kernel takes"
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
+    assert int(cu_seq_q.diff().max()) == max_q and int(cu_seq_k.diff().max()) == max_k
+    assert int(cu_seq_q[-1]) == len(query) and int(cu_seq_k[-1]) == len(key) == len(value) and window_size[1] == 0
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    out = []
+    for (start, end), (first, last) in zip(cu_seq_q.unfold(0, 2, 1).tolist(), cu_seq_k.unfold(0, 2, 1).tolist(), strict=True):
+        q, k, v = (part.transpose(0, 1) for part in (query[start:end], key[first:last], value[first:last]))
+        back = torch.arange(last - first - (end - start), last - first)[:, None] - torch.arange(last - first)  # queries are the last
+        seen = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
+        out.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replaces the kernel and counts its calls."""
+    calls: list[int] = []
+
+    def counted(*arguments: Any, **named: Any) -> torch.Tensor:
+        calls.append(len(arguments[0]))
+        return plain_varlen(*arguments, **named)
+
+    monkeypatch.setattr(choose.varlen, "varlen_attn", counted)
+    return calls
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
+def test_the_numbers_and_gradients_are_those_of_sdpa(family: str, kernel: list[int]) -> None:
+    torch.manual_seed(0)
+    policy = Policy({**FAMILIES, **WINDOWED}[family]().eval())
+    rows = [documents()[:3], documents()[3:]]
+    expected = logprobs_by_document(policy, rows)
+    torch.cat(expected).sum().backward()
+    gradients = [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+    policy.zero_grad()
+    policy.model.set_attn_implementation(attention.VARLEN)
+    found = logprobs_by_document(policy, rows)
+    torch.cat(found).sum().backward()
+    assert kernel.count(collate(rows, pad_token_id=0).tokens.numel()) == 2, "both layers, both rows in one"
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for a, b in zip((p.grad for p in policy.parameters() if p.grad is not None), gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_window_changes_the_numbers(kernel: list[int]) -> None:
+    """Otherwise the test above would pass without a window."""
+    torch.manual_seed(0)
+    policy = Policy(WINDOWED["mistral-window"]().eval())
+    policy.model.set_attn_implementation(attention.VARLEN)
+    windowed = logprobs_by_document(policy, [documents()])
+    for layer in policy.model.model.layers:
+        layer.self_attn.config.sliding_window = None
+    whole = logprobs_by_document(policy, [documents()])
+    assert not torch.allclose(windowed[2], whole[2]) and kernel
+
+
+@pytest.mark.parametrize("built", ["with windows", "without", "without, and causal no more"])
+def test_a_window_holds_whatever_flash_attn_was_built_with(built: str, kernel: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def flash(*arguments: Any, softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int]) -> torch.Tensor:
+        calls.append(window_size)
+        assert causal
+        if built == "without, and causal no more":  # a left window already excludes tokens to the right
+            query, key, value = (rows.transpose(0, 1) for rows in arguments[:3])
+            return F.scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(0, 1)
+        window = window_size if built == "with windows" else (-1, 0)
+        return plain_varlen(*arguments, scale=softmax_scale, window_size=window, enable_gqa=True)
+
+    torch.manual_seed(0)
+    policy = Policy(WINDOWED["mistral-window"]().eval())
+    expected = logprobs_by_document(policy, [documents()])
+    monkeypatch.setattr(choose, "flash_kernel", lambda: flash)
+    policy.model.set_attn_implementation(attention.VARLEN)
+    for ours, theirs in zip(logprobs_by_document(policy, [documents()]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert calls[0] == (2, 0), "tried once"
+    assert (calls[1:], len(kernel)) == (([(3, 0)] * 2, 0) if built == "with windows" else ([], 3)), "PyTorch's too was tried"
+
+
+def test_heads_of_other_sizes_are_padded(kernel: list[int]) -> None:
+    torch.manual_seed(0)
+    odd = Policy(LlamaForCausalLM(LlamaConfig(**SHAPE, head_dim=10)).eval())
+    config = DeepseekV3Config(
+        **{**SHAPE, "num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=12,
+        first_k_dense_replace=2,
+    )  # fmt: skip
+    for policy in (odd, Policy(DeepseekV3ForCausalLM(config).eval())):
+        expected = logprobs_by_document(policy, [documents()])
+        policy.model.set_attn_implementation(attention.VARLEN)
+        kernel.clear()
+        for ours, theirs in zip(logprobs_by_document(policy, [documents()]), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert kernel
+
+
+def implementation(model: PreTrainedModel) -> str:
+    return attention.settled(model).config._attn_implementation
+
+
+def test_the_kernel_is_used_in_bf16_on_a_gpu_that_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bf16 = FAMILIES["llama"]().to(torch.bfloat16)
+    assert isinstance(bf16, LlamaForCausalLM) and implementation(bf16) == "sdpa", "no GPU here"
+    monkeypatch.setattr(attention, "_has_kernel", lambda: True)
+    assert implementation(FAMILIES["llama"]()) == "sdpa", "fp32"
+    assert implementation(bf16) == attention.VARLEN
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"_supports_flash_attn": False}, {"_supports_attention_backend": False}, {"_is_stateful": True}],
+)
+def test_models_that_need_more_than_borders_use_sdpa(change: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FAMILIES["llama"]().to(torch.bfloat16)
+    monkeypatch.setattr(attention, "_has_kernel", lambda: True)
+    for name, value in change.items():
+        monkeypatch.setattr(type(model), name, value)
+    assert implementation(model) == "sdpa"
+
+
+def test_large_heads_and_dropout_use_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_has_kernel", lambda: True)
+    for fields in ({"head_dim": 264}, {"attention_dropout": 0.1}):
+        assert implementation(LlamaForCausalLM(LlamaConfig(**SHAPE, **fields)).to(torch.bfloat16)) == "sdpa"
+
+
+def test_a_cap_or_sinks_are_refused(kernel: list[int]) -> None:
+    some = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(ValueError, match="cap or sinks"):
+        attention.varlen_attention(torch.nn.Identity(), some, some, some, None, softcap=30.0)
+
+
+def test_a_cap_on_the_logits_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sdpa` would silently ignore it."""
+    config = Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=0.5, final_logit_softcapping=None, attn_implementation="sdpa")
+    capped = Gemma2ForCausalLM(config).eval()
+    for layer in capped.model.layers:
+        torch.nn.init.normal_(layer.self_attn.q_proj.weight, std=2)  # logits that the cap reaches
+    monkeypatch.setattr(attention, "_has_kernel", lambda: True)
+    left_out = logprobs_by_document(Policy(capped), [documents()])
+    assert implementation(capped) == "eager"
+    alone = [logprobs_by_document(Policy(capped), [[document]])[0] for document in documents()]
+    for ours, theirs in zip(logprobs_by_document(Policy(capped), [documents()]), alone, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert not torch.allclose(left_out[2], alone[2])

@@ -1,0 +1,216 @@
+"""Models that let documents of a row attend to each other get each document in a row of its own; all others stay packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    FalconForSequenceClassification,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    OPTConfig,
+    OPTForSequenceClassification,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
+
+from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, StageConfig
+from rlhf_core.models import document_leak
+from rlhf_core.models.document_leak import try_rows
+from rlhf_core.models.kernels import attention
+from rlhf_core.models.load import Policy, Scorer
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.stages.ppo import roles
+from rlhf_core.stages.ppo.roles import Model, Reference, Reward, Training
+from rlhf_core.training.engine import AdamW, TorchEngine
+from tests.unit.models.test_attention import WINDOWED, kernel
+from tests.unit.models.test_lora import run
+from tests.unit.models.test_models import FAMILIES, SHAPE, documents, logprobs_by_document
+
+__all__ = ["kernel"]
+
+CPU = torch.device("cpu")
+PLAIN = {name: value for name, value in SHAPE.items() if name not in ("num_key_value_heads", "intermediate_size")}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "num_dense_layers": 1, "moe_intermediate_size": 16}
+
+
+def afmoe(**more: object) -> AfmoeForCausalLM:
+    return AfmoeForCausalLM(AfmoeConfig(**{**SHAPE, "head_dim": 8, **EXPERTS, **more}))
+
+
+def falcon(model_class: type[PreTrainedModel] = FalconForCausalLM, **more: object) -> PreTrainedModel:
+    return model_class(FalconConfig(**{**PLAIN, "alibi": False, **more}))
+
+
+LEAKING: dict[str, Callable[[], PreTrainedModel]] = {
+    "afmoe": afmoe,
+    "falcon": falcon,
+    "falcon-alibi": lambda: falcon(alibi=True),
+    "opt": lambda: OPTForSequenceClassification(OPTConfig(**PLAIN, ffn_dim=48, word_embed_proj_dim=32, num_labels=1)),
+    "bloom": lambda: BloomForCausalLM(BloomConfig(**PLAIN)),
+    "mpt": lambda: MptForCausalLM(MptConfig(vocab_size=97, d_model=32, n_heads=4, n_layers=2, max_seq_len=64)),
+    "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2)),
+}
+
+
+@pytest.mark.parametrize("family", LEAKING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_family_without_a_mask_between_documents_is_found(family: str, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = LEAKING[family]().to(dtype)
+    module = (Scorer if hasattr(model, "score") else Policy)(model).train()
+    before = torch.get_rng_state()
+    try_rows(module, module, CPU, packed=False)
+    assert module.apart is None and not capsys.readouterr().out, "nothing to try where no row holds two documents"
+    try_rows(module, module, CPU, packed=True)
+    try_rows(module, module, CPU, packed=True)
+    assert module.apart and capsys.readouterr().out.count("one document a row") == 1
+    assert module.training and torch.equal(torch.get_rng_state(), before) and all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", attention.VARLEN])
+def test_other_families_stay_packed(family: str, form: str, kernel: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = {**FAMILIES, **WINDOWED}[family]()
+    if form == attention.VARLEN:
+        model.set_attn_implementation(form)
+    else:
+        model = model.to(getattr(torch, form))
+    policy = Policy(model.eval())
+    try_rows(policy, policy, CPU, packed=form != attention.VARLEN)
+    assert policy.apart is False and policy.training and not policy.model.training and not capsys.readouterr().out
+
+
+def test_a_new_head_of_zeros_hides_nothing() -> None:
+    torch.manual_seed(0)
+    for model, leaks in (
+        (Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1)), False),
+        (falcon(FalconForSequenceClassification), True),
+    ):
+        torch.nn.init.zeros_(model.score.weight)
+        scorer = Scorer(model)
+        try_rows(scorer, scorer, CPU, packed=True)
+        assert scorer.apart is leaks
+
+
+def test_all_ranks_decide_alike() -> None:
+    torch.manual_seed(0)
+    policy = Policy(FAMILIES["llama"]().eval())
+    try_rows(policy, policy, CPU, True, all_reduce=lambda found: found + 1)  # another rank saw a leak
+    assert policy.apart
+
+
+def test_attention_that_takes_one_row_only_is_left_where_documents_leak(kernel: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    policy = Policy(FAMILIES["llama"]().eval())
+    alone = [logprobs_by_document(policy, [[document]])[0] for document in documents()]
+    policy.model.set_attn_implementation(attention.VARLEN)
+    monkeypatch.setattr(document_leak, "leaks", lambda *_: True)
+    try_rows(policy, policy, CPU, packed=False)
+    kernel.clear()
+    for ours, theirs in zip(logprobs_by_document(policy, [[document] for document in documents()]), alone, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert policy.apart and not kernel
+
+
+def test_rows_of_layers_that_carry_state_are_not_concatenated() -> None:
+    model = Lfm2ForCausalLM(Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"], conv_L_cache=3))
+    model.config._attn_implementation = attention.FLASH
+    assert not attention.takes_borders(model)
+    policy = Policy(model)
+    try_rows(policy, policy, CPU, packed=True)
+    assert policy.apart is None, "its packed rows are refused"
+
+
+# Stages: what is asked to be packed trains as what is not.
+
+
+def save_leaking(name: str, tokenizer_of: Path, folder: Path) -> Path:
+    """A random model of the family with the tokenizer of a checkpoint."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    torch.manual_seed(0)
+    make = {"afmoe": afmoe, "falcon": falcon}[name]
+    make(vocab_size=len(tokenizer), initializer_range=0.2, max_position_embeddings=128, **ids).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bases(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases")
+    for name in ("afmoe", "falcon"):
+        save_leaking(name, material / "base", folder / name)
+    return folder
+
+
+def stage(kind: str, material: Path, **rows: object) -> StageConfig:
+    def data(name: str) -> Data:
+        return Data(sources=str(material / name), max_samples=16)
+
+    fields = {"train_batch_size": 8, "micro_train_batch_size": 4, "max_len": 96, "learning_rate": 1e-3, "logging_steps": 1, **rows}
+    if kind == "sft":
+        return SFT(model="base", data=data("sft.jsonl"), eval_data=data("sft.jsonl"), **fields)
+    if kind == "reward_model":
+        return RewardModel(model="base", data=data("preferences.jsonl"), eval_data=data("preferences.jsonl"), **fields)
+    config = DPO if kind == "dpo" else KTO
+    return config(policy="base", data=data("preferences.jsonl"), eval_data=data("preferences.jsonl"), reference="base", **fields)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("afmoe", "sft"), ("afmoe", "dpo"), ("falcon", "sft"), ("falcon", "reward_model"), ("falcon", "dpo"), ("falcon", "kto")],
+)
+def test_what_would_leak_when_packed_trains_as_one_document_a_row(
+    family: str, kind: str, bases: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packing: dict[str, object] = {"packing": False} if kind == "sft" else {}
+    run(stage(kind, material, **packing), bases / family, tmp_path / "rows")
+    assert "one document a row" not in capsys.readouterr().out
+    run(stage(kind, material, micro_train_tokens=200), bases / family, tmp_path / "tokens")
+    assert "one document a row" in capsys.readouterr().out
+    if kind == "sft":
+        run(stage(kind, material, packing=True), bases / family, tmp_path / "packed")
+    expected = read_metrics(tmp_path / "rows")
+    for other in ("tokens", *(["packed"] if kind == "sft" else [])):
+        for ours, theirs in zip(read_metrics(tmp_path / other), expected, strict=True):
+            for name in ("loss", "eval/loss"):
+                if name in theirs:
+                    assert ours[name] == pytest.approx(theirs[name], abs=1e-5), (other, name)
+
+
+def test_roles_of_ppo_score_what_would_leak_one_document_a_row(bases: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    torch.manual_seed(0)
+    scored = falcon(FalconForSequenceClassification, num_labels=1, initializer_range=0.2)
+    torch.nn.init.normal_(scored.score.weight)
+    scored.save_pretrained(tmp_path / "rm")
+    places = {"policy": bases / "falcon", "rm": tmp_path / "rm"}
+    found = []
+    for tokens in (None, 30):
+        policy, reward = (Model(str(places[name]), "float32", 0, 8, False, tokens) for name in ("policy", "rm"))
+        trained = Policy(roles.load_policy(policy.path).model)
+        engine = roles._engine(trained, policy, Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 8, False, 60, micro_tokens=tokens), False)
+        assert isinstance(engine, TorchEngine) and trained.apart is (True if tokens else None)
+        own = roles._score(engine, documents(), policy, lambda batch, policy=trained: roles.masked_logprobs(policy, batch).logprobs)
+        found.append([dict(own), dict(Reference(policy, 1.0).logprobs(documents())), dict(Reward(reward).scores(documents()))])
+    for ours, theirs in zip(*found, strict=True):
+        for index, values in theirs.items():
+            torch.testing.assert_close(torch.tensor(ours[index]), torch.tensor(values), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,37 @@
+"""The choice of Liger's kernels for a model; the kernels need a GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.models.kernels import liger
+from rlhf_core.models.load import load_policy
+from tests.support.families import make_family
+
+
+@pytest.mark.parametrize(("family", "activations"), [("llama", True), ("mixtral", False), ("qwen3-moe", False)])
+def test_experts_are_left_to_transformers(
+    family: str, activations: bool, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, bool] = {}
+
+    def apply(rope: bool, rms_norm: bool, swiglu: bool, fused_linear_cross_entropy: bool, model: PreTrainedModel) -> None:
+        given.update(rope=rope, rms_norm=rms_norm, swiglu=swiglu, loss=fused_linear_cross_entropy)
+
+    model = load_policy(str(make_family(family, material / "base", tmp_path / "model")), "bfloat16").model
+    patches = ModuleType("liger_kernel.transformers.monkey_patch")
+    patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {model.config.model_type: apply}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", patches)
+    for package in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setattr(liger.importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert liger.fuse(model) is model
+    assert given == {"rope": True, "rms_norm": True, "swiglu": activations, "loss": False}

@@ -1,0 +1,66 @@
+"""Every training stage recomputes the configured layers and disables dropout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, Trainable
+from rlhf_core.data.collate import collate
+from rlhf_core.data.documents import Document
+from rlhf_core.models.load import load_policy, trained_policy, trained_scorer
+from rlhf_core.training.engine import Engine
+from rlhf_core.training.ranks import make_engine
+
+DATA = Data(sources="rows.jsonl")
+LAYERS = 4
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=97, attention_dropout=0.5, **shape)).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def engine_of(checkpoint: str, config: Trainable) -> Engine:
+    if isinstance(config, RewardModel):
+        return make_engine(trained_scorer(checkpoint, 0, "float32", False, None, 0), config)
+    return make_engine(trained_policy(checkpoint, "float32", False, None, 0), config)
+
+
+def forward(engine: Engine) -> Tensor:
+    batch = collate([[Document([5, 9, 20, 33, 40, 51, 7], [False] + [True] * 6)]], pad_token_id=0)
+    out = engine(batch.tokens, batch.positions, *([batch.documents] if engine.module.model.get_output_embeddings() is not None else []))
+    return out if isinstance(out, Tensor) else out.logprobs
+
+
+def attended(model: PreTrainedModel) -> Counter[int]:
+    """Counts the runs of each layer's attention."""
+    counts: Counter[int] = Counter()
+    for i, layer in enumerate(model.base_model.layers):
+        layer.self_attn.register_forward_hook(lambda *_, i=i: counts.update([i]))
+    return counts
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kind", [SFT, RewardModel, DPO, KTO])
+def test_the_configured_layers_are_recomputed(kind: type[Trainable], share: float, checkpoint: str) -> None:
+    engine = engine_of(checkpoint, kind(data=DATA, gradient_checkpointing=share))
+    counts = attended(engine.module.model)
+    engine.backward(forward(engine).sum(), last=True)
+    assert [counts[i] for i in range(LAYERS)] == [2 if i < share * LAYERS else 1 for i in range(LAYERS)]
+
+
+def test_training_has_no_dropout_and_the_config_keeps_its_dropout(checkpoint: str) -> None:
+    engine = engine_of(checkpoint, SFT(data=DATA))
+    batch = collate([[Document([5, 9, 20, 33, 40, 51, 7], [True] * 7)]], pad_token_id=0)
+    expected = load_policy(checkpoint)(batch.tokens, batch.positions, batch.documents).logprobs
+    assert engine.module.model.base_model.layers[0].training
+    torch.testing.assert_close(forward(engine), expected)
+    assert engine.module.model.config.attention_dropout == 0.5

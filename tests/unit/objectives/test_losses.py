@@ -1,0 +1,294 @@
+"""Losses against loops and hand-computed numbers. Equality under splits and layouts is in `test_loss_splits.py`."""
+
+import inspect
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from rlhf_core.objectives import losses
+from tests.support import reference
+
+B, T, N = 4, 9, 7
+
+
+def tensor(numbers):
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def randoms(seed, *shape):
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def holes(seed, *shape):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed + 1000)) < 0.6
+    mask.flatten()[:3] = torch.tensor([True, False, True])
+    return mask
+
+
+def assert_same(got: losses.Loss, expected: dict[str, float]):
+    assert list(got.metrics) == list(expected)
+    for name, metric in got.metrics.items():
+        assert_close(metric.double(), tensor(expected[name]), msg=lambda text, name=name: f"{name}: {text}")
+        assert not metric.requires_grad
+    assert_close(got.loss.detach().double(), tensor(next(iter(expected.values()))))
+
+
+def lists(*tensors):
+    return [x.flatten().tolist() for x in tensors]
+
+
+# Against the loops. Denominators are no counts of these batches on purpose: a loss must not count for itself.
+
+seeds = pytest.mark.parametrize("seed", range(3))
+
+
+@seeds
+def test_sft_loss(seed):
+    x, mask = next(randoms(seed, B, T)), holes(seed, B, T)
+    assert_same(losses.sft_loss(x, mask, 37), reference.sft_loss(*lists(x, mask), 37))
+
+
+@seeds
+@pytest.mark.parametrize("centering", [0.0, 0.01])
+def test_reward_loss(seed, centering):
+    draw = randoms(seed, N)
+    chosen, rejected, margin = next(draw), next(draw), next(draw).abs()
+    expected = reference.reward_loss(*lists(chosen, rejected, margin), centering, 5)
+    assert_same(losses.reward_loss(chosen, rejected, margin, centering, 5), expected)
+    expected = reference.reward_loss(*lists(chosen, rejected), [0.5] * N, centering, 5)
+    assert_same(losses.reward_loss(chosen, rejected, 0.5, centering, 5), expected)
+
+
+@seeds
+@pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.1), ("ipo", 0.0)])
+def test_dpo_loss(seed, loss, smoothing):
+    draw = randoms(seed, N)
+    pc, pr, rc, rr = (5 * next(draw) for _ in range(4))
+    expected = reference.dpo_loss(*lists(pc, pr, rc, rr), 0.3, smoothing, loss, 5)
+    assert_same(losses.dpo_loss(pc, pr, rc, rr, 0.3, smoothing, loss, 5), expected)
+
+
+def test_ipo_refuses_label_smoothing():
+    x = torch.zeros(2)
+    with pytest.raises(ValueError, match="label_smoothing"):
+        losses.dpo_loss(x, x, x, x, 0.1, 0.1, "ipo", 2)
+
+
+@seeds
+def test_simpo_and_orpo_loss(seed):
+    draw = randoms(seed, N)
+    chosen, rejected = -next(draw).abs() - 0.01, -next(draw).abs() - 0.01
+    assert_same(losses.simpo_loss(chosen, rejected, 2.0, 1.0, 5), reference.simpo_loss(*lists(chosen, rejected), 2.0, 1.0, 5))
+    assert_same(losses.orpo_loss(chosen, rejected, 0.1, 5), reference.orpo_loss(*lists(chosen, rejected), 0.1, 5))
+
+
+def test_orpo_is_finite_for_a_certain_policy_in_fp32():
+    certain = torch.zeros(2, requires_grad=True)
+    loss = losses.orpo_loss(certain, certain - 3, 0.1, 2).loss
+    loss.backward()
+    assert loss.isfinite() and certain.grad is not None and certain.grad.isfinite().all()
+
+
+@seeds
+@pytest.mark.parametrize("kl", [0.7, -0.7])
+def test_kto_loss(seed, kl):
+    draw = randoms(seed, N)
+    policy, ref, desirable = 3 * next(draw), 3 * next(draw), holes(seed, N)
+    expected = reference.kto_loss(*lists(policy, ref, desirable), kl, 0.3, 1.1, 1.3, 5)
+    assert_same(losses.kto_loss(policy, ref, desirable, kl, 0.3, 1.1, 1.3, 5), expected)
+    assert_same(losses.kto_loss(policy, ref, desirable, tensor(kl), 0.3, 1.1, 1.3, 5), expected)
+
+
+def test_kto_sends_no_gradient_through_the_kl():
+    policy = torch.tensor([1.0, 2.0], requires_grad=True)
+    ref, desirable = torch.zeros(2), torch.tensor([True, False])
+    through = losses.kto_loss(policy, ref, desirable, policy.mean(), 0.1, 1.0, 2.0, 2).loss
+    constant = losses.kto_loss(policy, ref, desirable, 1.5, 0.1, 1.0, 2.0, 2).loss
+    assert_close(*torch.autograd.grad(through, policy), *torch.autograd.grad(constant, policy))
+
+
+@seeds
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_policy_loss(seed, dual_clip, weighted):
+    draw, mask = randoms(seed, B, T), holes(seed, B, T)
+    new, old, advantages, is_weights, weights = 0.5 * next(draw), 0.5 * next(draw), next(draw), next(draw).exp(), next(draw).exp()
+    flat_weights = weights.flatten().tolist() if weighted else [1.0] * (B * T)
+    expected = reference.policy_loss(*lists(new, old, advantages, mask), 0.2, 0.3, *lists(is_weights), 37, dual_clip, flat_weights)
+    got = losses.policy_loss(new, old, advantages, mask, 0.2, 0.3, is_weights, 37, dual_clip, weights if weighted else None)
+    assert 0 < expected["policy/clip_share"] < sum(flat_weights) / 37
+    assert_same(got, expected)
+
+
+@seeds
+def test_gspo_uses_the_geometric_mean_of_an_answers_ratios(seed):
+    draw, mask = randoms(seed, B, T), holes(seed, B, T)
+    new, old = next(draw), next(draw)
+    documents = torch.tensor([[2, 2, 2, 2, 0, 0, 0, 0, -1], [1] * 9, [3] * 5 + [-1] * 4, [4] * 9])
+    mask &= documents >= 0
+    log_ratio = losses.gspo_logprobs(new, old, mask, documents, 5) - torch.where(mask, old, 0)
+    expected = tensor(reference.gspo_ratios(*lists(new, old, mask, documents), 5))
+    assert_close(log_ratio.exp()[mask], expected[documents[mask]])
+
+
+@seeds
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_kl_loss(seed, estimator):
+    draw, mask = randoms(seed, B, T), holes(seed, B, T)
+    new, ref = next(draw), next(draw)
+    assert_same(losses.kl_loss(new, ref, mask, estimator, 37), reference.kl_loss(*lists(new, ref, mask), estimator, 37))
+
+
+@seeds
+def test_kl_and_entropy_with_weights_are_weighed_sums(seed):
+    draw, mask = randoms(seed, B, T), holes(seed, B, T)
+    new, ref, weights, entropy = next(draw), next(draw), next(draw).exp(), next(draw).abs()
+    expected = sum((w * reference.kl(p, q, "k3")) for p, q, w, m in zip(*lists(new, ref, weights, mask), strict=True) if m) / 37
+    assert_same(losses.kl_loss(new, ref, mask, "k3", 37, weights), {"policy/kl_loss": expected})
+    for scale in (None, weights):
+        loss, metrics = losses.entropy_loss(entropy, mask, 37, scale)
+        pairs = zip(*lists(entropy, torch.ones_like(entropy) if scale is None else scale, mask), strict=True)
+        expected = sum(w * h for h, w, m in pairs if m) / 37
+        assert_close(metrics["policy/entropy"], tensor(expected))
+        assert_close(loss, tensor(-expected))
+
+
+def test_k1_is_refused_as_a_loss():
+    x = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match="k1"):
+        losses.kl_loss(x, x, x == 0, "k1", 2)
+
+
+@seeds
+def test_value_loss(seed):
+    draw, mask = randoms(seed, B, T), holes(seed, B, T)
+    values, old, returns = next(draw), next(draw), next(draw)
+    expected = reference.value_loss(*lists(values, old, returns, mask), 0.2, 37)
+    assert expected["value/clip_share"] > 0
+    assert_same(losses.value_loss(values, old, returns, mask, 0.2, 37), expected)
+
+
+@seeds
+def test_importance_weights_and_sampler_metrics(seed):
+    draw, mask = randoms(seed, B, T), holes(seed, B, T)
+    old, sampler = next(draw).requires_grad_(), next(draw)
+    weights = losses.importance_weights(old, sampler, 0.0, 2.0)
+    expected = [min(float(torch.exp(a - b)), 2.0) for a, b in zip(old.detach().flatten(), sampler.flatten(), strict=True)]
+    assert_close(weights.flatten(), tensor(expected))
+    assert not weights.requires_grad and weights.max() == 2.0
+    assert losses.importance_weights(torch.zeros(1), torch.full((1,), -1e4), 0.0, 2.0).item() == 2.0  # exp overflows, the cap holds
+    metrics = losses.sampler_metrics(old, sampler, mask, 0.0, 2.0, 37)
+    for name, value in reference.sampler_metrics(*lists(old, sampler, mask), 2.0, 37).items():
+        assert_close(metrics[name].double(), tensor(value))
+
+
+# By hand.
+
+
+def test_policy_loss_by_hand():
+    ratios = tensor([[1.5, 0.5, 0.5, 2.0, 7.0]])
+    advantages = tensor([[2.0, -1.0, 1.0, -1.0, 9.0]])
+    is_weights = tensor([[1.0, 1.0, 1.0, 0.5, 9.0]])
+    mask = torch.tensor([[True, True, True, True, False]])
+    logprobs = ratios.log().requires_grad_()
+    # clip 0.2 and 0.2; objectives min(rho A, clip(rho) A):
+    #   min(1.5 * 2, 1.2 * 2)   = min(3, 2.4)      = 2.4   clipped
+    #   min(0.5 * -1, 0.8 * -1) = min(-0.5, -0.8)  = -0.8  clipped
+    #   min(0.5 * 1, 0.8 * 1)   = min(0.5, 0.8)    = 0.5
+    #   min(2 * -1, 1.2 * -1)   = min(-2, -1.2)    = -2,   times weight 0.5 = -1
+    # sum 1.1, loss -1.1 / 4
+    got = losses.policy_loss(logprobs, torch.zeros(1, 5).double(), advantages, mask, 0.2, 0.2, is_weights, 4)
+    assert_close(got.loss, tensor(-0.275))
+    assert_close(got.metrics["policy/clip_share"].double(), tensor(0.5))
+    assert_close(got.metrics["policy/ratio"], tensor(1.125))  # (1.5 + 0.5 + 0.5 + 2) / 4
+    # rho - 1 - ln rho: 0.5 - 0.4054651081 = 0.0945348919; twice -0.5 + 0.6931471806 = 0.1931471806; 1 - 0.6931471806 = 0.3068528194
+    assert_close(got.metrics["policy/kl_old"], tensor(0.7876820725 / 4))
+    # d/dlogprob = -w rho A / 4 where nothing is clipped: -0.5 / 4 and 0.5 * 2 / 4
+    (grad,) = torch.autograd.grad(got.loss, logprobs)
+    assert_close(grad, tensor([[0.0, 0.0, -0.125, 0.25, 0.0]]))
+    # dual clip 1.5: the fourth is max(-2, -1.5) = -1.5, times 0.5 = -0.75; sum 1.35, and its gradient is cut
+    dual = losses.policy_loss(logprobs, torch.zeros(1, 5).double(), advantages, mask, 0.2, 0.2, is_weights, 4, dual_clip=1.5)
+    assert_close(dual.loss, tensor(-0.3375))
+    assert_close(dual.metrics["policy/clip_share"].double(), tensor(0.75))
+    (grad,) = torch.autograd.grad(dual.loss, logprobs)
+    assert_close(grad, tensor([[0.0, 0.0, -0.125, 0.0, 0.0]]))
+
+
+def test_clip_higher_lets_good_tokens_rise_further():
+    logprobs = tensor([[1.25, 0.75]]).log()
+    mask, ones = torch.ones(1, 2, dtype=torch.bool), torch.ones(1, 2).double()
+    # low 0.2, high 0.28, A = 1 then -1: 1.25 stays, 0.75 is lifted to 0.8: -(1.25 - 0.8) / 2
+    got = losses.policy_loss(logprobs, 0 * logprobs, tensor([[1.0, -1.0]]), mask, 0.2, 0.28, ones, 2)
+    assert_close(got.loss, tensor(-0.225))
+    assert_close(got.metrics["policy/clip_share"].double(), tensor(0.5))
+
+
+def test_value_loss_by_hand():
+    values = tensor([[1.0, 1.0, 0.6, 5.0]]).requires_grad_()
+    old_values = tensor([[0.5, 0.5, 0.5, 5.0]])
+    returns = tensor([[0.0, 1.2, 1.0, 9.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    # clip 0.2, V clipped to 0.7, 0.7, 0.6:
+    #   max((1 - 0)^2, (0.7 - 0)^2)     = max(1, 0.49)    = 1
+    #   max((1 - 1.2)^2, (0.7 - 1.2)^2) = max(0.04, 0.25) = 0.25  clipped
+    #   max((0.6 - 1)^2, (0.6 - 1)^2)   = 0.16
+    # 0.5 * 1.41 / 3 = 0.235
+    got = losses.value_loss(values, old_values, returns, mask, 0.2, 3)
+    assert_close(got.loss, tensor(0.235))
+    assert_close(got.metrics["value/clip_share"].double(), tensor(1 / 3), rtol=1.3e-6, atol=1e-5)  # a share is fp32
+    # (V - R) / 3 where unclipped: 1 / 3 and -0.4 / 3
+    (grad,) = torch.autograd.grad(got.loss, values)
+    assert_close(grad, tensor([[1 / 3, 0.0, -0.4 / 3, 0.0]]))
+
+
+def test_at_the_first_step_the_policy_gradient_is_that_of_reinforce():
+    logprobs = next(randoms(0, B, T)).requires_grad_()
+    advantages, mask = next(randoms(1, B, T)), holes(0, B, T)
+    got = losses.policy_loss(logprobs, logprobs.detach(), advantages, mask, 0.2, 0.2, torch.ones(B, T).double(), 10)
+    assert_close(got.metrics["policy/ratio"], mask.sum().double() / 10)
+    assert got.metrics["policy/kl_old"] == got.metrics["policy/clip_share"] == 0
+    (grad,) = torch.autograd.grad(got.loss, logprobs)
+    assert_close(grad, torch.where(mask, -advantages / 10, 0))
+
+
+# What every loss shares.
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
+def test_garbage_off_the_mask_reaches_neither_loss_nor_gradient(garbage):
+    draw, mask = randoms(3, B, T), holes(3, B, T)
+    clean = [next(draw) for _ in range(4)]
+    dirty = [torch.where(mask, x, garbage) for x in clean]
+    documents = torch.arange(B)[:, None].expand(B, T)
+
+    def run(new, old, advantages, weights):
+        new = new.clone().requires_grad_()
+        terms = [
+            losses.sft_loss(new, mask, 9),
+            losses.policy_loss(new, old, advantages, mask, 0.2, 0.2, weights, 9, 1.5, weights),
+            losses.policy_loss(losses.gspo_logprobs(new, old, mask, documents, B), old, advantages, mask, 0.2, 0.2, weights, 9),
+            losses.kl_loss(new, old, mask, "k3", 9),
+            losses.kl_loss(new, old, mask, "k3", 9, weights),
+            losses.entropy_loss(new, mask, 9, weights),
+            losses.value_loss(new, old, advantages, mask, 0.2, 9),
+        ]
+        return [(loss, *torch.autograd.grad(loss, new)) for loss, _ in terms]
+
+    assert_close(run(*dirty), run(*clean))
+
+
+@pytest.mark.parametrize("denominator", [0, -1, float("nan")])
+def test_an_empty_optimiser_step_is_refused(denominator):
+    with pytest.raises(ValueError, match="denominator"):
+        losses.sft_loss(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.bool), denominator)
+
+
+def test_every_loss_takes_the_global_denominator():
+    named = {name: function for name, function in inspect.getmembers(losses, inspect.isfunction) if name.endswith("_loss")}
+    named.pop("_loss")
+    assert len(named) == 11
+    for name, function in named.items():
+        assert "denominator" in inspect.signature(function).parameters, name

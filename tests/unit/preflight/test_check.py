@@ -1,0 +1,252 @@
+"""Checks before work: each planted fault is one sentence that names its place; a sound recipe has none."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_core.hub.model_config import STATEFUL
+from rlhf_core.preflight import inputs as check
+from rlhf_core.preflight.inputs import MachineLacks, check_inputs, check_machine, needs, require_here
+from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.plan import Plan, plan
+from rlhf_core.system import machine
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = """
+name: tiny
+base_model: base
+stages:
+  sft: {data: {sources: sft.jsonl}}
+  reward_model: {data: {sources: pairs.jsonl}}
+  ppo:
+    prompts: {sources: prompts.jsonl}
+    rollout_batch_size: 4
+    train_batch_size: 4
+    micro_train_batch_size: 1
+    actor_ranks: {cpus: 0.4}
+    critic_ranks: {cpus: 0.4}
+    reference_ranks: {cpus: 0.2}
+    reward_ranks: {cpus: 0.2}
+    vllm: {cpus: 0.8}
+  loop: {stage: iterative_dpo, prompts: {sources: prompts.jsonl}, rounds: 2, prompts_per_round: 2}
+  evaluation: {models: [loop], questions: {path: q.jsonl}}
+  publication: {model: loop, evaluation: evaluation}
+"""
+ROWS = {
+    "sft": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
+    "pairs": {"prompt": "hi", "chosen": "ho", "rejected": "hu"},
+    "prompts": {"prompt": "hi"},
+    "q": {"prompt": "hi", "answer": "ho"},
+}
+
+Planned = Callable[..., Plan]
+
+
+def save_tokenizer(folder: Path, template: str | None) -> None:
+    """Bytes as tokens, with the three tokens a chat needs."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+
+
+def check_here(plan: Plan) -> list[str]:
+    return check_inputs(plan, plan.nodes) + check_machine(plan, plan.nodes)
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(check, "num_cpus", lambda: 2)
+    monkeypatch.setattr(check, "num_gpus", lambda: 0)
+    (tmp_path / "recipe.yaml").write_text(TEXT)
+    for name, row in ROWS.items():
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    (tmp_path / "checks.py").write_text("from math import sqrt\n\ndef short(responses): return [0]\n\nlong = short\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    save_tokenizer(tmp_path / "base", TEMPLATE)
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "base" / "model.safetensors").write_bytes(b"weights")
+    return lambda *overrides: plan(load_recipe("recipe.yaml", overrides))
+
+
+def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
+    assert check_here(planned()) == []
+    assert check_here(planned("ppo.reward=[reward_model, checks.py:short, checks.py:long, checks.py:sqrt, 'http://host']")) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["sft.data={sources: none.jsonl}"], ["stages.sft.data: none.jsonl: there is no such file"]),
+        (
+            ["reward_model.data={sources: [{path: pairs.jsonl, chosen_key: better}]}"],
+            ["stages.reward_model.data: pairs.jsonl: there is no column"],
+        ),
+        (["sft.data={sources: prompts.jsonl}"], ["stages.sft.data: prompts.jsonl: there is no column 'response'"]),
+        (["base_model=elsewhere/there/is/none"], ["base_model: there is no model folder"]),
+        (["ppo.rollout_batch_size=8"], ["stages.ppo.prompts: ppo needs rollout_batch_size=8 prompts, the data has 4: lower it or add"]),
+        (["ppo.export_at=[2]"], ["stages.ppo.prompts: export_at names iteration 2, and this run has 1: lower it"]),
+        (["ppo.prompt_max_len=5"], ["stages.ppo.prompt_max_len: a limit of 5 tokens leaves none for text"]),
+        (["sft.max_len=3"], ["stages.sft.max_len: a limit of 3 tokens"]),
+        (["evaluation.prompt_max_len=5"], ["stages.evaluation.prompt_max_len: a limit of 5 tokens"]),
+        (["loop.prompts_per_round=4"], ["stages.loop.round2.preferences: its prompts start at number 4, but there are only 4"]),
+        (
+            ["evaluation.questions={path: prompts.jsonl}"],
+            ["stages.evaluation.questions: prompts.jsonl has rows without the column 'answer'"],
+        ),
+        (["evaluation.questions.prompt_key=question"], ["stages.evaluation.questions: q.jsonl has no column 'question'"]),
+        (["ppo.actor_ranks.cpus=2"], ["stages.ppo asks for 3.6 CPUs in all, this machine has 2"]),
+        (["ppo.vllm.gpus=1"], ["stages.ppo asks for 1 GPUs in all, this machine has 0"]),
+        (["sft.lora={quantize: nf4}"], ["stages.sft.lora.quantize=nf4 needs an NVIDIA GPU, and this machine has none; set it to none"]),
+        (["sft.ranks={num_nodes: 2, cpus: 0.5}", "sft.zero_stage=2"], ["stages.sft asks for 2 nodes, this is one machine"]),
+        (["sft.ranks={gpus: 1, cpus: 4}"], ["stages.sft asks for 4 CPUs", "stages.sft asks for 1 GPUs"]),
+        (
+            ["evaluation.judges=[{kind: openai, model: gpt, api_key_env: NO_SUCH_KEY}]"],
+            ["needs a key in the environment variable NO_SUCH_KEY"],
+        ),
+        (
+            ["ppo.reward=[reward_model, {url: 'http://host', api_key_env: NO_SUCH_KEY}]"],
+            ["stages.ppo: the reward host needs a key in the environment variable NO_SUCH_KEY"],
+        ),
+        (
+            ["ppo.reward=[reward_model, none.py:f]"],
+            ["none.py cannot be read (No such file or directory); correct the path"],
+        ),
+        (["ppo.reward=[reward_model, checks.py:shrt]"], ["checks.py: unknown function 'shrt'; did you mean short"]),
+        (["ppo.reward=[reward_model, broken.py:f]"], ["broken.py is no Python file"]),
+        (["loop.rounds=1", "loop.reward=checks.py:shrt"], ["checks.py: unknown function 'shrt'; did you mean short"]),
+        (
+            ["loop.rounds=1", "loop.reward=[{url: 'http://host', api_key_env: NO_SUCH_KEY}]"],
+            ["stages.loop.round1.preferences: the reward host needs a key in the environment variable NO_SUCH_KEY"],
+        ),
+    ],
+)
+def test_a_fault_is_told_once_and_where(planned: Planned, overrides: list[str], told: list[str]) -> None:
+    problems = check_here(planned(*overrides))
+    assert len(problems) == len(told)
+    for problem, expected in zip(problems, told, strict=True):
+        assert expected in problem and "\n" not in problem
+
+
+def test_an_empty_data_set(planned: Planned, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("")
+    problems = check_here(planned())
+    assert problems[0].startswith("stages.ppo.prompts: prompts.jsonl: has no rows")
+
+
+def test_a_model_without_a_chat_template_needs_a_plain_one(planned: Planned, tmp_path: Path) -> None:
+    for file in (tmp_path / "base").glob("*token*"):
+        file.unlink()
+    (tmp_path / "base" / "chat_template.jinja").unlink(missing_ok=True)
+    save_tokenizer(tmp_path / "base", None)
+    problems = check_here(planned())
+    assert problems and all("has no chat template: set the template of the data to a plain one" in problem for problem in problems)
+    assert problems[0].startswith("stages.sft.data: ")
+    sft = [p for p in check_here(planned("sft.data.template='{}'")) if p.startswith("stages.sft")]
+    assert sft == []
+
+
+def test_a_folder_that_is_no_model(planned: Planned, tmp_path: Path) -> None:
+    (tmp_path / "base" / "model.safetensors").unlink()
+    assert "has no weights" in check_here(planned())[0]
+    (tmp_path / "base" / "config.json").unlink()
+    assert "has no config.json" in check_here(planned())[0]
+
+
+def test_a_model_without_a_tokenizer(planned: Planned, tmp_path: Path) -> None:
+    for file in (tmp_path / "base").glob("*token*"):
+        file.unlink()
+    assert "stages.sft.data: " in check_here(planned())[0] and "no tokenizer can be loaded" in check_here(planned())[0]
+
+
+def test_artifacts_that_cannot_be_written(planned: Planned, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert [p for p in check_here(planned("artifacts=file/below")) if p.startswith("artifacts: nothing can be written to")]
+
+
+def test_the_users_mistakes_come_before_the_machines(planned: Planned) -> None:
+    p = planned("ppo.vllm.gpus=1")
+    with pytest.raises(MachineLacks, match="1 GPUs"):
+        require_here(p, p.nodes)
+    require_here(p, [p["sft"]])
+    p = planned("ppo.vllm.gpus=1", "sft.data={sources: none.jsonl}")
+    with pytest.raises(ValueError, match=r"none\.jsonl"):
+        require_here(p, p.nodes)
+
+
+def test_a_cluster_is_not_this_machine(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://elsewhere:10001")
+    assert check_here(planned("ppo.vllm.gpus=1", "ppo.actor_ranks.cpus=64")) == []
+
+
+def test_needs_sums_what_runs_at_once(planned: Planned) -> None:
+    p = planned("ppo.vllm.num_engines=3", "ppo.actor_ranks.num_ranks_per_node=2", "ppo.actor_ranks.gpus=1")
+    assert needs(p["ppo"].config) == pytest.approx((2 * 0.4 + 0.4 + 0.2 + 0.2 + 3 * 0.8, 2.0, 1))
+    critic_free = planned("ppo.advantage_estimator=rloo", "ppo.n_samples_per_prompt=2")["ppo"].config
+    assert needs(critic_free).cpus == pytest.approx(0.4 + 0.2 + 0.2 + 0.8)
+    two = planned("ppo.reward=[reward_model, {model: org/rm, ranks: {num_nodes: 2, cpus: 0.3}}]")["ppo"].config
+    assert needs(two) == pytest.approx((0.4 + 0.4 + 0.2 + 0.2 + 2 * 0.3 + 0.8, 0.0, 2))
+
+
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path("/dev/nvidia0"), Path("/dev/nvidia1"), Path("/dev/nvidia-uvm")]))
+    for visible, number in ((None, 2), ("", 0), ("-1", 0), ("1", 1), ("0,1", 2)):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert machine.num_gpus() == number
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "qwen3_next"}, True),
+        ({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, True),
+        ({"model_type": "qwen3_5_text"}, True),
+        ({"model_type": "gemma3_text", "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}, False),
+    ],
+)
+def test_packed_rows_of_layers_that_carry_are_told_before_work(
+    planned: Planned, tmp_path: Path, config: dict[str, object], told: bool
+) -> None:
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    carry = f"layers of {tmp_path / 'base'} carry from one document of a row into the next; "
+    problems = check_here(planned("ppo.micro_rollout_tokens=512"))
+    assert problems == ([f"stages.sft: {carry}set packing: false", f"stages.ppo: {carry}leave out micro_rollout_tokens"] if told else [])
+    assert check_here(planned("sft.packing=false")) == []
+
+
+def test_families_with_a_state_are_those_of_transformers() -> None:
+    """Read from its text, as importing all models takes minutes."""
+    named: set[str] = set()
+    for folder in (Path(transformers.__file__).parent / "models").iterdir():
+        if any("_is_stateful = True" in file.read_text() for file in folder.glob("modeling_*.py")):
+            text = "".join(file.read_text() for file in folder.glob("configuration_*.py"))
+            named |= set(re.findall(r'^    model_type = "(\w+)"', text, re.MULTILINE))
+    whole = {name for name in named if not name.endswith(("_text", "_vision"))}
+    assert len(whole) > 10 and whole <= STATEFUL
+
+
+def test_a_config_that_contradicts_itself_is_one_sentence(planned: Planned, tmp_path: Path) -> None:
+    wrong = {"model_type": "gemma3_text", "num_hidden_layers": 3, "layer_types": ["full_attention"]}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(wrong))
+    problems = check_here(planned())
+    told = "base: its config.json contradicts itself (`num_hidden_layers` (3) must be equal to the number of `layer_types` (1))"
+    assert problems and all(told in problem and "\n" not in problem for problem in problems)

@@ -1,0 +1,80 @@
+"""What a template takes by itself, asked of a process without torch: the same numbers, and the same refusals as with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.preflight import template_length
+from rlhf_core.preflight.template_length import frame_lengths
+from tests.support.micro import ROOT
+from tests.unit.preflight.test_check import TEMPLATE, save_tokenizer
+
+PLAIN = "Question: {}\nAnswer: "
+RECIPE = "{name: n, base_model: ./base, stages: {sft: {data: {sources: sft.jsonl}, max_len: LIMIT}}}"
+CHECK = """
+import sys
+from rlhf_core.preflight.inputs import check_inputs
+from rlhf_core.recipe.plan import plan
+from rlhf_core.recipe.load import load_recipe
+planned = plan(load_recipe("recipe.yaml", []))
+print(*check_inputs(planned, planned.nodes), sep="\\n")
+print("transformers" in sys.modules)
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    save_tokenizer(tmp_path / "base", TEMPLATE)
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "base" / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "sft.jsonl").write_text(json.dumps({"prompt": "hi", "response": "ho"}) + "\n")
+    return tmp_path / "base"
+
+
+def checked(folder: Path, limit: int) -> list[str]:
+    """What the check of a recipe prints in a new process: its problems, and whether it imported transformers."""
+    (folder / "recipe.yaml").write_text(RECIPE.replace("LIMIT", str(limit)))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", CHECK], cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_lengths_are_those_of_the_renderer_and_what_cannot_be_read_is_left_out(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    tokenizer = load_tokenizer(str(base))
+    wanted = {(str(base), template): Renderer(tokenizer, template).frame_len for template in ("chat", PLAIN)}
+    assert frame_lengths([*wanted, (str(tmp_path / "empty"), "chat")]) == wanted
+
+
+def test_a_changed_folder_is_read_again(base: Path) -> None:
+    before = frame_lengths([(str(base), "chat")])
+    save_tokenizer(base, TEMPLATE.replace("assistant", "the one who answers"))
+    after = frame_lengths([(str(base), "chat")])
+    assert after[str(base), "chat"] > before[str(base), "chat"]
+
+
+def test_a_process_that_says_nothing_leaves_all_to_the_one_that_asked(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_length.sys, "executable", "/bin/true")
+    assert frame_lengths([(str(base), PLAIN)]) == {}
+
+
+def test_a_sound_recipe_is_checked_without_transformers(base: Path) -> None:
+    assert checked(base.parent, 200) == ["", "False"]
+
+
+def test_refusals_are_those_of_the_stages(base: Path) -> None:
+    limit = Renderer(load_tokenizer(str(base)), "chat").frame_len
+    problems, imported = checked(base.parent, limit)
+    assert problems.startswith(f"stages.sft.max_len: a limit of {limit} tokens leaves none for text") and imported == "False"
+    save_tokenizer(base, None)
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    problems, imported = checked(base.parent, 200)
+    assert problems.startswith("stages.sft.data: ") and "the model has no chat template" in problems and imported == "True"

@@ -1,0 +1,74 @@
+"""Orchestration imports without torch, and no module hides an installed package. (Who may import what: import-linter, `make lint`.)"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.system.gc_pause import uncollected
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("flows", "tasks", "evaluation", "rlhf_core")
+TORCH_FREE = [  # and all of flows/ and tasks/
+    "evaluation.report.index",
+    "evaluation.scores.leaderboard",
+    "evaluation.report.page",
+    "evaluation.report.summary",
+    "rlhf_core.__main__",
+    "rlhf_core.recipe.dry_run",
+    "rlhf_core.preflight.inputs",
+    "rlhf_core.config",
+    "rlhf_core.runs.launch",
+    "rlhf_core.runs.lineage",
+    "rlhf_core.recipe.loop_record",
+    "rlhf_core.migrate.script",
+    "rlhf_core.recipe.plan",
+    "rlhf_core.recipe.load",
+    "rlhf_core.runs.run_dir",
+    "rlhf_core.records",
+]
+
+
+def files() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def test_orchestration_needs_no_torch() -> None:
+    absent = ["torch", "transformers", "deepspeed", "ray", "vllm", "datasets", "tokenizers"]
+    ours = [
+        ".".join(file.relative_to(ROOT).with_suffix("").parts) for name in ("flows", "tasks") for file in (ROOT / name).rglob("[!_]*.py")
+    ]
+    script = f"import importlib, sys\nsys.modules.update(dict.fromkeys({absent}))\n" + "".join(
+        f"importlib.import_module({module!r})\n" for module in sorted(ours) + TORCH_FREE
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_module_is_named_after_a_package() -> None:
+    ours = {"alignflow"}
+    foreign = {name for name, owners in importlib.metadata.packages_distributions().items() if not set(owners) <= ours}
+    names = {path: path.parent.name if path.stem == "__init__" else path.stem for path in files() if path.stem != "__main__"}
+    assert [str(path.relative_to(ROOT)) for path, name in names.items() if name in foreign] == []
+    assert [package for package in PACKAGES if package in sys.stdlib_module_names] == []
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_after_imports_as_it_was_before(enabled: bool) -> None:
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ModuleNotFoundError), uncollected():
+            assert not gc.isenabled()
+            importlib.import_module("no_such_module")
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()

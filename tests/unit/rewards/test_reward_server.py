@@ -1,0 +1,95 @@
+"""The reward server gives what the reward model gives in this process, and survives what clients send."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import rlhf_core.stages.reward_model
+from flows.cli.app import main
+from rlhf_core.config import Data, RewardModel
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.documents import Document
+from rlhf_core.models.scoring import RewardScorer
+from rlhf_core.rewards.contract import Sample
+from rlhf_core.rewards.remote import Server
+from rlhf_core.rewards.server import reward_server
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+
+PROMPTS = [[{"role": "user", "content": text}] for text in ("Copy this number: 123", "Reverse this number: 42")]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reward")
+    pairs = Data(sources=str(material / "preferences.jsonl"), max_samples=32)
+    config = RewardModel(model="base", data=pairs, train_batch_size=16, micro_train_batch_size=16, max_len=96, learning_rate=1e-3)
+    request = StageRequest(name="rm", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
+    rlhf_core.stages.reward_model.run(request, RunDir(folder))
+    return folder / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def url(checkpoint: Path) -> Iterator[str]:
+    with reward_server(str(checkpoint), "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_it_speaks_the_contract_and_scores_as_the_model_does(url: str, checkpoint: Path) -> None:
+    """An answer cut by length is scored without an end token, as the sampler left it."""
+    renderer = Renderer(load_tokenizer(str(checkpoint)), "chat")
+    samples = [Sample(prompt, answer, {}, finished, "") for prompt in PROMPTS for answer in ("123", "24") for finished in (True, False)]
+    whole = [renderer.answer(sample.prompt, sample.response) for sample in samples]
+    documents = [
+        document if sample.finished else Document(document.tokens[:-1], document.mask[:-1])
+        for document, sample in zip(whole, samples, strict=True)
+    ]
+    expected = RewardScorer(str(checkpoint), "float32", 8).score(documents)
+    assert Server(url, 30, None).ask(samples) == pytest.approx(np.array(expected), rel=1e-5, abs=1e-6)
+    assert len({round(score, 4) for score in expected}) == len(samples), "scores that differ"
+
+
+def test_it_says_what_it_serves(url: str, checkpoint: Path) -> None:
+    assert httpx.get(url).json() == {"model": str(checkpoint), "template": "chat"}
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"{", "no JSON"),
+        ({"prompts": PROMPTS}, "needs the lists prompts and responses"),
+        ({"prompts": PROMPTS, "responses": ["1"]}, "lists of one length"),
+        ({"prompts": [[]], "responses": ["1"]}, "a prompt is a string or a list of messages"),
+        ({"prompts": PROMPTS, "responses": [1, 2]}, "must be a string, not int"),
+        ({"prompts": [[{"role": "robot", "content": {}}]], "responses": ["1"]}, "must be a string, not dict"),
+    ],
+)
+def test_a_wrong_request_is_told_what_is_wrong_with_it(url: str, body: Any, told: str) -> None:
+    reply = httpx.post(url, content=body if isinstance(body, bytes) else json.dumps(body))
+    assert reply.status_code == 400 and told in reply.json()["error"]
+    assert httpx.post(url, json={"prompts": ["1 + 1"], "responses": ["2"]}).status_code == 200, "and the next one is answered"
+
+
+def test_a_request_without_a_length_is_refused(url: str) -> None:
+    assert httpx.post(url, content=iter([b"{}"])).status_code == 413
+
+
+def test_the_command_says_what_it_cannot_do(checkpoint: Path, url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve-reward", str(checkpoint), "--port", url.rpartition(":")[2]]) == 3
+    assert "nothing can be served on 127.0.0.1:" in capfd.readouterr().err
+    assert main(["serve-reward", str(checkpoint), "--template", "Human:"]) == 2
+    assert "must be 'chat' or hold exactly one {}" in capfd.readouterr().err
+
+
+def test_no_reward_model_no_server(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no tokenizer can be loaded"):
+        reward_server(str(tmp_path), "127.0.0.1", 0)

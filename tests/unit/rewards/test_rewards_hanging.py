@@ -1,0 +1,140 @@
+"""One answer of a batch on which a source of rewards hangs or fails: it is lost alone. A dead source is asked as often as it was."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core.rewards.asking import Asker, Source
+from rlhf_core.rewards.contract import RewardError, RewardsFailed, Sample, read_rewards
+from rlhf_core.rewards.function import Function
+from rlhf_core.rewards.remote import Server
+
+COUNT, TIMEOUT = 256, 1.0
+SAMPLES = [Sample([], str(i), {}, True, str(i)) for i in range(COUNT)]
+FUNCTION = """
+import time
+
+def number(responses):
+    if "{bad}" in responses:
+        time.sleep(60)
+    return [float(response) for response in responses]
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """Hangs when asked for answer 77."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            responses = json.loads(self.rfile.read(int(self.headers["content-length"])))["responses"]
+            if "77" in responses:
+                ended.wait(60)
+                return
+            data = json.dumps({"rewards": [float(response) for response in responses]}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: Any) -> None: ...
+
+    ended = threading.Event()
+    serving = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    serving.daemon_threads = True
+    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{serving.server_address[1]}"
+    ended.set()
+    serving.shutdown()
+    serving.server_close()
+
+
+def lost(source: Source, batch_size: int, allowed: int, attempts: int = 6) -> tuple[list[int], str, float]:
+    """Which of the answers have no reward, the last error, and the seconds it took."""
+    start = time.monotonic()
+    rewards, error = Asker("source", source, batch_size, 1, attempts, pause=0.01).ask(SAMPLES, allowed)
+    there = ~np.isnan(rewards)
+    assert rewards[there].tolist() == np.arange(COUNT)[there].tolist(), "each reward is its own answer's"
+    return np.flatnonzero(~there).tolist(), error, time.monotonic() - start
+
+
+@pytest.mark.parametrize("batch_size", [64, 256])
+def test_an_answer_on_which_a_server_hangs_is_lost_alone(server: str, batch_size: int) -> None:
+    found, error, seconds = lost(Server(server, TIMEOUT, None), batch_size, allowed=1)
+    assert found == [77] and "within 1 s" in error
+    assert seconds < 6 * TIMEOUT + 6, "no more time limits than attempts"
+
+
+def test_an_answer_on_which_a_function_hangs_is_lost_alone(tmp_path: Path) -> None:
+    (tmp_path / "checks.py").write_text(FUNCTION.replace("{bad}", "200"))
+    source = Function(tmp_path / "checks.py", "number", 2.0, processes=1)  # within which it is also imported
+    try:
+        found, error, seconds = lost(source, 256, allowed=1)
+    finally:
+        source.close()
+    assert found == [200] and "within 2 s" in error
+    assert seconds < 6 * 2 + 10, "its process is started anew each time"
+
+
+class Refusing:
+    """Fails when one of `bad` is asked for; `asked` keeps the sizes of the requests."""
+
+    def __init__(self, bad: Sequence[int]):
+        self.bad, self.asked = set(bad), list[int]()
+
+    def ask(self, samples: Sequence[Sample]) -> np.ndarray:
+        self.asked.append(len(samples))
+        numbers = [int(sample.response) for sample in samples]
+        if self.bad & set(numbers):
+            raise RewardError("it cannot be asked that")
+        return np.array(numbers, dtype=np.float64)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("bad", [[0], [255], [0, 255], [3, 100, 101], [63, 64, 127, 128]])
+def test_wherever_the_bad_answers_stand_they_alone_are_lost(bad: list[int]) -> None:
+    found, error, _ = lost(Refusing(bad), 256, allowed=4)
+    assert found == bad and error == "it cannot be asked that"
+
+
+def test_few_attempts_are_enough_for_one_bad_answer() -> None:
+    assert lost(Refusing([77]), 256, allowed=1, attempts=3)[0] == [77]
+
+
+def test_an_answer_without_a_reward_is_asked_for_as_often_as_there_are_attempts() -> None:
+    class Null(Refusing):
+        def ask(self, samples: Sequence[Sample]) -> np.ndarray:
+            self.asked.append(len(samples))
+            return np.array([np.nan if sample.response == "7" else float(sample.response) for sample in samples])
+
+    source = Null([])
+    assert lost(source, COUNT, allowed=1, attempts=4)[0] == [7]
+    assert source.asked == [COUNT, 1, 1, 1]
+
+
+def test_a_dead_source_is_asked_as_often_as_there_are_attempts() -> None:
+    source = Refusing(range(COUNT))
+    with pytest.raises(RewardsFailed, match=r"left 256 of 256 .*the last error: it cannot be asked that"):
+        lost(source, 256, allowed=5)
+    assert len(source.asked) == 6
+
+
+def test_a_reply_of_a_wrong_length_is_not_made_to_fit_by_a_smaller_request() -> None:
+    class Constant(Refusing):
+        def ask(self, samples: Sequence[Sample]) -> np.ndarray:
+            self.asked.append(len(samples))
+            return read_rewards([0.0], len(samples))
+
+    source = Constant([])
+    found, error, _ = lost(source, 256, allowed=COUNT)
+    assert found == list(range(COUNT)) and error == "it gave 1 rewards for 256 answers" and source.asked == [256] * 6

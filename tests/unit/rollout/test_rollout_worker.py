@@ -1,0 +1,47 @@
+"""What vLLM's worker takes of a card on which other roles load and free their models."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.worker import gpu_worker
+
+from rlhf_core.rollout.vllm_worker import BESIDES, Worker
+
+GIB = 2**30
+
+
+def worker(monkeypatch: pytest.MonkeyPatch, before: int, peak: int, granted: int) -> Worker:
+    """One whose model has weights of 3 GiB, in the count of PyTorch's allocator or not."""
+    used = {"peak": 0}
+
+    def largest_batch(self: Worker) -> int:
+        assert self.cache_config.kv_cache_memory_bytes, "vLLM would measure the card, others' memory too"
+        used["peak"] = peak
+        return 1
+
+    monkeypatch.setattr(gpu_worker.Worker, "determine_available_memory", largest_batch)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: before)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: used["peak"])
+    made = Worker.__new__(Worker)
+    made.requested_memory = granted
+    made.cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
+    model = SimpleNamespace(parameters=lambda: iter([torch.empty(3 * GIB // 2, dtype=torch.bfloat16, device="meta")]))
+    made.model_runner = SimpleNamespace(get_model=lambda: model)
+    return made
+
+
+@pytest.mark.parametrize(("before", "peak"), [(3 * GIB, 5 * GIB), (0, 2 * GIB)], ids=["counted", "not counted"])
+def test_the_cache_gets_what_the_process_itself_has_not_used(before: int, peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = worker(monkeypatch, before, peak, 40 * GIB)
+    assert made.determine_available_memory() == 35 * GIB - BESIDES == made.cache_config.kv_cache_memory_bytes
+
+
+def test_a_share_that_holds_no_cache_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match=r"and 2 GiB for CUDA, NCCL and graphs take 7.0 GiB, and vllm.gpu_memory_utilization grants 6.0: raise it"
+    ):
+        worker(monkeypatch, 3 * GIB, 5 * GIB, 6 * GIB).determine_available_memory()

@@ -1,0 +1,82 @@
+"""`python -m rlhf_core RUN_DIR`: which errors are the user's, and what it says and returns for each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
+
+import pytest
+
+from rlhf_core import __main__ as stage_process
+from rlhf_core.config import KINDS, SFT
+from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> str:
+    config = SFT.model_validate({"data": {"sources": "x.jsonl"}})
+    RunDir(tmp_path / "sft").prepare(StageRequest(name="sft", digest="d", config=config, inputs={}, seed=0))
+    return str(tmp_path / "sft")
+
+
+def raise_in(module: str, error: Exception) -> object:
+    """A stage's function, as if written in `module`, that raises."""
+    space: dict[str, object] = {"__name__": module, "error": error}
+    exec("def run(request, run):\n    raise error\n", space)
+    return space["run"]
+
+
+def main(run_dir: str, work: object, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setitem(sys.modules, "work_for_test", cast(ModuleType, SimpleNamespace(run=work)))
+    monkeypatch.setitem(KINDS, "sft", KINDS["sft"]._replace(module="work_for_test"))
+    return stage_process.main([run_dir], "work_for_test")
+
+
+def test_done(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
+    assert main(run_dir, lambda request, run: Outcome({"loss": 1.0}, {}), monkeypatch) == 0
+    result = RunDir(run_dir).result()
+    assert result is not None and result.metrics == {"loss": 1.0}
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert main(run_dir, raise_in("rlhf_core.stages.sft", RuntimeError("not again")), monkeypatch) == 0
+
+
+def test_our_value_error_is_one_line(run_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(run_dir, raise_in("rlhf_core.stages.sft", ValueError("the data\nis empty: give rows")), monkeypatch) == 2
+    assert capsys.readouterr().err == "the data is empty: give rows\n"
+
+
+def test_a_librarys_value_error_is_a_failure_with_its_traceback(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="shapes"):
+        main(run_dir, raise_in("torch.nn", ValueError("shapes differ")), monkeypatch)
+
+
+def test_a_missing_package_is_the_environments_fault(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(run_dir, raise_in("rlhf_core.stages.sft", ModuleNotFoundError("no", name="vllm.core")), monkeypatch) == 3
+    assert "needs the package vllm.core" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError):
+        main(run_dir, raise_in("rlhf_core.stages.sft", ModuleNotFoundError("no", name="rlhf_core.gone")), monkeypatch)
+
+
+def test_what_is_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stage_process.main([]) == 2
+    assert stage_process.main([str(tmp_path)]) == 2
+    (tmp_path / "config.json").write_text("{}")
+    assert stage_process.main([str(tmp_path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all("run directory" in line for line in lines)
+
+
+def test_a_kind_it_does_not_do(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stage_process.main([run_dir], {"evaluation": "evaluation.stage"}) == 2
+    assert "of kind sft" in capsys.readouterr().err
+
+
+def test_a_stage_of_another_package_is_refused(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stage_process.main([run_dir], "evaluation") == 2
+    assert capsys.readouterr().err.endswith("is of kind sft, which this command does not do; it does evaluation, alignment_tax\n")

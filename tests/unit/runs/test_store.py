@@ -1,0 +1,365 @@
+"""The store: run directories there and back, on a real S3 server, a folder and memory; cut, damaged, unreachable."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+
+import rlhf_core.stages.sft
+from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.config import SFT
+from rlhf_core.preflight.inputs import check_machine
+from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.plan import plan
+from rlhf_core.runs import resume_state
+from rlhf_core.runs.remote_files import RemoteFiles, StoreFault
+from rlhf_core.runs.run_dir import RESULT, Outcome, RunDir, StageRequest, run_stage
+from rlhf_core.runs.store import Store
+from rlhf_core.system.files import file_digest
+from rlhf_core.training.engine import TorchEngine
+from tasks.store import bring, keep, states_kept
+from tests.support.s3_server import SECRET, s3
+
+FAST = {"attempts": 3, "pause": 0.0}
+REQUEST = StageRequest(
+    name="sft", digest="00ff", config=SFT.model_validate({"data": {"sources": "d.jsonl"}}), inputs={"base": "first/base"}, seed=0
+)
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with s3() as url:
+        yield url
+
+
+@pytest.fixture(params=["s3", "file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "s3":
+        return Store(f"{request.getfixturevalue('bucket')}/{tmp_path.name}", **FAST)
+    return Store(f"file://{tmp_path}/store" if request.param == "file" else f"memory://{tmp_path.name}", **FAST)
+
+
+def done(folder: Path, content: str = "weights") -> RunDir:
+    """A finished stage of two checkpoint files, with what else lies in a run directory."""
+    run = RunDir(folder / "stages" / "sft-00ff")
+    run.prepare(REQUEST)
+    (run / "checkpoint" / ".hidden").mkdir(parents=True)
+    (run / "checkpoint" / "model.safetensors").write_text(content)
+    (run / "checkpoint" / ".hidden" / "note.yaml").write_text("kept, it is in the manifest")
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run / ".lock").touch()
+    (run / "state").mkdir()
+    (run / "state" / "left.bin").write_text("not for the store")
+    run.finish(REQUEST, Outcome({"loss": 0.5}, {"checkpoint": "checkpoint"}), 1.0)
+    return run
+
+
+def elsewhere(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "other" / "stages" / "sft-00ff")
+
+
+def test_a_stage_goes_there_and_back(store: Store, tmp_path: Path) -> None:
+    here, there = done(tmp_path), elsewhere(tmp_path)
+    assert not store.has("sft-00ff") and not store.fetch(there, REQUEST)
+    assert store.put(here) and store.has("sft-00ff")
+    assert not store.put(here), "what is there already is not copied again"
+    assert store.fetch(there, REQUEST.model_copy(update={"inputs": {"base": "second/base"}}))
+    assert there.result() == here.result()
+    assert all(file_digest(there / name) == info.sha256 for name, info in there.result().files.items())
+    assert (there / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert there.request().inputs == {"base": "second/base"}, "lineage is followed on the machine where it is asked for"
+    assert sorted(path.name for path in there.path.iterdir()) == ["checkpoint", "config.json", "metrics.jsonl", "result.json"]
+
+
+def test_what_lies_outside_of_the_run_directory_is_made_anew_elsewhere(store: Store, tmp_path: Path) -> None:
+    """A publication whose `folder` is somewhere else: a copy would never be whole."""
+    run = RunDir(tmp_path / "here" / "stages" / "publication-00ff")
+    run.prepare(REQUEST.model_copy(update={"name": "publication"}))
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "model.safetensors").write_text("weights")
+    run.finish(run.request(), Outcome({}, {"published": "../../../published"}), 1.0)
+    assert run.result() is not None
+    assert not store.put(run) and not store.has(run.path.name)
+
+
+def test_a_cut_upload_does_not_count(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, send = done(tmp_path), RemoteFiles.send
+    sent: list[str] = []
+    cut_at = 0
+
+    def cut(self: RemoteFiles, file: Path, place: str) -> None:
+        sent.append(place)
+        if len(sent) == cut_at:
+            raise KeyboardInterrupt
+        send(self, file, place)
+
+    monkeypatch.setattr(RemoteFiles, "send", cut)
+    for number in range(1, 6):  # four files, and the result
+        sent.clear()
+        cut_at = number
+        with pytest.raises(KeyboardInterrupt):
+            store.put(here)
+        assert not store.has("sft-00ff") and not store.fetch(elsewhere(tmp_path), REQUEST), sent
+    cut_at = 0
+    assert store.put(here) and store.fetch(elsewhere(tmp_path), REQUEST)
+
+    # The same stage done anew, with another outcome: while the copies are mixed, none counts.
+    again, cut_at = done(tmp_path / "again", "other weights"), 3
+    sent.clear()
+    with pytest.raises(KeyboardInterrupt):
+        store.put(again)
+    assert not store.has("sft-00ff")
+
+
+@pytest.mark.parametrize(
+    "place", ["checkpoint/model.safetensors", "checkpoint/.hidden/note.yaml", "metrics.jsonl", "config.json", "files.json"]
+)
+def test_a_corrupt_object_is_noticed(store: Store, tmp_path: Path, place: str) -> None:
+    here, there = done(tmp_path), elsewhere(tmp_path)
+    store.put(here)
+    content = store.files.read(f"stages/sft-00ff/{place}")
+    assert content
+    store.files.write(content[:-1] + b"?", f"stages/sft-00ff/{place}")
+    with pytest.raises(
+        StoreFault, match=r"the copy stages/sft-00ff is damaged \(.*\); remove stages/sft-00ff from the store and run again"
+    ):
+        store.fetch(there, REQUEST)
+    assert there.result() is None and not (there / "checkpoint").exists()
+    store.files.remove("stages/sft-00ff")
+    assert not store.fetch(there, REQUEST), "then the stage is done anew"
+
+
+def test_a_cut_result_is_no_result(store: Store, tmp_path: Path) -> None:
+    store.put(done(tmp_path))
+    store.files.write((store.files.read(f"stages/sft-00ff/{RESULT}") or b"")[:-20], f"stages/sft-00ff/{RESULT}")
+    assert not store.has("sft-00ff")
+
+
+def test_a_cut_fetch_leaves_nothing_that_counts(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(done(tmp_path))
+    there, get = elsewhere(tmp_path), RemoteFiles.get
+
+    def cut(self: RemoteFiles, place: str, file: Path) -> None:
+        if place.endswith("metrics.jsonl"):
+            raise KeyboardInterrupt
+        get(self, place, file)
+
+    monkeypatch.setattr(RemoteFiles, "get", cut)
+    with pytest.raises(KeyboardInterrupt):
+        store.fetch(there, REQUEST)
+    assert there.result() is None
+    monkeypatch.setattr(RemoteFiles, "get", get)
+    assert store.fetch(there, REQUEST) and there.result() is not None
+
+
+def test_files_outside_of_the_copy_are_refused(store: Store, tmp_path: Path) -> None:
+    store.put(done(tmp_path))
+    listing = json.loads(store.files.read("stages/sft-00ff/files.json") or b"") | {"../../evil": {"size": 1, "sha256": ""}}
+    store.files.write(json.dumps(listing).encode(), "stages/sft-00ff/files.json")
+    with pytest.raises(StoreFault, match="names files outside of it"):
+        store.fetch(elsewhere(tmp_path), REQUEST)
+
+
+def state(run: RunDir, step: int, whole: bool = True) -> None:
+    folder = run / "state" / f"step-{step}"
+    folder.mkdir(parents=True)
+    (folder / "state.pt").write_text(f"state {step}")
+    if whole:
+        (folder / "loop.json").write_text("{}")
+
+
+def test_the_newest_whole_resume_state_is_kept(store: Store, tmp_path: Path) -> None:
+    here, there = RunDir(tmp_path / "stages" / "sft-00ff"), elsewhere(tmp_path)
+    here.prepare(REQUEST)
+    (here / "metrics.jsonl").write_text('{"step": 9}\n')
+    for step in (9, 10):
+        state(here, step)
+        store.put_state(here, f"step-{step}")
+    assert store.files.names("states/sft-00ff") == ["step-10"]
+    store.files.write(b"cut off", "states/sft-00ff/step-11/state/step-11/state.pt")
+    assert store.fetch_state(there) == "step-10"
+    assert (there / "state/step-10/state.pt").read_text() == "state 10" and (there / "metrics.jsonl").exists()
+    store.drop_states(here)
+    assert store.fetch_state(elsewhere(tmp_path / "third")) is None
+
+
+def test_a_wiped_machine_goes_on_from_the_stored_state(
+    bucket: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real training, killed and moved to another folder, ends bit for bit where an undisturbed one ends."""
+    config = SFT.model_validate(
+        {
+            "data": {"sources": str(material / "sft.jsonl"), "max_samples": 48},
+            "max_len": 96,
+            "train_batch_size": 8,
+            "micro_train_batch_size": 4,
+            "learning_rate": 1e-3,
+            "save_steps": 2,
+        }
+    )
+    request = StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
+    store = Store(f"{bucket}/moved", checkpoints=True, **FAST)
+    real_step, steps, warnings = TorchEngine.step, [], []
+
+    def warn(text: str, *values: object) -> None:
+        warnings.append(text % values)
+
+    def dies(self: TorchEngine, rate: float) -> float:
+        steps.append(rate)
+        if len(steps) == 4:
+            raise OSError("the machine is gone")
+        return real_step(self, rate)
+
+    whole, first, second = (RunDir(tmp_path / name / "sft-0") for name in ("whole", "first", "second"))
+    for run in (whole, first):
+        run.prepare(request)
+    run_stage(whole.path, rlhf_core.stages.sft.run)
+    monkeypatch.setattr(TorchEngine, "step", dies)
+    with pytest.raises(OSError, match="gone"), states_kept(store, first, warn):
+        run_stage(first.path, rlhf_core.stages.sft.run)
+    said: list[str] = []
+    bring(store, second, request, lambda text, *values: said.append(text % values))
+    assert said == [f"sft resumes from step-2 of {store.files.url}"]
+    second.prepare(request)
+    with states_kept(store, second, warn, every=0.05):
+        run_stage(second.path, rlhf_core.stages.sft.run)
+    assert len(steps) == 4 + 4 and not warnings
+    assert second.result().files == whole.result().files and second.result().metrics == whole.result().metrics
+    keep(store, second, lambda *_: None)
+    assert store.has("sft-0") and store.files.names("states/sft-0") == []
+
+
+def test_attempts_are_bounded_and_only_made_where_they_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = RemoteFiles(f"file://{tmp_path}", attempts=3, pause=0.01)
+    faults: list[Exception] = []
+
+    def cat(place: str) -> bytes:
+        if faults:
+            raise faults.pop(0)
+        return b"content"
+
+    monkeypatch.setattr(type(files._system), "cat_file", lambda self, place: cat(place))
+    faults[:] = [TimeoutError(), ConnectionResetError()]
+    start = time.monotonic()
+    assert files.read("x") == b"content" and time.monotonic() - start >= 0.03
+    faults[:] = [ConnectionResetError() for _ in range(5)]
+    with pytest.raises(StoreFault, match="x cannot be read: no connection; check the network"):
+        files.read("x")
+    assert len(faults) == 2
+    faults[:] = [PermissionError() for _ in range(5)]
+    with pytest.raises(StoreFault, match="access is refused; check credentials"):
+        files.read("x")
+    assert len(faults) == 4
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    faults[:] = [RuntimeError(f"signed with {SECRET}") for _ in range(3)]
+    with pytest.raises(StoreFault, match=r"RuntimeError: signed with \*\*\*$"):
+        files.read("x")
+
+
+def test_wrong_bucket_no_credentials_no_network(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from s3fs import S3FileSystem
+
+    def told(url: str) -> str:
+        S3FileSystem.clear_instance_cache()
+        with pytest.raises(StoreFault) as fault:
+            RemoteFiles(url, attempts=1).probe()
+        S3FileSystem.clear_instance_cache()
+        return str(fault.value)
+
+    probed = RemoteFiles(f"{bucket}/probed", attempts=1)
+    probed.probe()
+    assert probed.names("") == [], "the probe leaves nothing"
+    assert told("s3://no-such-bucket/x") == (
+        "store s3://no-such-bucket/x: nothing can be written: there is no such bucket or folder; make it, or correct the name"
+    )
+    with monkeypatch.context() as patch:
+        patch.delenv("AWS_ACCESS_KEY_ID")
+        patch.delenv("AWS_SECRET_ACCESS_KEY")
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "none")
+        assert "there are no credentials; set AWS_ACCESS_KEY_ID" in told(bucket)
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")
+        assert "no connection; check the network" in told(bucket)
+
+
+def recipe(store: str) -> str:
+    return f"{{name: t, base_model: org/m, {store} stages: {{sft: {{data: {{sources: d.jsonl}}}}}}}}"
+
+
+def test_a_store_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(recipe(""))
+    plain = plan(load_recipe("r.yaml"))
+    stored = plan(load_recipe("r.yaml", ["store=s3://bucket/x", "store_checkpoints=true"]))
+    assert stored["sft"].digest == plain["sft"].digest, "where copies lie decides no result"
+    for url, told in {
+        "s4://bucket": "unknown protocol 's4'",
+        "s3://": "names no place",
+        "s3://KEY:SECRET@bucket/x": "leave keys and options out of the URL",
+    }.items():
+        with pytest.raises(ValueError, match=told):
+            load_recipe("r.yaml", [f"store='{url}'"])
+
+
+def test_a_store_that_cannot_be_written_is_told_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(recipe(""))
+    Path("taken").write_text("a file, not a folder")
+    (problem,) = check_machine(plan(load_recipe("r.yaml", ["store=taken/x"])), ())
+    assert problem.startswith("store taken/x: nothing can be written: ")
+    assert check_machine(plan(load_recipe("r.yaml", [f"store=file://{tmp_path}/new"])), ()) == []
+
+    def read_only(self: object, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(type(fsspec.filesystem("file")), "pipe_file", read_only)
+    (problem,) = check_machine(plan(load_recipe("r.yaml", [f"store=file://{tmp_path}/new"])), ())
+    assert problem == f"store file://{tmp_path}/new: nothing can be written: it can only be read; set another folder"
+
+
+def test_a_full_store_loses_nothing(tmp_path: Path) -> None:
+    """The system refuses to write files over a limit, as it does when a disk is full."""
+    run, store = done(tmp_path, "w" * 100_000), Store(f"file://{tmp_path}/store", **FAST)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+        with pytest.raises(StoreFault, match=r"model\.safetensors cannot be written: a file is larger than this process may write"):
+            store.put(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert run.result() is not None and not store.has("sft-00ff")
+    assert store.put(run) and store.fetch(elsewhere(tmp_path), REQUEST)
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_failed_copy_is_told_unless_its_state_gives_way_to_a_newer_one(newer: bool, tmp_path: Path) -> None:
+    run, told, tried = RunDir(tmp_path / "sft-0"), [], threading.Event()
+
+    def save(step: int) -> None:
+        resume_state.save(run, step, 2, {}, lambda folder: None)
+
+    def put_state(run: RunDir, name: str) -> None:
+        if name == "step-1":
+            if newer:
+                save(2)
+            tried.set()
+            raise StoreFault("gone")
+
+    save(1)
+    store: Any = SimpleNamespace(checkpoints=True, put_state=put_state)
+    with states_kept(store, run, lambda *words: told.append(words), every=0.01):
+        assert tried.wait(10)
+    assert bool(told) is not newer

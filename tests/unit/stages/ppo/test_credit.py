@@ -1,0 +1,271 @@
+"""Credit of a recorded rollout against numbers computed by hand, for every estimator; and what is masked when a reward is missing."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.objectives.actor_loss import Counted, Objective, PerToken, actor_loss
+from rlhf_core.objectives.losses import value_loss
+from rlhf_core.rewards.asking import Rewards
+from rlhf_core.rewards.combine import Term
+from rlhf_core.stages.ppo.credit import Credited, Overlong, Shaping, credit
+from rlhf_core.stages.ppo.records import Rollout, Scores
+
+# Two answers to one prompt of one token: A of three tokens, B of two.
+OLD = [[0.0, -1.0, -0.5, -2.0], [0.0, -0.7, -0.2]]
+REFERENCE = [[0.0, -1.5, -0.5, -1.0], [0.0, -0.2, -0.2]]
+VALUES = [[0.0, 0.5, 1.0, 1.5], [0.0, 0.25, -0.5]]
+SAMPLER = [[0.0, -1.0, -0.5 - math.log(4), -2.0], [0.0, -0.7 + math.log(2), -0.2]]
+REWARDS = [2.0, -1.0]
+SHAPING = Shaping(
+    estimator="gae",
+    n=2,
+    terms=[Term("model", 1.0, "none", None)],
+    reward_clip=10.0,
+    reward_at="last_token",
+    overlong=None,
+    kl_estimator="k1",
+    kl_in="reward",
+    gamma=1.0,
+    lambd=0.5,
+    whiten=True,
+    is_bounds=(0.0, 2.0),
+    is_weighted=True,
+)
+
+
+def arrays(rows: list[list[float]]) -> list[np.ndarray]:
+    return [np.array(row, dtype=np.float32) for row in rows]
+
+
+def credited(shaping: Shaping = SHAPING, rewards: list[float] = REWARDS, copies: int = 1, kl_coef: float = 0.1) -> Credited:
+    """The rollout, `copies` times in a row, with one reward for each answer."""
+    prompt = Prompt((), [7], {}, False)
+    rollouts = [
+        Rollout(prompt, Document([7, *range(len(row) - 1)], [False, *[True] * (len(row) - 1)]), sampler, len(row) == 3)
+        for row, sampler in zip(OLD * copies, arrays(SAMPLER) * copies, strict=True)
+    ]
+    known = Rewards({"model": np.array(rewards)}, {})
+    scores = Scores(arrays(OLD) * copies, arrays(REFERENCE) * copies, arrays(VALUES) * copies, known)
+    return credit(rollouts, scores, kl_coef, {}, shaping)
+
+
+def advantages(found: Credited) -> list[list[float]]:
+    return [e.advantages[1:].tolist() for e in found.experience]
+
+
+def close(expected: object) -> object:
+    return pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+# By hand: KL (k1) = 0.5, 0, -1 and -0.5, 0; token rewards with coefficient 0.1: -0.05, 0, 0.1 + 2 and 0.05, 0 - 1.
+# GAE, gamma 1, lambda 0.5:
+#   A: 2.1 - 1.5 = 0.6;  (0 + 1.5 - 1) + 0.5 * 0.6 = 0.8;  (-0.05 + 1 - 0.5) + 0.5 * 0.8 = 0.85
+#   B: -1 + 0.5 = -0.5;  (0.05 - 0.5 - 0.25) - 0.5 * 0.5 = -0.95
+GAE = [[0.85, 0.8, 0.6], [-0.95, -0.5]]
+RETURNS = [[1.35, 1.8, 2.1], [-0.7, -1.0]]  # + values
+# Mean 0.8 / 5 = 0.16; variance (0.69^2 + 0.64^2 + 0.44^2 + 1.11^2 + 0.66^2) / 5 = 2.747 / 5 = 0.5494
+STD = 0.5494**0.5
+WHITE = [[0.69 / STD, 0.64 / STD, 0.44 / STD], [-1.11 / STD, -0.66 / STD]]
+
+
+def test_advantages_and_returns_of_the_recorded_rollout() -> None:
+    found = credited()
+    assert advantages(found) == [close(row) for row in WHITE]
+    assert [e.returns[1:].tolist() for e in found.experience] == [close(row) for row in RETURNS]
+    assert advantages(credited(SHAPING._replace(whiten=False))) == [close(row) for row in GAE]
+    assert all(e.advantages[0] == e.returns[0] == e.is_weights[0] == 0 for e in found.experience), "the prompt earns nothing"
+    assert found.usable == [0, 1]
+
+
+def test_metrics_of_the_recorded_rollout() -> None:
+    found = credited()
+    assert found.kl == close(-0.2)  # (0.5 + 0 - 1 - 0.5 + 0) / 5
+    expected = {
+        "kl/mean": -0.2,
+        "kl/per_answer": -0.5,  # (-0.5 - 0.5) / 2
+        "reward/mean": 0.5,
+        "reward/std": 1.5,
+        "return/mean": 3.55 / 5,
+        "response/length": 2.5,
+        "response/truncated": 0.5,
+        "sampler/gap": (math.log(4) + math.log(2)) / 5,
+        "sampler/capped": 0.2,
+        "sampler/gap_p99": math.log(2) + 0.96 * (math.log(4) - math.log(2)),  # position 0.99 * 4 = 3.96 of 0, 0, 0, ln 2, ln 4
+        "rollout/usable": 1.0,
+        # returns - values has variance 0.5494; returns minus their mean of 0.71: 0.64, 1.09, 1.39, -1.41, -1.71
+        "value/explained_variance": 1 - 0.5494 / ((0.4096 + 1.1881 + 1.9321 + 1.9881 + 2.9241) / 5),
+    }
+    assert {name: found.metrics[name] for name in expected} == close(expected)
+
+
+def test_importance_weights_of_the_recorded_rollout() -> None:
+    def weights(**changes: object) -> list[list[float]]:
+        return [e.is_weights[1:].tolist() for e in credited(SHAPING._replace(**changes)).experience]  # type: ignore[arg-type]
+
+    assert weights() == [close([1, 2, 1]), close([0.5, 1])]  # 4 is truncated to 2
+    assert weights(is_bounds=(0.75, 5.0)) == [close([1, 4, 1]), close([0.75, 1])]
+    assert weights(is_weighted=False) == [[1, 1, 1], [1, 1]]
+
+
+def layout(rows: list[list[float]]) -> torch.Tensor:
+    return torch.tensor([row + [0.0] * (4 - len(row)) for row in rows])
+
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 0], [1, 1, 1, -1]])
+MASK = torch.tensor([[False, True, True, True], [False, True, True, False]])
+RATIOS = [[1.0, 1.5, 1.0, 0.5], [1.0, 0.9, 1.25]]
+PPO = Objective(0.2, 0.2, None, "token", "token", 10, None, 0.0)
+
+
+def loss_of(objective: Objective = PPO, kl_coef: float = 0.0, entropy: float = 0.0) -> tuple[float, dict[str, float]]:
+    """The actor's loss when the policy has moved by RATIOS since the rollout."""
+    found = credited()
+    old = layout(OLD)
+    x = PerToken(
+        logprobs=old + layout(RATIOS).clamp(min=0.1).log(),
+        entropy=torch.full((2, 4), entropy),
+        old_logprobs=old,
+        ref_logprobs=layout(REFERENCE),
+        advantages=layout([e.advantages.tolist() for e in found.experience]),
+        is_weights=layout([e.is_weights.tolist() for e in found.experience]),
+        mask=MASK,
+        documents=DOCUMENTS,
+    )
+    loss, metrics = actor_loss(x, 2, Counted(5, 2), objective, kl_coef)
+    return float(loss), {name: float(value) for name, value in metrics.items()}
+
+
+# Objectives w min(rho A, clip(rho) A), times STD:
+#   A: 1.2 * 0.69 = 0.828;  2 * 1.0 * 0.64 = 1.28;  0.5 * 0.44 = 0.22;  B: 0.5 * 0.9 * -1.11 = -0.4995;  1.25 * -0.66 = -0.825
+def test_policy_loss_of_the_recorded_rollout() -> None:
+    loss, metrics = loss_of()
+    assert loss == close(-1.0035 / STD / 5)
+    assert metrics["policy/clip_share"] == close(0.2) and metrics["policy/ratio"] == close(5.15 / 5)
+
+
+def test_policy_loss_by_aggregation() -> None:
+    a, b = 0.828 + 1.28 + 0.22, -0.4995 - 0.825
+    loss, metrics = loss_of(PPO._replace(aggregation="sequence"))
+    assert loss == close(-(a / 3 + b / 2) / STD / 2)  # GRPO: the mean of each answer, then of the answers
+    assert metrics["policy/ratio"] == close((3 / 3 + 2.15 / 2) / 2)
+    loss, metrics = loss_of(PPO._replace(aggregation="constant"))
+    assert loss == close(-(a + b) / STD / (2 * 10))  # Dr. GRPO: two answers of a constant length of 10
+    assert metrics["policy/ratio"] == close(5.15 / 5), "a ratio stays one of tokens"
+
+
+def test_clip_higher_and_dual_clip_reach_the_loss() -> None:
+    # clip_high 0.5: the first token keeps its 1.5: 1.5 * 0.69 = 1.035
+    assert loss_of(PPO._replace(clip_high=0.5))[0] == close(-(1.0035 - 0.828 + 1.035) / STD / 5)
+    # dual clip 1.1: the last is at least 1.1 * -0.66 = -0.726
+    assert loss_of(PPO._replace(dual_clip=1.1))[0] == close(-(1.0035 + 0.825 - 0.726) / STD / 5)
+
+
+def test_the_sequence_ratio_is_the_geometric_mean() -> None:
+    loss, metrics = loss_of(PPO._replace(ratio="sequence", aggregation="sequence"))
+    a, b = 0.75 ** (1 / 3), 1.125**0.5  # of 1.5, 1, 0.5 and of 0.9, 1.25; neither is clipped
+    assert metrics["policy/ratio"] == close((a + b) / 2)
+    assert loss == close(-(a * (0.69 + 2 * 0.64 + 0.44) / 3 + b * (0.5 * -1.11 - 0.66) / 2) / STD / 2)
+
+
+def test_kl_in_the_loss() -> None:
+    gaps = [math.log(1.5) + 0.5, 0.0, math.log(0.5) - 1.0, math.log(0.9) - 0.5, math.log(1.25)]  # new - reference
+    kl = sum(gap**2 / 2 for gap in gaps) / 5
+    loss, metrics = loss_of(PPO._replace(kl_loss="k2"), kl_coef=0.3)
+    assert metrics["policy/kl_loss"] == close(kl)
+    assert loss == close(-1.0035 / STD / 5 + 0.3 * kl)
+    kl = sum(math.exp(-gap) - 1 + gap for gap in gaps) / 5
+    assert loss_of(PPO._replace(kl_loss="k3"), kl_coef=0.3)[0] == close(-1.0035 / STD / 5 + 0.3 * kl)
+    # and the rewards are then free of it: A earns 2, B -1, so the last returns are those
+    found = credited(SHAPING._replace(kl_in="loss", kl_estimator="k2", whiten=False))
+    assert [e.returns[-1].item() for e in found.experience] == close([2.0, -1.0])
+    assert found.kl == close((0.125 + 0.5 + 0.125) / 5) and found.metrics["kl/coef"] == 0.1
+
+
+def test_entropy_bonus() -> None:
+    loss, metrics = loss_of(PPO._replace(entropy_coef=0.1), entropy=1.3)
+    assert metrics["policy/entropy"] == close(1.3)
+    assert loss == close(-1.0035 / STD / 5 - 0.1 * 1.3)
+
+
+def test_value_loss_of_the_recorded_rollout() -> None:
+    new = layout([[0.0, 0.9, 1.0, 1.5], [0.0, 0.25, -0.1]])
+    returns = layout([e.returns.tolist() for e in credited().experience])
+    # A: clipped to 0.7: max(0.45^2, 0.65^2) = 0.4225;  0.8^2 = 0.64;  0.6^2 = 0.36
+    # B: 0.95^2 = 0.9025;  clipped to -0.3: max(0.9^2, 0.7^2) = 0.81
+    assert float(value_loss(new, layout(VALUES), returns, MASK, 0.2, 5).loss) == close(0.5 * 3.135 / 5)
+
+
+# The other estimators; the KL of the whole answer leaves its reward, here k2, 0.125 + 0 + 0.5 and 0.125 + 0:
+# 2 - 0.0625 = 1.9375 and -1 - 0.0125 = -1.0125, mean 0.4625, apart by 2.95.
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("grpo", 1.475 / (2.95 / 2**0.5 + 1e-4)),  # standard deviation of two: their distance / sqrt 2
+        ("dr_grpo", 1.475),
+        ("rloo", 2.95),
+    ],
+)
+def test_group_estimators_of_the_recorded_rollout(estimator: str, expected: float) -> None:
+    found = credited(SHAPING._replace(estimator=estimator, kl_estimator="k2"))  # type: ignore[arg-type]
+    assert advantages(found) == [close([expected] * 3), close([-expected] * 2)]
+    assert "value/explained_variance" not in found.metrics
+
+
+def test_reinforce_pp_of_the_recorded_rollout() -> None:
+    def whitened(rows: list[list[float]]) -> list[object]:
+        flat = np.array([x for row in rows for x in row])
+        return [close([(x - flat.mean()) / flat.std() for x in row]) for row in rows]
+
+    # returns to go of -0.05, 0, 2.1 and 0.05, -1
+    assert advantages(credited(SHAPING._replace(estimator="reinforce_pp"))) == whitened([[2.05, 2.1, 2.1], [-0.95, -1.0]])
+    # with the group's mean of 0.5 off the rewards: 1.5 and -1.5
+    assert advantages(credited(SHAPING._replace(estimator="reinforce_pp_baseline"))) == whitened([[1.55, 1.6, 1.6], [-1.45, -1.5]])
+
+
+def test_rewards_are_clipped_before_kl_and_penalties() -> None:
+    found = credited(SHAPING._replace(estimator="dr_grpo", reward_clip=0.5))
+    # 0.5 + 0.05 and -0.5 + 0.05: mean 0.05
+    assert advantages(found) == [close([0.5] * 3), close([-0.5] * 2)]
+    # Three tokens at a limit of 3 with a buffer of 2: (3 - 2 - 3) / 2 = -1; two tokens: (3 - 2 - 2) / 2 = -0.5; both times 0.4
+    found = credited(SHAPING._replace(estimator="dr_grpo", reward_clip=0.5, overlong=Overlong(3, 2, 0.4)))
+    assert advantages(found) == [close([0.4] * 3), close([-0.4] * 2)]  # 0.55 - 0.4 = 0.15 and -0.45 - 0.2 = -0.65, mean -0.25
+    assert found.metrics["reward/overlong"] == close(-0.3)
+
+
+# What has no reward.
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_pp"])
+def test_an_answer_without_reward_changes_nothing_for_the_others(estimator: str) -> None:
+    """The same answers with a third prompt's, whose rewards failed: as if they had never been sampled."""
+    shaping = SHAPING._replace(estimator=estimator)  # type: ignore[arg-type]
+    alone, with_failed = credited(shaping), credited(shaping, [*REWARDS, NAN, NAN], copies=2)
+    assert with_failed.usable == [0, 1]
+    assert advantages(with_failed)[:2] == advantages(alone)
+    assert not any(e.advantages.any() or e.returns.any() or e.is_weights.any() for e in with_failed.experience[2:])
+    for name in ("kl/mean", "kl/per_answer", "reward/mean", "reward/std", "return/mean"):
+        assert with_failed.metrics[name] == close(alone.metrics[name]), name
+    assert with_failed.metrics["reward/model/failed"] == 2 and with_failed.metrics["rollout/usable"] == 0.5
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
+def test_a_group_goes_on_without_its_failed_answer(estimator: str) -> None:
+    """Groups of four with a failure are groups of the others; an answer left alone has nothing to be compared with."""
+    four = SHAPING._replace(estimator=estimator, n=4)  # type: ignore[arg-type]
+    found = credited(four, [2.0, NAN, NAN, -1.0, 5.0, NAN, NAN, NAN], copies=4, kl_coef=0.0)
+    two = credited(SHAPING._replace(estimator=estimator), kl_coef=0.0)  # type: ignore[arg-type]
+    assert found.usable == [0, 3]
+    assert [advantages(found)[0], advantages(found)[3]] == advantages(two)
+    assert not found.experience[4].advantages.any(), "the lone answer of the second group"
+    with pytest.raises(ValueError, match="each prompt needs two answers with a reward"):
+        credited(four, [2.0, NAN, NAN, NAN], copies=2)

@@ -1,0 +1,88 @@
+"""Who trains when: side by side on cards of their own, one after the other on cards that they share. And what a probe lets pass."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core.data.documents import Document
+from rlhf_core.stages.ppo import fleet
+from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.probe import EngineDiffers, WeightsDiffer
+from rlhf_core.stages.ppo.roofline import Ceilings, Machine, Shape
+
+
+class Work:
+    def __init__(self, said: list[str], name: str, what: str):
+        self.said, self.name, self.what = said, name, what
+        said.append(f"{name} begins to {what}")
+
+    def wait(self, timeout: float) -> list[list[dict[str, float]]]:
+        self.said.append(f"{self.name} is through")
+        return [[{f"{self.name}/loss": 1.0}]]
+
+
+class Role:
+    def __init__(self, said: list[str], name: str):
+        self.said, self.name = said, name
+
+    def call(self, phase: str, method: str, *arguments: Any) -> Work:
+        return Work(self.said, self.name, method)
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_actor_and_critic_train_side_by_side_or_in_turn(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(fleet, "share", lambda batch: batch)
+    monkeypatch.setattr(fleet, "wait_all", lambda works, timeout: said.append("all have released"))
+    actor, critic, reference, sampler = (Role(said, name) for name in ("actor", "critic", "reference", "sampler"))
+    made: Any = Fleet(actor, critic, reference, {}, sampler, None, str, 1.0, "float32", in_turn=in_turn)  # type: ignore[arg-type]
+    assert made.train([], {"actor": [None], "critic": [None]}) == [{"critic/loss": 1.0, "actor/loss": 1.0}]
+    released = [f"{name} begins to release" for name in ("actor", "critic", "reference")]
+    if in_turn:
+        assert [line for line in said if "release" not in line] == [
+            "critic begins to train", "critic is through", "actor begins to train", "actor is through",
+        ]  # fmt: skip
+        for before in ("critic begins to train", "actor begins to train"):
+            place = said.index(before)
+            assert said[place - 1] == "all have released" and sorted(said[place - 4 : place - 1]) == released
+    else:
+        assert said == ["critic begins to train", "actor begins to train", "critic is through", "actor is through"]
+
+
+def probed(expected: np.ndarray, found: np.ndarray, experts: bool) -> Any:
+    """A fleet whose trainer and engine give these log-probs of one document."""
+
+    class Probed(Role):
+        def call(self, phase: str, method: str, *arguments: Any) -> Any:
+            said = [[(0, expected)]] if self.name == "actor" else [[found.tolist()]]
+            return SimpleNamespace(wait=lambda timeout: said)
+
+    actor, sampler = Probed([], "actor"), Probed([], "sampler")
+    machine = Machine({"actor": Shape(1, 1, 1, experts)}, {}, 1, Ceilings(1.0, 1.0))
+    return Fleet(actor, None, actor, {}, sampler, None, str, 1.0, "bfloat16", machine=machine)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_prompts_of_one_token_have_nothing_to_probe(experts: bool) -> None:
+    assert probed(np.zeros(1, np.float32), np.zeros(1, np.float32), experts).probe([Document([1], [False])]) == 0.0
+
+
+@pytest.mark.parametrize(("far", "experts", "stops"), [(0, False, False), (1, False, True), (1, True, False), (5, True, True)])
+def test_a_model_with_experts_may_differ_at_a_tenth_of_the_probed_tokens(far: int, experts: bool, stops: bool) -> None:
+    """Of 40 tokens `far` are 2 nats away, the others 0.1."""
+    expected = np.full(41, -3.0, np.float32)
+    found = expected + 0.1
+    found[0] = expected[0] = 0.0  # the first token, of which nobody speaks
+    found[1 : 1 + far] = -5.0
+    made = probed(expected, found, experts)
+    if stops:
+        with pytest.raises(WeightsDiffer, match=r"after a weight sync .* does not hold the actor's weights"):
+            made.probe([Document([1], [False])])
+        with pytest.raises(EngineDiffers, match=r"before any training .* computes the model in another way than transformers"):
+            made.probe([Document([1], [False])], synced=False)
+    else:
+        assert made.probe([Document([1], [False])]) == pytest.approx(2.0 if far else 0.1, abs=1e-5)

@@ -1,0 +1,99 @@
+"""Checkpoints that PPO exports on its way: when, where, and again after a kill. The roles are doubles; loop and outputs are real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PPO, Data
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from rlhf_core.stages.ppo import train
+
+
+class Roles:
+    """Stands for the fleet: its weights are the number of iterations done."""
+
+    def __init__(self) -> None:
+        self.weights, self.zero_stage, self.outside = 0, 3, SimpleNamespace(close=lambda: None)
+
+    def trained_parameters(self) -> int:
+        return 1
+
+    def export_actor(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(str(self.weights))
+
+    def save_state(self, folder: Path) -> None:
+        (folder / "weights").write_text(str(self.weights))
+
+    def load_state(self, folder: Path) -> None:
+        self.weights = int((folder / "weights").read_text())
+
+    def publish_weights(self) -> None: ...
+
+    def probe(self, documents: object, synced: bool = True) -> None: ...
+
+
+def ppo(material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at: int | None = None, **config: Any) -> list[int]:
+    """Runs the stage; returns the iterations it did. `killed_at`: the iteration that ends in a kill."""
+    roles, done = Roles(), []
+
+    def iteration(fleet: Roles, setup: object, carried: train.Carried, *rest: object) -> tuple[dict[str, float], float, train.Carried]:
+        if roles.weights + 1 == killed_at:
+            raise KeyboardInterrupt
+        roles.weights += 1
+        done.append(roles.weights)
+        return {"reward/mean": 0.1 * roles.weights}, 0.0, carried
+
+    with monkeypatch.context() as patch:
+        for name, double in {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}.items():
+            patch.setattr(train, name, double)
+        prompts = Data.model_validate({"sources": str(material / "prompts.jsonl"), "max_samples": 40})
+        sizes = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 8, "n_samples_per_prompt": 1}
+        asked = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **sizes, **config)
+        inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
+        run.prepare(StageRequest(name="ppo", digest="0", config=asked, inputs=inputs, seed=0))
+        run_stage(run.path, lambda request, run: train.train(request, run, {}, 0.0))
+    return done
+
+
+def exported(run: RunDir) -> dict[str, str]:
+    return {folder.name: (folder / "weights").read_text() for folder in (run / "exports").iterdir()}
+
+
+def test_the_actor_is_exported_at_the_iterations_asked_for(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path / "run")
+    assert ppo(material, run, monkeypatch, export_at=(2, 5)) == [1, 2, 3, 4, 5]
+    assert exported(run) == {"iteration2": "2", "iteration5": "5"} and (run / "checkpoint" / "weights").read_text() == "5"
+    result = run.result()
+    assert result is not None and result.outputs["exports"] == "exports" and "exports/iteration2/weights" in result.files
+    (run / "exports" / "iteration2" / "weights").unlink()
+    assert run.result() is None, "a run that lost an export is not done"
+
+
+def test_after_a_kill_every_export_is_that_of_its_iteration(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for killed_at in (2, 3, 4):
+        run = RunDir(tmp_path / f"run-{killed_at}")
+        with pytest.raises(KeyboardInterrupt):
+            ppo(material, run, monkeypatch, killed_at, export_at=(2, 3), save_steps=2)
+        cut_off = run / "exports" / "iteration3"  # as an export leaves it that a kill ended, or one of other weights
+        cut_off.mkdir(parents=True, exist_ok=True)
+        (cut_off / "weights").write_text("half")
+        (cut_off / "model-00002.safetensors").write_text("")
+        assert ppo(material, run, monkeypatch, export_at=(2, 3), save_steps=2)[0] == (1 if killed_at == 2 else 3)
+        assert exported(run) == {"iteration2": "2", "iteration3": "3"}
+        assert [file.name for file in cut_off.iterdir()] == ["weights"]
+
+
+def test_without_exports_nothing_changes_and_an_iteration_beyond_the_end_is_refused(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "run")
+    ppo(material, run, monkeypatch)
+    result = run.result()
+    assert result is not None and set(result.outputs) == {"checkpoint", "data_report"} and not (run / "exports").exists()
+    with pytest.raises(ValueError, match=r"^export_at names iteration 6, and this run has 5: lower it, or give more prompts$"):
+        ppo(material, RunDir(tmp_path / "more"), monkeypatch, export_at=(2, 6))

@@ -1,0 +1,128 @@
+"""Answers that are scored while engines still work on others: what goes together, when it begins, that the order of arrival is not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from rlhf_core.config import PPO, Data
+from rlhf_core.data.documents import Prompt
+from rlhf_core.rewards.asking import Rewards
+from rlhf_core.rewards.contract import RewardsFailed
+from rlhf_core.rollout.engine import Answer
+from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
+from rlhf_core.stages.ppo.records import Rollout, Scores
+from rlhf_core.stages.ppo.sampling import Line, Sampling, sample
+from rlhf_core.stages.ppo.train import optimisation, setup_of
+
+PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(7)]
+LINE = Line(PROMPTS, 7, seed=1)
+HOW = Sampling(2, 1.0, 8, [0])
+FORWARD, BACKWARD, MIXED = tuple(range(7)), tuple(range(6, -1, -1)), (3, 0, 6, 2, 1, 4, 5)
+
+
+class Fleet:
+    """Finishes prompts in the order asked for. A score is the answer's own and that of what it was scored with; `fails`: prompts."""
+
+    sleeps = False
+
+    def __init__(self, order: Sequence[int], fails: Sequence[int] = ()):
+        self.order, self.fails = order, fails
+        self.said: list[str] = []
+
+    def stream(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], n: int, *how: Any) -> Iterator[tuple[int, list[Answer]]]:
+        for place in self.order:
+            self.said.append(f"answers {place}")
+            yield place, [Answer([prompts[place][0], j, 0], [-1.0] * 3, True) for j in range(n)]
+
+    def start_score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int) -> Callable[[], Scores]:
+        asked = [rollout.prompt.tokens[0] for rollout in rollouts]
+        self.said.append(f"score {len(asked) // 2}")
+        together = float(sum(asked) * len(asked))
+
+        def wait() -> Scores:
+            self.said.append("scores")
+            values = [np.array([together, prompt, j % 2, 0], np.float32) for j, prompt in enumerate(asked)]
+            found = np.array([np.nan if prompt in self.fails else j for j, prompt in enumerate(asked)], dtype=float)
+            return Scores(values, values, values, Rewards({"reward_model": found}, {"reward_model": "refused"} if self.fails else {}))
+
+        return wait
+
+    def score(self, *of: object) -> Scores:
+        raise AssertionError("scored twice")
+
+    def train(self, *of: object) -> list[dict[str, float]]:
+        return [{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}]
+
+    def publish_weights(self) -> None: ...
+
+    def probe(self, documents: object, synced: bool = True) -> float:
+        return 0.0
+
+    def accounts(self, *of: object) -> dict[str, float]:
+        return {}
+
+
+def streamed(fleet: Any, part: int, allowed: int = 0) -> tuple[list[Rollout], Scores]:
+    sampled = sample(fleet, LINE, 0, HOW, None, allowed, part)
+    assert sampled.scores is not None and sampled.position == 7 and sampled.rewards is None
+    return sampled.rollouts, sampled.scores()
+
+
+def test_a_part_is_scored_as_soon_as_it_is_whole() -> None:
+    fleet = Fleet(MIXED)
+    streamed(fleet, 3)
+    answers = [f"answers {place}" for place in MIXED]
+    assert fleet.said == [*answers[:3], "score 1", *answers[3:5], "score 3", *answers[5:], "score 3", *["scores"] * 3]
+
+
+@pytest.mark.parametrize("part", [1, 3, 7, 100])
+def test_the_order_of_arrival_changes_nothing(part: int) -> None:
+    found = [streamed(Fleet(order), part) for order in (FORWARD, BACKWARD, MIXED)]
+    in_line = [prompt.tokens[0] for prompt, _ in LINE.take(0, 7)]
+    for rollouts, scores in found:
+        assert [rollout.prompt.tokens[0] for rollout in rollouts] == [prompt for prompt in in_line for _ in range(2)]
+        assert [rollout.document.tokens[2] for rollout in rollouts] == [0, 1] * 7
+        assert [int(values[1]) for values in scores.logprobs] == [prompt for prompt in in_line for _ in range(2)]
+        for name in ("logprobs", "ref_logprobs", "values"):
+            assert np.array_equal(getattr(scores, name), getattr(found[0][1], name)), "also what was scored together"
+        assert scores.rewards.by_source["reward_model"].tolist() == found[0][1].rewards.by_source["reward_model"].tolist()
+
+
+def test_failures_of_all_parts_count_against_the_limit() -> None:
+    streamed(Fleet(MIXED, fails=(1, 5)), 1, allowed=4)
+    with pytest.raises(RewardsFailed, match=r"left 4 of 14 answers without a reward, more than the 3 .*refused"):
+        streamed(Fleet(MIXED, fails=(1, 5)), 1, allowed=3)
+
+
+def config(**fields: Any) -> PPO:
+    sizes = {"rollout_batch_size": 7, "n_samples_per_prompt": 2, "train_batch_size": 14, "micro_train_batch_size": 14}
+    return PPO(prompts=Data(sources="p.jsonl"), **{**sizes, **fields})
+
+
+def test_an_iteration_waits_for_the_scores_that_are_under_way() -> None:
+    asked = config(stream_batch_size=3)
+    setup = setup_of(asked, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
+    fleet: Any = Fleet(BACKWARD)
+    done = ppo_iteration(fleet, setup, Carried(0, {}), 0.3, optimisation(asked, 0, 4, 0))
+    assert fleet.said.index("score 1") < fleet.said.index("answers 0") and fleet.said[-3:] == ["scores"] * 3
+    assert done.metrics["reward/mean"] == pytest.approx((2 * sum(range(6)) + 1) / 14)
+    assert {"phase/generate", "phase/score"} <= set(done.metrics)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"colocate_all": True}, "stream_batch_size scores while engines generate, so they need GPUs of their own"),
+        ({"vllm": {"gpus": 1, "sleep": True}}, "stream_batch_size scores while engines generate, so they need GPUs of their own"),
+        ({"dynamic_filtering": True}, "dynamic_filtering needs the rewards of all answers .* with stream_batch_size"),
+    ],
+)
+def test_what_cannot_work_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    config(**fields)
+    with pytest.raises(ValidationError, match=sentence):
+        config(stream_batch_size=3, **fields)

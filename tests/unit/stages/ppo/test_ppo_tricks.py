@@ -1,0 +1,399 @@
+"""The ten tricks that keep PPO stable, each with the test that fails when it is broken (docs/explanation/ppo.md), and the family.
+
+Actor and critic are the real roles, on tiny random models and the plain engine: one process, no Ray.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+from rlhf_core.config import PPO, Data
+from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.models.scoring import STATISTICS
+from rlhf_core.rewards.asking import Rewards
+from rlhf_core.stages.ppo import roles
+from rlhf_core.stages.ppo.credit import Credited, credit
+from rlhf_core.stages.ppo.fleet import objective_of
+from rlhf_core.stages.ppo.iteration import Optimisation, minibatches
+from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
+from rlhf_core.stages.ppo.roles import Actor, Critic, Model, Reference, Reward, Training, Update
+from rlhf_core.stages.ppo.train import model_paths, optimisation, setup_of
+from rlhf_core.training.engine import AdamW, TorchEngine
+
+SHAPE = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+PATHS = {"actor": "sft", "critic": "rm", "reference": "sft", "reward:reward_model": "rm"}
+
+
+def ppo(**changes: object) -> PPO:
+    small = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "train_batch_size": 4, "micro_train_batch_size": 4, "generate_max_len": 16}
+    return PPO(prompts=Data(sources="prompts.jsonl"), **{**small, **changes})
+
+
+def documents(count: int, seed: int = 0) -> list[Document]:
+    """Ragged ones with a prompt of two tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [3 + int(torch.randint(0, 6, (), generator=generator)) for _ in range(count)]
+    return [Document(torch.randint(1, 31, (n,), generator=generator).tolist(), [False, False, *[True] * (n - 2)]) for n in lengths]
+
+
+def credited(config: PPO, kl_coef: float = 0.0, rewards: Sequence[float] | None = None, paths: dict[str, str] = PATHS) -> Credited:
+    """Credit of eight random rollouts by the stage's own setup."""
+    generator = np.random.default_rng(0)
+    docs = documents(8)
+    logprobs, ref_logprobs, values = (
+        [generator.normal(size=len(d)).astype(np.float32) * np.array(d.mask, np.float32) for d in docs] for _ in range(3)
+    )
+    prompt = Prompt((), [1, 2], {}, False)
+    rollouts = [Rollout(prompt, d, old, True) for d, old in zip(docs, logprobs, strict=True)]
+    known = Rewards({"reward_model": np.array(rewards or [float(i) for i in range(8)])}, {})
+    setup = setup_of(config, [prompt] * 8, paths, [0], 0)
+    return credit(rollouts, Scores(logprobs, ref_logprobs, values, known), kl_coef, {}, setup.shaping)
+
+
+def said(found: Credited, name: str) -> list[np.ndarray]:
+    """An array of each answer, on its own tokens."""
+    return [getattr(e, name)[np.array(e.document.mask)] for e in found.experience]
+
+
+# Roles on the plain engine.
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy, another one, and a reward model with a head that says something."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("sft", "other")):
+        torch.manual_seed(seed)
+        Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(folder / name)
+    torch.manual_seed(2)
+    reward = Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1))
+    torch.nn.init.normal_(reward.score.weight)
+    reward.save_pretrained(folder / "rm")
+    return folder
+
+
+@pytest.fixture
+def plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "_engine", lambda module, model, training, offload: TorchEngine(module, training.adamw))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+def training(micro: int = 8, max_norm: float = 1.0) -> Training:
+    return Training(AdamW((0.9, 0.95), 0.0, max_norm), 0, micro, False, 60)
+
+
+def model(folder: Path) -> Model:
+    return Model(str(folder), "float32", 0, 8, False)
+
+
+def actor(models: Path, micro: int = 8, max_norm: float = 1.0, **changes: object) -> Actor:
+    return Actor(model(models / "sft"), training(micro, max_norm), objective_of(ppo(**changes)), 1.0)
+
+
+def critic(models: Path) -> Critic:
+    return Critic(model(models / "rm"), training(), 0.2)
+
+
+def experience(models: Path, scale: float = 1.0) -> list[Experience]:
+    """On-policy experience of the policy `sft`, with `other` as reference and random advantages."""
+    docs = documents(8, seed=3)
+    old = dict(Reference(model(models / "sft"), 1.0).logprobs(docs))
+    reference = dict(Reference(model(models / "other"), 1.0).logprobs(docs))
+    generator = np.random.default_rng(1)
+    random = [scale * generator.normal(size=len(d)).astype(np.float32) for d in docs]
+    ones = [np.ones(len(d), np.float32) for d in docs]
+    parts = zip(docs, random, ones, strict=True)
+    return [Experience(d, old[i], reference[i], 0 * one, a, a, one) for i, (d, a, one) in enumerate(parts)]
+
+
+def flat(role: Actor | Critic) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in role.engine.module.parameters()])
+
+
+# 1. The reward stands on the last token only.
+
+
+def test_the_reward_is_paid_on_the_last_token_only() -> None:
+    # gamma 0: an advantage is the token's own reward minus its value
+    found = credited(ppo(gamma=0, whiten_advantages=False))
+    for i, (earned, values) in enumerate(zip(said(found, "returns"), said(found, "values"), strict=True)):
+        assert earned[:-1] == pytest.approx(0, abs=1e-6) and earned[-1] == pytest.approx(i, abs=1e-6)
+        assert said(found, "advantages")[i] == pytest.approx(earned - values, abs=1e-6)
+    spread = credited(ppo(gamma=0, whiten_advantages=False, reward_at="every_token"))
+    for i, earned in enumerate(said(spread, "returns")):
+        assert earned == pytest.approx(np.full(len(earned), i / len(earned)), abs=1e-6)
+
+
+# 2. Token-level RL: every token is an action with a ratio of its own.
+
+
+def test_each_token_has_its_own_ratio(models: Path, plain_engine: None) -> None:
+    items = experience(models)
+    moved = [e.__class__(**{**vars(e), "old_logprobs": e.old_logprobs - np.linspace(0, 0.6, len(e.document))}) for e in items]
+    shares = {ratio: actor(models, ratio=ratio).train(moved, [Update(list(range(8)), 1e-9, 0.0)])[0] for ratio in ("token", "sequence")}
+    tokens = [np.exp(np.linspace(0, 0.6, len(e.document))[2:]) for e in moved]
+    assert shares["token"]["policy/ratio"] == pytest.approx(np.concatenate(tokens).mean(), rel=1e-4)
+    assert shares["token"]["policy/ratio_gap"] == pytest.approx(np.abs(np.concatenate(tokens) - 1).mean(), rel=1e-4)
+    geometric = [np.exp(np.log(ratios).mean()) for ratios in tokens]
+    assert shares["sequence"]["policy/ratio"] == pytest.approx(np.mean(geometric), rel=1e-4)
+
+
+# 3. A KL term on every token.
+
+
+def test_the_kl_is_paid_token_by_token() -> None:
+    found = credited(ppo(gamma=0, whiten_advantages=False), kl_coef=0.5, rewards=[0.0] * 8)
+    for e, earned in zip(found.experience, said(found, "returns"), strict=True):
+        gap = (e.old_logprobs - e.ref_logprobs)[np.array(e.document.mask)]
+        assert earned == pytest.approx(-0.5 * gap, abs=1e-6)
+        assert len(set(earned.tolist())) == len(earned)
+    off = credited(ppo(gamma=0, whiten_advantages=False), kl_coef=0.0, rewards=[0.0] * 8)
+    assert all(earned == pytest.approx(0, abs=1e-6) for earned in said(off, "returns"))
+
+
+def test_the_kl_in_the_loss_pulls_towards_the_reference(models: Path, plain_engine: None) -> None:
+    """Without any advantage only the KL moves the policy: a first step changes nothing without it and lowers it with it."""
+    items = experience(models, scale=0.0)
+    still = actor(models)
+    before = flat(still)
+    still.train(items, [Update(list(range(8)), 1e-2, 0.5)])
+    assert torch.equal(flat(still), before)
+    pulled = actor(models, kl_in="loss", kl_estimator="k3")
+    steps = pulled.train(items, [Update(list(range(8)), 1e-2, 0.5)] * 5)
+    assert steps[-1]["policy/kl_loss"] < 0.8 * steps[0]["policy/kl_loss"]
+
+
+# 4. Rewards are normalised with statistics that do not move with the rollout.
+
+
+def test_rewards_are_standardised_with_the_statistics_of_their_model(tmp_path: Path) -> None:
+    (tmp_path / STATISTICS).write_text(json.dumps({"mean": 3.0, "std": 0.5}))
+    paths = PATHS | {"reward:reward_model": str(tmp_path)}
+    found = credited(ppo(gamma=0, whiten_advantages=False, normalize_reward=True), paths=paths)
+    last = [earned[-1] for earned in said(found, "returns")]
+    assert last == pytest.approx([-6, -4, -2, 0, 2, 4, 6, 8])  # (i - 3) / 0.5
+    clipped = credited(ppo(gamma=0, whiten_advantages=False, normalize_reward=True, reward_clip=5), paths=paths)
+    assert [earned[-1] for earned in said(clipped, "returns")] == pytest.approx([-5, -4, -2, 0, 2, 4, 5, 5])
+    assert [e[-1] for e in said(credited(ppo(gamma=0), paths=paths), "returns")] == pytest.approx(range(8), abs=1e-6)
+    (tmp_path / STATISTICS).unlink()
+    with pytest.raises(ValueError, match=r"has no score_statistics\.json: set `normalize`"):
+        setup_of(ppo(normalize_reward=True), [], paths, [0], 0)
+
+
+# 5. Linear warm-up, then a cosine, over all optimiser steps of the run.
+
+
+def schedule(config: PPO, role: str, iterations: int) -> list[float]:
+    return [rate for step in range(iterations) for rate in optimisation(config, step, iterations, 0).rates.get(role, ())]
+
+
+def test_learning_rates_warm_up_linearly_and_then_follow_a_cosine() -> None:
+    config = ppo(max_epochs=2, actor_learning_rate=1.0, warmup_ratio=0.25, min_lr_ratio=0.1)
+    rates = schedule(config, "actor", 10)
+    assert len(rates) == 40  # 2 batches x 2 epochs x 10 iterations
+    assert rates[:10] == pytest.approx([(k + 1) / 10 for k in range(10)])
+    assert rates[10] == pytest.approx(1.0) and rates[25] == pytest.approx(0.55)  # half way down from 1 to 0.1
+    assert all(a > b for a, b in pairwise(rates[10:])) and 0.1 < rates[-1] < 0.11
+    assert set(schedule(ppo(warmup_ratio=0, min_lr_ratio=1.0, actor_learning_rate=1.0), "actor", 5)) == {1.0}, "both can be turned off"
+
+
+# 6. The critic starts as the reward model, head included.
+
+
+def test_the_critic_starts_as_the_reward_model(models: Path, plain_engine: None) -> None:
+    paths = model_paths(ppo(), {"sft": "a", "reward_model": "b"})
+    assert paths == {"actor": "a", "critic": "b", "reference": "a", "reward:reward_model": "b"}
+    assert model_paths(ppo(critic="sft"), {"sft": "a", "reward_model": "b"})["critic"] == "a", "unless told otherwise"
+    docs = documents(5)
+    scores = dict(Reward(model(models / "rm")).scores(docs))
+    longer = [Document([*d.tokens, 5], [*d.mask, True]) for d in docs]
+    values = dict(critic(models).values(longer))
+    for i in range(5):
+        assert values[i][-1] == pytest.approx(scores[i][0], rel=1e-5, abs=1e-6), "V before a token is the score of what stands before it"
+    assert np.std([scores[i][0] for i in range(5)]) > 0.01
+
+
+# 7. A low learning rate for the actor, a high one for the critic.
+
+
+def test_the_critic_learns_faster_than_the_actor() -> None:
+    config = PPO(prompts=Data(sources="prompts.jsonl"))
+    assert config.critic_learning_rate >= 5 * config.actor_learning_rate
+    rates = optimisation(ppo(actor_learning_rate=1e-6, critic_learning_rate=9e-6, warmup_ratio=0), 0, 10, 0).rates
+    assert rates["actor"][0] == 1e-6 and rates["critic"][0] == 9e-6
+
+
+# 8. The actor rests while the critic warms up.
+
+
+def test_the_actor_rests_for_exactly_the_asked_iterations() -> None:
+    config = ppo(freezing_actor_steps=3, warmup_ratio=0, actor_learning_rate=1.0)
+    roles_at = [set(optimisation(config, step, 5, 0).rates) for step in range(5)]
+    assert roles_at == [{"critic"}] * 3 + [{"critic", "actor"}] * 2
+    assert schedule(config, "actor", 5)[0] == 1.0, "its schedule starts when it does"
+    assert len(schedule(config, "actor", 5)) == 4 and len(schedule(config, "critic", 5)) == 10
+
+
+# 9. GAE with advantages normalised over the whole rollout.
+
+
+def test_advantages_have_mean_0_and_std_1_over_the_whole_rollout() -> None:
+    white = np.concatenate(said(credited(ppo()), "advantages"))
+    assert white.mean() == pytest.approx(0, abs=1e-6) and white.std() == pytest.approx(1, rel=1e-5)
+    plain = credited(ppo(whiten_advantages=False))
+    raw = np.concatenate(said(plain, "advantages"))
+    assert white == pytest.approx((raw - raw.mean()) / raw.std(), abs=1e-5)
+    # GAE with lambda 0.95 lies between one step (0) and the whole return (1)
+    advantage, values = said(plain, "advantages")[7], said(plain, "values")[7]
+    expected, following = [], 0.0
+    for t in reversed(range(len(values))):
+        delta = (7.0 if t == len(values) - 1 else values[t + 1]) - values[t]
+        following = delta + 0.95 * following
+        expected.insert(0, following)
+    assert advantage == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert said(plain, "returns")[7] == pytest.approx(advantage + values, rel=1e-5), "returns are not whitened"
+
+
+# 10. Actor and critic are separate models.
+
+
+def test_training_one_of_actor_and_critic_leaves_the_other_alone(models: Path, plain_engine: None) -> None:
+    items = experience(models)
+    one, other = actor(models), critic(models)
+    before = flat(one), flat(other)
+    other.train(items, [Update(list(range(8)), 1e-2, 0.0)])
+    assert torch.equal(flat(one), before[0]) and not torch.equal(flat(other), before[1])
+    moved = flat(other)
+    one.train(items, [Update(list(range(8)), 1e-2, 0.0)])
+    assert not torch.equal(flat(one), before[0]) and torch.equal(flat(other), moved)
+    assert {"actor", "critic"} <= set(ppo().groups), "each has processes of its own"
+
+
+# The family.
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_without_a_critic_there_is_no_process_and_no_rate_for_one(estimator: str) -> None:
+    config = ppo(advantage_estimator=estimator)
+    assert set(config.groups) == {"actor", "reference", "reward:reward_model"}
+    assert set(model_paths(config, {"sft": "a", "reward_model": "b"})) == {"actor", "reference", "reward:reward_model"}
+    assert set(optimisation(config, 0, 5, 0).rates) == {"actor"}
+    found = credited(config)
+    assert len(found.usable) == 8 and all(np.isfinite(a).all() for a in said(found, "advantages"))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "ratio", "expected"),
+    [
+        ("gae", "token", "token"),
+        ("grpo", "token", "sequence"),
+        ("dr_grpo", "token", "constant"),
+        ("rloo", "token", "token"),
+        ("grpo", "sequence", "sequence"),
+    ],
+)
+def test_each_estimator_averages_its_loss_as_its_paper_does(estimator: str, ratio: str, expected: str) -> None:
+    assert objective_of(ppo(advantage_estimator=estimator, ratio=ratio)).aggregation == expected
+    assert objective_of(ppo(advantage_estimator=estimator, ratio=ratio, loss_aggregation="token")).aggregation == "token"
+
+
+def test_the_clip_is_symmetric_unless_told_otherwise() -> None:
+    assert objective_of(ppo(eps_clip=0.3))[:2] == (0.3, 0.3)
+    assert objective_of(ppo(eps_clip_high=0.28))[:2] == (0.2, 0.28)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_micro_batches_change_nothing(models: Path, plain_engine: None, aggregation: str, ratio: str) -> None:
+    """One optimiser step in one forward pass or in eight: the same gradient, with every term of the loss on."""
+    choices = {"loss_aggregation": aggregation, "ratio": ratio, "kl_in": "loss", "kl_estimator": "k2", "entropy_coef": 0.1}
+    items = experience(models)
+    gradients, metrics = [], []
+
+    class Watched(TorchEngine):
+        def step(self, learning_rate: float) -> float:
+            gradients.append(torch.cat([p.grad.flatten() for p in self.module.parameters() if p.grad is not None]))
+            return super().step(learning_rate)
+
+    for micro, tokens in ((8, None), (3, None), (1, None), (8, 60)):
+        role = actor(models, micro, **choices)
+        role.passes = role.passes._replace(tokens=tokens)
+        role.engine = Watched(role.engine.module, role.engine._adamw)
+        metrics.append(role.train(items, [Update(list(range(8)), 1e-3, 0.2)])[0])
+    assert gradients[0].abs().max() > 1e-3
+    for gradient, found in zip(gradients[1:], metrics[1:], strict=True):
+        torch.testing.assert_close(gradient, gradients[0])
+        assert found == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
+
+
+def test_the_entropy_bonus_raises_the_entropy(models: Path, plain_engine: None) -> None:
+    items = experience(models, scale=0.0)
+    steps = actor(models, entropy_coef=1.0).train(items, [Update(list(range(8)), 1e-2, 0.0)] * 5)
+    assert steps[-1]["policy/entropy"] > steps[0]["policy/entropy"] + 1e-3
+
+
+def test_the_first_step_is_on_policy(models: Path, plain_engine: None) -> None:
+    for aggregation in ("token", "sequence", "constant"):
+        metrics = actor(models, loss_aggregation=aggregation).train(experience(models), [Update(list(range(8)), 1e-3, 0.0)])[0]
+        assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5) and metrics["policy/clip_share"] == 0
+
+
+def test_minibatches_take_each_usable_answer_once_an_epoch() -> None:
+    whole = minibatches(range(8), Optimisation(2, 2, {}, "0"))
+    assert [len(batch) for batch in whole] == [4] * 4
+    assert sorted(whole[0] + whole[1]) == sorted(whole[2] + whole[3]) == list(range(8)) and whole[0] != whole[2]
+    fewer = minibatches([0, 2, 3, 5, 7], Optimisation(2, 1, {}, "0"))
+    assert [len(batch) for batch in fewer] == [2, 3] and sorted(chain(*fewer)) == [0, 2, 3, 5, 7]
+    assert minibatches([4], Optimisation(2, 1, {}, "0")) == [[4]]
+
+
+# What a recipe may not ask for.
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"temperature": 0}, "temperature=0 gives the same answer every time"),
+        ({"temperature": -1}, "greater than or equal to 0"),
+        ({"top_p": 0.9}, "Extra inputs are not permitted"),
+        ({"kl_in": "loss"}, "k1 as a loss has an expected gradient of zero"),
+        ({"advantage_estimator": "rloo", "n_samples_per_prompt": 1}, "rloo compares the answers to one prompt"),
+        ({"dynamic_filtering": True, "n_samples_per_prompt": 1}, "dynamic_filtering compares the answers"),
+        ({"advantage_estimator": "grpo", "critic": "sft"}, "grpo has no critic: leave out critic and freezing_actor_steps"),
+        ({"advantage_estimator": "grpo", "freezing_actor_steps": 2}, "grpo has no critic"),
+        ({"reward": "checks.py:short"}, "gae needs a critic, and there is no reward model to start it from"),
+        ({"reward": ["a.py:f", "b.py:f"]}, "two reward sources are called 'f'"),
+        ({"overlong_buffer": 16}, "overlong_buffer=16 must be below generate_max_len=16"),
+        ({"sampler_is_clamp": (2, 5)}, "two numbers around 1"),
+        ({"dual_clip": 1.0}, "greater than 1"),
+        ({"train_batch_size": 3, "micro_train_batch_size": 3}, "must be a multiple of train_batch_size=3"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict[str, object], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        ppo(**changes)
+
+
+def test_the_prompts_must_fill_an_iteration() -> None:
+    assert ppo(num_episodes=3).iterations(9) == 6
+    with pytest.raises(ValueError, match="rollout_batch_size=4 prompts, the data has 3"):
+        ppo().iterations(3)

@@ -1,0 +1,109 @@
+"""A checkpoint on its way from its stage to a store and the Hub: its weights are hashed once, and published without a copy."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import SFT, Publication
+from rlhf_core.runs.lineage import lineage
+from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest, run_stage
+from rlhf_core.runs.store import Store
+from rlhf_core.stages.publication import run as publication
+from rlhf_core.stages.publication.folder import read_marker
+from rlhf_core.system import files
+from tests.support.chain import save_model
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each inode is read for its digest."""
+    count: Counter[int] = Counter()
+    read = hashlib.file_digest
+
+    def counted(file: Any, name: str) -> Any:
+        count[os.fstat(file.fileno()).st_ino] += 1
+        return read(file, name)
+
+    monkeypatch.setattr(files.hashlib, "file_digest", counted)
+    return count
+
+
+def trained(folder: Path) -> RunDir:
+    run = RunDir(folder / "sft-00aa")
+    config = SFT.model_validate({"data": {"sources": "rows.jsonl"}})
+    request = StageRequest(name="sft", digest="00aa", config=config, inputs={}, seed=0)
+    run.prepare(request)
+
+    def work(request: StageRequest, run: RunDir) -> Outcome:
+        save_model(run / "checkpoint")
+        return Outcome({}, {"checkpoint": "checkpoint"})
+
+    run_stage(run.path, work)
+    return run
+
+
+def publish(trained: RunDir, root: Path, **config: Any) -> RunDir:
+    run = RunDir(root / "publication-00bb")
+    inputs = {"sft": str(trained / "checkpoint")}
+    run.prepare(StageRequest(name="publication", digest="00bb", config=Publication(model="sft", **config), inputs=inputs, seed=0))
+    run_stage(run.path, publication.run)
+    return run
+
+
+def test_weights_are_hashed_once_and_linked(tmp_path: Path, hashed: Counter[int]) -> None:
+    sft = trained(tmp_path)
+    store = Store(str(tmp_path / "store"))
+    store.put(sft)
+    published = publish(sft, tmp_path)
+    store.put(published)
+    weights, link = sft / "checkpoint" / "model.safetensors", published / "published" / "model.safetensors"
+    assert link.samefile(weights) and hashed[weights.stat().st_ino] == 1
+    marker, result = read_marker(link.parent), published.result()
+    assert marker is not None and result is not None
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert marker.files["model.safetensors"].sha256 == result.files["published/model.safetensors"].sha256 == digest
+    assert not (link.parent / "config.json").samefile(sft / "checkpoint" / "config.json"), "its paths are removed from the copy"
+
+
+def test_a_folder_of_the_users_gets_copies(tmp_path: Path) -> None:
+    sft = trained(tmp_path)
+    publish(sft, tmp_path, folder=str(tmp_path / "mine"))
+    assert not (tmp_path / "mine" / "model.safetensors").samefile(sft / "checkpoint" / "model.safetensors")
+
+
+def test_weights_that_are_newer_than_their_record_are_hashed_again(tmp_path: Path) -> None:
+    sft = trained(tmp_path)
+    weights = sft / "checkpoint" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    marker = read_marker(publish(sft, tmp_path) / "published")
+    assert marker is not None and marker.files["model.safetensors"].sha256 == hashlib.sha256(content).hexdigest()
+
+
+def test_a_base_model_named_by_two_stages_is_hashed_once(tmp_path: Path, hashed: Counter[int]) -> None:
+    save_model(tmp_path / "base")
+    weights = tmp_path / "base" / "model.safetensors"
+    config = SFT.model_validate({"data": {"sources": "rows.jsonl"}})
+    for name, inputs in {"one": {}, "two": {"one": str(tmp_path / "one-00aa")}}.items():
+        inputs = {"base": str(tmp_path / "base")} | inputs
+        RunDir(tmp_path / f"{name}-00aa").prepare(StageRequest(name=name, digest="00aa", config=config, inputs=inputs, seed=0))
+    os.utime(weights, (1.7e9, 1.7e9))
+    for _ in range(2):  # a report reads the lineage of each family
+        assert len(lineage(tmp_path / "two-00aa").parents) == 2
+    assert hashed[weights.stat().st_ino] == 1
+
+
+def test_a_file_that_changed_is_hashed_again(tmp_path: Path) -> None:
+    """Also in the same process and with the same size."""
+    file = tmp_path / "weights"
+    for content, mtime in ((b"one", 1.6e9), (b"two", 1.7e9)):
+        file.write_bytes(content)
+        os.utime(file, (mtime, mtime))
+        assert files.file_digest(file) == files.file_digest(file) == hashlib.sha256(content).hexdigest()

@@ -1,0 +1,158 @@
+"""The preferences stage with several sources of rewards: the weighed sum, failures left out and counted, the limit."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlhf_core.stages.preferences.run
+import rlhf_core.stages.preferences.sample_answers
+from rlhf_core.config import Preferences
+from rlhf_core.config.kinds import has_metric
+from rlhf_core.data.chat import load_tokenizer
+from rlhf_core.data.documents import Document
+from rlhf_core.models.scoring import STATISTICS, RewardScorer
+from rlhf_core.rewards.contract import RewardsFailed
+from rlhf_core.rewards.server import handler
+from rlhf_core.rollout.engine import Answer
+from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from tests.support.tiny_models import reward_model
+
+ANSWERS = ("3", "44", "555", "6666")
+FUNCTIONS = """
+def length(responses): return [len(r) for r in responses]
+def no_threes(responses): return [None if "3" in r else float(len(r)) for r in responses]
+def of_the_row(rows, query): return [row["worth"] + ("<|assistant|>6666" in text) for row, text in zip(rows, query)]
+"""
+
+
+class ScriptedSampler:
+    """Answers ANSWERS in turn; each ends by itself."""
+
+    def __init__(self, model: str, **settings: Any):
+        self.answers = [load_tokenizer(model)(text, add_special_tokens=False).input_ids for text in ANSWERS]
+
+    def stream(self, prompts: list[list[int]], *, stop_token_ids: list[int], n: int, **how: Any) -> Iterator[tuple[int, list[Answer]]]:
+        for prompt in range(len(prompts)):
+            yield prompt, [Answer([*self.answers[i], stop_token_ids[0]], [], True) for i in range(n)]
+
+    def close(self) -> None:
+        pass
+
+
+def score(self: RewardScorer, documents: list[Document]) -> list[float]:
+    """A reward model that counts the answer's tokens, its end included."""
+    return [float(sum(document.mask)) for document in documents]
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """A reward server that gives ten for each character."""
+    made = ThreadingHTTPServer(("127.0.0.1", 0), handler(lambda asked: [10.0 * len(answer.response) for answer in asked], {}))
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{made.server_address[1]}"
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture
+def run(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the stage on two prompts, four answers each; gives its outcome and the rows it wrote."""
+    monkeypatch.setattr(rlhf_core.stages.preferences.sample_answers, "Sampler", ScriptedSampler)
+    monkeypatch.setattr(RewardScorer, "score", score)
+    (tmp_path / "code.py").write_text(FUNCTIONS)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} plus {i}", "worth": i}) + "\n" for i in range(2)))
+    reward_model(material / "base", tmp_path / "rm")
+    (tmp_path / "rm" / STATISTICS).write_text('{"mean": 1.0, "std": 2.0}')
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def run(reward: object, **fields: Any) -> tuple[Outcome, list[dict[str, Any]]]:
+        config = Preferences(
+            policy="base",
+            reward=reward,
+            prompts={"sources": str(tmp_path / "prompts.jsonl")},
+            n_samples_per_prompt=4,
+            prompt_max_len=64,
+            **{"post_processor": "conditional_sft", **fields},
+        )
+        inputs = {"base": str(material / "base"), "rm": str(tmp_path / "rm")}
+        request = StageRequest(name="x", digest="0", config=config, inputs=inputs, seed=0)
+        outcome = rlhf_core.stages.preferences.run.run(request, RunDir(tmp_path / "run"))
+        assert [name for name in outcome.metrics if not has_metric(config, name)] == []
+        written = next(path for name, path in outcome.outputs.items() if name != "data_report")
+        return outcome, [json.loads(line) for line in (tmp_path / "run" / written).read_text().splitlines()]
+
+    return run
+
+
+def test_sources_are_standardised_weighed_and_summed(run: Any, server: str) -> None:
+    outcome, rows = run(
+        [
+            {"model": "rm", "normalize": "stored", "weight": 0.5},
+            {"function": "code.py:length", "normalize": "running", "weight": 2.0},
+            {"url": server, "name": "server", "weight": 0.01},
+            "code.py:of_the_row",
+        ]
+    )
+    std = 1.25**0.5  # of 1, 2, 3, 4, whose mean is 2.5: the batch's own
+    worth = {"0 plus 0": 0.0, "1 plus 1": 1.0}
+    expected = {
+        (prompt, text): 0.5 * (len(text) + 1 - 1.0) / 2.0 + 2.0 * (len(text) - 2.5) / std + 0.01 * 10 * len(text) + own + (text == "6666")
+        for prompt, own in worth.items()
+        for text in ANSWERS
+    }
+    found = {(row["prompt"][0]["content"], row["response"]): row["reward"] for row in rows}
+    assert found == pytest.approx(expected, abs=1e-5)
+    metrics = outcome.metrics
+    assert metrics["reward/mean"] == pytest.approx(sum(expected.values()) / 8, abs=1e-5)
+    assert metrics["reward/best"] == pytest.approx(sum(expected[prompt, "6666"] for prompt in worth) / 2, abs=1e-5)
+    assert [metrics[f"reward/{name}/mean"] for name in ("rm", "length", "server", "of_the_row")] == pytest.approx([3.5, 2.5, 25.0, 0.75])
+    assert metrics["reward/failed"] == 0
+
+
+def test_one_plain_reward_model_keeps_its_own_units(run: Any) -> None:
+    outcome, rows = run("rm")
+    assert [row["reward"] for row in rows] == [2.0, 3.0, 4.0, 5.0] * 2 and outcome.metrics["reward/mean"] == 3.5
+
+
+def test_answers_that_a_source_failed_on_are_left_out_and_counted(run: Any) -> None:
+    failing = {"function": "code.py:no_threes", "max_attempts": 1}
+    outcome, rows = run(["rm", failing], max_failed_rewards=0.25)
+    assert [row["response"] for row in rows] == ["44", "555", "6666"] * 2
+    assert outcome.metrics["reward/no_threes/failed"] == outcome.metrics["reward/failed"] == 2
+    assert outcome.metrics["reward/rm/failed"] == 0 and outcome.metrics["dropped/no_reward"] == 0
+    assert outcome.metrics["reward/worst"] == 3 + 2, "the sum of both, of the answers that have one"
+    _, pairs = run(["rm", failing], max_failed_rewards=0.25, post_processor="dpo")
+    assert [(pair["chosen"], pair["rejected"]) for pair in pairs] == [("6666", "44")] * 2
+
+
+def test_above_the_limit_the_stage_stops_and_names_the_source(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(RewardsFailed, match=r"no_threes left 2 of 8 answers without a reward.*max_failed_rewards"):
+        run(["rm", {"function": "code.py:no_threes", "max_attempts": 1}], max_failed_rewards=0.24)
+    assert not list((tmp_path / "run").glob("*.jsonl"))
+
+
+def test_min_reward_speaks_of_the_weighed_sum(run: Any) -> None:
+    rewards = [{"model": "rm", "weight": 2.0}, "code.py:of_the_row"]  # the best answers sum to 10 + 0 + 1 and 10 + 1 + 1
+    outcome, rows = run(rewards, post_processor="rejection_sampling", min_reward=11.5)
+    assert [(row["prompt"][0]["content"], row["reward"]) for row in rows] == [("1 plus 1", 12.0)]
+    assert outcome.metrics["dropped/min_reward"] == 1
+
+
+def test_statistics_that_are_not_there_are_told_before_sampling(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rm" / STATISTICS).unlink()
+    monkeypatch.setattr(ScriptedSampler, "stream", None)
+    with pytest.raises(ValueError, match=r"has no score_statistics.json: set `normalize` of this reward to running or none"):
+        run([{"model": "rm", "normalize": "stored"}])
+
+
+def test_ranks_of_a_reward_model_are_refused(run: Any) -> None:
+    with pytest.raises(ValueError, match="rm scores in the stage's own process: leave out its ranks"):
+        run([{"model": "rm", "ranks": {"cpus": 2}}])

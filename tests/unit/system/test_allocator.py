@@ -1,0 +1,50 @@
+"""Segments that grow: who does without them, and what is shown to other processes lies outside. The allocator itself needs a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlhf_core.system.gpu_allocator import give_up_segments, shown_bytes, wants_segments
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ("expandable_segments:True", None),
+        ("expandable_segments:True,max_split_size_mb:64", "max_split_size_mb:64"),
+        ("roundup_power2_divisions:[256:1,512:2], expandable_segments:True", "roundup_power2_divisions:[256:1,512:2]"),
+        ("", None),
+    ],
+)
+def test_only_this_setting_is_given_up(settings: str, left: str | None) -> None:
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": settings, "PYTORCH_ALLOC_CONF": settings, "OTHER": "expandable_segments:True"}
+    give_up_segments(environment)
+    assert environment.get("PYTORCH_CUDA_ALLOC_CONF") == environment.get("PYTORCH_ALLOC_CONF") == left
+    assert environment["OTHER"] == "expandable_segments:True"
+
+
+def test_memory_to_be_shown_is_asked_for_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def empty(size: int, **_: object) -> SimpleNamespace:
+        done.append(f"{size} bytes")
+        if size < 0:
+            raise RuntimeError("out of memory")
+        return SimpleNamespace(size=size)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", done.append)
+    card, asked = torch.device("cuda"), "expandable_segments:True,max_split_size_mb:64"
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert not wants_segments() and shown_bytes(3, card).size == 3
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", asked)
+    assert wants_segments() and shown_bytes(5, card).size == 5
+    with pytest.raises(RuntimeError, match="out of memory"):
+        shown_bytes(-1, card)
+    off = "max_split_size_mb:64,expandable_segments:False"
+    assert done == ["3 bytes", off, "5 bytes", asked, off, "-1 bytes", asked]
+    assert shown_bytes(7, torch.device("cpu")).size == 7 and done[-1] == "7 bytes" and len(done) == 8

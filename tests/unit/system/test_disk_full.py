@@ -1,0 +1,82 @@
+"""A disk that is full while a stage works: one sentence, nothing lost, the next run goes on. Real training in a real process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flows.cli
+import flows.cli.prepare
+from rlhf_core.config import SFT
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.system.machine import disk_problem
+
+LIMIT = 1_000_000  # bytes of one file: less than the checkpoint, more than logs, metrics and data
+
+
+def work(run: RunDir, limit: int | None) -> subprocess.CompletedProcess[str]:
+    def limited() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    root = str(Path(flows.cli.__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "rlhf_core", str(run.path)],
+        preexec_fn=limited,
+        env=os.environ | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+CASES = {
+    "the checkpoint": (0, "a file is larger than this process may write (ulimit -f); raise the limit, then run again"),
+    "a resume state": (2, "a file of tensors could not be written completely, as when its disk is full; free some space, then run again"),
+}
+
+
+@pytest.mark.parametrize(("save_steps", "why"), CASES.values(), ids=CASES)
+def test_a_full_disk_is_one_sentence(material: Path, tmp_path: Path, save_steps: int, why: str) -> None:
+    fields = {"max_len": 96, "train_batch_size": 8, "micro_train_batch_size": 4, "save_steps": save_steps or 100}
+    config = SFT.model_validate({"data": {"sources": str(material / "sft.jsonl"), "max_samples": 24}, **fields})
+    run = RunDir(tmp_path / "sft-0")
+    run.prepare(StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3))
+    ended = work(run, LIMIT)
+    assert ended.returncode == 3, ended.stderr[-3000:]
+    assert ended.stderr.strip().splitlines()[-1].startswith(f"{run.path} cannot be written to: {why}") and "Traceback" not in ended.stderr
+    assert run.result() is None
+    ended = work(run, None)
+    assert ended.returncode == 0 and run.result() is not None
+
+
+def test_which_errors_are_disk_problems() -> None:
+    assert "disk is full" in (disk_problem(OSError(errno.ENOSPC, "No space left on device")) or "")
+    assert "disk is full" in (disk_problem(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")) or "")
+    try:
+        try:
+            raise OSError(errno.EROFS, "Read-only file system")
+        except OSError as error:
+            raise RuntimeError("it did not work") from error
+    except RuntimeError as error:
+        assert "only be read" in (disk_problem(error) or "")
+    assert disk_problem(OSError(errno.ENOENT, "No such file")) is None and disk_problem(RuntimeError("out of memory")) is None
+
+
+def test_the_command_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "artifacts/t/run.json")
+
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text("{name: t, base_model: org/m, stages: {sft: {data: {sources: d.jsonl}}}}")
+    monkeypatch.setattr(flows.cli.prepare, "plan", full)
+    assert flows.cli.main(["validate", "r.yaml"]) == 3
+    told = "artifacts/t/run.json cannot be written to: its disk is full; free some space, then run again"
+    assert " ".join(capsys.readouterr().err.split()) == told

@@ -1,0 +1,76 @@
+"""Keys from Prefect's secrets, with a dictionary as the server: which are read, which source wins, and their removal."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+import flows.alignment
+from rlhf_core.config import Recipe
+from rlhf_core.recipe.load import recipe_of
+from tasks import keys
+
+VALUE = "hf_FromPrefectAndNowhereElse"
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Returns the server's secrets. Loading another block raises ValueError, as Prefect's `Block.load`."""
+    kept: dict[str, str] = {}
+
+    def load(name: str) -> keys.Secret[Any]:
+        if name not in kept:
+            raise ValueError(f"Unable to find block document named {name} for block type secret")
+        return keys.Secret(value=SecretStr(kept[name]))
+
+    monkeypatch.setattr(keys.Secret, "load", staticmethod(load))
+    for name in ("HF_TOKEN", "OPENAI_API_KEY", "JUDGE_KEY", "REWARD_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    return kept
+
+
+def recipe() -> Recipe:
+    judges = [{"kind": "rule"}, {"kind": "openai", "model": "a"}, {"kind": "openai", "model": "b", "api_key_env": "JUDGE_KEY"}]
+    reward = {"url": "http://127.0.0.1:1", "api_key_env": "REWARD_KEY"}
+    stages = {
+        "ppo": {"prompts": {"sources": "p.jsonl"}, "reward": ["reward_model", reward], "critic": "base"},
+        "evaluation": {"models": ["ppo"], "questions": {"path": "q.jsonl"}, "judges": judges},
+    }
+    return recipe_of({"name": "x", "base_model": "b", "stages": stages})
+
+
+def test_variables_of_a_recipe() -> None:
+    assert set(keys.variables(recipe())) == {"HF_TOKEN", "OPENAI_API_KEY", "JUDGE_KEY", "REWARD_KEY"}
+    plain = recipe_of({"name": "x", "base_model": "b", "stages": {"sft": {"data": {"sources": "t.jsonl"}}}})
+    assert keys.variables(plain) == ("HF_TOKEN",)
+
+
+def test_a_secret_sets_an_unset_variable_until_the_block_ends(blocks: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks |= {"hf-token": f" {VALUE}\n", "judge-key": "from Prefect", "reward-key": ""}
+    monkeypatch.setenv("JUDGE_KEY", "of the user")
+    with pytest.raises(KeyboardInterrupt), keys.provided(keys.variables(recipe())):
+        assert (os.environ["HF_TOKEN"], os.environ["JUDGE_KEY"]) == (VALUE, "of the user")
+        assert "OPENAI_API_KEY" not in os.environ and "REWARD_KEY" not in os.environ
+        raise KeyboardInterrupt
+    assert "HF_TOKEN" not in os.environ and os.environ["JUDGE_KEY"] == "of the user"
+
+
+@pytest.mark.parametrize("flow", ["alignment", "stage"])
+def test_a_flow_plans_and_runs_with_the_secrets(blocks: dict[str, str], monkeypatch: pytest.MonkeyPatch, flow: str) -> None:
+    blocks["hf-token"] = VALUE
+    seen: list[str | None] = []
+
+    def look(*_: object) -> SimpleNamespace:
+        seen.append(os.environ.get("HF_TOKEN"))
+        return SimpleNamespace(nodes=(), stages_of=lambda name: ())
+
+    for step in ("plan", "run_all"):
+        monkeypatch.setattr(flows.alignment, step, look)
+    for step in ("bring_parents", "require_parents"):
+        monkeypatch.setattr(flows.alignment, step, lambda *_: None)
+    getattr(flows.alignment, flow).fn(recipe(), *(["ppo"] if flow == "stage" else []))
+    assert seen == [VALUE, VALUE] and "HF_TOKEN" not in os.environ
