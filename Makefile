@@ -1,20 +1,26 @@
 # Every target first makes .venv what it needs (requirements/install.sh; a second time this costs nothing).
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-long algorithms crash lint format clean
+.PHONY: help setup setup-dev demo check test test-engines test-all test-long algorithms crash lint format docs clean
 
 export PYTHON  # the interpreter .venv is made with, for machines where it is not found: make demo PYTHON=/path/to/python3.12
 
-RECIPE := deployments/recipes/tiny-cpu.yaml
 REPORT := artifacts/tiny-cpu/report.html
+PYTEST := .venv/bin/python -m pytest -n auto --maxprocesses 4
+LIGHT := $(addprefix tests/unit/,config evaluation/report evaluation/scores flows hub migrate project recipe runs system tasks)
+END_TO_END := tests/engines/test_lifecycle.py
 
 help:
 	@echo "make demo        the whole lifecycle on this machine, without a GPU; ends with one page: $(REPORT)"
+	@echo "make check       ruff, mypy, import-linter and the tests that start no engine"
 	@echo "make test        unit tests, flow tests and one short end-to-end run (not those marked gpu)"
+	@echo "make test-engines  Ray, DeepSpeed and vLLM on this machine's CPUs"
 	@echo "make test-long   the long variants of some of these tests"
-	@echo "make algorithms  every algorithm for a short time (half an hour to three quarters); writes the table docs/algorithms-learn.md"
-	@echo "make crash       kills every stage at its start, middle and end and runs it again (hours; goes on where it was cut off); writes docs/crash.md"
-	@echo "make lint        ruff and mypy"
+	@echo "make test-all    all of these"
+	@echo "make algorithms  every algorithm for a short time (half an hour to three quarters); writes the table docs/reference/algorithms-learn.md"
+	@echo "make crash       kills every stage at its start, middle and end and runs it again (hours; goes on where it was cut off); writes docs/reference/crash.md"
+	@echo "make lint        ruff, mypy and import-linter"
 	@echo "make format      let ruff format the code"
+	@echo "make docs        the pages of docs/ as a site, links checked: site/index.html"
 	@echo "make setup       only make .venv"
 	@echo "make clean       remove the demo's material and the caches; .venv and artifacts/ stay"
 
@@ -25,12 +31,19 @@ setup-dev:
 	@requirements/install.sh dev
 
 demo: setup
-	.venv/bin/python deployments/demo/make_material.py --out demo/material
-	.venv/bin/alignflow run $(RECIPE)
-	@echo "The page: $(CURDIR)/$(REPORT)"
+	.venv/bin/alignflow demo
+
+check: lint
+	$(PYTEST) $(LIGHT) -m "not gpu and not long and not slow"
 
 test: setup-dev
-	.venv/bin/python -m pytest -m "not gpu and not long" -n auto --maxprocesses 4
+	$(PYTEST) tests/unit tests/flows $(END_TO_END) -m "not gpu and not long"
+
+test-engines: setup-dev
+	$(PYTEST) tests/engines --deselect $(END_TO_END) -m "not gpu and not long"
+
+test-all: setup-dev
+	$(PYTEST) -m "not gpu"
 
 test-long: setup-dev
 	.venv/bin/python -m pytest -m "long and not gpu"
@@ -45,11 +58,17 @@ lint: setup-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports --no-cache
 
 format: setup-dev
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
+docs:
+	@requirements/install.sh docs
+	.venv/bin/python -m mkdocs build --strict --clean
+	@echo "The site: $(CURDIR)/site/index.html"
+
 clean:
-	rm -rf demo build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find flows tasks rlhf_core evaluation deployments tests -name __pycache__ -type d -prune -exec rm -rf {} +

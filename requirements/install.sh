@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv hold the pinned CPU environment and alignflow itself (editable). Usage: requirements/install.sh [dev]
+# Makes .venv hold the pinned CPU environment and alignflow itself (editable). Usage: requirements/install.sh [dev|docs]
 #
 # Does nothing when that is already so: a stamp in .venv, written last, holds the checksum of everything that decides the result.
 # Exit code 3: this machine lacks something; the message says what.
@@ -85,9 +85,11 @@ install_cpu() {
 }
 
 stamped cpu || install_cpu
-if [ "${1:-}" = dev ] && ! stamped dev; then
-    say "installing test and lint tools"
+extra=${1:-}
+if [ -n "$extra" ] && ! stamped "$extra"; then
+    [ -f "requirements/$extra.txt" ] || fail "there is no requirements/$extra.txt: give dev, docs or nothing."
+    say "installing the packages of requirements/$extra.txt"
     begin
-    pip install --no-deps -r requirements/dev.txt
-    stamp dev
+    pip install --no-deps -r "requirements/$extra.txt"
+    stamp "$extra"
 fi
