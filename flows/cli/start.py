@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -55,13 +54,19 @@ def demo(*, folder: Path = Path(".")) -> int:
         raise MachineLacks(f"the demo trains models, and {', '.join(missing)} cannot be imported: install the engines (README, Try it)")
     from flows.cli.run import run
 
-    with as_file(files("flows") / "shipped") as shipped:
-        _make_folder(folder)
-        os.chdir(folder)  # paths in the recipe are relative to it
-        _make_material(shipped / "demo" / "make_material.py")
-        code = run(str(shipped / "recipes" / "tiny-cpu.yaml"))
+    shipped = _shipped()
+    _make_folder(folder)
+    os.chdir(folder)  # paths in the recipe are relative to it
+    _make_material(shipped / "demo" / "make_material.py")
+    code = run(str(shipped / "recipes" / "tiny-cpu.yaml"))
     console.print(f"The page: {Path('artifacts/tiny-cpu/report.html').absolute()}", markup=False, highlight=False)
     return code
+
+
+def _shipped() -> Path:
+    """Returns the folder that holds demo/, recipes/ and tasks/: flows/shipped/ of a wheel (setup.py), deployments/ of a checkout."""
+    flows = Path(__file__).resolve().parents[1]
+    return flows / "shipped" if (flows / "shipped").is_dir() else flows.parent / "deployments"
 
 
 def _make_folder(folder: Path) -> None:
