@@ -84,7 +84,7 @@ def _files(folder: Path) -> object:
         digests = {name.removeprefix(inside): info.sha256 for name, info in result.files.items() if name.startswith(inside)}
         if digests:
             return digest(digests)  # equal to `Digests.of` of the folder
-    return Digests(Path()).of(folder)
+    return Digests().of(folder)
 
 
 def _free_gpu() -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rlhf_core.config import KINDS
 from rlhf_core.hub.ids import is_hub_id, parted, pulled, shown, snapshot_of_hub
 from rlhf_core.runs.run_dir import REQUEST, RESULT
-from rlhf_core.system.files import Digests, digest, file_digest, read_json
+from rlhf_core.system.files import Digests, digest, read_json
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,15 @@ class Dataset(NamedTuple):
 
 
 def lineage(checkpoint: str | Path) -> Ancestor:
-    """Returns the lineage of a checkpoint: a folder in a run directory, any other folder or file, or a Hub id."""
-    return _ancestor(str(checkpoint), {})
+    """Returns the lineage of a checkpoint: a folder in a run directory, any other folder or file, or a Hub id.
+
+    The digests of models outside of run directories are kept in the `Digests` file of the checkpoint's artifacts.
+    """
+    found = stage_of(checkpoint)
+    digests = Digests(found[0].parents[1] if found and found[0].parent.name == "stages" else None)
+    ancestor = _ancestor(str(checkpoint), {}, digests)
+    digests.save()
+    return ancestor
 
 
 def stages(ancestor: Ancestor) -> list[Ancestor]:
@@ -100,7 +107,7 @@ def sources(ancestor: Ancestor) -> list[tuple[Ancestor, str, dict[str, Any]]]:
     return found
 
 
-def data_of(ancestor: Ancestor, memory: Path = Path()) -> list[Dataset]:
+def data_of(ancestor: Ancestor, memory: Path | None = None) -> list[Dataset]:
     """Returns the data sets of every stage of a lineage. Known digests are read from the `Digests` file of the folder `memory`."""
     digests = Digests(memory)
     found = []
@@ -138,12 +145,12 @@ def stage_of(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def _ancestor(place: str, known: dict[str, Ancestor]) -> Ancestor:
+def _ancestor(place: str, known: dict[str, Ancestor], digests: Digests) -> Ancestor:
     path = Path(place).expanduser()
     found = stage_of(path)
     if found is None:
         if place not in known:
-            known[place] = _leaf(place, path)
+            known[place] = _leaf(place, path, digests)
         return known[place]
     folder, record = found
     key = str(folder.resolve())
@@ -155,7 +162,7 @@ def _ancestor(place: str, known: dict[str, Ancestor]) -> Ancestor:
             name=record["name"],
             kind=record["config"]["stage"],
             digest=record["digest"],
-            parents=tuple((name, _ancestor(_here(str(parent), folder), known)) for name, parent in record["inputs"].items()),
+            parents=tuple((name, _ancestor(_here(str(parent), folder), known, digests)) for name, parent in record["inputs"].items()),
             config=record["config"],
             seed=record.get("seed", 0),
             metrics=result.get("metrics", {}),
@@ -173,16 +180,16 @@ def _here(place: str, run_dir: Path) -> str:
     return str(next((path for path in moved if path.exists()), place))
 
 
-def _leaf(place: str, path: Path) -> Ancestor:
+def _leaf(place: str, path: Path, digests: Digests) -> Ancestor:
     if in_cache := snapshot_of_hub(path):
         return Ancestor(in_cache[0], "hub", in_cache[1])
     if found := pulled(path):
         return Ancestor(found[0], "hub", found[1])
     if path.is_file():
-        return Ancestor(path.name, "file", file_digest(path)[:16])
+        return Ancestor(path.name, "file", digests.of(path)[:16])
     if path.is_dir():
         weights = [file for file in sorted(path.iterdir()) if file.name == "config.json" or file.suffix == ".safetensors"]
-        return Ancestor(path.resolve().name, "folder", digest({file.name: file_digest(file) for file in weights}) if weights else "")
+        return Ancestor(path.resolve().name, "folder", digest({file.name: digests.of(file) for file in weights}) if weights else "")
     repo_id, revision = parted(place)
     if is_hub_id(place) or re.fullmatch(r"[\w.-]+", repo_id):
         return Ancestor(repo_id, "hub", revision or "")

@@ -27,6 +27,8 @@ class Tracker:
         self._file = (run / METRICS).open("a")
         self._board = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1 if first_step else None)
         self._mirror = mirror_of(run)
+        for line in keep:
+            self._copy(line)
 
     def log(self, step: int, metrics: Mapping[str, float], show: tuple[str, ...] = ()) -> None:
         """Writes the metrics of one step; those named in `show` are printed."""
@@ -34,9 +36,14 @@ class Tracker:
         self._file.flush()
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
+        self._copy({"step": step, **metrics})
         if show:
             shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in show if name in metrics)
             print(f"step {step}/{self.total_steps}  {shown}", flush=True)
+
+    def _copy(self, line: Mapping[str, float]) -> None:
+        if self._mirror:
+            self._mirror.log(int(line["step"]), {name: value for name, value in line.items() if name not in ("step", "time")})
 
     def close(self) -> None:
         """Closes all files, and waits for W&B (see `wandb_mirror`)."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from rlhf_core.runs.launch import SECRET_NAME
 from rlhf_core.system.machine import DISK_PROBLEMS
@@ -90,17 +90,19 @@ class RemoteFiles:
 
     def _try(self, what: str, call: Callable[[], T], *missing: T) -> T:
         """Calls until it succeeds or the attempts are used up; returns `missing`, if given, when there is no such file."""
-        for attempt in range(self.attempts):
-            try:
-                return call()
-            except Exception as error:  # each fsspec backend raises its own classes for network errors
-                if missing and isinstance(error, FileNotFoundError | NotADirectoryError):
-                    return missing[0]
-                lasting = isinstance(error, LASTING) or getattr(error, "errno", None) in DISK_PROBLEMS or NO_KEYS & _names(error)
-                if lasting or attempt == self.attempts - 1:
-                    raise StoreFault(f"store {self.url}: {what}: {why(error)}") from None
-                time.sleep(self.pause * 2**attempt)
-        raise AssertionError("attempts must be positive")
+        pauses = wait_exponential(multiplier=self.pause)
+        try:
+            return Retrying(stop=stop_after_attempt(self.attempts), wait=pauses, retry=retry_if_exception(_may_pass), reraise=True)(call)
+        except Exception as error:  # each fsspec backend raises its own classes for network errors
+            if missing and isinstance(error, FileNotFoundError | NotADirectoryError):
+                return missing[0]
+            raise StoreFault(f"store {self.url}: {what}: {why(error)}") from None
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Returns whether another attempt may succeed."""
+    lasting = isinstance(error, LASTING) or getattr(error, "errno", None) in DISK_PROBLEMS or NO_KEYS & _names(error)
+    return isinstance(error, Exception) and not lasting
 
 
 def why(error: BaseException) -> str:

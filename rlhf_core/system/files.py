@@ -22,10 +22,10 @@ _hashed: dict[tuple[int, int, int, int], str] = {}  # of `file_digest`, by `_ide
 
 
 class Digests:
-    """SHA-256 digests of files, cached in `folder` when that exists and can be written to."""
+    """SHA-256 digests of files, cached in `folder` when that is given, exists and can be written to."""
 
-    def __init__(self, folder: Path):
-        self._store = folder / ".digests.json"
+    def __init__(self, folder: Path | None = None):
+        self._store = (folder or Path(os.devnull)) / ".digests.json"
         self._known: dict[str, list[object]] = {}
         with contextlib.suppress(OSError, ValueError):
             self._known = dict(json.loads(self._store.read_text()))

@@ -2,7 +2,7 @@
 
 The run puts a mark in its environment, which all of its processes inherit. A watcher in another session waits until the run has ended and
 then ends every process with the mark: Prefect's temporary server, and stages whose reaper was killed as well.
-Linux only (/proc); elsewhere nothing is started. Standard library only.
+Linux only; elsewhere nothing is started.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import subprocess
 import sys
 import time
 import uuid
-from pathlib import Path
+
+import psutil
 
 MARK = "ALIGNFLOW_RUN"
 PR_SET_PDEATHSIG = 1
@@ -31,7 +32,7 @@ def start() -> None:
     unmarked = {key: value for key, value in os.environ.items() if key != MARK}
     os.environ[MARK] = uuid.uuid4().hex
     subprocess.Popen(
-        [sys.executable, "-P", __file__, str(os.getpid()), os.environ[MARK]],  # by path: it imports none of our packages
+        [sys.executable, "-P", __file__, str(os.getpid()), os.environ[MARK]],  # by path: none of our packages is imported
         env=unmarked,
         start_new_session=True,
         stdin=subprocess.DEVNULL,
@@ -48,27 +49,19 @@ def end_with_parent() -> None:
 
 def marked(mark: str) -> list[int]:
     """Returns the pids of this user's processes that have the mark in their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
+    return [process.pid for process in psutil.process_iter(["environ"]) if (process.info["environ"] or {}).get(MARK) == mark]
 
 
 def main(parent: int, mark: str) -> None:
     """Waits for the end of process `parent`, then ends marked processes: TERM, KILL after GRACE_SECONDS, for GIVE_UP_SECONDS at most."""
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
-    start, asked = time.monotonic(), set[int]()
+    start, signalled = time.monotonic(), set[int]()
     while (alive := marked(mark)) and time.monotonic() - start < GIVE_UP_SECONDS:
         for pid in alive:
             late = time.monotonic() - start > GRACE_SECONDS
-            if late or pid not in asked:
-                asked.add(pid)
+            if late or pid not in signalled:
+                signalled.add(pid)
                 _signal(pid, signal.SIGKILL if late else signal.SIGTERM)
         time.sleep(POLL_SECONDS)
 

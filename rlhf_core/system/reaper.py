@@ -3,8 +3,8 @@
 Runs as the parent of COMMAND, in its own session. It adopts every descendant whose parent dies (daemons that Ray detaches, for example)
 and ends them all, TERM first and KILL after the grace period, as soon as COMMAND ends, SIGTERM arrives, or PARENT_PID has ended, also
 by kill -9. Its exit code is COMMAND's (128 + n for signal n).
-This needs Linux (PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, /proc). Elsewhere the parent is polled and COMMAND's process group is
-ended, but a daemon that leaves the group is not found. Standard library only, so that it starts fast and cannot fail on an import.
+This needs Linux (PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER). Elsewhere the parent is polled and COMMAND's process group is
+ended, but a daemon that leaves the group is not found.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
+
+import psutil
 
 POLL_SECONDS = 0.1
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -29,11 +30,11 @@ def main(parent: int, grace_seconds: float, command: Sequence[str]) -> int:
     """Runs `command` and ends its descendants; returns its exit code, 1 when process `parent` has already ended."""
     stop = False
 
-    def ask_to_stop(number: int, frame: FrameType | None) -> None:
+    def on_term(number: int, frame: FrameType | None) -> None:
         nonlocal stop
         stop = True
 
-    signal.signal(signal.SIGTERM, ask_to_stop)
+    signal.signal(signal.SIGTERM, on_term)
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -51,32 +52,26 @@ def main(parent: int, grace_seconds: float, command: Sequence[str]) -> int:
 
 
 def descendants(root: int) -> list[int]:
-    """Returns the pids of all descendants of `root` from /proc, without zombies."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(entry.name))
-    found, front = [], [root]
-    while front:
-        front = [child for pid in front for child in children.get(pid, [])]
-        found += front
-    return found
+    """Returns the pids of all descendants of `root`, without zombies."""
+    return [process.pid for process in psutil.Process(root).children(recursive=True) if _runs(process)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _end_all(child: int, grace_seconds: float) -> int | None:
     """Sends TERM to all descendants, KILL after the grace period, until none is left. Returns the child's exit code if it was running."""
     code: int | None = None
     deadline = time.monotonic() + grace_seconds
-    asked: set[int] = set()
+    signalled: set[int] = set()
     while alive := _alive(child):
         if time.monotonic() < deadline:
-            _signal(set(alive) - asked, signal.SIGTERM)
-            asked |= set(alive)
+            _signal(set(alive) - signalled, signal.SIGTERM)
+            signalled |= set(alive)
         else:
             _signal(alive, signal.SIGKILL)
         time.sleep(POLL_SECONDS)

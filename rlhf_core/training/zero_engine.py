@@ -5,15 +5,12 @@ DeepSpeed's schedulers, data loaders and accumulation counter are not used: the 
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.forecast.memory import KEPT
 from rlhf_core.system.gc_pause import uncollected
+from rlhf_core.training.deepspeed_patches import forget_order, patch_library, reduce_beside_host
 from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite
 
 
@@ -32,22 +30,8 @@ def library() -> Any:
     with uncollected():
         import deepspeed
 
-    # Its shared-memory CPU collectives need a compiler and a minute at start; gloo does not.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.utils.nvtx.enable_nvtx = False  # thousands of profiler marks per pass
-    deepspeed.runtime.zero.partitioned_param_coordinator.get_all_parameters = _remembered_parameters
+    patch_library(deepspeed)
     return deepspeed
-
-
-_PARAMETERS: tuple[WeakKeyDictionary[nn.Module, list[Any]], ...] = WeakKeyDictionary(), WeakKeyDictionary()
-
-
-def _remembered_parameters(module: Any, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """Caches the parameters of a module, which DeepSpeed lists several times per pass."""
-    known = _PARAMETERS[recurse]
-    if module not in known:
-        known[module] = list(module.named_parameters(recurse=recurse))
-    return chain(known[module], module.ds_external_parameters())
 
 
 class ZeroEngine:
@@ -86,23 +70,14 @@ class ZeroEngine:
             },
         )
         if zero_stage == 3 and torch.cuda.is_available() and not offload:
-            self._engine.optimizer.reduce_and_partition_stream = _Reducing()
+            reduce_beside_host(deepspeed, self._engine.optimizer)
         self.module, self.device = module, self._engine.device
 
     def __call__(self, *inputs: Any) -> Any:
         if self.zero_stage == 3 and not self._trains and torch.is_grad_enabled():
             self._trains = True
-            self._forget_order()
+            forget_order(self._deepspeed, self._engine.optimizer)
         return self._engine(*inputs)
-
-    def _forget_order(self) -> None:
-        """Clears DeepSpeed's trace of the order of weights. It never revises which weights to keep after a module, so after passes without
-        gradient it would keep none for a backward pass. The trace belongs to the object that a copy replaces."""
-        offload = self._engine.optimizer.parameter_offload
-        offload.empty_partition_cache()
-        offload.param_coordinator = copy.copy(offload.param_coordinator)
-        if not offload.param_coordinator.is_invalid_trace():
-            offload.param_coordinator._invalidate_trace()
 
     def _on_every_rank(self, here: bool) -> bool:
         """Whether `here` is true on all ranks: GPUs may differ, and fetching is a collective."""
@@ -150,14 +125,6 @@ class ZeroEngine:
 
     def barrier(self) -> None:
         dist.barrier()
-
-
-class _Reducing(torch.cuda.Stream):
-    """ZeRO-3's gradient stream. At the end of a pass the current stream waits for it, and not the host, which launches the next pass. Not
-    with the optimiser's state on the host, where gradients are read."""
-
-    def synchronize(self) -> None:
-        torch.cuda.current_stream().wait_stream(self)
 
 
 def _set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:

@@ -139,7 +139,7 @@ def test_an_endpoint_decides_the_digest_by_what_is_asked_only() -> None:
 
 def test_endpoints_are_in_the_digest_and_their_patience_is_not() -> None:
     recipes = recipe_of(recipe(models=["sft"], endpoints={})), recipe_of(recipe())
-    without, given = (json.dumps(deciding(found.stages["evaluation"], Digests(Path()))) for found in recipes)
+    without, given = (json.dumps(deciding(found.stages["evaluation"], Digests())) for found in recipes)
     assert without != given and "gpt" in given and not any(name in given for name in ("start_timeout", '"timeout"', "max_attempts"))
 
 

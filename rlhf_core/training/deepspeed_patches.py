@@ -1,0 +1,69 @@
+"""Patches private parts of DeepSpeed, for speed alone.
+
+- `patch_library`: no shared-memory CPU collectives, which need a compiler and a minute at start; no profiler marks, thousands per pass;
+  the parameters of a module are listed once, not several times per pass.
+- `forget_order`: ZeRO-3 records anew which weights to keep after a module.
+- `reduce_beside_host`: at the end of a pass the GPU waits for ZeRO-3's gradients, not the host.
+
+Made for the releases in MADE_FOR. With any other release no patch is applied: results are the same, and slower.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+MADE_FOR = ("0.19.",)
+
+_PARAMETERS: tuple[WeakKeyDictionary[nn.Module, list[Any]], ...] = WeakKeyDictionary(), WeakKeyDictionary()
+
+
+def applies(deepspeed: Any) -> bool:
+    """Returns whether the patches were made for this release of DeepSpeed."""
+    return str(deepspeed.__version__).startswith(MADE_FOR)
+
+
+def patch_library(deepspeed: Any) -> None:
+    """Patches what all engines of the process share."""
+    if applies(deepspeed):
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.utils.nvtx.enable_nvtx = False
+        deepspeed.runtime.zero.partitioned_param_coordinator.get_all_parameters = _cached_parameters
+
+
+def forget_order(deepspeed: Any, optimizer: Any) -> None:
+    """Clears the trace of the order of weights of a ZeRO-3 optimiser.
+
+    DeepSpeed never revises which weights to keep after a module, so after passes without gradient it would keep none for a backward pass.
+    The trace belongs to the object that a copy replaces.
+    """
+    if applies(deepspeed):
+        offload = optimizer.parameter_offload
+        offload.empty_partition_cache()
+        offload.param_coordinator = copy.copy(offload.param_coordinator)
+        if not offload.param_coordinator.is_invalid_trace():
+            offload.param_coordinator._invalidate_trace()
+
+
+def reduce_beside_host(deepspeed: Any, optimizer: Any) -> None:
+    """Lets the host launch the next pass while a ZeRO-3 optimiser reduces gradients. Not for offloaded optimisers: the host reads these."""
+    if applies(deepspeed):
+        optimizer.reduce_and_partition_stream = _GradientStream()
+
+
+class _GradientStream(torch.cuda.Stream):
+    def synchronize(self) -> None:
+        torch.cuda.current_stream().wait_stream(self)
+
+
+def _cached_parameters(module: Any, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    known = _PARAMETERS[recurse]
+    if module not in known:
+        known[module] = list(module.named_parameters(recurse=recurse))
+    return chain(known[module], module.ds_external_parameters())
