@@ -1,6 +1,6 @@
 """Collates rows of documents into tensors. A padded row is a packed row with one document.
 
-Left out: an attention mask. Positions restart with each document, and the attention code finds document borders from them.
+Left out: an attention mask. Positions restart with each document, and the attention code finds document bounds from them.
 """
 
 from __future__ import annotations

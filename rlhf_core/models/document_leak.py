@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlhf_core.models.kernels.attention import VARLEN, carries, takes_borders
+from rlhf_core.models.kernels.attention import VARLEN, is_stateful, takes_varlen
 from rlhf_core.models.load import Policy, Scorer
 
 BEFORE, AFTER = 12, 4  # tokens of the two documents: with a leak most keys of the second are those of the first
@@ -31,7 +31,7 @@ def try_rows(
     row, which refuse packed rows. `all_reduce` sums over the ranks, so that all take the same decision.
     """
     model = module.model
-    if module.apart is not None or carries(model) or not (packed or takes_borders(model)):
+    if module.apart is not None or is_stateful(model) or not (packed or takes_varlen(model)):
         return
     module.apart = bool(all_reduce(torch.tensor(float(leaks(forward, module, device)), device=device)) > 0)
     if not module.apart:

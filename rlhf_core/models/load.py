@@ -22,11 +22,11 @@ from rlhf_core.config import Lora
 from rlhf_core.data.collate import Batch, rounded, sent
 from rlhf_core.hub.model_config import more_than_text, num_experts
 from rlhf_core.models.experts import balance_loss
-from rlhf_core.models.kernels.attention import VARLEN, attention_for, borders, carries, settled, takes_borders
+from rlhf_core.models.kernels.attention import VARLEN, attention_for, document_bounds, is_stateful, set_attention, takes_varlen
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 from rlhf_core.models.routing import Replay, replayed
-from rlhf_core.models.stored_head import has_scalar_head, headless
+from rlhf_core.models.stored_head import has_scalar_head, no_reward_head
 from rlhf_core.models.token_logprobs import Entropy, logit_scale, token_logprobs
 from rlhf_core.objectives.masked import next_token_pairs
 
@@ -124,18 +124,18 @@ def _hidden(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Last hidden states (B, T, H), and if `routed` the router logits of each layer, (B * T, E). `apart`: rows are not concatenated.
 
-    Raises ValueError for packed rows of a model that is more than attention (`attention.carries`).
+    Raises ValueError for packed rows of a model that is more than attention (`attention.is_stateful`).
     """
-    end_to_end = takes_borders(model) and not apart
-    if carries(model) and bool(((positions[:, 1:-1] == 0) & (positions[:, 2:] == 1)).any()):
+    end_to_end = takes_varlen(model) and not apart
+    if is_stateful(model) and bool(((positions[:, 1:-1] == 0) & (positions[:, 2:] == 1)).any()):
         raise ValueError(
-            f"{type(model).__name__} has layers that carry from one document of a row into the next: set packing: false, and remove "
+            f"{type(model).__name__} has layers that keep state across documents of a row: set packing: false, and remove "
             f"micro_train_tokens and micro_rollout_tokens"
         )
     shape = (1, -1) if end_to_end else tokens.shape
     options: dict[str, Any] = {"output_router_logits": True} if routed else {}
     if end_to_end:
-        options |= borders(positions, tokens.device)
+        options |= document_bounds(positions, tokens.device)
         if "keys" in options and model.config._attn_implementation != VARLEN:
             raise ValueError(
                 f"attention {model.config._attn_implementation} cannot go on from another document's prompt: repeat the prompt"
@@ -202,11 +202,11 @@ def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head
 
     def load(source: str, **options: Any) -> PreTrainedModel:
         if not new_head and Path(source).is_dir() and not has_scalar_head(Path(source)):
-            raise ValueError(headless(path))
+            raise ValueError(no_reward_head(path))
         model, info = auto.from_pretrained(source, num_labels=1, pad_token_id=pad_token_id, output_loading_info=True, **options)
         if any(name.startswith("score.") for name in info["missing_keys"]):
             if not new_head:
-                raise ValueError(headless(path))
+                raise ValueError(no_reward_head(path))
             nn.init.zeros_(model.score.weight)
         return model
 
@@ -235,7 +235,7 @@ def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, 
         config = AutoConfig.from_pretrained(path, trust_remote_code=options["trust_remote_code"])
         if config.get_text_config() is not config:
             raise ValueError(more_than_text(path, (config.architectures or [type(config).__name__])[0]))
-        return fuse(settled(load(path, **options | _gpu_device_map(path, options))))
+        return fuse(set_attention(load(path, **options | _gpu_device_map(path, options))))
     if "quantization_config" in options:
         raise ValueError(f"{path} is an adapter, which cannot be merged into 4-bit weights: start from a merged checkpoint")
     return merge_adapter(_merged(load, base, options), path)

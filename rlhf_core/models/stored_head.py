@@ -8,7 +8,7 @@ from pathlib import Path
 HEADS = ("score.weight", "base_model.model.score.weight")  # of a model, of an adapter
 
 
-def headless(place: str) -> str:
+def no_reward_head(place: str) -> str:
     """Returns the message for a model at `place` that is no reward model."""
     return (
         f"{place} has no trained head for one score (a tensor score.weight of shape [1, hidden size]), so its rewards would mean nothing: "

@@ -11,8 +11,8 @@ from rlhf_core.config import KINDS, PPO, SFT, Evaluation, StageConfig, Trainable
 from rlhf_core.config.kinds import named
 from rlhf_core.data.vocabulary import difference, stored_vocabulary
 from rlhf_core.hub.ids import is_remote
-from rlhf_core.hub.model_config import carries_by_config, more_than_text, wraps_text_by_config
-from rlhf_core.models.stored_head import has_scalar_head, headless
+from rlhf_core.hub.model_config import more_than_text, stateful_by_config, wraps_text_by_config
+from rlhf_core.models.stored_head import has_scalar_head, no_reward_head
 from rlhf_core.recipe.plan import Node
 from rlhf_core.recipe.references import Reference, references
 
@@ -47,7 +47,7 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
             named = (config.get("architectures") or [config.get("model_type")])[0]
             problems[place, "wrapper"] = f"{where}: {more_than_text(place, str(named))}"
         elif reference.kinds == REWARD and _is_headless(Path(place)):
-            problems[place, "head"] = f"{where}: {headless(place)}"
+            problems[place, "head"] = f"{where}: {no_reward_head(place)}"
     return problems
 
 
@@ -97,12 +97,12 @@ def vocabulary_problems(node: Node, start_of: Callable[[str], str | None]) -> li
 
 
 def packing_problem(where: str, config: StageConfig, place: str | None) -> list[str]:
-    """Packed rows for a model whose layers carry from one document into the next, which its first pass would refuse."""
+    """Packed rows for a model whose layers keep state across documents, which its first pass would refuse."""
     if place is None or not (packs := _packs(config)):
         return []
-    carrying = carries_by_config(_config(place))
+    stateful = stateful_by_config(_config(place))
     instead = " and ".join("set packing: false" if field == "packing" else f"leave out {field}" for field in packs)
-    return [f"{where}: layers of {place} carry from one document of a row into the next; {instead}"] if carrying else []
+    return [f"{where}: layers of {place} keep state across documents of a row; {instead}"] if stateful else []
 
 
 def _packs(config: StageConfig) -> list[str]:

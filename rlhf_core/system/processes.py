@@ -1,4 +1,4 @@
-"""Defines exit codes and environment of stage processes, and tells errors of our own code from those of libraries."""
+"""Defines exit codes and environment of stage processes, and distinguishes errors of our own code from those of libraries."""
 
 from __future__ import annotations
 

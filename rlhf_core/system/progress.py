@@ -1,4 +1,4 @@
-"""The progress of this process, counted where work gets done, for who waits and must tell slow work from none. Torch-free."""
+"""The progress of this process, counted where work gets done, so that a waiting process can distinguish slow work from none. Torch-free."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_what_is_trained_first_says_to_the_last_bit_what_was_scored() -> None:
     shape = {"hidden_size": 1536, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 2, "num_hidden_layers": 2}
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**shape, vocab_size=1024, pad_token_id=0)).to("cuda", torch.bfloat16)
-    policy, dice = Policy(fuse(attention.settled(model))), torch.Generator().manual_seed(0)
+    policy, dice = Policy(fuse(attention.set_attention(model))), torch.Generator().manual_seed(0)
     answers = [torch.randint(2, 1024, (length,), generator=dice).tolist() for length in [768] * 14 + [301, 1235]]
 
     def logprobs(order: list[int]) -> list[torch.Tensor]:
@@ -77,7 +77,7 @@ def test_what_is_trained_first_says_to_the_last_bit_what_was_scored() -> None:
 def test_all_implementations_agree(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     policy = Policy(MistralForCausalLM(MistralConfig(**WIDE, sliding_window=window)).to("cuda", torch.bfloat16).eval())
-    assert attention.settled(policy.model).config._attn_implementation == attention.VARLEN
+    assert attention.set_attention(policy.model).config._attn_implementation == attention.VARLEN
     batch = collate([documents()[:3], documents()[3:]], pad_token_id=0).to("cuda")
     found = {}
 
@@ -105,7 +105,7 @@ def test_all_implementations_agree(window: int | None, monkeypatch: pytest.Monke
 def test_prompts_that_are_laid_once_give_the_same_numbers(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only(kernel, monkeypatch)
     torch.manual_seed(0)
-    policy = attention.settled(Qwen2ForCausalLM(Qwen2Config(**WIDE)).to("cuda", torch.bfloat16))
+    policy = attention.set_attention(Qwen2ForCausalLM(Qwen2Config(**WIDE)).to("cuda", torch.bfloat16))
     engine = TorchEngine(Policy(policy), AdamW((0.9, 0.95), 0.0, 1.0))
     assert attention.can_share(policy, engine.device)
     found = []
@@ -149,7 +149,7 @@ def test_the_host_waits_for_the_card_nowhere_in_a_pass(loss: Callable[[TorchEngi
     torch.manual_seed(0)
     model = Qwen2ForSequenceClassification if loss is of_rewards else Qwen2ForCausalLM
     options = {"num_labels": 1, "pad_token_id": 0} if loss is of_rewards else {}
-    made = attention.settled(model(Qwen2Config(**(WIDE | options))).to("cuda", torch.bfloat16))
+    made = attention.set_attention(model(Qwen2Config(**(WIDE | options))).to("cuda", torch.bfloat16))
     engine = TorchEngine(Scorer(made) if loss is of_rewards else Policy(made), AdamW((0.9, 0.95), 0.0, 1.0))
     loss(engine).backward()  # kernels are compiled
     torch.cuda.synchronize()

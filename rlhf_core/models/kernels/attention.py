@@ -1,6 +1,6 @@
 """Attention inside each document of a packed row, on a GPU: a varlen kernel (`attention_kernels`) in transformers' models.
 
-The kernel takes concatenated rows and the borders of the documents: no padding, no mask. transformers' own flash-attn path is not used,
+The kernel takes concatenated rows and the bounds of the documents: no padding, no mask. transformers' own flash-attn path is not used,
 because it reads from the GPU once a pass whether rows are packed, and the host would wait. Without a GPU or in fp32 transformers' `sdpa`
 runs with a block-diagonal mask.
 """
@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlhf_core.data.collate import sent
-from rlhf_core.hub.model_config import CARRYING
+from rlhf_core.hub.model_config import STATEFUL_LAYERS
 from rlhf_core.models.kernels import choose
 from rlhf_core.models.kernels.choose import flash_kernel, kernel_for
 from rlhf_core.models.kernels.self_test import MANY, Heads, Kind
 
 FLASH, VARLEN = "flash_attention_2", "varlen"
-WITHIN_BORDERS = {"full_attention", "sliding_attention"}
+WITHIN_DOCUMENTS = {"full_attention", "sliding_attention"}
 LARGEST_HEAD = 256  # of all kernels
 
 
@@ -62,7 +62,7 @@ class _Gathered(torch.autograd.Function):
         return total.index_add_(0, index, gradient.float()).to(gradient.dtype), None
 
 
-def settled(model: PreTrainedModel) -> PreTrainedModel:
+def set_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Sets the loaded model to `varlen_attention` where that runs, or to `eager` where `sdpa` would ignore a cap of the logits."""
     config = model.config.get_text_config()
     loaded = model.config._attn_implementation
@@ -80,7 +80,9 @@ def _has_kernel() -> bool:
 
 def _fits(model: PreTrainedModel) -> bool:
     """Whether the model's attention mask depends only on documents, causality and a window."""
-    plain = model._supports_attention_backend and model._supports_flash_attn and not carries(model) and _kinds(model) <= WITHIN_BORDERS
+    plain = (
+        model._supports_attention_backend and model._supports_flash_attn and not is_stateful(model) and _kinds(model) <= WITHIN_DOCUMENTS
+    )
     heads = max((int(getattr(module, "head_dim", 0) or 0) for module in model.modules()), default=0)
     dropped = any(getattr(model.config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
@@ -91,18 +93,18 @@ def _kinds(model: PreTrainedModel) -> set[str]:
     return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
-def carries(model: PreTrainedModel) -> bool:
-    """Whether a layer carries state across documents of a row: a convolution, a recurrent state."""
-    return bool(model._is_stateful or _kinds(model) & CARRYING)
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Whether a layer keeps state across documents of a row: a convolution, a recurrent state."""
+    return bool(model._is_stateful or _kinds(model) & STATEFUL_LAYERS)
 
 
-def takes_borders(model: PreTrainedModel) -> bool:
-    """Whether its attention takes one row and the borders of documents instead of a mask; never for a model that `carries` state."""
-    return model.config._attn_implementation in (FLASH, VARLEN) and not carries(model)
+def takes_varlen(model: PreTrainedModel) -> bool:
+    """Whether its attention takes one row and the bounds of documents instead of a mask; never for a model that keeps state."""
+    return model.config._attn_implementation in (FLASH, VARLEN) and not is_stateful(model)
 
 
-def borders(positions: Tensor, device: torch.device) -> dict[str, Any]:
-    """Returns the borders of the documents of concatenated rows, once a pass instead of once a layer.
+def document_bounds(positions: Tensor, device: torch.device) -> dict[str, Any]:
+    """Returns the bounds of the documents of concatenated rows, once a pass instead of once a layer.
 
     `positions` (any shape) restart at 0 with each document; a document that continues a shared prompt (`collate.Batch`) starts above 0, and
     `keys` has the rows that queries attend to. Positions on the host are read without waiting for `device`.
@@ -153,7 +155,7 @@ def varlen_attention(
     if softcap is not None or s_aux is not None:
         raise ValueError(f"attention of {type(module).__name__} has a cap or sinks, which are not computed here: take dtype float32")
     if cu_seq_lens_q is None:  # the model passes on positions only
-        found = borders(cast(Tensor, position_ids), query.device)
+        found = document_bounds(cast(Tensor, position_ids), query.device)
         cu_seq_lens_q, cu_seq_lens_k, keys = found["cu_seq_lens_q"], found["cu_seq_lens_k"], found.get("keys")
         max_length_q, max_length_k = found["max_length_q"], found["max_length_k"]
     wide, size = max(query.shape[-1], value.shape[-1]), value.shape[-1]

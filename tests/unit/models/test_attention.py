@@ -43,7 +43,7 @@ def plain_varlen(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`torch.nn.attention.varlen.varlen_attn`: rows (T, heads, D), documents between the borders."""
+    """`torch.nn.attention.varlen.varlen_attn`: rows (T, heads, D), documents between the bounds."""
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0, "sizes that the kernel takes"
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
     assert int(cu_seq_q.diff().max()) == max_q and int(cu_seq_k.diff().max()) == max_k
@@ -143,7 +143,7 @@ def test_heads_of_other_sizes_are_padded(kernel: list[int]) -> None:
 
 
 def implementation(model: PreTrainedModel) -> str:
-    return attention.settled(model).config._attn_implementation
+    return attention.set_attention(model).config._attn_implementation
 
 
 def test_the_kernel_is_used_in_bf16_on_a_gpu_that_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_attention_that_takes_one_row_only_is_left_where_documents_leak(kernel: 
 def test_rows_of_layers_that_carry_state_are_not_concatenated() -> None:
     model = Lfm2ForCausalLM(Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"], conv_L_cache=3))
     model.config._attn_implementation = attention.FLASH
-    assert not attention.takes_borders(model)
+    assert not attention.takes_varlen(model)
     policy = Policy(model)
     try_rows(policy, policy, CPU, packed=True)
     assert policy.apart is None, "its packed rows are refused"

@@ -72,7 +72,7 @@ def test_documents_see_the_prompt_and_themselves() -> None:
     """Beside a search through the row for what each token may see."""
     documents = [document for pair in pairs() for document in (pair.chosen, pair.rejected)]
     batch = collate(TOGETHER.rows_of(documents), 0)
-    found = attention.borders(batch.positions, torch.device("cpu"))
+    found = attention.document_bounds(batch.positions, torch.device("cpu"))
     queries, keys = found["cu_seq_lens_q"].tolist(), found["cu_seq_lens_k"].tolist()
     tokens = batch.tokens.flatten().tolist()
     seen = [[tokens[i] for i in found["keys"][start:end].tolist()] for start, end in pairwise(keys)]
