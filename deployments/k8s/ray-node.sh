@@ -5,7 +5,7 @@
 #
 # RAY_NODE_RANK (or JOB_COMPLETION_INDEX), RAY_NODES, RAY_HEAD_HOST and RAY_PORT (6379) say who is who. A worker tries to join
 # JOIN_ATTEMPTS times (60), JOIN_PAUSE seconds (10) apart, and ends with the head. The head waits as long for its workers.
-# Exit code: that of COMMAND; a worker's is 0 when the head ended after it had joined; 3 when somebody never came.
+# Exit code: that of COMMAND; a worker's is 0 when the head ended after it had joined; 3 when a node did not join in time.
 set -euo pipefail
 
 rank="${RAY_NODE_RANK:-${JOB_COMPLETION_INDEX:-}}"

@@ -21,7 +21,7 @@ class Images(Record):
 
 class Rdma(Record):
     resource: str = Field("rdma/hca", description="name of the resource that the cluster's device plugin offers")
-    count: int = Field(0, ge=0, description="devices of one node; 0: none are asked for")
+    count: int = Field(0, ge=0, description="devices of one node; 0: none are requested")
 
 
 class Storage(Record):
@@ -51,5 +51,5 @@ class Values(Record):
     @model_validator(mode="after")
     def _check_shared_memory(self) -> Values:
         if self.shm_gib >= self.memory_gib:
-            raise ValueError(f"shm_gib={self.shm_gib} lies in the pod's memory: make it less than memory_gib={self.memory_gib}")
+            raise ValueError(f"shm_gib={self.shm_gib} is part of the pod's memory: make it less than memory_gib={self.memory_gib}")
         return self

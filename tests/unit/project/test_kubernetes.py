@@ -179,7 +179,7 @@ def test_prefects_pool_makes_a_job_that_kubernetes_and_prefect_take(tmp_path: Pa
     [
         (["--nodes", "0"], "{}", "nodes: Input should be greater than 0"),
         ([], "{nods: 2}", "nods: Extra inputs are not permitted"),
-        ([], "{shm_gib: 600}", "shm_gib=600 lies in the pod's memory"),
+        ([], "{shm_gib: 600}", "shm_gib=600 is part of the pod's memory"),
         ([], "{images: {trainer: noversion}}", "images.trainer"),
         ([], "{a: [", "give a YAML file with values"),
     ],
