@@ -30,8 +30,7 @@ from evaluation.scores.style import Style, markdown, style_of
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.columns import Located, preference_of
-from rlhf_core.data.documents import Document, answered
-from rlhf_core.data.reward_condition import stored_suffix
+from rlhf_core.data.documents import Document, answered, stored_suffix
 from rlhf_core.data.rows import load_rows
 from rlhf_core.models.dtype import stored_dtype
 from rlhf_core.records import Answering, EvalReport, Judging, Judgment

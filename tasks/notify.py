@@ -24,9 +24,8 @@ from urllib.parse import urlsplit
 from prefect import Flow, runtime
 from prefect.client.schemas.objects import FlowRun, State, StateType
 
-from rlhf_core.config import Recipe
+from rlhf_core.config import Event, Notify, Recipe
 from rlhf_core.config.gates import Verdict
-from rlhf_core.config.reporting import Event, Notify
 from rlhf_core.recipe.plan import Node
 from rlhf_core.runs.run_dir import RunDir
 from tasks.served import own_recipe

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from fsspec.registry import known_implementations
 from pydantic import Field, field_validator
@@ -34,15 +34,38 @@ from rlhf_core.config.gates import Gate, Gated
 from rlhf_core.config.kinds import KINDS
 from rlhf_core.config.loops import POST_PROCESSOR_FIELDS, Iterative, IterativeDPO, Loop, PostProcessor, Preferences, Rounds, Sampling, Vllm
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
-from rlhf_core.config.preference import DPO, KTO, REFERENCE_FREE, PreferenceLoss, UnpairedLoss
-from rlhf_core.config.reporting import EVENTS, Notify, Wandb
-from rlhf_core.config.training import SFT, Lora, RewardModel, Trainable
-from rlhf_core.records import RECIPE_ONLY, Config, Frozen, Ranks
+from rlhf_core.config.training import DPO, KTO, REFERENCE_FREE, SFT, Lora, PreferenceLoss, RewardModel, Trainable, UnpairedLoss
+from rlhf_core.records import RECIPE_ONLY, Config, Frozen, Ranks, Rate
 
 if TYPE_CHECKING:
     StageConfig = Gated  # the config of any kind; narrowed with isinstance
 else:
     StageConfig = Annotated[reduce(or_, (kind.config for kind in KINDS.values())), Field(discriminator="stage")]
+
+Event = Literal["scheduled", "running", "completed", "failed", "crashed", "cancelled", "stage", "gate"]
+EVENTS: tuple[Event, ...] = get_args(Event)
+
+
+class Notify(Config):
+    """A webhook: one POST of a small JSON object for each event (docs/how-to/monitoring.md), sent in the background."""
+
+    url_env: str = Field(
+        description="environment variable that holds the webhook's URL, which stays out of recipes, logs and artifacts",
+        pattern=r"^[A-Za-z_]\w*$",
+    )
+    events: tuple[Event, ...] = Field(
+        EVENTS, description="states of the run, and `stage` and `gate` for each stage that ends and each gate", min_length=1
+    )
+    timeout: Rate = Field(10.0, description="seconds the receiver may take for one message")
+
+
+class Wandb(Config):
+    """A run in Weights & Biases for each stage that writes metrics; it gets the lines of `metrics.jsonl` (docs/how-to/monitoring.md). The
+    key is that of the environment variable WANDB_API_KEY."""
+
+    project: str = Field(description="project of the runs", pattern=r"^[^/\\#?%:]{1,128}$")
+    entity: str | None = Field(None, description="user or team of the project; default: the key's own", min_length=1)
+    group: str | None = Field(None, description="group of the runs; default: the recipe's name", min_length=1, max_length=128)
 
 
 class Recipe(Config):

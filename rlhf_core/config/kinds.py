@@ -16,8 +16,7 @@ from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.loops import Iterative, IterativeDPO, PostProcessor, Preferences
 from rlhf_core.config.ppo import PPO
-from rlhf_core.config.preference import DPO, KTO
-from rlhf_core.config.training import SFT, RewardModel
+from rlhf_core.config.training import DPO, KTO, SFT, RewardModel
 
 
 class Kind(NamedTuple):

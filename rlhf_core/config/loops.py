@@ -9,9 +9,8 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.data import Data
 from rlhf_core.config.gates import Gated
-from rlhf_core.config.preference import PreferenceLoss, UnpairedLoss
 from rlhf_core.config.rewards import ModelReward, RewardSources, check_titles
-from rlhf_core.config.training import ROUTER, Trainable
+from rlhf_core.config.training import ROUTER, PreferenceLoss, Trainable, UnpairedLoss
 from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, Share
 
 PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]

@@ -1,4 +1,4 @@
-"""SFT, the reward model, and the fields of every training stage."""
+"""SFT, the reward model, DPO and its relatives, KTO, and the fields that they share."""
 
 from __future__ import annotations
 
@@ -128,3 +128,94 @@ class RewardModel(Trainable):
     )
     centering: float = Field(0.0, ge=0, description="coefficient of (r_chosen + r_rejected)^2 (Eisenstein et al. 2023)")
     learning_rate: Rate = Field(9e-6, description="peak learning rate")
+
+
+class PreferenceLoss(Config):
+    """The loss of a DPO stage (Rafailov et al. 2023, eq. 7) and of its relatives."""
+
+    beta: Rate | None = Field(None, description="strength of the KL anchor; SimPO: scale of the log-probs. Default 0.1, for simpo 2")
+    loss: Literal["sigmoid", "ipo", "ipo_sum", "simpo", "orpo"] = Field(
+        "sigmoid",
+        description="sigmoid: DPO; ipo: Azar et al. 2023, log-probs averaged over tokens; ipo_sum: summed, as the paper prints it; without "
+        "a reference: simpo (Meng et al. 2024), orpo (Hong et al. 2024)",
+    )
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="cDPO: probability that a label is flipped")
+    nll_coef: float = Field(0.0, ge=0, description="weight of the token-mean NLL of the chosen response")
+    gamma: float = Field(1.0, ge=0, description="SimPO: margin that chosen must win by")
+    lambd: Rate = Field(0.1, description="ORPO: weight of the odds ratio beside the NLL")
+
+    @model_validator(mode="after")
+    def _check_loss(self) -> PreferenceLoss:
+        if self.loss != "sigmoid" and self.label_smoothing:
+            raise ValueError(f"label_smoothing belongs to loss 'sigmoid' (cDPO): set it to 0 for {self.loss!r}")
+        if self.loss == "orpo" and (self.beta is not None or self.nll_coef):
+            raise ValueError("loss 'orpo' has no beta, and an NLL term of its own: leave beta and nll_coef out and set lambd")
+        if self.loss != "simpo" and self.gamma != 1:
+            raise ValueError(f"gamma belongs to loss 'simpo': leave it out for {self.loss!r}")
+        if self.loss != "orpo" and self.lambd != 0.1:
+            raise ValueError(f"lambd belongs to loss 'orpo': leave it out for {self.loss!r}")
+        return self
+
+
+class UnpairedLoss(Config):
+    """The weights of a KTO stage's loss (Ethayarajh et al. 2024, eq. 8)."""
+
+    w_desirable: float = Field(1.0, ge=0, description="KTO: weight of desirable answers")
+    w_undesirable: float = Field(1.0, ge=0, description="KTO: weight of undesirable answers")
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> UnpairedLoss:
+        if self.w_desirable + self.w_undesirable == 0:
+            raise ValueError("w_desirable and w_undesirable are both 0, so nothing would be trained: raise one")
+        return self
+
+
+REFERENCE_FREE = ("simpo", "orpo")
+
+
+class DPO(Trainable, PreferenceLoss):
+    """Direct preference optimisation against the model it starts from (or `reference`)."""
+
+    stage: Literal["dpo"] = "dpo"
+    policy: str = Field("sft", description="model to train")
+    reference: str | None = Field(None, description="reference model; default: the policy before training")
+    data: Data | None = Field(None, description="preference pairs; or set pairs")
+    pairs: str | None = Field(None, description="a preferences stage whose pairs are the data")
+    template: str = Field("chat", description="template of those pairs: 'chat' or a plain one with one {}")
+    eval_data: Data | None = Field(None, description="held-out pairs")
+    learning_rate: Rate = Field(5e-7, description="peak learning rate")
+    router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
+
+    @model_validator(mode="after")
+    def _check_data(self) -> DPO:
+        if (self.data is None) == (self.pairs is None):
+            raise ValueError("a dpo stage needs exactly one of data (files) and pairs (the name of a preferences stage)")
+        if self.reference is not None and self.loss in REFERENCE_FREE:
+            raise ValueError(f"loss {self.loss!r} uses no reference: leave reference out")
+        return self
+
+
+class KTO(Trainable, UnpairedLoss):
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): answers that are desirable or not, in no pairs."""
+
+    stage: Literal["kto"] = "kto"
+    policy: str = Field("sft", description="model to train")
+    reference: str | None = Field(None, description="reference model; default: the policy before training")
+    data: Data | None = Field(
+        None, description="rows with prompt, response and label; preference pairs count as two answers; or set answers"
+    )
+    answers: str | None = Field(None, description="a preferences stage whose labelled answers (or pairs) are the data")
+    template: str = Field("chat", description="template of those answers: 'chat' or a plain one with one {}")
+    eval_data: Data | None = Field(None, description="held-out answers, or pairs")
+    beta: Rate = Field(0.1, description="strength of the KL anchor")
+    train_batch_size: Annotated[int, Field(ge=2)] = Field(
+        128, description="answers of one optimiser step, all ranks together; the KL is estimated over them"
+    )
+    learning_rate: Rate = Field(5e-7, description="peak learning rate")
+    router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
+
+    @model_validator(mode="after")
+    def _check_data(self) -> KTO:
+        if (self.data is None) == (self.answers is None):
+            raise ValueError("a kto stage needs exactly one of data (files) and answers (the name of a preferences stage)")
+        return self

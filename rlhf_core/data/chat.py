@@ -21,10 +21,9 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf_core.data.documents import Document, Message, answered, check_limit
-from rlhf_core.data.reward_condition import with_suffix
-from rlhf_core.data.vocabulary import tokenizer_place
+from rlhf_core.data.documents import Document, Message, answered, check_limit, with_suffix
 from rlhf_core.hub.ids import is_remote
+from rlhf_core.hub.vocabulary import tokenizer_place
 
 # Unicode noncharacters, which texts should not contain; OPEN in a text is itself replaced by a placeholder.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -63,7 +62,7 @@ class Renderer:
     `stop_token_ids` are the tokens that end an answer: end-of-sequence, and the template's end-of-turn token when it is another one.
     `end_token_id` is the one that training puts after an answer. `frame_len` is the template's own length in tokens.
     A plain template puts system messages before the next user message, and the end-of-sequence token after each answer.
-    `prompt_suffix` is appended to the last message of every prompt (`rlhf_core.data.reward_condition`), not to conversations.
+    `prompt_suffix` is appended to the last message of every prompt (`rlhf_core.data.documents`), not to conversations.
     `verbatim`: the data's answers were sampled, so they already contain what the template puts before an answer's text (a space, an empty
     thought), and `response_tokens` adds nothing. The constructor raises ValueError when the template cannot be used with this tokenizer.
     """

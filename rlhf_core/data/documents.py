@@ -1,16 +1,29 @@
-"""Defines the items that data becomes: documents (tokens with a mask), pairs, labelled answers, prompts, lazy sequences. Torch-free."""
+"""Defines the items that data becomes: documents (tokens with a mask), pairs, labelled answers, prompts, lazy sequences. Torch-free.
+
+Conditional SFT appends the reward of an answer to its prompt, ` <rm_score>: 0.73`, standardised over the data of the stage, so that a
+prompt can request a reward: sampling appends the suffix of the best answer, which the checkpoint keeps. A model of a later stage,
+trained on prompts without rewards, has no such file.
+"""
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import numpy as np
 
+from rlhf_core.system.files import write_text
+
 Item = TypeVar("Item")
 Other = TypeVar("Other")
 Message = dict[str, str]
+# Conditional SFT: the reward of an answer, appended to its prompt, and the file of a checkpoint with the suffix of its best answer.
+SUFFIX = " <rm_score>: {:.2f}"
+SUFFIX_FILE = "prompt_suffix.json"
 
 
 @dataclass(frozen=True)
@@ -130,3 +143,30 @@ def check_limit(limit: int, frame_len: int) -> None:
     """Raises ValueError when `limit` is not larger than `frame_len`, the number of the template's own tokens."""
     if limit <= frame_len:
         raise ValueError(f"a limit of {limit} tokens leaves none for text: the template alone takes {frame_len} tokens, raise the limit")
+
+
+def reward_suffix(rewards: Sequence[float]) -> Callable[[float], str]:
+    """Returns the function from an answer's reward to its prompt's suffix: the reward standardised by mean and deviation of `rewards`.
+
+    Raises ValueError when they are all the same.
+    """
+    mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
+    if std == 0:
+        raise ValueError(f"all {len(rewards)} rewards are {mean:g}, so there is nothing to condition on: use condition none, or other data")
+    return lambda reward: SUFFIX.format(round((reward - mean) / std, 2) + 0.0)  # + 0.0: no "-0.00"
+
+
+def with_suffix(prompt: Sequence[Message], suffix: str) -> list[Message]:
+    """Returns the prompt with the suffix appended to its last message."""
+    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + suffix}] if suffix else list(prompt)
+
+
+def store_suffix(checkpoint: Path, suffix: str) -> None:
+    """Writes the suffix into a checkpoint."""
+    write_text(checkpoint / SUFFIX_FILE, json.dumps({"prompt_suffix": suffix}) + "\n")
+
+
+def stored_suffix(model: str) -> str:
+    """Returns the suffix that requests a model's best answers; "" for a model trained without rewards, or a Hub id."""
+    file = Path(model) / SUFFIX_FILE
+    return str(json.loads(file.read_text())["prompt_suffix"]) if file.is_file() else ""

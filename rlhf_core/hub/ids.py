@@ -1,4 +1,4 @@
-"""Distinguishes Hub ids (`owner/name`, `owner/name@REVISION`) from files, and finds the repository and commit of a local folder. Torch-free."""
+"""Parses Hub ids (`owner/name`, `owner/name@REVISION`) and finds the repository and commit of a local folder. Torch-free."""
 
 from __future__ import annotations
 

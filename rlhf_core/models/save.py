@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.chat import Renderer
-from rlhf_core.data.vocabulary import tokenizer_place
 from rlhf_core.hub.ids import snapshot_of_hub
+from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
 from rlhf_core.models.weights import checkpoint_weights

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_core.config.preference import PreferenceLoss
+from rlhf_core.config.training import PreferenceLoss
 from rlhf_core.objectives.advantages import kl_estimate
 from rlhf_core.objectives.masked import document_mean, masked_sum
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from rlhf_core.config import KINDS, PPO, SFT, Evaluation, StageConfig, Trainable
 from rlhf_core.config.kinds import named
-from rlhf_core.data.vocabulary import difference, stored_vocabulary
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import more_than_text, stateful_by_config, wraps_text_by_config
+from rlhf_core.hub.vocabulary import difference, stored_vocabulary
 from rlhf_core.models.stored_head import has_scalar_head, no_reward_head
 from rlhf_core.recipe.plan import Node
 from rlhf_core.recipe.references import Reference, references

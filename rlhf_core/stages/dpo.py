@@ -19,7 +19,7 @@ from rlhf_core.data.packing import Parts, Passes
 from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.data.survey import Loaded
-from rlhf_core.data.vocabulary import require_same_vocabulary
+from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, trained_policy
 from rlhf_core.objectives.losses import MEAN_LOGPROBS, Loss, preference_loss, sft_loss, with_balance

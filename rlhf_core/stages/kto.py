@@ -23,7 +23,7 @@ from rlhf_core.data.documents import Document, Labelled, Lazy, joined, mapped
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import labelled_answers
-from rlhf_core.data.vocabulary import require_same_vocabulary
+from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.load import load_policy, trained_policy
 from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest

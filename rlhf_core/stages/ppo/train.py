@@ -16,7 +16,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
-from rlhf_core.data.vocabulary import require_same_vocabulary
+from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.objectives.advantages import AdaptiveKL, FixedKL, KLController, kl_controller
 from rlhf_core.rewards.combine import Running, term_of
 from rlhf_core.runs import resume_state

@@ -18,11 +18,10 @@ from typing import cast
 from rlhf_core.config import Preferences
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.data.documents import Document, Prompt, stored_suffix
 from rlhf_core.data.report import JSON, write_data_report
-from rlhf_core.data.reward_condition import stored_suffix
 from rlhf_core.data.sources import prompts as load_prompts
-from rlhf_core.data.vocabulary import require_same_vocabulary
+from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.rewards.batch import reward_batch, terms_of
 from rlhf_core.rewards.contract import Sample
 from rlhf_core.rollout.engine import Answer

@@ -20,9 +20,8 @@ import rlhf_core.stages.reward_model
 import rlhf_core.stages.sft
 from rlhf_core.config import DPO, KTO, REFERENCE_FREE, SFT, Data, Ranks, RewardModel, Source, StageConfig, Trainable
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.documents import Document
+from rlhf_core.data.documents import SUFFIX_FILE, Document, stored_suffix
 from rlhf_core.data.packing import Passes
-from rlhf_core.data.reward_condition import FILE, stored_suffix
 from rlhf_core.models.load import Policy, load_policy
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
@@ -381,7 +380,7 @@ def test_sft_on_the_best_answers_raises_their_probability(material: Path, tmp_pa
     best = [line for line in file.read_text().splitlines() if json.loads(line)["reward"] == 3.0]
     file.write_text("\n".join(best) + "\n")
     checkpoint = sft_on_answers(file, material, tmp_path / "run")
-    assert not (Path(checkpoint) / FILE).exists()
+    assert not (Path(checkpoint) / SUFFIX_FILE).exists()
     rows = [json.loads(line) for line in (material / "preferences.jsonl").read_text().splitlines()[-60:]]
     gained = {}
     for column in ("chosen", "rejected"):

@@ -17,7 +17,7 @@ import rlhf_core.stages.kto
 import rlhf_core.stages.ppo.train
 import rlhf_core.stages.preferences.run
 from rlhf_core.config import DPO, KTO, PPO, Data, Preferences, StageConfig
-from rlhf_core.data.vocabulary import difference, require_same_vocabulary, stored_vocabulary
+from rlhf_core.hub.vocabulary import difference, require_same_vocabulary, stored_vocabulary
 from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.unit.preflight.test_check import TEMPLATE, Planned, planned, save_tokenizer
@@ -62,7 +62,7 @@ def test_what_files_tell_is_what_transformers_reads(material: Path, tmp_path: Pa
 
 def test_a_tokenizer_without_that_file_is_read_by_transformers(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = swap(tmp_path / "other", material / "base")
-    monkeypatch.setattr("rlhf_core.data.vocabulary.stored_vocabulary", lambda path: None)
+    monkeypatch.setattr("rlhf_core.hub.vocabulary.stored_vocabulary", lambda path: None)
     require_same_vocabulary(str(material / "base"), [str(material / "base")])
     with pytest.raises(ValueError, match=r"number \d+ is 'a' in .*base and 'b' in .*other; name a model with the same tokenizer"):
         require_same_vocabulary(str(material / "base"), [str(other)])

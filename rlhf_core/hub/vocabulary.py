@@ -1,4 +1,4 @@
-"""Which number each token has. Models that are given another's token ids must have its vocabulary. Torch-free where files tell."""
+"""Reads vocabularies and compares them: models that get another model's token ids need its vocabulary. Torch-free for local folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Vocabulary = dict[str, int]
 
 
 def tokenizer_place(path: str) -> str:
-    """Where the tokenizer lies: fetched, if the path names a commit of the Hub."""
+    """Returns the place of a model's tokenizer; fetches it when the path names a commit of the Hub."""
     if is_hub_id(path) and "@" in path:
         from rlhf_core.hub.snapshots import described
 
