@@ -1,18 +1,16 @@
 """Computes Arena-Hard's scores as arena-hard-auto does ("reference"), and with our statistics. Pure functions of judgments and seeds.
 
-The reference (`show_result.py`, 2025-06) makes each game a row, a strong verdict three rows, leaves a battle out when one of its
-games failed, and resamples rows as if they were independent. v2.0's raw score is the mean of 100 bootstraps with their 5 % and 95 %
-quantiles; its style-controlled score is a Bradley-Terry fit with z-scored style features, the median of 100 bootstraps. v0.1 is a
-Bradley-Terry fit by unpenalised logistic regression on all rows, with 95 % quantiles of bootstraps; it leaves out single failed games.
+The reference (`show_result.py`, 2025-06, for v2.0) makes each game a row, a strong verdict three rows, leaves a battle out when one of its
+games failed, and resamples rows as if they were independent. Its raw score is the mean of 100 bootstraps with their 5 % and 95 %
+quantiles; its style-controlled score is a Bradley-Terry fit with z-scored style features, the median of 100 bootstraps.
 Our statistics resample questions (all their games and models together) with a seed, and do not centre the features, so that style
 control compares answers of the same style, also with one model. `indices` are the row numbers of each bootstrap.
-v0.1's style control has other features and an L2 penalty on all its coefficients, the models' too (scikit-learn's default, C = 1).
-Functions with style control need rows with styles.
+Left out: the statistics of v0.1. Functions with style control need rows with styles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +19,7 @@ from scipy.special import expit
 
 from evaluation.scores.bradley_terry import NO_RIDGE, RIDGE, STYLE_RIDGE, fit, one_hot
 from evaluation.scores.scoring import STRONG_ROWS, Floats, arena_clusters
-from evaluation.scores.style import FEATURES, Control, Style, columns, features, features_v01, scaled, standardised
+from evaluation.scores.style import FEATURES, Control, Style, columns, features, scaled, standardised
 from rlhf_core.records import Judgment
 
 Indices = NDArray[np.int64]
@@ -55,19 +53,19 @@ class Controlled(NamedTuple):
     effects: dict[str, Estimate]
 
 
-def reference_rows(judgments: Sequence[Judgment], styles: Styles | None = None, whole_battles: bool = True) -> Rows:
-    """Returns the reference's rows in its order: for each judgment game 1's, then game 0's. `whole_battles` False: v0.1, which drops
-    failed games one by one and has other features. Raises ValueError when no game has a verdict or an answer's style is missing."""
-    kept = [j for j in judgments if not whole_battles or None not in j.scores]
+def reference_rows(judgments: Sequence[Judgment], styles: Styles | None = None) -> Rows:
+    """Returns the reference's rows in its order: for each judgment game 1's, then game 0's. Raises ValueError when no game has a verdict or
+    an answer's style is missing."""
     rows = [
         (judgment, score)
-        for judgment in kept
+        for judgment in judgments
+        if None not in judgment.scores
         for game, score in zip(judgment.games[::-1], judgment.scores[::-1], strict=True)
         if score is not None
         for _ in range(STRONG_ROWS if game.score in ("A>>B", "B>>A") else 1)
     ]
     judged, scores = [judgment for judgment, _ in rows], [score for _, score in rows]
-    return _rows(judged, scores, [1.0] * len(rows), styles, features if whole_battles else features_v01)
+    return _rows(judged, scores, [1.0] * len(rows), styles)
 
 
 def question_rows(judgments: Sequence[Judgment], styles: Styles | None, arena: bool) -> Rows:
@@ -90,37 +88,6 @@ def reference_controlled(rows: Rows, controls: Sequence[Control], indices: Indic
     assert rows.features is not None, "style control needs the styles of the answers"
     return _controlled(
         rows, standardised(rows.features[:, columns(controls)]), controls, _counts(indices), (NO_RIDGE, NO_RIDGE), "median", 0.05
-    )
-
-
-def reference_v01(rows: Rows, indices: Indices) -> dict[str, Estimate]:
-    """Computes v0.1's scores: the sigmoid of a difference of two Elo ratings, which equals that of the Bradley-Terry coefficient."""
-    design, names = one_hot(rows.models)
-    weights = np.vstack([np.ones((1, len(rows.outcomes))), _counts(indices)])
-    chances = expit(fit(design, rows.outcomes, weights, np.full(len(names), NO_RIDGE)))
-    bounds = np.quantile(chances[1:], [0.025, 0.975], axis=0)
-    return {name: Estimate(float(chances[0, i]), float(bounds[0, i]), float(bounds[1, i])) for i, name in enumerate(names)}
-
-
-def reference_v01_controlled(rows: Rows, controls: Sequence[Control], indices: Indices) -> Controlled:
-    """Computes v0.1's style control from rows of `reference_rows` with `whole_battles` False: the fit to all rows, with 95 % quantiles of
-    bootstraps.
-
-    The reference doubles every row, has a coefficient for the baseline too, in units of ln 10, and adds half the squares of all
-    coefficients to the summed loss.
-    """
-    assert rows.features is not None, "style control needs the styles of the answers"
-    indicators, names = one_hot(rows.models)
-    scale, count = np.log(10), len(rows.outcomes)
-    values = standardised(rows.features[:, columns(controls)], ddof=0)
-    design = np.hstack([scale * indicators, np.full((count, 1), -scale), values])
-    weights = np.vstack([np.ones((1, count)), _counts(indices)])
-    coefficients = fit(design, rows.outcomes, weights, np.full(design.shape[1], 1 / (2 * count)))
-    strength, effects = coefficients[:, : len(names)], coefficients[:, len(names) + 1 :]
-    chances = expit(scale * (strength - coefficients[:, len(names) : len(names) + 1]))
-    return Controlled(
-        {name: _quantiles(chances[:, i], "first", 0.025) for i, name in enumerate(names)},
-        {FEATURES[column]: _quantiles(effects[:, i], "first", 0.025) for i, column in enumerate(columns(controls))},
     )
 
 
@@ -172,18 +139,12 @@ def _counts(indices: Indices) -> Floats:
     return np.stack([np.bincount(drawn, minlength=indices.shape[1]) for drawn in indices]).astype(np.float64)
 
 
-def _rows(
-    judgments: Sequence[Judgment],
-    outcomes: Sequence[float],
-    weights: Sequence[float],
-    styles: Styles | None,
-    compare: Callable[[Sequence[Style], Sequence[Style]], Floats] = features,
-) -> Rows:
+def _rows(judgments: Sequence[Judgment], outcomes: Sequence[float], weights: Sequence[float], styles: Styles | None) -> Rows:
     if not judgments:
         raise ValueError("no game has a verdict, so there is no score: look at the judgments for the reason")
     values = None
     if styles is not None:
-        values = compare([_style(styles, j.model, j.uid) for j in judgments], [_style(styles, j.baseline, j.uid) for j in judgments])
+        values = features([_style(styles, j.model, j.uid) for j in judgments], [_style(styles, j.baseline, j.uid) for j in judgments])
     return Rows([j.uid for j in judgments], [j.model for j in judgments], np.array(outcomes, np.float64), np.array(weights), values)
 
 

@@ -20,8 +20,6 @@ from evaluation.scores.arena_hard import (
     reference_controlled,
     reference_raw,
     reference_rows,
-    reference_v01,
-    reference_v01_controlled,
     seeded_indices,
 )
 from evaluation.scores.scoring import arena_clusters, share_interval, swap_consistency
@@ -142,15 +140,12 @@ def _ours(by_model: dict[str, list[Judgment]], styles: Styles | None, controls: 
 
 
 def _reference(judgments: Sequence[Judgment], category: str, styles: Styles | None, controls: Sequence[Control], seed: int) -> Scores:
-    rows = reference_rows(judgments, styles, whole_battles=category != V01)
-    indices = seeded_indices(len(rows.outcomes), REFERENCE_ROUNDS, seed)
     if category == V01:
-        raw = reference_v01(rows, indices)
-    else:
-        raw = {}
-        for model in sorted(set(rows.models)):
-            outcomes = rows.outcomes[[name == model for name in rows.models]]
-            raw[model] = reference_raw(outcomes, seeded_indices(len(outcomes), REFERENCE_ROUNDS, seed))
+        raise ValueError(f"the reference's statistics are those of v2.0, and these judgments are of {V01}: leave --reference out")
+    rows, raw = reference_rows(judgments, styles), {}
+    for model in sorted(set(rows.models)):
+        outcomes = rows.outcomes[[name == model for name in rows.models]]
+        raw[model] = reference_raw(outcomes, seeded_indices(len(outcomes), REFERENCE_ROUNDS, seed))
     if styles is None or not controls:
         return raw, {}, {}
-    return raw, *(reference_v01_controlled if category == V01 else reference_controlled)(rows, controls, indices)
+    return raw, *reference_controlled(rows, controls, seeded_indices(len(rows.outcomes), REFERENCE_ROUNDS, seed))

@@ -50,13 +50,6 @@ def features(models: Sequence[Style], baselines: Sequence[Style]) -> Floats:
     return np.hstack([length, (density - other) / (density + other + 1)])
 
 
-def features_v01(models: Sequence[Style], baselines: Sequence[Style]) -> Floats:
-    """Returns (N, 4) features of v0.1 (`utils_math.construct_style_matrices`): (m - b) / (m + b + 1) of tokens and of plain counts."""
-    ours, theirs = (np.array(styles, np.float64).reshape(-1, len(FEATURES)) for styles in (models, baselines))
-    difference: Floats = (ours - theirs) / (ours + theirs + 1)
-    return difference
-
-
 def scaled(values: Floats) -> Floats:
     """Returns values divided by each column's root mean square, not centred: 0 still means the same style. A column of zeros stays one.
 
@@ -67,10 +60,9 @@ def scaled(values: Floats) -> Floats:
     return values / np.where(size > 1e-12, size, 1)
 
 
-def standardised(values: Floats, ddof: int = 1) -> Floats:
-    """Returns the original's z-scores over all rows; v2.0 with the sample standard deviation, v0.1 with `ddof` 0. A constant column
-    becomes zeros (in the original NaN)."""
-    spread = values.std(0, ddof=ddof) if len(values) > ddof else np.zeros(values.shape[1])
+def standardised(values: Floats) -> Floats:
+    """Returns the original's z-scores over all rows, with the sample standard deviation. A constant column becomes zeros (there NaN)."""
+    spread = values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
     return (values - values.mean(0)) / np.where(spread > 1e-12, spread, 1)
 
 

@@ -14,12 +14,10 @@ from evaluation.scores.arena_hard import (
     reference_controlled,
     reference_raw,
     reference_rows,
-    reference_v01,
-    reference_v01_controlled,
     seeded_indices,
 )
 from evaluation.scores.leaderboard import as_json, boards
-from evaluation.scores.style import FEATURES, columns, style_of
+from evaluation.scores.style import FEATURES, columns
 from tests.support.arena import (
     BASELINE,
     ROUNDS,
@@ -29,9 +27,6 @@ from tests.support.arena import (
     their_features,
     their_raw,
     their_rows,
-    their_v01,
-    their_v01_controlled,
-    their_v01_features,
 )
 
 Published = tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]
@@ -70,52 +65,13 @@ def test_style_controlled_scores_are_the_references(published: Published, contro
     assert list(ours.effects) == [FEATURES[column] for column in columns(controls)]
 
 
-def test_v01_scores_are_the_references(published: Published) -> None:
+def test_the_references_statistics_are_those_of_v2(published: Published) -> None:
     _, judgments, _ = published
     ours = [to_judgment(old_line(row)) for row in judgments]
     assert {j.baseline for j in ours} == {"gpt-4-0314"} and {j.category for j in ours} == {"arena-hard-v0.1"}
-    rows = reference_rows(ours, whole_battles=False)
-    battles = [(model, {1.0: "model", 0.5: "tie", 0.0: "baseline"}[float(o)]) for model, o in zip(rows.models, rows.outcomes, strict=True)]
-    assert len(battles) > len(their_rows(judgments))  # a failed game leaves the other one in
-    indices = seeded_indices(len(battles), 20, seed=0)
-    scores = reference_v01(rows, indices)
-    point = their_v01(battles, np.arange(len(battles)))
-    rounds = [their_v01(battles, drawn) for drawn in indices]
-    for model, score in scores.items():
-        low, high = np.percentile([found[model] for found in rounds], [2.5, 97.5])
-        assert 100 * np.array(score) == pytest.approx(100 * np.array([point[model], low, high]), abs=0.1)
-
-
-@pytest.mark.parametrize("controls", [("length", "markdown"), ("length",), ("markdown",)])
-def test_v01_style_controlled_scores_are_the_references(published: Published, controls: tuple[Any, ...]) -> None:
-    _, judgments, answers = published
-    ours = [to_judgment(old_line(row)) for row in judgments]
-    styles = {(row["model"].replace(BASELINE, "gpt-4-0314"), row["uid"]): style_of(row["metadata"]) for row in answers}
-    rows = reference_rows(ours, styles, whole_battles=False)
-    words = {1.0: "model", 0.5: "tie", 0.0: "baseline"}
-    battles = [(uid, model, words[float(o)]) for uid, model, o in zip(rows.uids, rows.models, rows.outcomes, strict=True)]
-    style = their_v01_features(battles, answers, controls)
-    indices = seeded_indices(len(battles), 20, seed=0)
-    found = reference_v01_controlled(rows, controls, indices)
-    point, effects = their_v01_controlled(battles, style, np.arange(len(battles)))
-    rounds = [their_v01_controlled(battles, style, drawn)[0] for drawn in indices]
-    raw = reference_v01(rows, indices)
-    for model, score in found.scores.items():
-        low, high = np.percentile([values[model] for values in rounds], [2.5, 97.5])
-        assert 100 * np.array(score) == pytest.approx(100 * np.array([point[model], low, high]), abs=0.1)
-    assert max(abs(score.value - raw[model].value) for model, score in found.scores.items()) > 0.005, "the control changes something"
-    assert [effect.value for effect in found.effects.values()] == pytest.approx(list(effects), abs=1e-3)
-    assert list(found.effects) == [FEATURES[column] for column in columns(controls)]
-
-
-def test_the_v01_board_has_v01s_own_style_control(published: Published) -> None:
-    _, judgments, answers = published
-    ours = [to_judgment(old_line(row)) for row in judgments]
-    styles = {(row["model"].replace(BASELINE, "gpt-4-0314"), row["uid"]): style_of(row["metadata"]) for row in answers}
-    (board,) = boards(ours, styles, ("length", "markdown"), "reference", 10, 0, 0.5)
-    rows = reference_rows(ours, styles, whole_battles=False)
-    expected = reference_v01_controlled(rows, ("length", "markdown"), seeded_indices(len(rows.outcomes), 100, 0)).scores
-    assert {standing.model: standing.controlled for standing in board.standings} == expected
+    assert boards(ours, None, (), "ours", 10, 0, 0.5)
+    with pytest.raises(ValueError, match=r"these judgments are of arena-hard-v0\.1: leave --reference out"):
+        boards(ours, None, (), "reference", 10, 0, 0.5)
 
 
 def test_the_reference_board_is_the_references_and_ours_stands_beside(
