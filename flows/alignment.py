@@ -23,7 +23,7 @@ from rlhf_core.runs.store import store_of
 from rlhf_core.system import orphan_watcher
 from tasks.gates import check_gates
 from tasks.keys import provided, variables
-from tasks.notify import tell_gates, tell_stage, tell_state
+from tasks.notify import notify_gates, notify_stage, notify_state
 from tasks.report import reported, statuses_of
 from tasks.served import own_recipe
 from tasks.stages import run_stage
@@ -31,7 +31,7 @@ from tasks.store import bring_parents
 from tasks.temporary_server import watch_server
 
 # Options of every flow. The hooks send a run's states to the recipe's webhook; `own_recipe` checks parameters, with shorter messages.
-SETTINGS: dict[str, Any] = {hook: [tell_state] for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")}
+SETTINGS: dict[str, Any] = {hook: [notify_state] for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")}
 SETTINGS |= {"persist_result": False, "validate_parameters": False}
 
 
@@ -107,7 +107,7 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
 
     def pass_gates(node: Node) -> None:
         verdicts = check_gates(node)
-        tell_gates(planned.recipe, verdicts)
+        notify_gates(planned.recipe, verdicts)
         found = holding(verdicts)
         failed_gates.extend(found)
         if any(verdict.gate.on_fail == "stop" for verdict in found):
@@ -127,7 +127,7 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
             statuses[node.name] = "failed"  # until it is done
             statuses[node.name] = run_stage(request_of(planned, node), node.run_dir, store_of(planned.recipe))
             if statuses[node.name] == "done":
-                tell_stage(planned.recipe, node)
+                notify_stage(planned.recipe, node)
             pass_gates(node)
         if failed_gates:
             raise GateFailed(failed_gates)

@@ -7,22 +7,20 @@ The URL comes from the environment and is never logged, nor is an exception that
 from __future__ import annotations
 
 import atexit
-import http.client
 import json
 import logging
 import os
 import queue
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 from prefect import Flow, runtime
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from rlhf_core.config import Event, Notify, Recipe
 from rlhf_core.config.gates import Verdict
@@ -43,23 +41,15 @@ EVENT_OF: dict[StateType, Event] = {
     StateType.CANCELLED: "cancelled",
 }
 logger = logging.getLogger(__name__)
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: urllib follows a POST with a GET, which would look like success."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-OPENER = urllib.request.build_opener(_NoRedirect)
+logging.getLogger("httpx").setLevel(logging.WARNING)  # its INFO lines hold the URL
 
 
 class Sender:
     """Sends messages to one URL from its own thread. `name` replaces the URL in log messages."""
 
     def __init__(self, url: str, name: str, timeout: float, pause: float = PAUSE):
-        self._url, self._name, self._timeout, self._pause = url, name, timeout, pause
+        self._url, self._name, self._pause = url, name, pause
+        self._client = httpx.Client(timeout=timeout, headers={"Content-Type": "application/json", "User-Agent": "alignflow"})
         self._waiting: queue.Queue[bytes] = queue.Queue(MAX_WAITING)
         self._idle = threading.Condition()
         self._open = 0  # messages neither sent nor given up
@@ -101,25 +91,26 @@ class Sender:
 
     def _send(self, body: bytes) -> str:
         """Sends one message. Returns '' on success, else the reason without the URL."""
-        reason = ""
-        for attempt in range(self._attempts):
-            if attempt:
-                time.sleep(self._pause * 2 ** (attempt - 1))
-            headers = {"Content-Type": "application/json", "User-Agent": "alignflow"}
-            request = urllib.request.Request(self._url, data=body, headers=headers, method="POST")
-            try:
-                with OPENER.open(request, timeout=self._timeout):
-                    return ""
-            except urllib.error.HTTPError as error:
-                reason = f"HTTP {error.code}"
-                error.close()
-                if error.code < 500 and error.code not in (408, 429):
-                    return reason
-            except urllib.error.URLError as error:
-                reason = type(error.reason).__name__ if isinstance(error.reason, Exception) else "no connection"
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                reason = type(error).__name__
-        return reason
+        pauses = wait_exponential(multiplier=self._pause)
+        try:
+            Retrying(stop=stop_after_attempt(self._attempts), wait=pauses, retry=retry_if_exception(_may_pass), reraise=True)(
+                self._post, body
+            )
+        except httpx.HTTPStatusError as error:
+            return f"HTTP {error.response.status_code}"
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            return type(error).__name__
+        return ""
+
+    def _post(self, body: bytes) -> None:
+        self._client.post(self._url, content=body).raise_for_status()  # a redirect is an error too
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Returns whether another attempt may succeed."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code >= 500 or error.response.status_code in (408, 429)
+    return isinstance(error, httpx.TransportError)
 
 
 _senders: dict[str, Sender] = {}
@@ -139,7 +130,7 @@ def sender_of(notify: Notify) -> Sender | None:
     return _senders[url]
 
 
-def tell(recipe: Recipe, event: Event, text: str, more: dict[str, Any], at: datetime | None = None) -> None:
+def send(recipe: Recipe, event: Event, text: str, more: dict[str, Any], at: datetime | None = None) -> None:
     """Sends one message of a recipe's run if the recipe's `notify` has the event. `more` is added to the body."""
     notify = recipe.notify
     if notify is None or event not in notify.events:
@@ -150,22 +141,22 @@ def tell(recipe: Recipe, event: Event, text: str, more: dict[str, Any], at: date
         sender.put({"event": event, "recipe": recipe.name, "at": moment, "text": f"{recipe.name}: {text}"[:MAX_TEXT], **run, **more})
 
 
-def tell_stage(recipe: Recipe, node: Node) -> None:
+def notify_stage(recipe: Recipe, node: Node) -> None:
     """Sends the message that a stage is done."""
     result = RunDir(node.run_dir).result()
     seconds = round(result.seconds, 1) if result else None
-    tell(recipe, "stage", f"stage {node.name} is done", {"stage": node.name, "kind": node.kind, "seconds": seconds})
+    send(recipe, "stage", f"stage {node.name} is done", {"stage": node.name, "kind": node.kind, "seconds": seconds})
 
 
-def tell_gates(recipe: Recipe, verdicts: Sequence[Verdict]) -> None:
+def notify_gates(recipe: Recipe, verdicts: Sequence[Verdict]) -> None:
     """Sends a message for each verdict on a stage."""
     for verdict in verdicts:
         word = "passed" if verdict.passed else f"failed ({verdict.gate.on_fail})"
         record = verdict.record() | {"stage": verdict.stage}
-        tell(recipe, "gate", f"gate {word}: {verdict.summary}", record)
+        send(recipe, "gate", f"gate {word}: {verdict.summary}", record)
 
 
-def tell_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+def notify_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Sends the state of a flow run; a hook of Prefect. Before `running` a scheduled run also sends `scheduled`, with its time."""
     recipe = recipe_of_run(flow_run)
     event = EVENT_OF.get(state.type)
@@ -173,9 +164,9 @@ def tell_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> No
         return
     about = {"run_id": str(flow_run.id), "run": flow_run.name, "flow": flow.name}
     if event == "running" and flow_run.deployment_id and flow_run.run_count <= 1:
-        tell(recipe, "scheduled", "scheduled", about, flow_run.expected_start_time)
+        send(recipe, "scheduled", "scheduled", about, flow_run.expected_start_time)
     message = f": {state.message.splitlines()[0]}" if state.message and event in ("failed", "crashed") else ""
-    tell(recipe, event, f"{event}{message}", about)
+    send(recipe, event, f"{event}{message}", about)
 
 
 def recipe_of_run(flow_run: FlowRun) -> Recipe | None:

@@ -124,7 +124,7 @@ def _without_trace(record: logging.LogRecord) -> bool:
 
     Returns False, which drops the record, for Prefect's messages about our hooks below warnings.
     """
-    if "ook 'tell_state'" in record.getMessage():
+    if "ook 'notify_state'" in record.getMessage():
         return record.levelno > logging.INFO
     if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed | StoreFault | httpx.HTTPError):
         record.exc_info = None

@@ -23,7 +23,7 @@ from rlhf_core.config import EVENTS, Recipe
 from rlhf_core.preflight.inputs import check_machine
 from rlhf_core.recipe.load import recipe_of
 from rlhf_core.recipe.plan import plan
-from tasks.notify import Sender, tell_state
+from tasks.notify import Sender, notify_state
 from tasks.served import SERVED_ENV
 from tests.support.webhook import TOKEN, receiving
 
@@ -63,7 +63,7 @@ def test_a_lost_message_is_logged_once_without_the_url(caplog: pytest.LogCapture
     with caplog.at_level(logging.DEBUG):
         assert send(url, *range(5)).flush(10)
     (line,) = [record.getMessage() for record in caplog.records if "webhook" in record.getMessage()]
-    assert line == "the webhook in HOOK does not take messages (ConnectionRefusedError); the run goes on without it"
+    assert line == "the webhook in HOOK does not take messages (ConnectError); the run goes on without it"
     assert TOKEN not in caplog.text
 
 
@@ -125,7 +125,7 @@ def test_each_state_of_a_scheduled_run(state: StateType, events: list[str], monk
     with receiving() as receiver:
         monkeypatch.setenv("HOOK", receiver.url)
         flow: Any = SimpleNamespace(name="alignment")
-        tell_state(flow, run, State(type=state, message="because of this\nand that"))
+        notify_state(flow, run, State(type=state, message="because of this\nand that"))
         assert tasks.notify._senders[receiver.url].flush(10)
         assert receiver.events == events
         assert all(message["run_id"] == str(run.id) and message["recipe"] == "tiny" for message in receiver.got)
@@ -134,7 +134,7 @@ def test_each_state_of_a_scheduled_run(state: StateType, events: list[str], monk
         if state == StateType.FAILED:
             assert receiver.got[0]["text"] == "tiny: failed: because of this"
         run.parameters = {"recipe": own["recipe"] | {"name": "another"}}
-        tell_state(flow, run, State(type=state))
+        notify_state(flow, run, State(type=state))
         assert tasks.notify._senders[receiver.url].flush(10) and receiver.events == events, "a recipe that the run is refused tells nobody"
 
 
@@ -144,7 +144,7 @@ def test_a_recipe_without_notify_is_not_read(monkeypatch: pytest.MonkeyPatch) ->
     flow: Any = SimpleNamespace(name="alignment")
     for parameters in ({"recipe": {"name": "tiny", "notify": None}}, {"recipe": "recipe.yaml"}):
         run: Any = SimpleNamespace(deployment_id=None, parameters=parameters)
-        tell_state(flow, run, State(type=StateType.COMPLETED))
+        notify_state(flow, run, State(type=StateType.COMPLETED))
     assert calls == ["recipe.yaml"]
 
 
@@ -152,7 +152,7 @@ def test_only_configured_events_are_sent(monkeypatch: pytest.MonkeyPatch) -> Non
     with receiving() as receiver:
         monkeypatch.setenv("HOOK", receiver.url)
         for event in EVENTS:
-            tasks.notify.tell(recipe(events=["failed", "gate"]), event, "x", {})
+            tasks.notify.send(recipe(events=["failed", "gate"]), event, "x", {})
         assert tasks.notify._senders[receiver.url].flush(10) and receiver.events == ["failed", "gate"]
 
 
@@ -165,7 +165,7 @@ def test_a_missing_variable_is_reported_before_the_run_and_once_in_it(
     (problem,) = check_machine(plan(recipe()), ())
     assert problem == "notify: the environment variable HOOK holds no http(s) address; set it, or leave notify out"
     for _ in range(2):
-        tasks.notify.tell(recipe(), "running", "x", {})
+        tasks.notify.send(recipe(), "running", "x", {})
     assert [r.getMessage() for r in caplog.records] == [
         "notify: the variable HOOK holds no http(s) address: no messages are sent about this run"
     ]
