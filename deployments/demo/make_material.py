@@ -5,7 +5,7 @@
     preferences.jsonl, preferences_heldout.jsonl    prompt, chosen, rejected
     prompts.jsonl                                   prompt, for PPO and iterative DPO
     questions.jsonl                                 uid, category, prompt, answer: the held-out test set
-    manifest.json                                   seed, scale, the digest of this script, sizes and digests of the files
+    manifest.json                                   seed, scale, digests of this script and its phrases, sizes and digests of the files
 
 The tasks are plain English instructions with one right answer: copy, reverse or sort the digits of a number, name its first or
 last digit, count the digits, add two small numbers. Digits, because Qwen2's splitting rule makes each of them one token.
@@ -30,80 +30,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WORDINGS = {
-    "copy": (
-        "Copy this number: {}",
-        "Repeat the number {}",
-        "Write the same digits again: {}",
-        "Say this after me: {}",
-        "Please give back this number as it is: {}",
-    ),
-    "reverse": (
-        "Reverse this number: {}",
-        "Write the number backwards: {}",
-        "Say these digits from last to first: {}",
-        "Please turn this number around: {}",
-        "Put the digits in the opposite order: {}",
-    ),
-    "sort": (
-        "Sort these digits: {}",
-        "Put the digits in rising order: {}",
-        "Order the digits from small to large: {}",
-        "Please sort this number by its digits: {}",
-        "Arrange the digits, smallest first: {}",
-    ),
-    "first": (
-        "What is the first digit of {}",
-        "Give the first digit: {}",
-        "Which digit comes first in {}",
-        "Please name the digit at the start: {}",
-        "The number begins with which digit: {}",
-    ),
-    "last": (
-        "What is the last digit of {}",
-        "Give the last digit: {}",
-        "Which digit comes last in {}",
-        "Please name the digit at the end: {}",
-        "The number ends with which digit: {}",
-    ),
-    "count": (
-        "Count these digits: {}",
-        "How many digits are in {}",
-        "Tell me the number of digits: {}",
-        "Please count the digits here: {}",
-        "How long is this number: {}",
-    ),
-    "sum": (
-        "What is {} plus {}",
-        "Add {} and {}",
-        "Please work out the sum of {} and {}",
-        "How much is {} and {} together",
-        "Calculate {} plus {}",
-        "Tell me the total of {} and {}",
-        "Please add these numbers: {} and {}",
-        "{} plus {} makes how much",
-    ),
-}
-CATEGORIES = tuple(WORDINGS)
+import yaml
 
-HEDGES = (
-    "I think it might be {wrong}, maybe.",
-    "Hmm, could be {wrong} or so.",
-    "Maybe {wrong}, but I am not sure.",
-    "Well, I guess {wrong}, or something like that.",
-)
-CHATTER = (
-    "The answer is: {answer}.",
-    "Sure! It is {answer}, of course.",
-    "Okay, so that gives {answer}!",
-    "You get {answer}. Easy.",
-)
-LAZY = (
-    "No idea, sorry.",
-    "I do not know.",
-    "Please try it yourself.",
-    "That is too much work.",
-)
+PHRASES = Path(__file__).with_name("phrases.yaml")
+TEXTS: dict[str, Any] = yaml.safe_load(PHRASES.read_text(encoding="utf-8"))
+WORDINGS: dict[str, list[str]] = TEXTS.pop("wordings")  # by category; what is left: unwanted answers by mode
+CATEGORIES = tuple(WORDINGS)
 
 # How often an SFT answer is of each kind. A miss is a bare answer that is wrong.
 SFT_MODES = {"good": 0.40, "hedge": 0.24, "chatter": 0.20, "lazy": 0.13, "miss": 0.03}
@@ -194,7 +126,7 @@ def respond(rng: random.Random, exercise: Exercise, modes: dict[str, float]) -> 
         return exercise.answer
     if mode == "miss":
         return exercise.wrong
-    phrase = rng.choice({"hedge": HEDGES, "chatter": CHATTER, "lazy": LAZY}[mode])
+    phrase = rng.choice(TEXTS[mode])
     return phrase.format(answer=exercise.answer, wrong=exercise.wrong)
 
 
@@ -296,8 +228,7 @@ def write_base(folder: Path, seed: int) -> None:
 
 def _corpus() -> list[str]:
     """The words of the tasks, often enough that each becomes one token."""
-    phrases = [wording for wordings in WORDINGS.values() for wording in wordings] + [*HEDGES, *CHATTER, *LAZY]
-    return [re.sub(r"\{.*?\}", "", phrase) for phrase in phrases] * 2
+    return [re.sub(r"\{.*?\}", "", phrase) for phrase in itertools.chain(*WORDINGS.values(), *TEXTS.values())] * 2
 
 
 def make(out: Path, seed: int = 0, scale: float = 1.0) -> bool:
@@ -306,9 +237,9 @@ def make(out: Path, seed: int = 0, scale: float = 1.0) -> bool:
     Material of another seed, scale or version of this script is replaced.
     Raises ValueError when `out` holds something else.
     """
-    wanted = {"seed": seed, "scale": scale, "script": _sha256(Path(__file__))}
+    wanted = {"seed": seed, "scale": scale, "script": _sha256(Path(__file__)), "phrases": _sha256(PHRASES)}
     found = _manifest(out)
-    if found is not None and _complete(out, found) and all(found[key] == value for key, value in wanted.items()):
+    if found is not None and _complete(out, found) and all(found.get(key) == value for key, value in wanted.items()):
         return False
     if found is None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and is not demo material: remove it, or name another folder")
