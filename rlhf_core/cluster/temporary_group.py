@@ -16,7 +16,7 @@ from rlhf_core.config.loops import Wanted, processes
 ENDING_SECONDS = 30.0
 
 
-class Borrowed(NamedTuple):
+class TemporaryGroup(NamedTuple):
     """A group, and the processes that are to be waited for at the end: the caller adds them when they are up."""
 
     group: Group
@@ -24,13 +24,13 @@ class Borrowed(NamedTuple):
 
 
 @contextmanager
-def borrowed(name: str, wanted: Wanted, span: int, timeout: float) -> Iterator[Borrowed]:
-    """A group of the processes that `wanted` asks for, `span` to a rank. ValueError and TimeoutError as `reserve`; the cluster is left at
+def temporary_group(name: str, wanted: Wanted, span: int, timeout: float) -> Iterator[TemporaryGroup]:
+    """A group of the processes of `wanted`, `span` to a rank. ValueError and TimeoutError as `reserve`; the cluster is left at
     the end, and processes of one of our own have ended then: another stage needs their GPUs."""
     connect()
     ours, pids = is_ours(), list[int]()
     try:
-        yield Borrowed(Group(name, reserve(arrange({name: wanted}), timeout), cpu_threads(processes(wanted)), span), pids)
+        yield TemporaryGroup(Group(name, reserve(arrange({name: wanted}), timeout), cpu_threads(processes(wanted)), span), pids)
     finally:
         leave()
         deadline = time.monotonic() + ENDING_SECONDS

@@ -34,7 +34,7 @@ class Function:
         for _ in range(processes):
             self._idle.put(None)
 
-    def ask(self, samples: Sequence[Sample]) -> np.ndarray:
+    def score(self, samples: Sequence[Sample]) -> np.ndarray:
         """Rewards (N,), nan where one failed. RewardError when the call did; ValueError when the function cannot be loaded."""
         process = self._idle.get()
         try:
@@ -58,7 +58,7 @@ class Function:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | {"PYTHONPATH": path}
         with self._lock:
             if self._closed:
-                raise RewardError("it is not asked any more")
+                raise RewardError("it gets no more requests")
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
@@ -109,7 +109,7 @@ class Function:
                 return
             if process is not None:
                 self._end(process)
-            self._idle.put(None)  # for a thread that is about to ask
+            self._idle.put(None)  # for a thread that is about to send a request
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
 from rlhf_core.hub.model_config import experts_of_config
+from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.system.machine import num_gpus
 
 # Without torch.compile, the decoding steps recorded as CUDA graphs.
@@ -42,6 +46,19 @@ def _config_file(model: str) -> Path:
         return Path(model) / "config.json"
     repo_id, _, revision = model.partition("@")
     return Path(hf_hub_download(repo_id, "config.json", revision=revision or None))
+
+
+@contextmanager
+def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str]:
+    """A checkpoint folder or Hub id that vLLM can load: `model`, or for an adapter a temporary folder with its base and it merged."""
+    if not (Path(model) / ADAPTER_CONFIG).is_file():
+        yield model
+        return
+    from rlhf_core.models.save import save_merged
+
+    with TemporaryDirectory(prefix="alignflow-merged-") as folder:
+        save_merged(model, Path(folder) / "model", dtype, trust_remote_code)
+        yield str(Path(folder) / "model")
 
 
 def set_vllm_environment(kv_cache_gib: float) -> None:

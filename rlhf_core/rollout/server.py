@@ -1,7 +1,7 @@
 """A vLLM OpenAI-compatible server of our own: started, awaited and stopped with a `with` block.
 
 It runs below `rlhf_core.system.reaper`, so it and its workers end with the block, with this process (also by kill -9), and on their own
-death. It listens on 127.0.0.1 only, on a free port, and asks for a key made for this one server: no other user of the machine can
+death. It listens on 127.0.0.1 only, on a free port, and requires a key made for this one server: no other user of the machine can
 use it, and nobody else's server can be taken for it. It sees the GPUs that this process sees. Sampling is what a request says: of the
 model's own generation config only the end tokens count. Its output goes to `log`.
 """
@@ -19,11 +19,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import httpx
 
-from rlhf_core.rollout.environment import compilation, server_environment
+from rlhf_core.rollout.environment import compilation, server_environment, whole_model
 from rlhf_core.system.machine import num_gpus
 
 START_TIMEOUT, GRACE_SECONDS, POLL_SECONDS = 900.0, 15.0, 0.2
@@ -40,7 +39,7 @@ class ServerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Server:
-    """A running server. `url` ends in /v1, `model` is the name to ask for, `max_model_len` its longest prompt and answer in tokens."""
+    """A running server. `url` ends in /v1, `model` is the name for requests, `max_model_len` its longest prompt and answer in tokens."""
 
     url: str
     model: str
@@ -79,7 +78,7 @@ def serving(
     """
     with contextlib.ExitStack() as stack:
         options = _options(name, seed, dtype, max_model_len, tensor_parallel_size, gpu_memory_utilization, trust_remote_code)
-        whole = _whole(model, dtype, trust_remote_code, stack)
+        whole = stack.enter_context(whole_model(model, dtype, trust_remote_code))
         uncompiled = ["--compilation-config", json.dumps(how)] if (how := compilation(whole)) else []
         arguments = [*command, "--model", whole, *options, *uncompiled]
         server = _start(arguments, name, log, server_environment(kv_cache_gib), start_timeout, stack)
@@ -148,17 +147,6 @@ def _options(
         options += ["--enforce-eager", "--no-enable-chunked-prefill"]
         options += ["--max-num-batched-tokens", str(max(max_model_len, CPU_BATCHED_TOKENS))]
     return options + (["--trust-remote-code"] if trust_remote_code else [])
-
-
-def _whole(model: str, dtype: str, trust_remote_code: bool, stack: contextlib.ExitStack) -> str:
-    """`model`, or a folder with what its adapter makes of its base, kept as long as the server."""
-    if not (Path(model) / "adapter_config.json").is_file():
-        return model
-    from rlhf_core.models.save import save_merged
-
-    folder = Path(stack.enter_context(TemporaryDirectory(prefix="alignflow-merged-"))) / "model"
-    save_merged(model, folder, dtype, trust_remote_code)
-    return str(folder)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

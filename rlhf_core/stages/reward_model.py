@@ -1,6 +1,6 @@
 """Reward model: Bradley-Terry on pairs, the score read at the last token; statistics of the scores are stored with it.
 
-`config.loss` names the formula only: sigmoid and logexp are one function, so nothing here asks which.
+`config.loss` names the formula only: sigmoid and logexp are one function, so the code does not distinguish them.
 """
 
 from __future__ import annotations

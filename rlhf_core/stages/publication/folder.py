@@ -78,8 +78,8 @@ def put(
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (folder.with_name(f".{folder.name}.{digest}.{state}") for state in ("partial", "old"))
-    for rest in (partial, old):  # of a publication that was cut off
-        shutil.rmtree(rest, ignore_errors=True)
+    for leftover in (partial, old):  # of a publication that was cut off
+        shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
     in_run = stage_of(folder) is not None
     for path, file in files.items():

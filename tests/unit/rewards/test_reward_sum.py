@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.rewards.asking import Rewards, join
+from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Running, Term, combine, plain_sum
 
 
