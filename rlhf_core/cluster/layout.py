@@ -72,7 +72,7 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
 
 
 def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]:
-    """The slots of each group, node by node, so that neighbours in rank are neighbours on the wire.
+    """The slots of each group, node by node, so that ranks next to each other are on one node.
 
     Raises ValueError when the GPUs of one engine would be on two nodes.
     """

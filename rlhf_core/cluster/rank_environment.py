@@ -24,8 +24,8 @@ def set_rank_environment(rank: int, world_size: int, address: str, port: int, lo
     }
 
 
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
+def free_port(host: str = "") -> int:
+    """A TCP port of an address of this machine that was free a moment ago."""
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])

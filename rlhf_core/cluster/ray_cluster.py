@@ -21,8 +21,8 @@ KEPT = tuple(
     "TORCHINDUCTOR_".split()
 )
 # Set explicitly: some hosts show less memory than they have.
-_started = ""  # address of the cluster that `connect` started last
 OBJECT_STORE_BYTES, GPU_OBJECT_STORE_BYTES = 512 << 20, 8 << 30
+_started = ""  # address of the cluster that `connect` started last
 
 
 class Reservation(NamedTuple):

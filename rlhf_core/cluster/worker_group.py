@@ -163,10 +163,9 @@ class Pending(NamedTuple, Generic[R]):
                 f"a rank of {self.role} died during '{self.phase}', often for lack of memory: lower its batch sizes. {error}"
             ) from None
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, ValueError):
-                raise ValueError(f"{self.role}: {error.cause}") from None
-            if isinstance(error.cause, FloatingPointError):
-                raise FloatingPointError(f"{self.role}: {error.cause}") from None
+            for kind in (ValueError, FloatingPointError):
+                if isinstance(error.cause, kind):
+                    raise kind(f"{self.role}: {error.cause}") from None
             if type(error.cause).__name__ == "OutOfMemoryError":
                 raise RoleFailed(f"{self.role} ran out of GPU memory in '{self.phase}': {LESS_MEMORY}. {error.cause}") from None
             raise RoleFailed(f"{self.role} failed in '{self.phase}': {error.cause!r}\n{error}") from None
@@ -302,13 +301,12 @@ class StageRank:
 
 
 def run_on_group(
-    work: Callable[[StageRequest, RunDir], Outcome], name: str, run: RunDir, ranks: Ranks, settle: Callable[[int], StageRequest]
+    work: Callable[[StageRequest, RunDir], Outcome], name: str, run: RunDir, ranks: Ranks, resolve: Callable[[int], StageRequest]
 ) -> Outcome:
-    """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `settle` gives the request, from the bytes of
-    the group's smallest GPU (0: there is none)."""
+    """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `resolve` gives the request, from the
+    bytes of the group's smallest GPU (0: there is none)."""
     connect()
-    reservation = reserve(arrange({name: ranks}), timeout=600)
-    group = Group(name, reservation, cpu_threads(ranks.world_size))
-    request = settle(group.gpu_bytes(600))
+    group = Group(name, reserve(arrange({name: ranks}), timeout=600), cpu_threads(ranks.world_size))
+    request = resolve(group.gpu_bytes(600))
     group.build(StageRank, work=work, request=request, path=str(run.path)).wait(600)
     return group.call("train", StageRank.run).wait(timeout=7 * 24 * 3600)[0]

@@ -92,7 +92,7 @@ def read(size: Size, tokens: int, head: bool, offload: bool = False) -> Held:
 
 
 def bytes_of_weights(lora: Lora | None) -> float:
-    """Of a weight that is trained or stands below adapters: 4 bits and the constants of their blocks (Dettmers et al. 2023), or bf16."""
+    """Of a weight that is trained or is below adapters: 4 bits and the constants of their blocks (Dettmers et al. 2023), or bf16."""
     return 2.0 if lora is None or lora.quantize == "none" else 0.52
 
 

@@ -65,7 +65,9 @@ def library(kv_cache_gib: float) -> Any:
 
 
 class Sampler:
-    """A vLLM engine with a model loaded. One per process; `close` ends it."""
+    """A vLLM engine with a model loaded. One per process; `close` ends it. `first`: processes of the engines before this one."""
+
+    first = 0
 
     def __init__(
         self,
@@ -186,9 +188,9 @@ class Sampler:
         """The GPU of each process of this engine."""
         return list(self.llm.collective_rpc("gpu_uuid"))
 
-    def open_channel(self, route: Route, rendezvous: Rendezvous, first: int) -> None:
-        """Connects to the trainer, which must open its side at the same time. `first`: processes of the engines before this one."""
-        self.llm.collective_rpc("open_channel", args=(route, rendezvous, first))
+    def open_channel(self, route: Route, rendezvous: Rendezvous) -> None:
+        """Connects to the trainer, which must open its side at the same time."""
+        self.llm.collective_rpc("open_channel", args=(route, rendezvous, self.first))
 
     def receive_weights(self) -> None:
         """All weights from the trainer, which must send them at the same time."""

@@ -16,6 +16,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from rlhf_core.hub.model_config import experts_of_config
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.system.machine import num_gpus
+from rlhf_core.system.processes import child_environment
 
 # Without torch.compile, the decoding steps recorded as CUDA graphs.
 UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -74,10 +75,10 @@ def server_environment(kv_cache_gib: float) -> dict[str, str]:
     GPUs are those of this process (CUDA_VISIBLE_DEVICES is passed on); torch.distributed's variables would make it wait for others.
     """
     ours = ("VLLM_ENABLE_V1_MULTIPROCESSING", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    passed_on = {name: value for name, value in os.environ.items() if name not in ours}
+    passed_on = {name: value for name, value in child_environment().items() if name not in ours}
     # The engine of a server is a process anyway; on CPU this spares it a worker process of its own, ten seconds of imports.
     lean = {} if num_gpus() else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return passed_on | quiet(kv_cache_gib) | lean | {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    return passed_on | quiet(kv_cache_gib) | lean | {"VLLM_LOGGING_LEVEL": "INFO"}
 
 
 def quiet(kv_cache_gib: float) -> dict[str, str]:

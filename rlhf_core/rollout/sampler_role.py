@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from rlhf_core.rollout.engine import Answer, Sampler, Sampling, library
-from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 
 
 def prepare(kv_cache_gib: float) -> None:
@@ -27,7 +26,7 @@ class SamplerRole(Sampler):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         super().__init__(model, tensor_parallel_size=tensor_parallel_size, **options)
-        self._first = self.rank * tensor_parallel_size
+        self.first = self.rank * tensor_parallel_size
         self._seed_whole = torch.cuda.is_available() and not seed_answers
 
     def generate_share(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[tuple[int, list[Answer]]]:
@@ -43,7 +42,3 @@ class SamplerRole(Sampler):
         mine = range(self.rank, len(prompts), self.world_size)
         sampling = sampling._replace(seed_whole=self._seed_whole)
         yield from ((mine[i], group) for i, group in self.stream([prompts[i] for i in mine], [seeds[i] for i in mine], sampling))
-
-    def connect(self, route: Route, rendezvous: Rendezvous) -> None:
-        """`open_channel` with this engine's place among all."""
-        self.open_channel(route, rendezvous, self._first)

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import httpx
 
+from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.rollout.environment import compilation, server_environment, whole_model
 from rlhf_core.system.machine import num_gpus
 
@@ -77,10 +77,17 @@ def serving(
     Raises ServerFailed when the server ends before it is ready, or is not ready after `start_timeout` seconds.
     """
     with contextlib.ExitStack() as stack:
-        options = _options(name, seed, dtype, max_model_len, tensor_parallel_size, gpu_memory_utilization, trust_remote_code)
         whole = stack.enter_context(whole_model(model, dtype, trust_remote_code))
-        uncompiled = ["--compilation-config", json.dumps(how)] if (how := compilation(whole)) else []
-        arguments = [*command, "--model", whole, *options, *uncompiled]
+        arguments = [*command, "--model", whole, "--served-model-name", name, "--dtype", dtype, "--seed", str(seed)]
+        arguments += ["--max-model-len", str(max_model_len), "--override-generation-config", json.dumps(NEUTRAL)]
+        arguments += ["--disable-uvicorn-access-log", *(["--trust-remote-code"] if trust_remote_code else [])]
+        if num_gpus():
+            arguments += ["--gpu-memory-utilization", str(gpu_memory_utilization), "--tensor-parallel-size", str(tensor_parallel_size)]
+        else:  # whole prompts: one prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do
+            arguments += ["--enforce-eager", "--no-enable-chunked-prefill"]
+            arguments += ["--max-num-batched-tokens", str(max(max_model_len, CPU_BATCHED_TOKENS))]
+        if how := compilation(whole):
+            arguments += ["--compilation-config", json.dumps(how)]
         server = _start(arguments, name, log, server_environment(kv_cache_gib), start_timeout, stack)
         print(f"local server of {name} is ready at {server.url}, its log is {log.name}", flush=True)
         yield server
@@ -92,7 +99,7 @@ def _start(
     log.parent.mkdir(parents=True, exist_ok=True)
     deadline, key = time.monotonic() + timeout, secrets.token_hex(16)
     for attempt in range(1, PORTS + 1):
-        port, begun = _free_port(), log.stat().st_size if log.exists() else 0
+        port, begun = free_port("127.0.0.1"), log.stat().st_size if log.exists() else 0
         file = stack.enter_context(log.open("ab"))
         reaper = [sys.executable, "-P", "-m", "rlhf_core.system.reaper", str(os.getpid()), str(GRACE_SECONDS)]
         process = subprocess.Popen(
@@ -100,7 +107,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**environment, "VLLM_API_KEY": key, "PYTHONPATH": os.pathsep.join(filter(None, [_root(), environment.get("PYTHONPATH")]))},
+            env={**environment, "VLLM_API_KEY": key},
             start_new_session=True,
         )
         stack.callback(_stop, process)
@@ -136,39 +143,14 @@ def _await(process: subprocess.Popen[bytes], url: str, name: str, key: str, log:
     return None
 
 
-def _options(
-    name: str, seed: int, dtype: str, max_model_len: int, tensor_parallel_size: int, gpu_memory_utilization: float, trust_remote_code: bool
-) -> list[str]:
-    options = ["--served-model-name", name, "--dtype", dtype, "--seed", str(seed), "--max-model-len", str(max_model_len)]
-    options += ["--override-generation-config", json.dumps(NEUTRAL), "--disable-uvicorn-access-log"]
-    if num_gpus():
-        options += ["--gpu-memory-utilization", str(gpu_memory_utilization), "--tensor-parallel-size", str(tensor_parallel_size)]
-    else:  # whole prompts: one prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do
-        options += ["--enforce-eager", "--no-enable-chunked-prefill"]
-        options += ["--max-num-batched-tokens", str(max(max_model_len, CPU_BATCHED_TOKENS))]
-    return options + (["--trust-remote-code"] if trust_remote_code else [])
-
-
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Asks the reaper to end everything below it (TERM, then KILL after the grace), and waits."""
+    """Lets the reaper end everything below it (TERM, then KILL after the grace), and waits."""
     process.terminate()
     try:
         process.wait(timeout=GRACE_SECONDS + 10)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def _root() -> str:
-    """A checkout that is not installed must be on the reaper's path."""
-    root = Path(__file__).parents[2]
-    return "" if root.name in ("site-packages", "dist-packages") else str(root)
 
 
 def _tail(log: Path) -> str:

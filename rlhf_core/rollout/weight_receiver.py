@@ -40,7 +40,7 @@ class WeightReceiver:
         np.random.seed(seed % 2**32)
 
     def open_channel(self, route: Route, rendezvous: Rendezvous, first: int) -> None:
-        """`first`: the place of this engine's first worker among all workers of all engines."""
+        """`first`: the number of this engine's first worker among those of all engines."""
         if route.kind == "gpus":
             gpu = gpu_uuid()
             assert gpu is not None

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -180,20 +180,6 @@ class Sums:
                 f"the weights that arrived are not those that the actor sent (checksums {arrived:x} and {sent:x}, {len(self._sums) // 2} "
                 "buckets): resume the run, and look at the machine's memory and links if it comes again"
             )
-
-
-class EngineListener:
-    """The trainer rank's socket for the engine processes on its GPU; it is open before they get its address."""
-
-    def __init__(self, key: bytes):
-        self._listener = Listener(authkey=key)
-        self.address = str(self._listener.address)
-
-    def admit(self, count: int) -> SameGpu:
-        """Waits for `count` engine processes; the caller's wait has the timeout."""
-        connections = [self._listener.accept() for _ in range(count)]
-        self._listener.close()
-        return SameGpu(connections)
 
 
 def packed(weights: Named, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[list[Entry], Tensor]]:

@@ -1,6 +1,6 @@
 """Log-probs of answers under a frozen reference, computed once before training, so that one model is in memory while training.
 
-They lie in `state/` of the run directory until the stage is done, so that a resumed run neither computes them again nor loads the
+They are in `state/` of the run directory until the stage is done, so that a resumed run neither computes them again nor loads the
 reference. The file's name holds a digest of the reference, of every token and mask, and of how they were batched: nothing stale is read.
 """
 

@@ -155,7 +155,7 @@ class Fleet:
         rendezvous = Rendezvous(self.actor.address(route.source, self.timeout), by_gpu, key, self.timeout)
         opening = [
             self.actor.call("open the weight channel", Actor.open_channel, route, rendezvous, [engines.count(gpu) for gpu in trainer]),
-            self.sampler.call("open the weight channel", SamplerRole.connect, route, rendezvous),
+            self.sampler.call("open the weight channel", SamplerRole.open_channel, route, rendezvous),
         ]
         wait_all(opening, self.timeout)
         print(f"weights go to {len(engines)} engine processes by {route.kind}", flush=True)
@@ -170,8 +170,8 @@ class Fleet:
 
         Raises WeightsDiffer beyond the tolerance; EngineDiffers where they still have the weights that each has loaded (not `synced`).
 
-        Experts are chosen by products that engine and trainer round in bf16 in different orders: a token now and then meets another one,
-        and its log-prob may be a nat away. There a model with experts is held to the tolerance at nine of ten tokens.
+        Experts are chosen by products that engine and trainer round in bf16 in different orders: a few tokens go to another one,
+        and their log-probs may differ by a nat. There a model with experts is held to the tolerance at nine of ten tokens.
         """
         trainer = self.actor.call("probe", Actor.logprobs, list(documents), 1.0)
         engines = self.sampler.call("probe", SamplerRole.prompt_logprobs, [document.tokens for document in documents]).wait(self.timeout)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from rlhf_core.objectives.actor_loss import Objective, PerToken, actor_loss, cou
 from rlhf_core.objectives.losses import Loss, value_loss, with_balance
 from rlhf_core.objectives.masked import before
 from rlhf_core.rollout.weight_receiver import gpu_uuid
-from rlhf_core.rollout.weight_transfer import Broadcast, Channel, EngineListener, Rendezvous, Route
+from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roofline import Ceilings, Shape, measure_ceilings, shape_of
 from rlhf_core.system import progress
@@ -131,9 +132,11 @@ class Frozen(Resident):
 
 
 class Trained(Resident):
-    """A role with an optimiser."""
+    """A role with an optimiser. `name`: of its group."""
 
-    engine: Engine
+    def __init__(self, name: str, module: Policy | Scorer, model: Model, training: Training):
+        self.engine, self.module, self.model = _engine(module, model, training, name in training.adam_offload), module, model
+        self.passes = _passes(self.engine, training.micro_batch_size, training.micro_tokens)
 
     def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
         """One optimiser step per update; metrics of each."""
@@ -165,10 +168,8 @@ class Actor(Trained):
         policy = trained_policy(model.path, model.dtype, model.trust_remote_code, training.lora, training.seed, objective.router_aux_coef)
         if routing_replay:
             policy.replay_routing()
-        self.engine, self.module = _engine(policy, model, training, "actor" in training.adam_offload), policy
-        self.model, self.lora = model, training.lora
-        self.passes = _passes(self.engine, training.micro_batch_size, training.micro_tokens)
-        self.objective, self.temperature = objective, temperature
+        super().__init__("actor", policy, model, training)
+        self.lora, self.objective, self.temperature = training.lora, objective, temperature
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
         scale = self.temperature if temperature is None else temperature
@@ -198,15 +199,16 @@ class Actor(Trained):
         return measure_ceilings(self.engine.device, getattr(torch, self.model.dtype)) if self.engine.rank == 0 else None
 
     def open_listener(self, key: bytes) -> str:
-        """Opens a socket for engines on this rank's GPU; returns its address."""
-        self._listener = EngineListener(key)
-        return self._listener.address
+        """Opens a socket for engine processes on this rank's GPU, before they connect; returns its address."""
+        self._listener = Listener(authkey=key)
+        return str(self._listener.address)
 
     def open_channel(self, route: Route, rendezvous: Rendezvous, engines_on_gpu: Sequence[int]) -> None:
         """Connects to the engines, which must open their side at the same time. `engines_on_gpu`: engine processes on each rank's GPU."""
         self._channel: Channel | None = None
         if route.kind == "gpus":
-            self._channel = self._listener.admit(engines_on_gpu[self.engine.rank])
+            self._channel = SameGpu([self._listener.accept() for _ in range(engines_on_gpu[self.engine.rank])])
+            self._listener.close()
         elif self.engine.rank == route.source:
             self._channel = Broadcast(route.kind, 0, 1 + route.receivers, rendezvous)
 
@@ -229,9 +231,8 @@ class Critic(Trained):
 
     def __init__(self, model: Model, training: Training, value_clip: float):
         scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, training.lora, training.seed)
-        self.engine, self.module = _engine(scorer, model, training, "critic" in training.adam_offload), scorer
-        self.model, self.value_clip = model, value_clip
-        self.passes = _passes(self.engine, training.micro_batch_size, training.micro_tokens)
+        super().__init__("critic", scorer, model, training)
+        self.value_clip = value_clip
 
     def values(self, documents: Sequence[Document]) -> Scored:
         """`V(tokens[<t])` for every token."""

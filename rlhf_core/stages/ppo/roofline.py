@@ -28,7 +28,7 @@ class Ceilings(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of one model: parameters that a token meets (of experts only those it is sent to), bytes of all weights, bytes of keys and values
+    """Of one model: parameters that compute a token (of experts only those it is sent to), bytes of all weights, bytes of keys and values
     of one token, and whether it has experts."""
 
     parameters: int

@@ -50,14 +50,8 @@ def start_fleet(
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
     def model(role: str) -> Model:
-        return Model(
-            paths[role],
-            config.dtype,
-            tokenizer.pad_token_id,
-            config.micro_rollout_batch_size,
-            trust_remote_code,
-            config.micro_rollout_tokens,
-        )
+        rows, tokens = config.micro_rollout_batch_size, config.micro_rollout_tokens
+        return Model(paths[role], config.dtype, tokenizer.pad_token_id, rows, trust_remote_code, tokens)
 
     chosen = zero_stage_of(config, paths, groups, kept_stage)  # before anything is loaded, which it may refuse
     offload = config.ref_reward_offload

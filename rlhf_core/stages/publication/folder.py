@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,11 +101,9 @@ def put(
 
 
 def _linked(file: Path, place: Path) -> bool:
-    try:
+    with suppress(OSError):  # another file system, or one without hard links
         os.link(file, place)
-    except OSError:  # another file system, or one without hard links
-        return False
-    return True
+    return place.exists()
 
 
 def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:

@@ -4,7 +4,7 @@ are given, to the Hub.
 Everything goes up as one commit on the head that was read before, and the tag, named like the stage's run directory, is set last: a
 tag means a whole model. Cut off anywhere and run again, it ends with the same commit and one tag: a repository that exists is
 used, the Hub's client (`create_commit`) sends no file that the Hub has already, a commit whose answer was lost is recognised because
-nothing is left to change, and a tag that stands is checked and left alone. `upload_folder` is not used: with xet it splits a folder into
+nothing is left to change, and a tag that exists is checked and left alone. `upload_folder` is not used: with xet it splits a folder into
 several commits, and a reader could then see new weights under an old card. `create_commit` streams large files too.
 A missing branch is created first, at the head of the main one, as the branches of a loop's rounds are (recipe/expand.py).
 """
