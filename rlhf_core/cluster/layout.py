@@ -30,8 +30,8 @@ class Layout:
     slots: Mapping[str, Sequence[Slot]]
     spans: Mapping[str, int]
 
-    def gpu_names(self) -> list[str]:
-        """The GPU of each bundle: `GPU 0` where it takes a whole one, else `shared`, `shared 2`, ..., filled one after the other."""
+    def gpus(self) -> dict[str, list[str]]:
+        """The GPU of each process of each group: `GPU 0` for a whole one, else `shared`, `shared 2`, ..., filled one after the other."""
         filled: list[float] = []
         names = []
         for i, bundle in enumerate(self.bundles):
@@ -44,7 +44,7 @@ class Layout:
                 filled.append(0.0)
             filled[place] += part
             names.append(f"shared {place + 1}" if place else "shared")
-        return names
+        return {name: [names[slot.bundle] for slot in slots] for name, slots in self.slots.items()}
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {len(slots)} x ({slots[0].cpus:g} CPU, {slots[0].gpus:g} GPU)" for name, slots in self.slots.items())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+
+import psutil
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, is_ours, leave, reserve
@@ -34,15 +35,5 @@ def temporary_group(name: str, wanted: Wanted, span: int, timeout: float) -> Ite
     finally:
         leave()
         deadline = time.monotonic() + ENDING_SECONDS
-        while ours and any(map(_lives, pids)) and time.monotonic() < deadline:
+        while ours and any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
             time.sleep(0.1)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -123,10 +123,9 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
 def gpu_peaks(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:
     """Peak bytes of each kind of GPU: `GPU 0` of the groups on it. Groups with less than a whole GPU share some."""
     on: dict[str, list[str]] = {}
-    places = layout.gpu_names()
-    for name, slots in layout.slots.items():
-        for slot in slots:
-            on.setdefault(places[slot.bundle], []).append(name)
+    for name, places in layout.gpus().items():
+        for place in places:
+            on.setdefault(place, []).append(name)
     return {
         place: (names, peak([held[name] for name in names], config.vllm.sleep, config.colocate_all)) for place, names in sorted(on.items())
     }

@@ -19,7 +19,7 @@ LAUNCH = {0: 0.0034, 1: 0.0068, 2: 0.0068, 3: 0.0092}  # seconds a layer in whic
 DECODE_STEP = 0.0032  # seconds a step of vLLM takes besides reading weights, keys and values
 HOST_ADAM = 1.5e9  # parameters a second of an optimiser step on the host
 SYNC = 40e9  # bytes a second into the engines
-SEQUENCES = 1024.0  # answers that an engine of vLLM works on at once, where their keys and values have room
+SEQUENCES = 1024.0  # answers that an engine of vLLM works on at once, where their keys and values fit
 SPARE = 2 * GIB  # of an engine beside models, so that it starts also where its largest batch takes more than `engine_needs` knows
 SLEEP = 20e9  # bytes a second of weights that an engine drops and takes again, to sleep and to wake
 
@@ -55,11 +55,11 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> 
             a_pass, passes = as_laid(config, ranks)
             training[name] = steps * ranks * passes * seconds_of_pass(sizes[name], a_pass, config.zero_stage, head, gpu)
             host.append(steps * stored / ranks / HOST_ADAM if name in config.adam_offload else 0.0)
-    engine = sizes["actor"]
+    engine, gpus = sizes["actor"], layout.gpus()
     found = {
         "generate": _generate(config, engine, len(layout.slots["sampler"]), gpu),
-        "score": _busiest(scoring, layout),
-        "train": _busiest(training, layout) + (sum if config.colocate_all else max)(host),
+        "score": busiest(scoring, gpus),
+        "train": busiest(training, gpus) + (sum if config.colocate_all else max)(host),
         "sync": 0.1 + 2 * engine.parameters / SYNC / 2,
     }
     if config.one_step_off_policy:
@@ -83,14 +83,12 @@ def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:
     return list(dict.fromkeys(min(0.9, math.ceil(20 * 1.1 * each / gpu.memory) / 20) for each in wanted))
 
 
-def _busiest(work: Mapping[str, float], layout: Layout) -> float:
-    """Seconds of the GPU with the most to do, of seconds on one GPU; groups in fractions share GPUs."""
+def busiest(work: Mapping[str, float], gpus: Mapping[str, Sequence[str]]) -> float:
+    """The largest sum of work on one GPU: each role spreads its work evenly over its `gpus`, and GPUs work side by side."""
     load: dict[str, float] = {}
-    places = layout.gpu_names()
-    for name, seconds in work.items():
-        bundles: Sequence[int] = [slot.bundle for slot in layout.slots[name]]
-        for bundle in bundles:
-            load[places[bundle]] = load.get(places[bundle], 0.0) + seconds / len(bundles)
+    for role, total in work.items():
+        for gpu in gpus[role]:
+            load[gpu] = load.get(gpu, 0.0) + total / len(gpus[role])
     return max(load.values(), default=0.0)
 
 

@@ -48,9 +48,10 @@ class Rewards:
     def take(self, indices: Sequence[int]) -> Rewards:
         return Rewards({name: values[list(indices)] for name, values in self.by_source.items()}, self.errors)
 
-    def failed(self) -> dict[str, int]:
-        """Answers without a reward, by source."""
-        return {name: int(np.isnan(values).sum()) for name, values in self.by_source.items()}
+    def check(self, allowed: int) -> None:
+        """Raises RewardsFailed when a source left more than `allowed` answers without a reward."""
+        for name, values in self.by_source.items():
+            check_failures(name, int(np.isnan(values).sum()), allowed, len(values), self.errors.get(name, ""))
 
 
 def join(parts: Sequence[Rewards]) -> Rewards:

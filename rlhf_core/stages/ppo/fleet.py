@@ -49,7 +49,7 @@ class Fleet:
     rewards: Mapping[str, Group]
     sampler: Group
     clients: Clients
-    decode: Callable[[Sequence[int], bool], str]
+    decode: Callable[[Sequence[int], bool], str]  # tokens, whether special tokens are left out
     timeout: float
     dtype: str
     sleeps: bool = False
@@ -74,11 +74,10 @@ class Fleet:
         pending["ref_logprobs"] = self.reference.call("score", Reference.logprobs, documents)
         if self.critic is not None:
             pending["values"] = self.critic.call("score", Critic.values, documents)
-        pending_rewards = None if rewards is not None else self._start_reward(rollouts, documents, allowed_failures)
+        wait_rewards = (lambda: rewards) if rewards is not None else self._start_reward(rollouts, documents, allowed_failures)
 
         def wait() -> Scores:
-            known = pending_rewards() if pending_rewards is not None else rewards
-            assert known is not None
+            known = wait_rewards()
             scored = {name: _in_order(work.wait(self.timeout)) for name, work in pending.items()}
             values = scored.pop("values", None) or [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
             return Scores(**scored, values=values, rewards=known)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_core.forecast.seconds import busiest
 from rlhf_core.hub.model_config import num_experts
 from rlhf_core.stages.ppo.records import Rollout
 
@@ -85,21 +86,13 @@ def floors(rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, mac
     The prompt of several answers counts once.
     """
     tokens = _prompt_tokens(rollouts) + sum(len(rollout.document) - rollout.document.answer_start for rollout in rollouts)
-    scoring = [role for role in machine.shapes if role != "sampler"]
+    scoring = {role: 2 * shape.parameters * tokens for role, shape in machine.shapes.items() if role != "sampler"}
+    training = {role: 6 * machine.shapes[role].parameters * tokens * passes for role in trained}
     return {
         "floor/generate": _generate(rollouts, machine),
-        "floor/score": _busiest({role: 2 * machine.shapes[role].parameters * tokens for role in scoring}, machine),
-        "floor/train": _busiest({role: 6 * machine.shapes[role].parameters * tokens * passes for role in trained}, machine),
+        "floor/score": busiest(scoring, machine.gpus) / machine.ceilings.flops,
+        "floor/train": busiest(training, machine.gpus) / machine.ceilings.flops,
     }
-
-
-def _busiest(flops: Mapping[str, float], machine: Machine) -> float:
-    """Seconds of the GPU with the most to do: roles spread their work evenly over their GPUs, and GPUs work side by side."""
-    load: dict[str, float] = {}
-    for role, total in flops.items():
-        for gpu in machine.gpus[role]:
-            load[gpu] = load.get(gpu, 0.0) + total / len(machine.gpus[role])
-    return max(load.values(), default=0.0) / machine.ceilings.flops
 
 
 def _generate(rollouts: Sequence[Rollout], machine: Machine) -> float:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf_core.data.documents import Document, Prompt
-from rlhf_core.rewards.clients import Rewards, check_failures, join
+from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Term, plain_sum
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.fleet import Fleet
@@ -86,8 +86,7 @@ def sample(
         missing = order.batch - len(kept) // sampling.n
         rollouts = start_sample(fleet, order, position, sampling, missing)().rollouts
         computed.append(fleet.reward(rollouts, allowed_failures))
-        for source, failed in join(computed).failed().items():
-            check_failures(source, failed, allowed_failures, sum(map(len, computed)), computed[-1].errors.get(source, ""))
+        join(computed).check(allowed_failures)
         chosen = with_signal(plain_sum(computed[-1].by_source, filtering.terms), sampling.n, filtering.min_spread)
         kept += [rollouts[i] for i in chosen]
         rewards.append(computed[-1].take(chosen))
@@ -140,8 +139,7 @@ def stream(fleet: Fleet, order: PromptOrder, position: int, sampling: Sampling, 
 def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
     """The scores of all parts, in order. RewardsFailed when a source left more than `allowed_failures` answers of all without a reward."""
     rewards = join([part.rewards for part in parts])
-    for source, failed in rewards.failed().items():
-        check_failures(source, failed, allowed_failures, len(rewards), rewards.errors.get(source, ""))
+    rewards.check(allowed_failures)
     logprobs, references, values = (
         [array for part in parts for array in getattr(part, name)] for name in ("logprobs", "ref_logprobs", "values")
     )

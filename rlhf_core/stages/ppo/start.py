@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.cluster.worker_group import Group, Pending, Up
+from rlhf_core.cluster.worker import Up
+from rlhf_core.cluster.worker_group import Group, Pending
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, starts
@@ -106,10 +107,6 @@ def start_fleet(
         imports = max(up.imports for up in ranks)  # 0 where they are part of the loading
         took = (f"imports {imports:.0f} s, " if imports else "") + f"loading {max(up.loading for up in ranks):.0f} s"
         print(f"{pending.role} is up, process {', '.join(str(up.process) for up in ranks)}: {took}", flush=True)
-
-    def decode(tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
-
     fleet = Fleet(
         actor=groups["actor"],
         critic=groups.get("critic"),
@@ -117,7 +114,7 @@ def start_fleet(
         rewards=rewards,
         sampler=groups["sampler"],
         clients=Clients([client_of(source) for source in config.reward if not isinstance(source, ModelReward)]),
-        decode=decode,
+        decode=lambda tokens, skip: str(tokenizer.decode(list(tokens), skip_special_tokens=skip)),
         timeout=config.timeout,
         dtype=config.dtype,
         sleeps=config.vllm.sleep,

@@ -13,7 +13,8 @@ import yaml
 from rlhf_core.hub.ids import shown
 from rlhf_core.records import Answering
 from rlhf_core.runs.lineage import Ancestor, lineage, nodes, sources, stages, trained, tree
-from rlhf_core.stages.publication.model_card import card, eval_results, front_matter, public_names, public_report
+from rlhf_core.stages.publication.card_sections import public_names
+from rlhf_core.stages.publication.model_card import card, eval_results, front_matter, public_report
 from tests.support.chain import BASE, REPORT, Chain, build
 
 
