@@ -182,6 +182,12 @@ def share(value: Any) -> Any:
     return ray.put(value)
 
 
+def in_order(by_rank: Sequence[Sequence[tuple[int, R]]]) -> list[R]:
+    """Joins the ranks' (index, value) shares into one list."""
+    found = {index: value for share_of_rank in by_rank for index, value in share_of_rank}
+    return [found[index] for index in range(len(found))]
+
+
 def cpu_threads(roles_at_once: int) -> int:
     """Threads of one worker when `roles_at_once` of them work side by side on this machine."""
     return max(1, (os.cpu_count() or 1) // roles_at_once)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
-from rlhf_core.config import PPO, Lora, Ranks
+from rlhf_core.config import PPO, Lora
 from rlhf_core.forecast.passes import longest, recipe_pass
 from rlhf_core.hub.model_config import Size
 
@@ -142,7 +142,7 @@ def peak(processes: list[Held], released: bool, in_turn: bool = False) -> float:
     return max(starting, still + max(scoring, training, generating))
 
 
-def stage_peak(size: Size, ranks: Ranks, how: Training, reference: bool, head: bool) -> float:
+def stage_peak(size: Size, how: Training, reference: bool, head: bool) -> float:
     """Peak bytes of a GPU of SFT, reward model, DPO or KTO. `reference`: a second model scored before training, then dropped."""
     held = trained(size, how, head, how.tokens)
     scored = read(size, how.tokens, head)

@@ -73,7 +73,7 @@ def peak_of_training(config: Trainable, size: Size, stage: int, gpu_bytes: float
     tokens, recomputed = what or recipe_pass(config, config.ranks.world_size)
     adapters, weight = config.lora is not None, bytes_of_weights(config.lora)
     how = Training(config.ranks.world_size, stage, recomputed, tokens, False, adapters, gpu_bytes, weight)
-    return stage_peak(size, config.ranks, how, isinstance(config, DPO | KTO), not isinstance(config, RewardModel))
+    return stage_peak(size, how, isinstance(config, DPO | KTO), not isinstance(config, RewardModel))
 
 
 def starts(config: PPO | Trainable, sizes: Mapping[str, Size]) -> dict[str, float]:

@@ -17,12 +17,10 @@ import numpy as np
 import torch
 
 from rlhf_core.models.routing import vllm_returns_routing
-from rlhf_core.rollout.environment import compilation, config_of, set_vllm_environment, whole_model
+from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, config_of, set_vllm_environment, whole_model
 from rlhf_core.rollout.vllm_patches import keep_rows, sampled_logprobs, wait_for_whole_answers
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system.gc_pause import uncollected
-
-CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
 
 
 @dataclass(frozen=True)

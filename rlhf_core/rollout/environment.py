@@ -18,6 +18,7 @@ from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.system.machine import num_gpus
 from rlhf_core.system.processes import child_environment
 
+CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
 # Without torch.compile, the decoding steps recorded as CUDA graphs.
 UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 

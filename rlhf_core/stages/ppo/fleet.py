@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.cluster.worker_group import Group, Pending, share, wait_all
+from rlhf_core.cluster.worker_group import Group, Pending, in_order, share, wait_all
 from rlhf_core.data.documents import Document
 from rlhf_core.rewards.clients import Clients, Rewards, collect
 from rlhf_core.rewards.contract import Sample
@@ -60,7 +60,7 @@ class Fleet:
     def start_sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Callable[[], list[list[Answer]]]:
         """Starts to sample answers to each prompt; what is returned waits for them, in the order of the prompts."""
         pending = self.sampler.call("generate", SamplerRole.generate_share, share(list(prompts)), list(seeds), sampling)
-        return lambda: _in_order(pending.wait(self.timeout))
+        return lambda: in_order(pending.wait(self.timeout))
 
     def stream(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Iterator[tuple[int, list[Answer]]]:
         """The answers of `start_sample`, prompt by prompt in the order in which engines finish them, each with the prompt's index."""
@@ -78,7 +78,7 @@ class Fleet:
 
         def wait() -> Scores:
             known = wait_rewards()
-            scored = {name: _in_order(work.wait(self.timeout)) for name, work in pending.items()}
+            scored = {name: in_order(work.wait(self.timeout)) for name, work in pending.items()}
             values = scored.pop("values", None) or [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
             return Scores(**scored, values=values, rewards=known)
 
@@ -93,7 +93,7 @@ class Fleet:
         pending_rewards = self.clients.start([self._sample(rollout) for rollout in rollouts], allowed) if self.clients else {}
 
         def wait() -> Rewards:
-            scored = ((title, np.concatenate(_in_order(pending.wait(self.timeout)))) for title, pending in models.items())
+            scored = ((title, np.concatenate(in_order(pending.wait(self.timeout)))) for title, pending in models.items())
             return collect(scored, pending_rewards, allowed)
 
         return wait
@@ -174,7 +174,7 @@ class Fleet:
         """
         trainer = self.actor.call("probe", Actor.logprobs, list(documents), 1.0)
         engines = self.sampler.call("probe", SamplerRole.prompt_logprobs, [document.tokens for document in documents]).wait(self.timeout)
-        expected = _in_order(trainer.wait(self.timeout))
+        expected = in_order(trainer.wait(self.timeout))
         pairs = [pair for engine in engines for pair in zip(engine, expected, strict=True)]
         gaps = np.concatenate([np.abs(np.asarray(got) - want)[1:] for got, want in pairs])  # a first token has no log-prob
         if not len(gaps):  # prompts of one token have nothing to compare
@@ -240,9 +240,3 @@ def check_gap(gap: float, tolerance: float, most: bool = False, synced: bool = T
         f"before any training {differ}, both on the checkpoint of the actor: this version of vLLM computes the model in another way than "
         "transformers does, no weight sync is at fault; install a version of vLLM that supports the model, or train another one"
     )
-
-
-def _in_order(by_rank: list[list[tuple[int, Any]]]) -> list[Any]:
-    """Joins the ranks' (index, value) shares into one list."""
-    found = {index: value for share_of_rank in by_rank for index, value in share_of_rank}
-    return [found[index] for index in range(len(found))]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf_core.cluster.temporary_group import temporary_group
-from rlhf_core.cluster.worker_group import share
+from rlhf_core.cluster.worker_group import in_order, share
 from rlhf_core.config import Preferences
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
@@ -31,8 +31,7 @@ def scores_on_ranks(config: Preferences, path: str, documents: Sequence[Document
         logged = time.monotonic()
         for start in range(0, len(documents), size):
             by_rank = group.call("score", Reward.scores, share(list(documents[start : start + size]))).wait(SILENT_SECONDS)
-            found = dict(pair for of_rank in by_rank for pair in of_rank)
-            scores += np.concatenate([found[i] for i in range(len(found))]).tolist()
+            scores += np.concatenate(in_order(by_rank)).tolist()
             if time.monotonic() - logged > PROGRESS_SECONDS:
                 logged = time.monotonic()
                 print(f"scored {len(scores)} of {len(documents)} answers", flush=True)
