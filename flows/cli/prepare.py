@@ -86,7 +86,7 @@ def forecast(
         overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
         gpus: GPUs to place a PPO stage on; default: as many as the recipe needs.
         gpu: GPU type, for its memory and rates; for another type give the next three.
-        card_memory: GiB of a GPU.
+        gpu_memory: GiB of a GPU.
         flops: TFLOP/s of its bf16 matrix products, as measured.
         bandwidth: TB/s of its memory, as measured.
     """
