@@ -51,15 +51,13 @@ def generate(
     generate_max_len: int,
 ) -> list[ModelAnswer]:
     """Generates one answer to each question, in order. Each has a seed made of `seed` and its uid, so the order has no effect."""
+    from rlhf_core.rollout.engine import Sampling
+
     prompts = [renderer.prompt_within(question.messages, prompt_max_len) for question in questions]
     samples = sampler.generate(
         [tokens for tokens, _ in prompts],
-        seeds=[int(digest([seed, question.uid])[:8], 16) for question in questions],
-        n=1,
-        temperature=temperature,
-        max_new_tokens=generate_max_len,
-        stop_token_ids=renderer.stop_token_ids,
-        logprobs=False,
+        [int(digest([seed, question.uid])[:8], 16) for question in questions],
+        Sampling(1, temperature, generate_max_len, renderer.stop_token_ids, logprobs=False),
     )
     answers = []
     for question, (_, cut), (sample,) in zip(questions, prompts, samples, strict=True):

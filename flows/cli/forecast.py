@@ -13,10 +13,10 @@ from rich.table import Table
 
 from rlhf_core.config import KINDS, PPO, RewardModel, Trainable
 from rlhf_core.config.rewards import FunctionReward, HttpReward, ModelReward
-from rlhf_core.forecast.memory import GIB, ROOM
+from rlhf_core.forecast.memory import GIB, USABLE
 from rlhf_core.forecast.passes import alternatives, fields_of
 from rlhf_core.forecast.placements import Placement, choose, placements
-from rlhf_core.forecast.seconds import Card, seconds_of_pass
+from rlhf_core.forecast.seconds import Gpu, seconds_of_pass
 from rlhf_core.forecast.zero_stage import peak_of_training, size_of_folder, stage_of_training, starts, whole_on_each
 from rlhf_core.hub.model_config import Size
 from rlhf_core.recipe.plan import Node, Plan
@@ -24,22 +24,22 @@ from rlhf_core.recipe.plan import Node, Plan
 BF16 = "bfloat16"
 
 
-def show_forecast(console: Console, planned: Plan, count: int, card: Card) -> None:
+def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None:
     """Prints each training stage's memory on the fullest GPU, and for PPO the phases of all placements on `count` GPUs."""
-    console.print(f"estimates for {card} (--card, or --card-memory, --flops, --bandwidth); bf16, answers of full length", highlight=False)
+    console.print(f"estimates for {gpu} (--gpu, or --gpu-memory, --flops, --bandwidth); bf16, answers of full length", highlight=False)
     for node in planned.nodes:
         if isinstance(node.config, PPO):
             sizes = sizes_of(planned, node, node.config)
-            found = placements(node.config, count, sizes, card)
-            _show_ppo(console, node.name, node.config, found, card, sizes)
+            found = placements(node.config, count, sizes, gpu)
+            _show_ppo(console, node.name, node.config, found, gpu, sizes)
         elif isinstance(node.config, Trainable):
             size, config = model_size(planned, node, getattr(node.config, KINDS[node.kind].start)), node.config
-            stage = stage_of_training(config, size, card.memory).stage
-            held = peak_of_training(config, size, stage, card.memory)
+            stage = stage_of_training(config, size, gpu.memory).stage
+            held = peak_of_training(config, size, stage, gpu.memory)
             zero = f", zero_stage {stage}" if config.zero_stage == "auto" else ""
             line = f"[bold]{escape(node.name)}[/]: {held / GIB:.1f} GiB per GPU on {config.ranks.world_size} GPU(s){zero}"
-            if held > ROOM * card.memory:
-                line += f" [red]and a GPU has {card.memory / GIB:.0f}: {_what_fits(config, size, stage, card)}[/]"
+            if held > USABLE * gpu.memory:
+                line += f" [red]and a GPU has {gpu.memory / GIB:.0f}: {_what_fits(config, size, stage, gpu)}[/]"
             if config.dtype != BF16:
                 line += f" [red]with dtype: {BF16}, and the recipe has {config.dtype}[/]"
             console.print(line, highlight=False)
@@ -65,16 +65,16 @@ def model_size(planned: Plan, node: Node, name: str) -> Size:
     return size_of_folder(node.models[name])
 
 
-def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], card: Card, sizes: Mapping[str, Size]) -> None:
+def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], gpu: Gpu, sizes: Mapping[str, Size]) -> None:
     table = Table(title=f"{name}: placements", title_justify="left", box=None, pad_edge=False)
     for column in ("placement", "GiB, fullest GPU", *dict.fromkeys(phase for p in found for phase in p.seconds), "seconds an iteration"):
         table.add_column(column, justify="left" if column == "placement" else "right", overflow="fold")
-    chosen = choose(found, card)
+    chosen = choose(found, gpu)
     for placement in found:
         seconds = [f"{placement.seconds[c]:.1f}" if c in placement.seconds else "" for c in (str(c.header) for c in table.columns[2:-1])]
         held = f"{placement.peak / GIB:.1f}" + (f", vLLM lacks {placement.lacking / GIB:.1f}" if placement.lacking > 0 else "")
         held += f", {placement.beyond:g} GPUs too many" if placement.beyond > 0 else ""
-        mark = "[green]" if placement is chosen else "" if placement.fits(card) else "[red]"
+        mark = "[green]" if placement is chosen else "" if placement.fits(gpu) else "[red]"
         table.add_row(f"{mark}{escape(placement.name)}", f"{mark}{held}", *seconds, f"{mark}{placement.total:.1f}")
     if not found:
         console.print(f"{escape(name)}: no placement suits its batch sizes and switches on this number of GPUs", highlight=False)
@@ -83,8 +83,8 @@ def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], 
     if chosen is None:
         less = "more GPUs, or a smaller model" if config.lora else "more GPUs, lora, or a smaller model"
         trained = {role: size for role, size in sizes.items() if role in ("actor", "critic")}
-        why = _too_large(config, trained, card) or f"with shorter passes neither: {less}"
-        console.print(f"none of these fits {card.memory / GIB:.0f} GiB, {why}", highlight=False)
+        why = _too_large(config, trained, gpu) or f"with shorter passes neither: {less}"
+        console.print(f"none of these fits {gpu.memory / GIB:.0f} GiB, {why}", highlight=False)
         return
     fields = _to_write(config, chosen)
     choice = f"choose [green]{escape(chosen.name)}[/]: the fastest that fits, or as good as it (within 5 %) with more memory left"
@@ -111,25 +111,25 @@ def _source(source: ModelReward | FunctionReward | HttpReward) -> dict[str, Any]
     return named | source.model_dump(mode="json", exclude_defaults=True)
 
 
-def _what_fits(config: Trainable, size: Size, stage: int, card: Card) -> str:
+def _what_fits(config: Trainable, size: Size, stage: int, gpu: Gpu) -> str:
     """Returns the recipe fields of the fastest passes that fit, with ZeRO stage 3 if none fits with the stage's own."""
     whole = config.lora is None or config.lora.quantize == "none"  # 4-bit weights are not cut into shards
     for tried in dict.fromkeys((stage, 3 if config.ranks.world_size > 1 and whole else stage)):
-        peaks = {each: peak_of_training(config, size, tried, card.memory, each) for each in alternatives(config)}
-        fitting = [each for each, held in peaks.items() if held <= ROOM * card.memory]
+        peaks = {each: peak_of_training(config, size, tried, gpu.memory, each) for each in alternatives(config)}
+        fitting = [each for each, held in peaks.items() if held <= USABLE * gpu.memory]
         if fitting:
             head = not isinstance(config, RewardModel)
-            best = min(fitting, key=lambda each: seconds_of_pass(size, each, tried, head, card) / each.tokens)
+            best = min(fitting, key=lambda each: seconds_of_pass(size, each, tried, head, gpu) / each.tokens)
             fields = fields_of(best, config) | ({} if tried == stage else {"zero_stage": tried})
             return f"with {', '.join(f'{field}: {value}' for field, value in fields.items())} it is {peaks[best] / GIB:.1f}"
-    if told := _too_large(config, {"": size}, card):
+    if told := _too_large(config, {"": size}, gpu):
         return told
     return f"no pass is short enough: more ranks, {'lora, ' if config.lora is None else ''}or a smaller model"
 
 
-def _too_large(config: PPO | Trainable, sizes: Mapping[str, Size], card: Card) -> str:
+def _too_large(config: PPO | Trainable, sizes: Mapping[str, Size], gpu: Gpu) -> str:
     """Returns what to do about a model that a GPU cannot even load; "" when each of `sizes`, the trained models, fits."""
     needed = max(starts(config.model_copy(update={"dtype": BF16}), sizes).values())
-    if needed <= ROOM * card.memory:
+    if needed <= USABLE * gpu.memory:
         return ""
     return f"{whole_on_each(needed)}: GPUs with more memory, or a smaller model"

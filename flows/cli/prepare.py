@@ -74,8 +74,8 @@ def forecast(
     recipe: str,
     *overrides: str,
     gpus: int = 0,
-    card: Literal["h200", "h100"] = "h200",
-    card_memory: float | None = None,
+    gpu: Literal["h200", "h100"] = "h200",
+    gpu_memory: float | None = None,
     flops: float | None = None,
     bandwidth: float | None = None,
 ) -> int:
@@ -85,20 +85,20 @@ def forecast(
         recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
         overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
         gpus: GPUs to place a PPO stage on; default: as many as the recipe needs.
-        card: GPU type, for its memory and rates; for another type give the next three.
-        card_memory: GiB of a GPU.
+        gpu: GPU type, for its memory and rates; for another type give the next three.
+        gpu_memory: GiB of a GPU.
         flops: TFLOP/s of its bf16 matrix products, as measured.
         bandwidth: TB/s of its memory, as measured.
     """
     from flows.cli.forecast import show_forecast
-    from rlhf_core.forecast.seconds import CARDS
+    from rlhf_core.forecast.seconds import GPUS
 
-    given = {"memory": (card_memory, 2**30), "flops": (flops, 1e12), "bandwidth": (bandwidth, 1e12)}
+    given = {"memory": (gpu_memory, 2**30), "flops": (flops, 1e12), "bandwidth": (bandwidth, 1e12)}
     if gpus < 0 or not all(value is None or value > 0 for value, _ in given.values()):
-        raise ValueError("--gpus, --card-memory, --flops and --bandwidth are numbers above 0: leave out what is not known")
+        raise ValueError("--gpus, --gpu-memory, --flops and --bandwidth are numbers above 0: leave out what is not known")
     planned = plan(load_recipe(recipe, overrides))
     needed = max((round(needs(node.config).gpus) for node in planned.nodes), default=0)
-    known = CARDS[card]._replace(**{name: value * unit for name, (value, unit) in given.items() if value is not None})
+    known = GPUS[gpu]._replace(**{name: value * unit for name, (value, unit) in given.items() if value is not None})
     show_forecast(console, planned, gpus or max(1, needed), known)
     return 0
 

@@ -1,4 +1,4 @@
-"""Who sits where, as pure arithmetic: which bundle of resources each process of each group takes. Knows no Ray and no torch.
+"""Assigns each process of each group to a bundle of resources. Imports neither Ray nor torch.
 
 A bundle is what Ray reserves on one node, usually a GPU and some CPUs. Groups that are `together` share their bundles: process i of
 each runs on the same GPU.
@@ -30,28 +30,28 @@ class Layout:
     slots: Mapping[str, Sequence[Slot]]
     spans: Mapping[str, int]
 
-    def cards(self) -> list[str]:
-        """The card of each bundle: `card 0` where it takes a whole one, else `shared`, `shared 2`, ..., filled one after the other."""
+    def gpus(self) -> dict[str, list[str]]:
+        """The GPU of each process of each group: `GPU 0` for a whole one, else `shared`, `shared 2`, ..., filled one after the other."""
         filled: list[float] = []
         names = []
         for i, bundle in enumerate(self.bundles):
             part = bundle.get("GPU", 0.0)
             if not 0 < part < 1:
-                names.append(f"card {i}")
+                names.append(f"GPU {i}")
                 continue
             place = next((n for n, taken in enumerate(filled) if taken + part <= 1 + 1e-6), len(filled))
             if place == len(filled):
                 filled.append(0.0)
             filled[place] += part
             names.append(f"shared {place + 1}" if place else "shared")
-        return names
+        return {name: [names[slot.bundle] for slot in slots] for name, slots in self.slots.items()}
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {len(slots)} x ({slots[0].cpus:g} CPU, {slots[0].gpus:g} GPU)" for name, slots in self.slots.items())
 
 
 def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()) -> Layout:
-    """A bundle for each process, or for each set of processes that share a GPU; those share it in equal parts in Ray's books.
+    """A bundle for each process, or for each set of processes that share a GPU; those each count as an equal part of it in Ray.
 
     Raises ValueError when groups that share GPUs differ in their number of processes or only some of them have GPUs.
     """
@@ -72,7 +72,7 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
 
 
 def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]:
-    """The slots of each group, node by node, so that neighbours in rank are neighbours on the wire.
+    """The slots of each group, node by node, so that ranks next to each other are on one node.
 
     Raises ValueError when the GPUs of one engine would be on two nodes.
     """
@@ -85,7 +85,7 @@ def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]
         for first in range(0, len(slots), span):
             if len({node_of[slot.bundle] for slot in slots[first : first + span]}) > 1:
                 raise ValueError(
-                    f"an engine of {name} with tensor_parallel_size={span} would lie on two nodes: lower it to a divisor of a node's GPUs"
+                    f"an engine of {name} with tensor_parallel_size={span} would be on two nodes: lower it to a divisor of a node's GPUs"
                 )
     return ordered
 
@@ -96,5 +96,5 @@ def shortage(bundles: Sequence[Mapping[str, float]], there: Mapping[str, float])
     for resource in ("CPU", "GPU"):
         requested = sum(bundle.get(resource, 0.0) for bundle in bundles)
         if requested > there.get(resource, 0.0) + 1e-6:
-            parts.append(f"{resource}s (asked {requested:g}, there are {there.get(resource, 0.0):g})")
+            parts.append(f"{resource}s (requested {requested:g}, available {there.get(resource, 0.0):g})")
     return " and ".join(parts)

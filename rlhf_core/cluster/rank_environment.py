@@ -9,7 +9,7 @@ import socket
 LESS_MEMORY = (
     "lower micro_train_tokens or micro_train_batch_size (in PPO also those of rollouts, and vllm.gpu_memory_utilization), or set "
     "gradient_checkpointing (in PPO also adam_offload, ref_reward_offload), and run again: with another value of any of these the stage "
-    "goes on from its last checkpoint; `alignflow plan` with this card's memory says what fits"
+    "goes on from its last checkpoint; `alignflow plan` with this GPU's memory says what fits"
 )
 
 
@@ -24,8 +24,8 @@ def set_rank_environment(rank: int, world_size: int, address: str, port: int, lo
     }
 
 
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
+def free_port(host: str = "") -> int:
+    """A TCP port of an address of this machine that was free a moment ago."""
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])

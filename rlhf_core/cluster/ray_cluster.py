@@ -21,8 +21,8 @@ KEPT = tuple(
     "TORCHINDUCTOR_".split()
 )
 # Set explicitly: some hosts show less memory than they have.
-_started = ""  # address of the cluster that `connect` started last
 OBJECT_STORE_BYTES, GPU_OBJECT_STORE_BYTES = 512 << 20, 8 << 30
+_started = ""  # address of the cluster that `connect` started last
 
 
 class Reservation(NamedTuple):
@@ -92,14 +92,14 @@ def reserve(layout: Layout, timeout: float) -> Reservation:
     """
     missing = shortage(layout.bundles, ray.cluster_resources())
     if missing:
-        raise ValueError(f"the cluster lacks {missing} for {layout}: lower cpus/gpus of these groups, let some share cards, or add nodes")
+        raise ValueError(f"the cluster lacks {missing} for {layout}: lower cpus/gpus of these groups, let some share GPUs, or add nodes")
     group = placement_group(list(layout.bundles), strategy="PACK")
     if not group.wait(timeout):
         free = ray.available_resources()
         raise TimeoutError(
-            f"waited {timeout:.0f} s for room for {layout}: free now are {free.get('CPU', 0):g} CPUs and "
-            f"{free.get('GPU', 0):g} GPUs, others hold the rest"
+            f"{layout} was not available within {timeout:.0f} s: free now are {free.get('CPU', 0):g} CPUs and "
+            f"{free.get('GPU', 0):g} GPUs, the others are in use"
         )
     node_of = placement_group_table(group)["bundles_to_node_id"]
-    print(f"room for {layout} on {len(set(node_of.values()))} node(s)", flush=True)
+    print(f"reserved {layout} on {len(set(node_of.values()))} node(s)", flush=True)
     return Reservation(group, by_node(layout, node_of))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+
+import psutil
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, is_ours, leave, reserve
@@ -16,7 +17,7 @@ from rlhf_core.config.loops import Wanted, processes
 ENDING_SECONDS = 30.0
 
 
-class Borrowed(NamedTuple):
+class TemporaryGroup(NamedTuple):
     """A group, and the processes that are to be waited for at the end: the caller adds them when they are up."""
 
     group: Group
@@ -24,25 +25,15 @@ class Borrowed(NamedTuple):
 
 
 @contextmanager
-def borrowed(name: str, wanted: Wanted, span: int, timeout: float) -> Iterator[Borrowed]:
-    """A group of the processes that `wanted` asks for, `span` to a rank. ValueError and TimeoutError as `reserve`; the cluster is left at
+def temporary_group(name: str, wanted: Wanted, span: int, timeout: float) -> Iterator[TemporaryGroup]:
+    """A group of the processes of `wanted`, `span` to a rank. ValueError and TimeoutError as `reserve`; the cluster is left at
     the end, and processes of one of our own have ended then: another stage needs their GPUs."""
     connect()
     ours, pids = is_ours(), list[int]()
     try:
-        yield Borrowed(Group(name, reserve(arrange({name: wanted}), timeout), cpu_threads(processes(wanted)), span), pids)
+        yield TemporaryGroup(Group(name, reserve(arrange({name: wanted}), timeout), cpu_threads(processes(wanted)), span), pids)
     finally:
         leave()
         deadline = time.monotonic() + ENDING_SECONDS
-        while ours and any(map(_lives, pids)) and time.monotonic() < deadline:
+        while ours and any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
             time.sleep(0.1)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -6,131 +6,31 @@ may be references from `share`, so that a batch crosses to each node once.
 
 from __future__ import annotations
 
-import atexit
-import gc
-import importlib
 import os
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.cluster.rank_environment import LESS_MEMORY, free_port, set_rank_environment
+from rlhf_core.cluster.rank_environment import LESS_MEMORY
 from rlhf_core.cluster.ray_cluster import Reservation, connect, is_ours, passed_environment, reserve
-from rlhf_core.cluster.signs import Silent, Watch, report
+from rlhf_core.cluster.signs import Silent, Watch
+from rlhf_core.cluster.worker import Up, Worker
 from rlhf_core.config import Ranks
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
-from rlhf_core.system import progress
-from rlhf_core.system.gc_pause import uncollected
-from rlhf_core.system.gpu_allocator import give_up_segments
-from rlhf_core.system.processes import raised_by_us
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class RoleFailed(RuntimeError):
     """A role died, raised or stayed silent; the message names role and phase."""
 
 
-class LibraryError(RuntimeError):
-    """A library's ValueError: not about what the user gave, as ours are."""
-
-
-@contextmanager
-def told_apart() -> Iterator[None]:
-    """Raises LibraryError in place of a ValueError that is not ours."""
-    try:
-        yield
-    except ValueError as error:
-        if raised_by_us(error):
-            raise
-        raise LibraryError(f"{type(error).__name__}: {error}") from error
-
-
-class Up(NamedTuple):
-    """A rank that is ready: its process, and the seconds that its imports and its loading took."""
-
-    process: int
-    imports: float
-    loading: float
-
-
-class Worker:
-    """One rank. `build` makes the role's object in this process; `call` runs one of its methods. `key`: what it reports progress under."""
-
-    def __init__(self, name: str, threads: int, growing: bool, key: str):
-        self._name = name
-        self._unprepared: Exception | None = None
-        self._imports = 0.0
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # before anything is imported that reads it
-        if not growing:
-            give_up_segments(os.environ)
-        report(key)
-
-    def __repr__(self) -> str:  # Ray puts this before each relayed log line
-        return self._name
-
-    def prepare(self, function: str, *args: Any) -> None:
-        """Calls `module:function`, whose module need not be imported in the calling process."""
-        module, _, name = function.partition(":")
-        start = time.monotonic()
-        try:
-            with uncollected():
-                getattr(importlib.import_module(module), name)(*args)
-            gc.freeze()  # engines ask for whole collections while they start, which need not look through the libraries
-            atexit.register(gc.unfreeze)  # some of these count what is left of them at the end
-        except Exception as error:  # for `build` to raise, which somebody waits for
-            self._unprepared = error
-        self._imports = time.monotonic() - start
-
-    def address(self) -> tuple[str, int]:
-        return ray.util.get_node_ip_address(), free_port()
-
-    def cards(self) -> list[str]:
-        """The GPUs of this process, as its node counts them."""
-        return [str(card) for card in ray.get_gpu_ids()]
-
-    def card_bytes(self) -> int:
-        """Memory of this process's GPU; 0 without one."""
-        import torch
-
-        return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
-
-    def build(
-        self, rank: int, world_size: int, local_rank: int, rendezvous: tuple[str, int], factory: Any, options: Any, *cards: list[str]
-    ) -> Up:
-        """`rendezvous`: address and port at which the ranks connect. `cards`: the GPUs that an engine over several sees, by slot."""
-        start = time.monotonic()
-        if cards:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(card for place in cards for card in place)
-        if self._unprepared is not None:
-            with told_apart():
-                raise self._unprepared
-        set_rank_environment(rank, world_size, *rendezvous, local_rank)
-        with told_apart():
-            self.role = factory(**options)
-        return Up(os.getpid(), self._imports, time.monotonic() - start)
-
-    def call(self, method: str, *args: Any) -> tuple[Any, float]:
-        """The method's result and the seconds it took; results lie in host memory, so the device has finished too."""
-        start = time.monotonic()
-        with told_apart():
-            result = getattr(self.role, method)(*args)
-        return result, time.monotonic() - start
-
-    def stream(self, method: str, *args: Any) -> Iterator[tuple[Any, float]]:
-        """What the method yields, each with the seconds since it began."""
-        start = time.monotonic()
-        with told_apart():
-            for item in getattr(self.role, method)(*args):
-                progress.made()
-                yield item, time.monotonic() - start
-
-
-class Pending(NamedTuple):
+class Pending(NamedTuple, Generic[R]):
     """Work under way on ranks of a group, `keys` their reports. `spent`, if there is one, takes the seconds of the slowest rank under the
     phase's name."""
 
@@ -140,7 +40,7 @@ class Pending(NamedTuple):
     keys: Sequence[str]
     spent: dict[str, float] | None = None
 
-    def wait(self, timeout: float) -> list[Any]:
+    def wait(self, timeout: float) -> list[R]:
         """The results by rank. Raises RoleFailed as soon as one rank failed, or made no progress for `timeout` seconds."""
         return wait_all([self], timeout)[0]
 
@@ -160,16 +60,15 @@ class Pending(NamedTuple):
                 f"a rank of {self.role} died during '{self.phase}', often for lack of memory: lower its batch sizes. {error}"
             ) from None
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, ValueError):
-                raise ValueError(f"{self.role}: {error.cause}") from None
-            if isinstance(error.cause, FloatingPointError):
-                raise FloatingPointError(f"{self.role}: {error.cause}") from None
+            for kind in (ValueError, FloatingPointError):
+                if isinstance(error.cause, kind):
+                    raise kind(f"{self.role}: {error.cause}") from None
             if type(error.cause).__name__ == "OutOfMemoryError":
                 raise RoleFailed(f"{self.role} ran out of GPU memory in '{self.phase}': {LESS_MEMORY}. {error.cause}") from None
             raise RoleFailed(f"{self.role} failed in '{self.phase}': {error.cause!r}\n{error}") from None
 
 
-def wait_all(pending: Sequence[Pending], timeout: float) -> list[list[Any]]:
+def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]:
     """The results of several groups that work at once, by group and rank. Raises RoleFailed as soon as one rank of any failed, or made no
     progress for `timeout` seconds."""
     owner = {ref: work for work in pending for ref in work.refs}
@@ -185,7 +84,7 @@ def wait_all(pending: Sequence[Pending], timeout: float) -> list[list[Any]]:
     return [work.results() for work in pending]
 
 
-def _silent(pending: Sequence[Pending], silent: Silent, timeout: float) -> RoleFailed:
+def _silent(pending: Sequence[Pending[Any]], silent: Silent, timeout: float) -> RoleFailed:
     who = " and ".join(
         f"{work.role}: ranks {[rank for rank, ref in enumerate(work.refs) if ref in silent.refs]} made no progress in '{work.phase}'"
         for work in pending
@@ -195,8 +94,8 @@ def _silent(pending: Sequence[Pending], silent: Silent, timeout: float) -> RoleF
 
 
 class Group:
-    """All ranks of one role in their slots. An engine over several cards is one rank; the processes on its other GPUs only reserve them.
-    `growing`: whether their memory may lie in segments that grow, if the user asks for them (`rlhf_core.system.gpu_allocator`)."""
+    """All ranks of one role in their slots. An engine over several GPUs is one rank; the processes on its other GPUs only reserve them.
+    `growing`: whether their memory may be in segments that grow, where the user sets it (`rlhf_core.system.gpu_allocator`)."""
 
     def __init__(self, name: str, reservation: Reservation, threads: int, span: int = 1, growing: bool = True):
         self.name, slots = name, reservation.slots[name]
@@ -218,40 +117,44 @@ class Group:
         self._spent: dict[str, float] = {}
 
     def prepare(self, function: str, *args: Any) -> None:
-        """Lets every rank call `module:function`, to import what it will need, and does not wait. An engine over several cards does not:
+        """Lets every rank call `module:function`, to import what it will need, and does not wait. An engine over several GPUs does not:
         what it imports may look for GPUs before `build` sets which it sees."""
         if self._span == 1:
             for worker in self._workers:
                 worker.prepare.remote(function, *args)
 
-    def build(self, factory: Callable[..., Any], **options: Any) -> Pending:
+    def build(self, factory: Callable[..., Any], **options: Any) -> Pending[Up]:
         """Makes the role's object on every rank; ranks connect at the first one's address. The results are `Up`."""
         rendezvous = self._workers[0].address.remote()  # Ray passes the result of a reference, so this does not wait
-        cards = [worker.cards.remote() for worker in self._processes] if self._span > 1 else []
+        gpus = [worker.gpu_ids.remote() for worker in self._processes] if self._span > 1 else []
         refs = []
         for rank, worker in enumerate(self._workers):
             # Ray shows each worker only its own GPUs, so the device index is always 0 there.
             local_rank = 0 if ray.cluster_resources().get("GPU") else rank
-            seen = cards[rank * self._span : (rank + 1) * self._span]
+            seen = gpus[rank * self._span : (rank + 1) * self._span]
             refs.append(worker.build.remote(rank, self.world_size, local_rank, rendezvous, factory, options, *seen))
         return Pending(self.name, "load", refs, self._keys)
 
     def address(self, rank: int, timeout: float) -> tuple[str, int]:
         """The node of a rank and a free port there."""
-        return Pending(self.name, "address", [self._workers[rank].address.remote()], [self._keys[rank]]).wait(timeout)[0]
+        return Pending[tuple[str, int]](self.name, "address", [self._workers[rank].address.remote()], [self._keys[rank]]).wait(timeout)[0]
 
-    def card_bytes(self, timeout: float) -> int:
+    def gpu_bytes(self, timeout: float) -> int:
         """Memory of the smallest GPU of the group; 0 without GPUs."""
-        return min(Pending(self.name, "start", [worker.card_bytes.remote() for worker in self._workers], self._keys).wait(timeout))
+        return min(Pending[int](self.name, "start", [worker.gpu_bytes.remote() for worker in self._workers], self._keys).wait(timeout))
 
-    def call(self, phase: str, method: str, *args: Any) -> Pending:
-        """Runs `method(*args)` on every rank."""
-        return Pending(self.name, phase, [worker.call.remote(method, *args) for worker in self._workers], self._keys, self._spent)
+    def call(self, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """Runs a method of the role's class on every rank's object, or what a subclass has under its name."""
+        refs = [worker.call.remote(method.__name__, *args, **kwargs) for worker in self._workers]
+        return Pending(self.name, phase, refs, self._keys, self._spent)
 
-    def stream(self, phase: str, method: str, timeout: float, *args: Any) -> Iterator[Any]:
-        """What `method(*args)` yields on the ranks, as it comes. Raises RoleFailed, as `wait_all` does."""
-        working = [worker.stream.options(num_returns="streaming").remote(method, *args) for worker in self._workers]
-        waiting, work, slowest = list(working), Pending(self.name, phase, working, self._keys), 0.0
+    def stream(
+        self, phase: str, timeout: float, method: Callable[Concatenate[Any, P], Iterator[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> Iterator[R]:
+        """What the method, as for `call`, yields on the ranks, as it comes. Raises RoleFailed, as `wait_all` does."""
+        working = [worker.stream.options(num_returns="streaming").remote(method.__name__, *args, **kwargs) for worker in self._workers]
+        waiting, slowest = list(working), 0.0
+        work = Pending[Any](self.name, phase, working, self._keys)
         watch = Watch(dict(zip(working, self._keys, strict=True)), timeout)
         while waiting:
             try:
@@ -279,6 +182,12 @@ def share(value: Any) -> Any:
     return ray.put(value)
 
 
+def in_order(by_rank: Sequence[Sequence[tuple[int, R]]]) -> list[R]:
+    """Joins the ranks' (index, value) shares into one list."""
+    found = {index: value for share_of_rank in by_rank for index, value in share_of_rank}
+    return [found[index] for index in range(len(found))]
+
+
 def cpu_threads(roles_at_once: int) -> int:
     """Threads of one worker when `roles_at_once` of them work side by side on this machine."""
     return max(1, (os.cpu_count() or 1) // roles_at_once)
@@ -295,13 +204,12 @@ class StageRank:
 
 
 def run_on_group(
-    work: Callable[[StageRequest, RunDir], Outcome], name: str, run: RunDir, ranks: Ranks, settle: Callable[[int], StageRequest]
+    work: Callable[[StageRequest, RunDir], Outcome], name: str, run: RunDir, ranks: Ranks, resolve: Callable[[int], StageRequest]
 ) -> Outcome:
-    """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `settle` gives the request, from the bytes of
-    the group's smallest GPU (0: there is none)."""
+    """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `resolve` gives the request, from the
+    bytes of the group's smallest GPU (0: there is none)."""
     connect()
-    reservation = reserve(arrange({name: ranks}), timeout=600)
-    group = Group(name, reservation, cpu_threads(ranks.world_size))
-    request = settle(group.card_bytes(600))
+    group = Group(name, reserve(arrange({name: ranks}), timeout=600), cpu_threads(ranks.world_size))
+    request = resolve(group.gpu_bytes(600))
     group.build(StageRank, work=work, request=request, path=str(run.path)).wait(600)
-    return group.call("train", "run").wait(timeout=7 * 24 * 3600)[0]
+    return group.call("train", StageRank.run).wait(timeout=7 * 24 * 3600)[0]

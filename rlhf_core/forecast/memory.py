@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
-from rlhf_core.config import PPO, Lora, Ranks
+from rlhf_core.config import PPO, Lora
 from rlhf_core.forecast.passes import longest, recipe_pass
 from rlhf_core.hub.model_config import Size
 
@@ -20,7 +20,7 @@ GIB = 2**30
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
 FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once while it computes, and its buckets
 KEPT = 1 / 16  # of a GPU: weights that take less stay whole from forward pass to backward pass, which would fetch them again
-ROOM = 0.95  # of a GPU; the rest is lost to fragmentation
+USABLE = 0.95  # of a GPU; the rest is lost to fragmentation
 CHUNK = 2048  # positions whose logits exist at once where they are not kept (models/token_logprobs.py)
 
 
@@ -45,7 +45,7 @@ class Training(NamedTuple):
     tokens: int
     offload: bool = False
     adapters: bool = False
-    card: float = 0.0
+    gpu_bytes: float = 0.0
     weight: float = 2.0
 
 
@@ -55,7 +55,7 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     per_rank = count / how.ranks
     weights, fetched = how.weight * (per_rank if how.zero_stage == 3 else count), 0.0
     if how.zero_stage == 3:
-        fetched = FETCHED + (2 * count if 2 * count <= KEPT * how.card and not how.adapters else 0)
+        fetched = FETCHED + (2 * count if 2 * count <= KEPT * how.gpu_bytes and not how.adapters else 0)
     if how.adapters:
         state, gradients = 0.0, 0.0
     elif how.zero_stage == 0:  # plain torch, whose fp32 gradients take the place of the bf16 ones when the pass is over
@@ -92,7 +92,7 @@ def read(size: Size, tokens: int, head: bool, offload: bool = False) -> Held:
 
 
 def bytes_of_weights(lora: Lora | None) -> float:
-    """Of a weight that is trained or stands below adapters: 4 bits and the constants of their blocks (Dettmers et al. 2023), or bf16."""
+    """Of a weight that is trained or is below adapters: 4 bits and the constants of their blocks (Dettmers et al. 2023), or bf16."""
     return 2.0 if lora is None or lora.quantize == "none" else 0.52
 
 
@@ -101,7 +101,7 @@ def engine_needs(size: Size, tensor_parallel_size: int) -> float:
     return 2 * size.parameters / tensor_parallel_size + 3 * GIB
 
 
-def roles(config: PPO, sizes: Mapping[str, Size], card_bytes: float) -> dict[str, Held]:
+def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str, Held]:
     """What each process of each group holds. `sizes` gives the model of each group of models."""
     scoring = config.micro_rollout_tokens or config.micro_rollout_batch_size * longest(config)
     held: dict[str, Held] = {}
@@ -111,22 +111,21 @@ def roles(config: PPO, sizes: Mapping[str, Size], card_bytes: float) -> dict[str
             assert config.zero_stage != "auto", "decided before (zero_stage.py)"
             training, offload = recipe_pass(config, ranks.world_size), name in config.adam_offload
             adapters, weight = config.lora is not None, bytes_of_weights(config.lora)
-            how = Training(ranks.world_size, config.zero_stage, training.recomputed, training.tokens, offload, adapters, card_bytes, weight)
+            how = Training(ranks.world_size, config.zero_stage, training.recomputed, training.tokens, offload, adapters, gpu_bytes, weight)
             held[name] = trained(sizes[name], how, head, scoring)
         else:
             held[name] = read(sizes[name], scoring, head, config.ref_reward_offload)
-    awake = config.vllm.gpu_memory_utilization * card_bytes
+    awake = config.vllm.gpu_memory_utilization * gpu_bytes
     held["sampler"] = Held(1.0 * GIB, generating=awake) if config.vllm.sleep else Held(CONTEXT + awake)
     return held
 
 
-def cards(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:
-    """Peak bytes of each kind of GPU: `card 0` of the groups on it. Groups with less than a whole GPU share some."""
+def gpu_peaks(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:
+    """Peak bytes of each kind of GPU: `GPU 0` of the groups on it. Groups with less than a whole GPU share some."""
     on: dict[str, list[str]] = {}
-    places = layout.cards()
-    for name, slots in layout.slots.items():
-        for slot in slots:
-            on.setdefault(places[slot.bundle], []).append(name)
+    for name, places in layout.gpus().items():
+        for place in places:
+            on.setdefault(place, []).append(name)
     return {
         place: (names, peak([held[name] for name in names], config.vllm.sleep, config.colocate_all)) for place, names in sorted(on.items())
     }
@@ -136,18 +135,14 @@ def peak(processes: list[Held], released: bool, in_turn: bool = False) -> float:
     """With `released` memory goes from phase to phase, and `in_turn` from one that trains to the next; else each process keeps what its
     largest phase took. All start side by side, with engines awake."""
     starting = sum(process.still + process.starting + process.generating for process in processes)
-    return max(starting, _peak_of_phases(processes, released, in_turn))
+    if not released:
+        return max(starting, sum(process.still + max(process.scoring, process.training, process.generating) for process in processes))
+    still, scoring, generating = (sum(getattr(process, phase) for process in processes) for phase in ("still", "scoring", "generating"))
+    training = (max if in_turn else sum)(process.training for process in processes)
+    return max(starting, still + max(scoring, training, generating))
 
 
-def _peak_of_phases(processes: list[Held], released: bool, in_turn: bool) -> float:
-    if released:
-        still = sum(process.still for process in processes)
-        training = (max if in_turn else sum)(process.training for process in processes)
-        return still + max(sum(p.scoring for p in processes), training, sum(p.generating for p in processes))
-    return sum(process.still + max(process.scoring, process.training, process.generating) for process in processes)
-
-
-def stage_peak(size: Size, ranks: Ranks, how: Training, reference: bool, head: bool) -> float:
+def stage_peak(size: Size, how: Training, reference: bool, head: bool) -> float:
     """Peak bytes of a GPU of SFT, reward model, DPO or KTO. `reference`: a second model scored before training, then dropped."""
     held = trained(size, how, head, how.tokens)
     scored = read(size, how.tokens, head)

@@ -1,4 +1,4 @@
-"""Training passes that a GPU has room for: how many tokens they have, and how many layers are computed again. Torch-free."""
+"""Training passes that fit into the memory of a GPU: how many tokens they have, and how many layers are computed again. Torch-free."""
 
 from __future__ import annotations
 

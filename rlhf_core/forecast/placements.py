@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import ModelReward
-from rlhf_core.forecast.memory import ROOM, cards, engine_needs, roles
+from rlhf_core.forecast.memory import USABLE, engine_needs, gpu_peaks, roles
 from rlhf_core.forecast.passes import alternatives, fields_of
-from rlhf_core.forecast.seconds import Card, phases, shares_of_engine
+from rlhf_core.forecast.seconds import Gpu, phases, shares_of_engine
 from rlhf_core.forecast.zero_stage import stage_of_ppo
 from rlhf_core.hub.model_config import Size
 
@@ -26,7 +26,7 @@ class Placement(NamedTuple):
     name: str
     fields: dict[str, Any]
     peak: float
-    cards: dict[str, tuple[list[str], float]]
+    gpus: dict[str, tuple[list[str], float]]
     seconds: dict[str, float]
     lacking: float
     beyond: float = 0.0
@@ -35,68 +35,68 @@ class Placement(NamedTuple):
     def total(self) -> float:
         return sum(self.seconds.values())
 
-    def fits(self, card: Card) -> bool:
-        return self.peak <= ROOM * card.memory and self.lacking <= 0 and self.beyond <= 0
+    def fits(self, gpu: Gpu) -> bool:
+        return self.peak <= USABLE * gpu.memory and self.lacking <= 0 and self.beyond <= 0
 
 
-def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], card: Card) -> Placement:
-    config = config.model_copy(update={"zero_stage": stage_of_ppo(config, sizes, card.memory).stage})
+def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu) -> Placement:
+    config = config.model_copy(update={"zero_stage": stage_of_ppo(config, sizes, gpu.memory).stage})
     layout = arrange(config.placed, config.together)
-    found = cards(config, layout, roles(config, sizes, card.memory))
-    lacking = engine_needs(sizes["actor"], config.vllm.tensor_parallel_size) - config.vllm.gpu_memory_utilization * card.memory
-    return Placement(name, fields, max(held for _, held in found.values()), found, phases(config, layout, sizes, card), lacking)
+    found = gpu_peaks(config, layout, roles(config, sizes, gpu.memory))
+    lacking = engine_needs(sizes["actor"], config.vllm.tensor_parallel_size) - config.vllm.gpu_memory_utilization * gpu.memory
+    return Placement(name, fields, max(held for _, held in found.values()), found, phases(config, layout, sizes, gpu), lacking)
 
 
-def placements(config: PPO, count: int, sizes: Mapping[str, Size], card: Card) -> list[Placement]:
+def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> list[Placement]:
     """The recipe's own placement first, with other passes where those fit or are faster, then what could be had on `count` GPUs."""
     found = []
     if config.actor_ranks.gpus:
-        taken = f", zero_stage {stage_of_ppo(config, sizes, card.memory).stage}" if config.zero_stage == "auto" else ""
-        beyond = max(0.0, _cards(config) - count)
-        found.append(forecast(f"as in the recipe{taken}", config, {}, sizes, card)._replace(beyond=beyond))
-        other = _best(_with_other_passes("the recipe's placement", config, {}, sizes, card), card)
+        taken = f", zero_stage {stage_of_ppo(config, sizes, gpu.memory).stage}" if config.zero_stage == "auto" else ""
+        beyond = max(0.0, _gpu_count(config) - count)
+        found.append(forecast(f"as in the recipe{taken}", config, {}, sizes, gpu)._replace(beyond=beyond))
+        other = _best(_with_other_passes("the recipe's placement", config, {}, sizes, gpu), gpu)
         found += [other._replace(beyond=beyond)] if other.fields else []
     for name, fields in _options(config, count).items():
         try:
             changed = PPO.model_validate(config.model_dump() | fields)
         except ValidationError:  # the batch sizes do not fit so many ranks, or the engines are to work beside the models
             continue
-        if _cards(changed) > count:
+        if _gpu_count(changed) > count:
             continue
         tried = []
-        for share in shares_of_engine(changed, sizes["actor"], card) if changed.colocate_all else [0.9]:
+        for share in shares_of_engine(changed, sizes["actor"], gpu) if changed.colocate_all else [0.9]:
             changed = changed.model_copy(update={"vllm": changed.vllm.model_copy(update={"gpu_memory_utilization": share})})
-            tried += _with_other_passes(name, changed, fields | {"vllm": changed.vllm.model_dump()}, sizes, card)
-        found.append(_best(tried, card))
+            tried += _with_other_passes(name, changed, fields | {"vllm": changed.vllm.model_dump()}, sizes, gpu)
+        found.append(_best(tried, gpu))
     return found
 
 
-def _cards(config: PPO) -> float:
+def _gpu_count(config: PPO) -> float:
     return sum(bundle.get("GPU", 0.0) for bundle in arrange(config.placed, config.together).bundles)
 
 
-def _with_other_passes(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], card: Card) -> list[Placement]:
+def _with_other_passes(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu) -> list[Placement]:
     """A placement with the recipe's passes, and with each of the others."""
-    found = [forecast(name, config, fields, sizes, card)]
+    found = [forecast(name, config, fields, sizes, gpu)]
     for other in alternatives(config)[1:]:
         passes = fields_of(other, config)
-        found.append(forecast(f"{name}; {other}", config.model_copy(update=passes), fields | passes, sizes, card))
+        found.append(forecast(f"{name}; {other}", config.model_copy(update=passes), fields | passes, sizes, gpu))
     return found
 
 
-def _best(found: list[Placement], card: Card) -> Placement:
+def _best(found: list[Placement], gpu: Gpu) -> Placement:
     """The fastest that fits, the first of equals (within 1 %); the first of all where none fits."""
-    fastest = min((placement.total for placement in found if placement.fits(card)), default=0.0)
-    return next((placement for placement in found if placement.fits(card) and placement.total <= 1.01 * fastest), found[0])
+    fastest = min((placement.total for placement in found if placement.fits(gpu)), default=0.0)
+    return next((placement for placement in found if placement.fits(gpu) and placement.total <= 1.01 * fastest), found[0])
 
 
-def choose(found: list[Placement], card: Card) -> Placement | None:
+def choose(found: list[Placement], gpu: Gpu) -> Placement | None:
     """The fastest that fits; among equals (within 5 %) the recipe's own, or the one that leaves most memory, where that makes a difference
     (5 % of a GPU). None when none fits."""
-    fitting = [placement for placement in found if placement.fits(card)]
+    fitting = [placement for placement in found if placement.fits(gpu)]
     fastest = min((placement.total for placement in fitting), default=0.0)
     equals = [placement for placement in fitting if placement.total <= 1.05 * fastest]
-    return min(equals, key=lambda placement: round(20 * placement.peak / card.memory) if placement.fields else -1, default=None)
+    return min(equals, key=lambda placement: round(20 * placement.peak / gpu.memory) if placement.fields else -1, default=None)
 
 
 def _options(config: PPO, count: int) -> dict[str, dict[str, Any]]:
@@ -112,29 +112,22 @@ def _options(config: PPO, count: int) -> dict[str, dict[str, Any]]:
     if any(source.ranks for source in config.reward_models):
         apart["reward"] = [source.model_dump() for source in rewards]
 
-    def engines(cards: int, alone: bool) -> dict[str, Any]:
-        """As many as fit `cards`, each over as many as the recipe says where they divide; alone on their GPUs, or beside models."""
-        over = config.vllm.tensor_parallel_size if cards % config.vllm.tensor_parallel_size == 0 else 1
-        return vllm | {"num_engines": cards // over, "tensor_parallel_size": over, "gpus": 1.0, "sleep": not alone}
+    def engines(gpus: int, alone: bool) -> dict[str, Any]:
+        """As many as fit `gpus`, each over as many as the recipe says where they divide; alone on their GPUs, or beside models."""
+        over = config.vllm.tensor_parallel_size if gpus % config.vllm.tensor_parallel_size == 0 else 1
+        return vllm | {"num_engines": gpus // over, "tensor_parallel_size": over, "gpus": 1.0, "sleep": not alone}
 
     roles = [field for field in RANKS if config.has_critic or field != "critic_ranks"]
     together = {**apart, **dict.fromkeys(roles, ranks(count)), "colocate_all": True, "vllm": engines(count, alone=False)}
     offloaded = ["actor", "critic"] if config.has_critic else ["actor"]
     most = 2 if config.lora is not None and config.lora.quantize != "none" else 3  # 4-bit weights are not cut into shards
     shards = f", ZeRO-{most}" if count > 1 else ""  # one GPU has nothing to share out
+    zero_stage = most if shards else 0
+    all_offloaded = {"ref_reward_offload": True, "adam_offload": offloaded, "zero_stage": most if shards else 2}
     options = {
-        "all together": {**together, "zero_stage": 2 if shards else 0},
-        f"all together{shards}, reference and reward offloaded": {
-            **together,
-            "zero_stage": most if shards else 0,
-            "ref_reward_offload": True,
-        },
-        "all together, Adam offloaded too": {
-            **together,
-            "zero_stage": most if shards else 2,
-            "ref_reward_offload": True,
-            "adam_offload": offloaded,
-        },
+        "all together": together | {"zero_stage": 2 if shards else 0},
+        f"all together{shards}, reference and reward offloaded": together | {"zero_stage": zero_stage, "ref_reward_offload": True},
+        "all together, Adam offloaded too": together | all_offloaded,
     }
     judges = ["critic"] * config.has_critic + ["reward"] * bool(config.reward_models)
     actor, each = count // 2, max(1, count // 4)
@@ -152,6 +145,6 @@ def _options(config: PPO, count: int) -> dict[str, dict[str, Any]]:
         others = f"{' and '.join(judges)} on {judging}, " if judges else ""
         options[f"actor and reference on {actor}, {others}vLLM on {left}"] = split
         if config.has_critic:
-            with_offload = {**split, "adam_offload": ["critic"], "zero_stage": most if actor > 1 else 2}
-            options[f"the same, the critic's Adam offloaded ({actor} + {each} + {left})"] = with_offload
+            offload = {"adam_offload": ["critic"], "zero_stage": most if actor > 1 else 2}
+            options[f"the same, the critic's Adam offloaded ({actor} + {each} + {left})"] = split | offload
     return options

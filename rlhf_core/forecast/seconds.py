@@ -19,12 +19,12 @@ LAUNCH = {0: 0.0034, 1: 0.0068, 2: 0.0068, 3: 0.0092}  # seconds a layer in whic
 DECODE_STEP = 0.0032  # seconds a step of vLLM takes besides reading weights, keys and values
 HOST_ADAM = 1.5e9  # parameters a second of an optimiser step on the host
 SYNC = 40e9  # bytes a second into the engines
-SEQUENCES = 1024.0  # answers that an engine of vLLM works on at once, where their keys and values have room
+SEQUENCES = 1024.0  # answers that an engine of vLLM works on at once, where their keys and values fit
 SPARE = 2 * GIB  # of an engine beside models, so that it starts also where its largest batch takes more than `engine_needs` knows
 SLEEP = 20e9  # bytes a second of weights that an engine drops and takes again, to sleep and to wake
 
 
-class Card(NamedTuple):
+class Gpu(NamedTuple):
     """Memory in bytes, FLOP/s of bf16 matrix products and bytes/s of memory, as measured rather than as sold."""
 
     memory: float = 139.8 * GIB
@@ -32,13 +32,13 @@ class Card(NamedTuple):
     bandwidth: float = 4.3e12
 
     def __str__(self) -> str:
-        return f"{self.memory / GIB:.0f} GiB, {self.flops / 1e12:.0f} TFLOP/s and {self.bandwidth / 1e12:.1f} TB/s a card"
+        return f"{self.memory / GIB:.0f} GiB, {self.flops / 1e12:.0f} TFLOP/s and {self.bandwidth / 1e12:.1f} TB/s a GPU"
 
 
-CARDS = {"h200": Card(), "h100": Card(memory=79.2 * GIB, bandwidth=3.0e12)}  # those that runs were measured on
+GPUS = {"h200": Gpu(), "h100": Gpu(memory=79.2 * GIB, bandwidth=3.0e12)}  # those that runs were measured on
 
 
-def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -> dict[str, float]:
+def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, float]:
     """Seconds by phase for full-length answers: an upper bound where answers end early. Of generation that runs beside scoring and
     training, what those do not cover."""
     answers = config.rollout_batch_size * config.n_samples_per_prompt
@@ -48,18 +48,18 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
     for name in config.groups:
         head = name in ("actor", "reference")
         count, stored = (size - (0 if head else sizes[name].head) for size in (sizes[name].active, sizes[name].parameters))
-        scoring[name] = 2 * count * tokens / SCORING[head] / card.flops
+        scoring[name] = 2 * count * tokens / SCORING[head] / gpu.flops
         if name in ("actor", "critic"):
             ranks = config.groups[name].world_size
             steps = answers * config.max_epochs / config.train_batch_size
             a_pass, passes = as_laid(config, ranks)
-            training[name] = steps * ranks * passes * seconds_of_pass(sizes[name], a_pass, config.zero_stage, head, card)
+            training[name] = steps * ranks * passes * seconds_of_pass(sizes[name], a_pass, config.zero_stage, head, gpu)
             host.append(steps * stored / ranks / HOST_ADAM if name in config.adam_offload else 0.0)
-    engine = sizes["actor"]
+    engine, gpus = sizes["actor"], layout.gpus()
     found = {
-        "generate": _generate(config, engine, len(layout.slots["sampler"]), card),
-        "score": _busiest(scoring, layout),
-        "train": _busiest(training, layout) + (sum if config.colocate_all else max)(host),
+        "generate": _generate(config, engine, len(layout.slots["sampler"]), gpu),
+        "score": busiest(scoring, gpus),
+        "train": busiest(training, gpus) + (sum if config.colocate_all else max)(host),
         "sync": 0.1 + 2 * engine.parameters / SYNC / 2,
     }
     if config.one_step_off_policy:
@@ -67,41 +67,39 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], card: Card) -
     return found | ({"sleep and wake": 0.05 + 2 * engine.parameters / SLEEP} if config.vllm.sleep else {})
 
 
-def seconds_of_pass(size: Size, what: Pass, zero_stage: int, head: bool, card: Card) -> float:
+def seconds_of_pass(size: Size, what: Pass, zero_stage: int, head: bool, gpu: Gpu) -> float:
     """Its operations, or what the host takes to launch them where that is longer. `head`: as in `memory.trained`."""
     again = 1 + what.recomputed / 3  # of 3 parts, forward and twice as much backward, the first is done again
     count = size.active - (0 if head else size.head)
-    return again * max(6 * count * what.tokens / TRAINING[zero_stage] / card.flops, size.layers * LAUNCH[zero_stage])
+    return again * max(6 * count * what.tokens / TRAINING[zero_stage] / gpu.flops, size.layers * LAUNCH[zero_stage])
 
 
-def shares_of_engine(config: PPO, size: Size, card: Card) -> list[float]:
+def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:
     """Shares of a GPU for an engine beside models: its weights, and keys and values of all its answers, or of a half, or of fewer at a
     time, the largest first."""
     over = config.vllm.tensor_parallel_size
     answers = min(SEQUENCES, math.ceil(config.rollout_batch_size * config.n_samples_per_prompt / config.vllm.num_engines))
     wanted = [engine_needs(size, over) + SPARE + answers / part * longest(config) * size.kv / over for part in (1, 2, 4, 8)]
-    return list(dict.fromkeys(min(0.9, math.ceil(20 * 1.1 * each / card.memory) / 20) for each in wanted))
+    return list(dict.fromkeys(min(0.9, math.ceil(20 * 1.1 * each / gpu.memory) / 20) for each in wanted))
 
 
-def _busiest(work: Mapping[str, float], layout: Layout) -> float:
-    """Seconds of the GPU with the most to do, of seconds on one GPU; groups in fractions share GPUs."""
+def busiest(work: Mapping[str, float], gpus: Mapping[str, Sequence[str]]) -> float:
+    """The largest sum of work on one GPU: each role spreads its work evenly over its `gpus`, and GPUs work side by side."""
     load: dict[str, float] = {}
-    places = layout.cards()
-    for name, seconds in work.items():
-        bundles: Sequence[int] = [slot.bundle for slot in layout.slots[name]]
-        for bundle in bundles:
-            load[places[bundle]] = load.get(places[bundle], 0.0) + seconds / len(bundles)
+    for role, total in work.items():
+        for gpu in gpus[role]:
+            load[gpu] = load.get(gpu, 0.0) + total / len(gpus[role])
     return max(load.values(), default=0.0)
 
 
-def _generate(config: PPO, size: Size, processes: int, card: Card) -> float:
+def _generate(config: PPO, size: Size, processes: int, gpu: Gpu) -> float:
     answers, over = config.rollout_batch_size * config.n_samples_per_prompt, config.vllm.tensor_parallel_size
     prompt, said = config.prompt_max_len, config.generate_max_len
-    room = over * (config.vllm.gpu_memory_utilization * card.memory - engine_needs(size, over))
-    at_once = min(SEQUENCES, max(1.0, room // (size.kv * longest(config)))) if room > 0 else SEQUENCES  # answers in an engine
+    space = over * (config.vllm.gpu_memory_utilization * gpu.memory - engine_needs(size, over))
+    at_once = min(SEQUENCES, max(1.0, space // (size.kv * longest(config)))) if space > 0 else SEQUENCES  # answers in an engine
     steps = said * math.ceil(answers * over / processes / at_once)
     weights = steps * 2 * size.parameters / over
     keys = answers * said * (prompt + said / 2) * size.kv / processes
-    prefill = 2 * size.active * answers * prompt / processes / card.flops
-    decode = max((weights + keys) / card.bandwidth, 2 * size.active * answers * said / processes / card.flops)
+    prefill = 2 * size.active * answers * prompt / processes / gpu.flops
+    decode = max((weights + keys) / gpu.bandwidth, 2 * size.active * answers * said / processes / gpu.flops)
     return prefill + decode + steps * DECODE_STEP

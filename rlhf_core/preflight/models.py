@@ -46,12 +46,12 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
         if _loads(node.config, reference) and wraps_text_by_config(config):
             named = (config.get("architectures") or [config.get("model_type")])[0]
             problems[place, "wrapper"] = f"{where}: {more_than_text(place, str(named))}"
-        elif reference.kinds == REWARD and _is_headless(Path(place)):
+        elif reference.kinds == REWARD and _lacks_head(Path(place)):
             problems[place, "head"] = f"{where}: {no_reward_head(place)}"
     return problems
 
 
-def _is_headless(folder: Path) -> bool:
+def _lacks_head(folder: Path) -> bool:
     """Whether neither the folder's weights nor, of an adapter, its base's are a reward model's; not where they cannot be read here."""
     try:
         if has_scalar_head(folder) or not any(folder.glob("*.safetensors")):
@@ -60,7 +60,7 @@ def _is_headless(folder: Path) -> bool:
         base = json.loads(adapter.read_text()).get("base_model_name_or_path") if adapter.is_file() else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
-    return base is None or (not is_remote(base) and Path(base).is_dir() and _is_headless(Path(base)))
+    return base is None or (not is_remote(base) and Path(base).is_dir() and _lacks_head(Path(base)))
 
 
 def _loads(config: StageConfig, reference: Reference) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rlhf_core.config.rewards import ModelReward, RewardSource
 from rlhf_core.data.documents import Document
 from rlhf_core.models.scoring import RewardScorer
-from rlhf_core.rewards.asking import Outside, asker, collect
+from rlhf_core.rewards.clients import Clients, client_of, collect
 from rlhf_core.rewards.combine import Combined, Term, combine, term_of
 from rlhf_core.rewards.contract import Sample
 
@@ -40,12 +40,12 @@ def reward_batch(
             return source.title, scores(paths[source.model], documents)
         return source.title, RewardScorer(paths[source.model], dtype, micro_batch_size, trust_remote_code).score(documents)
 
-    outside = Outside([asker(source) for source in sources if not isinstance(source, ModelReward)])
+    clients = Clients([client_of(source) for source in sources if not isinstance(source, ModelReward)])
     try:
-        asked = outside.start(samples, allowed)
-        rewards = collect(map(score, models), asked, allowed)
+        pending = clients.start(samples, allowed)
+        rewards = collect(map(score, models), pending, allowed)
     finally:
-        outside.close()
+        clients.close()
     return combine(rewards.by_source, terms_of(sources, paths), {})
 
 

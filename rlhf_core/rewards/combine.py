@@ -50,14 +50,14 @@ class Term(NamedTuple):
     stored: tuple[float, float] | None
 
 
-def term_of(source: RewardSource, path: str | None, unless_told: Literal["none", "stored"] = "none") -> Term:
-    """A source's part of the sum; `path` of a reward model. `unless_told` is the normalisation of models whose recipe names none.
+def term_of(source: RewardSource, path: str | None, default: Literal["none", "stored"] = "none") -> Term:
+    """A source's part of the sum; `path` of a reward model. `default` is the normalisation of models whose recipe names none.
 
     ValueError when the requested statistics are not stored with the model.
     """
     if not isinstance(source, ModelReward):
         return Term(source.title, source.weight, source.normalize, None)
-    normalize = source.normalize or unless_told
+    normalize = source.normalize or default
     assert path is not None
     return Term(source.title, source.weight, normalize, stored_statistics(path) if normalize == "stored" else None)
 

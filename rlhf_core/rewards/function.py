@@ -13,14 +13,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Timer
 
 import numpy as np
 
 from rlhf_core.rewards.contract import RewardError, Sample, question_json, read_reply
-
-ROOT = Path(__file__).parents[2]
+from rlhf_core.system.processes import child_environment
 
 
 class Function:
@@ -34,7 +34,7 @@ class Function:
         for _ in range(processes):
             self._idle.put(None)
 
-    def ask(self, samples: Sequence[Sample]) -> np.ndarray:
+    def score(self, samples: Sequence[Sample]) -> np.ndarray:
         """Rewards (N,), nan where one failed. RewardError when the call did; ValueError when the function cannot be loaded."""
         process = self._idle.get()
         try:
@@ -53,12 +53,11 @@ class Function:
         return read_reply(json.dumps(reply), len(samples))
 
     def _start(self) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
         # The worker's own path is safe by -P. Scripts that the function starts find the modules beside them, as anywhere.
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | {"PYTHONPATH": path}
+        environment = {name: value for name, value in child_environment().items() if name != "PYTHONSAFEPATH"}
         with self._lock:
             if self._closed:
-                raise RewardError("it is not asked any more")
+                raise RewardError("it gets no more requests")
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
@@ -109,7 +108,7 @@ class Function:
                 return
             if process is not None:
                 self._end(process)
-            self._idle.put(None)  # for a thread that is about to ask
+            self._idle.put(None)  # for a thread that is about to send a request
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
@@ -118,14 +117,10 @@ class Function:
             self._running.discard(process)  # before another process may get its number
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                try:
+                with suppress(OSError):  # unwritten data for a process that is gone
                     pipe.close()
-                except OSError:  # unwritten data for a process that is gone
-                    continue
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # also what the function itself has started
-    except ProcessLookupError:
-        return

@@ -28,7 +28,7 @@ def load(file: Path, name: str) -> Callable[..., Any]:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's module raises is told
+    except Exception as error:  # whatever the user's module raises is reported
         raise ValueError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -37,13 +37,13 @@ def load(file: Path, name: str) -> Callable[..., Any]:
 
 
 def wanted(function: Callable[..., Any], lists: dict[str, Any]) -> dict[str, Any]:
-    """The lists that the function's signature names, or all if it takes any keyword. ValueError when it asks for more."""
+    """The lists that the function's signature names, or all if it takes any keyword. ValueError when it needs more."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return lists
     unknown = [p.name for p in parameters if p.name not in lists and p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
     if unknown:
-        raise ValueError(f"a reward function may name {', '.join(lists)}; {function.__name__} asks for {', '.join(unknown)}")
+        raise ValueError(f"a reward function may name {', '.join(lists)}; {function.__name__} needs {', '.join(unknown)}")
     return {parameter.name: lists[parameter.name] for parameter in parameters if parameter.name in lists}
 
 

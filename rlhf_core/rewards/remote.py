@@ -19,7 +19,7 @@ LARGEST_REPLY = 64 << 20  # bytes
 
 
 class Server:
-    """Asks the server at `url`. `timeout` seconds for a whole request: a server that drips bytes does not hold the run.
+    """Sends requests to the server at `url`. `timeout` seconds for a whole request: a server that drips bytes does not hold the run.
 
     The key is sent as a bearer token; neither it nor the query of the address appears in a message.
     """
@@ -27,16 +27,16 @@ class Server:
     def __init__(self, url: str, timeout: float, api_key_env: str | None):
         self.url, self.timeout, self.api_key_env = url, timeout, api_key_env
         self.shown = urlunsplit((*urlsplit(url)[:3], "", ""))
-        self._closed, self._asking = False, dict[asyncio.Task[Any], asyncio.AbstractEventLoop]()
+        self._closed, self._open = False, dict[asyncio.Task[Any], asyncio.AbstractEventLoop]()
 
-    def ask(self, samples: Sequence[Sample]) -> np.ndarray:
+    def score(self, samples: Sequence[Sample]) -> np.ndarray:
         """Rewards (N,), nan where one failed. RewardError when the request did; ValueError when none can succeed."""
         try:
-            status, body = asyncio.run(self._asked(question_json(samples)))
+            status, body = asyncio.run(self._post(question_json(samples)))
         except TimeoutError:
             raise RewardError(f"no answer from {self.shown} within {self.timeout:g} s") from None
         except asyncio.CancelledError:
-            raise RewardError(f"{self.shown} is not asked any more") from None
+            raise RewardError(f"{self.shown} gets no more requests") from None
         except httpx.HTTPError as error:
             raise RewardError(f"{self.shown}: {type(error).__name__}") from None
         if status in REFUSED:
@@ -46,36 +46,33 @@ class Server:
             raise RewardError(f"{self.shown} answers {status}")
         return read_reply(body, len(samples))
 
-    async def _asked(self, text: str) -> tuple[int, bytes]:
-        task = asyncio.current_task()
-        assert task is not None
-        self._asking[task] = asyncio.get_running_loop()
-        try:
-            if self._closed:  # looked at when `close` can see the task
-                raise asyncio.CancelledError
-            return await self._post(text)
-        finally:
-            del self._asking[task]
-
     async def _post(self, text: str) -> tuple[int, bytes]:
+        """Status and body of the reply. CancelledError after `close`."""
         headers = {"content-type": "application/json"}
         if self.api_key_env:
             headers["authorization"] = f"Bearer {os.environ.get(self.api_key_env, '')}"
-        async with (
-            asyncio.timeout(self.timeout),
-            httpx.AsyncClient(timeout=self.timeout) as client,
-            client.stream("POST", self.url, content=text.encode(), headers=headers) as response,
-        ):
-            body = bytearray()
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > LARGEST_REPLY:
-                    raise RewardError(f"{self.shown} answers with more than {LARGEST_REPLY >> 20} MiB")
-            return response.status_code, bytes(body)
+        task, body = asyncio.current_task(), bytearray()
+        assert task is not None
+        self._open[task] = asyncio.get_running_loop()
+        try:
+            if self._closed:  # checked when `close` can see the task
+                raise asyncio.CancelledError
+            async with (
+                asyncio.timeout(self.timeout),
+                httpx.AsyncClient(timeout=self.timeout) as client,
+                client.stream("POST", self.url, content=text.encode(), headers=headers) as response,
+            ):
+                async for chunk in response.aiter_bytes():
+                    body += chunk
+                    if len(body) > LARGEST_REPLY:
+                        raise RewardError(f"{self.shown} answers with more than {LARGEST_REPLY >> 20} MiB")
+                return response.status_code, bytes(body)
+        finally:
+            del self._open[task]
 
     def close(self) -> None:
-        """Ends what is being asked; nothing else is kept open."""
+        """Cancels open requests; nothing else is kept open."""
         self._closed = True
-        for task, loop in list(self._asking.items()):
+        for task, loop in list(self._open.items()):
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(task.cancel)

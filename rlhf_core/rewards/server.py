@@ -1,7 +1,7 @@
 """A reward model behind HTTP, with the contract of `rewards/contract.py`: `alignflow serve-reward CHECKPOINT --port PORT`.
 
 POST (any path) takes `prompts`, `responses` and, optional, `finished`; other lists are ignored. GET says what is served. One request is
-scored at a time. Wrong input is 400 with a sentence, a failure of the model 500: the asking side retries what may pass.
+scored at a time. Wrong input is 400 with a sentence, a failure of the model 500: the client retries what may pass.
 Left out: authentication and TLS, which belong to a proxy in front; by default only this machine is listened to.
 """
 
@@ -22,7 +22,7 @@ from rlhf_core.models.scoring import RewardScorer
 LARGEST_REQUEST = 64 << 20  # bytes
 
 
-class Asked(NamedTuple):
+class AnswerToScore(NamedTuple):
     """One answer to score."""
 
     prompt: list[Message]
@@ -30,7 +30,7 @@ class Asked(NamedTuple):
     finished: bool
 
 
-def read_question(text: bytes) -> list[Asked]:
+def read_request(text: bytes) -> list[AnswerToScore]:
     """The answers of a request. ValueError says what is wrong with it."""
     try:
         body = json.loads(text)
@@ -42,13 +42,13 @@ def read_question(text: bytes) -> list[Asked]:
     finished = body.get("finished", [True] * len(prompts))
     if not isinstance(finished, list) or not len(prompts) == len(responses) == len(finished):
         raise ValueError("prompts, responses and finished must be lists of one length")
-    return [Asked(_messages(p), _text(r), bool(f)) for p, r, f in zip(prompts, responses, finished, strict=True)]
+    return [AnswerToScore(_messages(p), _text(r), bool(f)) for p, r, f in zip(prompts, responses, finished, strict=True)]
 
 
-def document(renderer: Renderer, asked: Asked) -> Document:
+def document(renderer: Renderer, answer: AnswerToScore) -> Document:
     """Prompt and answer as a sampler would have made them: an answer cut by length has no end token."""
-    whole = renderer.answer(asked.prompt, asked.response)
-    return whole if asked.finished else whole.cut(len(whole) - 1)
+    whole = renderer.answer(answer.prompt, answer.response)
+    return whole if answer.finished else whole.cut(len(whole) - 1)
 
 
 def reward_server(
@@ -59,14 +59,14 @@ def reward_server(
     scorer = RewardScorer(checkpoint, "auto", micro_batch_size, trust_remote_code)
     lock = Lock()
 
-    def score(answers: Sequence[Asked]) -> list[float]:
+    def score(answers: Sequence[AnswerToScore]) -> list[float]:
         with lock:
-            return scorer.score([document(renderer, asked) for asked in answers])
+            return scorer.score([document(renderer, answer) for answer in answers])
 
     return ThreadingHTTPServer((host, port), handler(score, {"model": checkpoint, "template": template}))
 
 
-def handler(score: Callable[[Sequence[Asked]], list[float]], about: dict[str, Any]) -> type[BaseHTTPRequestHandler]:
+def handler(score: Callable[[Sequence[AnswerToScore]], list[float]], about: dict[str, Any]) -> type[BaseHTTPRequestHandler]:
     """The HTTP side of a scoring function."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -82,7 +82,7 @@ def handler(score: Callable[[Sequence[Asked]], list[float]], about: dict[str, An
                 self.close_connection = True
                 return self._send(413, {"error": f"the request needs a content-length of at most {LARGEST_REQUEST} bytes"})
             try:
-                answers = read_question(self.rfile.read(int(length)))
+                answers = read_request(self.rfile.read(int(length)))
                 rewards = score(answers)
             except ValueError as error:
                 return self._send(400, {"error": str(error)})

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from rlhf_core.models.lora import base_of
 from rlhf_core.models.routing import vllm_returns_routing
-from rlhf_core.models.save import save_merged
-from rlhf_core.rollout.environment import compilation, config_of, set_vllm_environment
+from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, config_of, set_vllm_environment, whole_model
 from rlhf_core.rollout.vllm_patches import keep_rows, sampled_logprobs, wait_for_whole_answers
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system.gc_pause import uncollected
-
-CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
 
 
 @dataclass(frozen=True)
@@ -32,13 +28,28 @@ class Answer:
     """One sampled answer. `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the distribution it sampled from.
 
     `finished` is False when the length limit cut it; else the last token is a stop token. `experts` (T - 1, layers, k): those to which the
-    tokens of prompt and answer went, but for the last one, which went nowhere; where an engine was requested to return them.
+    tokens of prompt and answer went, but for the last one, which went nowhere; only from engines with `routing_replay`.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finished: bool
     experts: np.ndarray | None = None
+
+
+class Sampling(NamedTuple):
+    """How answers are sampled: `n` to each prompt; without `logprobs` theirs are empty.
+
+    With `seed_whole` one stream of random numbers, seeded by all seeds, serves all answers: vLLM then draws for the whole batch at once,
+    in place of answer by answer, and an answer depends on those beside it.
+    """
+
+    n: int
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: Sequence[int]
+    seed_whole: bool = False
+    logprobs: bool = True
 
 
 def library(kv_cache_gib: float) -> Any:
@@ -52,7 +63,9 @@ def library(kv_cache_gib: float) -> Any:
 
 
 class Sampler:
-    """A vLLM engine with a model loaded. One per process; `close` ends it."""
+    """A vLLM engine with a model loaded. One per process; `close` ends it. `first`: processes of the engines before this one."""
+
+    first = 0
 
     def __init__(
         self,
@@ -69,11 +82,11 @@ class Sampler:
         routing_replay: bool = False,
     ):
         on_gpu = torch.cuda.is_available()
-        self._merged: TemporaryDirectory[str] | None = None
         self._dtype, self._trust_remote_code = dtype, trust_remote_code
         self._vllm = vllm = library(kv_cache_gib)
         keep_rows()
-        model = self._whole(model)
+        merged = ExitStack()
+        model = merged.enter_context(whole_model(model, dtype, trust_remote_code))
         self.llm = vllm.LLM(
             model=model,
             dtype=dtype,
@@ -97,53 +110,24 @@ class Sampler:
             tensor_parallel_size=tensor_parallel_size,
             # Processes of this one, which end with it.
             distributed_executor_backend="mp" if tensor_parallel_size > 1 else None,
-            skip_tokenizer_init=False,
         )
         self.llm.collective_rpc("lean_logprobs")
         wait_for_whole_answers(self.llm.llm_engine)
         self.tied = bool(self.llm.llm_engine.model_config.hf_text_config.tie_word_embeddings)
-        self._forget_merged()
+        merged.close()  # now, since Ray ends its processes without letting them clean up
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        seeds: Sequence[int],
-        temperature: float,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-        n: int = 1,
-        seed_whole: bool = False,
-        logprobs: bool = True,
-    ) -> list[list[Answer]]:
-        """`n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled with seed `seeds[i] + j`.
-
-        With `seed_whole` one stream of random numbers, seeded by all `seeds`, serves all answers: vLLM then draws for the whole batch at
-        once, in place of answer by answer, and what an answer becomes depends on those beside it. Without `logprobs` they are empty.
-        """
-        requests = _requests(prompts, n)
-        params = self._params(seeds, n, temperature, max_new_tokens, stop_token_ids, seed_whole, logprobs)
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[list[Answer]]:
+        """`n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled with seed `seeds[i] + j`."""
+        requests, params, n = _requests(prompts, sampling.n), self._params(seeds, sampling), sampling.n
         with uncollected():
             outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
         answers = [_answer(output) for output in outputs]
         return [answers[i : i + n] for i in range(0, len(answers), n)]
 
-    def stream(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        seeds: Sequence[int],
-        temperature: float,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-        n: int = 1,
-        seed_whole: bool = False,
-        logprobs: bool = True,
-    ) -> Iterator[tuple[int, list[Answer]]]:
+    def stream(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Iterator[tuple[int, list[Answer]]]:
         """The answers of `generate`, prompt by prompt as they are finished: the prompt's index and its `n` answers."""
-        engine, whole = self.llm.llm_engine, self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
-        params = self._params(seeds, n, temperature, max_new_tokens, stop_token_ids, seed_whole, logprobs)
-        for i, (request, how) in enumerate(zip(_requests(prompts, n), params, strict=True)):
+        engine, whole, n = self.llm.llm_engine, self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY, sampling.n
+        for i, (request, how) in enumerate(zip(_requests(prompts, n), self._params(seeds, sampling), strict=True)):
             how.output_kind = whole
             engine.add_request(str(i), request, how)
         found: dict[int, dict[int, Answer]] = {}
@@ -156,31 +140,22 @@ class Sampler:
                     if len(group) == n:
                         yield prompt, [answer for _, answer in sorted(found.pop(prompt).items())]
 
-    def _params(
-        self,
-        seeds: Sequence[int],
-        n: int,
-        temperature: float,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-        seed_whole: bool,
-        logprobs: bool,
-    ) -> list[Any]:
+    def _params(self, seeds: Sequence[int], sampling: Sampling) -> list[Any]:
         """vLLM's parameters of each answer; with `seed_whole` the engine itself is seeded."""
-        if seed_whole:
+        if sampling.seed_whole:
             self.llm.collective_rpc("seed", args=(random.Random(repr(list(seeds))).getrandbits(48),))
         return [
             self._vllm.SamplingParams(
-                temperature=temperature,
-                max_tokens=max_new_tokens,
-                seed=seed + j if temperature > 0 and not seed_whole else None,
-                stop_token_ids=list(stop_token_ids),
-                logprobs=0 if logprobs else None,
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_new_tokens,
+                seed=seed + j if sampling.temperature > 0 and not sampling.seed_whole else None,
+                stop_token_ids=list(sampling.stop_token_ids),
+                logprobs=0 if sampling.logprobs else None,
                 flat_logprobs=True,
                 detokenize=False,
             )
             for seed in seeds
-            for j in range(n)
+            for j in range(sampling.n)
         ]
 
     def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -201,20 +176,19 @@ class Sampler:
 
     def load(self, model: str) -> None:
         """Swaps in another checkpoint of the same architecture from its safetensors files."""
-        model = self._whole(model)
-        if not any(Path(model).glob("*.safetensors")):
-            raise ValueError(f"{model} holds no safetensors file to load into the running engine: name a local checkpoint folder")
-        self.llm.collective_rpc("load_checkpoint", args=(model, self.tied))
+        with whole_model(model, self._dtype, self._trust_remote_code) as whole:
+            if not any(Path(whole).glob("*.safetensors")):
+                raise ValueError(f"{whole} holds no safetensors file to load into the running engine: name a local checkpoint folder")
+            self.llm.collective_rpc("load_checkpoint", args=(whole, self.tied))
         self.llm.reset_prefix_cache()
-        self._forget_merged()
 
-    def cards(self) -> list[str | None]:
+    def gpu_uuids(self) -> list[str | None]:
         """The GPU of each process of this engine."""
-        return list(self.llm.collective_rpc("card"))
+        return list(self.llm.collective_rpc("gpu_uuid"))
 
-    def open_channel(self, route: Route, rendezvous: Rendezvous, first: int) -> None:
-        """Meets the trainer, which must open its side at the same time. `first`: processes of the engines before this one."""
-        self.llm.collective_rpc("open_channel", args=(route, rendezvous, first))
+    def open_channel(self, route: Route, rendezvous: Rendezvous) -> None:
+        """Connects to the trainer, which must open its side at the same time."""
+        self.llm.collective_rpc("open_channel", args=(route, rendezvous, self.first))
 
     def receive_weights(self) -> None:
         """All weights from the trainer, which must send them at the same time."""
@@ -238,20 +212,6 @@ class Sampler:
         )
         return bool(arguments.create_model_config().has_inner_state)
 
-    def _whole(self, model: str) -> str:
-        """A folder with the whole model: `model`, or what its adapter makes of its base, kept until it is loaded."""
-        if base_of(model) is None:
-            return model
-        self._merged = TemporaryDirectory(prefix="alignflow-merged-")
-        save_merged(model, Path(self._merged.name) / "model", self._dtype, self._trust_remote_code)
-        return str(Path(self._merged.name) / "model")
-
-    def _forget_merged(self) -> None:
-        """At once: Ray ends its processes without letting them clean up."""
-        if self._merged is not None:
-            self._merged.cleanup()
-            self._merged = None
-
     def close(self) -> None:
         """Shuts the engine down."""
         engine: Any = self.llm.llm_engine
@@ -269,5 +229,5 @@ def _answer(request: Any) -> Answer:
     tokens, experts = list(output.token_ids), output.routed_experts
     logprobs = [] if output.logprobs is None else sampled_logprobs(output.logprobs, tokens)
     if experts is not None and (len(experts) != len(request.prompt_token_ids) + len(tokens) - 1 or not experts.any()):
-        raise RuntimeError("vLLM does not tell to which experts it sent these tokens: set routing_replay to false")
+        raise RuntimeError("vLLM returned no routed experts for these tokens: set routing_replay to false")
     return Answer(tokens, logprobs, output.finish_reason == "stop", experts)

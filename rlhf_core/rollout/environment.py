@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
 from rlhf_core.hub.model_config import experts_of_config
+from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.system.machine import num_gpus
+from rlhf_core.system.processes import child_environment
 
+CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
 # Without torch.compile, the decoding steps recorded as CUDA graphs.
 UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
@@ -44,6 +50,19 @@ def _config_file(model: str) -> Path:
     return Path(hf_hub_download(repo_id, "config.json", revision=revision or None))
 
 
+@contextmanager
+def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str]:
+    """A checkpoint folder or Hub id that vLLM can load: `model`, or for an adapter a temporary folder with its base and it merged."""
+    if not (Path(model) / ADAPTER_CONFIG).is_file():
+        yield model
+        return
+    from rlhf_core.models.save import save_merged
+
+    with TemporaryDirectory(prefix="alignflow-merged-") as folder:
+        save_merged(model, Path(folder) / "model", dtype, trust_remote_code)
+        yield str(Path(folder) / "model")
+
+
 def set_vllm_environment(kv_cache_gib: float) -> None:
     """In-process engine (no second process to lose), no usage report, and a KV cache on CPU that does not take half the memory."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -57,10 +76,10 @@ def server_environment(kv_cache_gib: float) -> dict[str, str]:
     GPUs are those of this process (CUDA_VISIBLE_DEVICES is passed on); torch.distributed's variables would make it wait for others.
     """
     ours = ("VLLM_ENABLE_V1_MULTIPROCESSING", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    passed_on = {name: value for name, value in os.environ.items() if name not in ours}
+    passed_on = {name: value for name, value in child_environment().items() if name not in ours}
     # The engine of a server is a process anyway; on CPU this spares it a worker process of its own, ten seconds of imports.
     lean = {} if num_gpus() else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return passed_on | quiet(kv_cache_gib) | lean | {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    return passed_on | quiet(kv_cache_gib) | lean | {"VLLM_LOGGING_LEVEL": "INFO"}
 
 
 def quiet(kv_cache_gib: float) -> dict[str, str]:

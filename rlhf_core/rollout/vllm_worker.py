@@ -25,7 +25,7 @@ class Worker(BASE):
         self.cache_config.kv_cache_memory_bytes = 1  # given a size, vLLM runs its largest batch and measures nothing
         super().determine_available_memory()
         peak = torch.cuda.max_memory_allocated()
-        taken = max(peak, weights + peak - before) + BESIDES  # weights of an engine that can sleep may lie outside PyTorch's count
+        taken = max(peak, weights + peak - before) + BESIDES  # weights of an engine that can sleep may be outside PyTorch's count
         left = int(self.requested_memory) - taken
         if left <= 0:
             raise ValueError(

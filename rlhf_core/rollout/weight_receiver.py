@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 from rlhf_core.rollout.vllm_patches import gather_sampled_alone
-from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, connect_to_trainer
+from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
 
 
-def card_id() -> str | None:
+def gpu_uuid() -> str | None:
     """The GPU this process computes on, the same in every process on it; None on CPU."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else None
 
@@ -26,8 +27,8 @@ class WeightReceiver:
     rank: int
     _channel: Channel
 
-    def card(self) -> str | None:
-        return card_id()
+    def gpu_uuid(self) -> str | None:
+        return gpu_uuid()
 
     def lean_logprobs(self) -> None:
         gather_sampled_alone(self.model_runner.sampler)
@@ -39,11 +40,11 @@ class WeightReceiver:
         np.random.seed(seed % 2**32)
 
     def open_channel(self, route: Route, rendezvous: Rendezvous, first: int) -> None:
-        """`first`: the place of this engine's first worker among all workers of all engines."""
-        if route.kind == "cards":
-            card = card_id()
-            assert card is not None
-            self._channel = connect_to_trainer(rendezvous, card)
+        """`first`: the number of this engine's first worker among those of all engines."""
+        if route.kind == "gpus":
+            gpu = gpu_uuid()
+            assert gpu is not None
+            self._channel = SameGpu([Client(rendezvous.sockets[gpu], authkey=rendezvous.key)])
         else:
             self._channel = Broadcast(route.kind, 1 + first + self.rank, 1 + route.receivers, rendezvous)
 

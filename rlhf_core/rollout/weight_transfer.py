@@ -1,7 +1,7 @@
 """Weights from the trainer's ranks into the engines, in buckets, so that beside the two models only a bucket or two exist.
 
-Three routes. `cards`: every engine process sits on a card with a trainer rank, which shows it each bucket through CUDA IPC. `nccl`: one
-trainer rank broadcasts over NCCL to engines on other cards (NCCL refuses two ranks on one card). `gloo`: the same broadcast through host
+Three routes. `gpus`: every engine process is on a GPU with a trainer rank, which shows it each bucket through CUDA IPC. `nccl`: one
+trainer rank broadcasts over NCCL to engines on other GPUs (NCCL refuses two ranks on one GPU). `gloo`: the same broadcast through host
 memory, on machines without GPUs and for placements that are neither. The channel opens once and serves every sync, at whose end both
 sides compare the sum of what was sent and what arrived.
 """
@@ -9,10 +9,11 @@ sides compare the sum of what was sent and what arrived.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, Literal, NamedTuple, Protocol
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,15 +35,15 @@ class WeightsLost(RuntimeError):
 
 
 class Route(NamedTuple):
-    """How weights travel. `source`: the trainer rank that sends (`cards`: every rank does); `receivers`: engine processes in all."""
+    """How weights travel. `source`: the trainer rank that sends (`gpus`: every rank does); `receivers`: engine processes in all."""
 
-    kind: Literal["cards", "nccl", "gloo"]
+    kind: Literal["gpus", "nccl", "gloo"]
     source: int
     receivers: int
 
 
 class Rendezvous(NamedTuple):
-    """How the two sides connect: host and port of the source; for `cards`, the socket of the trainer rank on each card and their key."""
+    """How the two sides connect: host and port of the source; for `gpus`, the socket of the trainer rank on each GPU and their key."""
 
     address: tuple[str, int]
     sockets: Mapping[str, str]
@@ -60,23 +61,15 @@ class Entry(NamedTuple):
 
 
 def choose_route(trainer: Sequence[str | None], engines: Sequence[str | None]) -> Route:
-    """The fastest route between the cards of the trainer's ranks and those of the engines' processes (None: no GPU)."""
+    """The fastest route between the GPUs of the trainer's ranks and those of the engines' processes (None: no GPU)."""
     if None in trainer or None in engines:
         return Route("gloo", 0, len(engines))
     if set(engines) <= set(trainer):
-        return Route("cards", 0, len(engines))
-    alone = [rank for rank, card in enumerate(trainer) if card not in engines]
+        return Route("gpus", 0, len(engines))
+    alone = [rank for rank, gpu in enumerate(trainer) if gpu not in engines]
     if alone and len(set(engines)) == len(engines):
         return Route("nccl", alone[0], len(engines))
     return Route("gloo", 0, len(engines))
-
-
-class Channel(Protocol):
-    """One side of an open route."""
-
-    def send(self, weights: Named) -> None: ...
-
-    def receive(self) -> Named: ...
 
 
 class Broadcast:
@@ -125,8 +118,8 @@ class Broadcast:
         self._group.broadcast(data, 0).wait()
 
 
-class SameCard:
-    """`cards`: each bucket's memory is shown to the engine processes on this card; they copy it before the next one overwrites it.
+class SameGpu:
+    """`gpus`: each bucket's memory is shown to the engine processes on this GPU; they copy it before the next one overwrites it.
 
     A handle names its device by the sender's index, and each process numbers the GPUs that it sees: the receiver, which computes on the
     same GPU, opens the memory on its own current device and waits for that one.
@@ -162,6 +155,9 @@ class SameCard:
         sums.compare(shown)
 
 
+Channel = Broadcast | SameGpu  # one side of an open route
+
+
 class Sums:
     """The checksum of the buckets of one sync: their bytes as 64-bit numbers (the rest as bytes), added up modulo 2^64, in any order."""
 
@@ -184,25 +180,6 @@ class Sums:
                 f"the weights that arrived are not those that the actor sent (checksums {arrived:x} and {sent:x}, {len(self._sums) // 2} "
                 "buckets): resume the run, and look at the machine's memory and links if it comes again"
             )
-
-
-class EngineListener:
-    """The trainer rank's socket for the engine processes on its GPU; it is open before they get its address."""
-
-    def __init__(self, key: bytes):
-        self._listener = Listener(authkey=key)
-        self.address = str(self._listener.address)
-
-    def admit(self, count: int) -> SameCard:
-        """Waits for `count` engine processes; the caller's wait has the timeout."""
-        connections = [self._listener.accept() for _ in range(count)]
-        self._listener.close()
-        return SameCard(connections)
-
-
-def connect_to_trainer(rendezvous: Rendezvous, card: str) -> SameCard:
-    """Connects an engine process to its trainer rank's `EngineListener`."""
-    return SameCard([Client(rendezvous.sockets[card], authkey=rendezvous.key)])
 
 
 def packed(weights: Named, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[list[Entry], Tensor]]:
@@ -236,9 +213,7 @@ def unpacked(entries: Sequence[Entry], data: Tensor) -> Named:
     """Views of the weights in a bucket."""
     for entry in entries:
         dtype: torch.dtype = getattr(torch, entry.dtype)
-        size = dtype.itemsize
-        for length in entry.shape:
-            size *= length
+        size = dtype.itemsize * math.prod(entry.shape)
         yield entry.name, data[entry.start : entry.start + size].view(dtype).view(entry.shape)
 
 

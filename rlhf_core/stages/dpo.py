@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import DPO, REFERENCE_FREE, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
@@ -67,12 +68,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     require_same_vocabulary(source, [reference], request.trust_remote_code)
     pad, micro, mean = tokenizer.pad_token_id, config.micro_train_batch_size, config.loss in MEAN_LOGPROBS
-    data = load_pairs(request, config, tokenizer, run / STATE)
-    held_out = (
-        preference_pairs(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed, run / STATE)
-        if config.eval_data
-        else None
-    )
+    data = load_pairs(request, config, tokenizer, config.data, run / STATE)
+    held_out = load_pairs(request, config, tokenizer, config.eval_data, run / STATE) if config.eval_data else None
     held_out_pairs = held_out.items if held_out else []
     trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
     engine = make_engine(trained, config)
@@ -121,13 +118,11 @@ def count(items: Sequence[Anchored]) -> Denominator:
     return Denominator(float(len(items)), float(max(1, sum(sum(item.pair.chosen.mask[1:]) for item in items))))
 
 
-def load_pairs(request: StageRequest, config: DPO, tokenizer, folder: Path) -> Loaded[Pair]:  # type: ignore[no-untyped-def]
-    """The pairs of a file mixture, or those a preferences stage made (always chat messages)."""
-    if config.data is not None:
-        return preference_pairs(config.data, Renderer(tokenizer, config.data.template), config.max_len, request.seed, folder)
-    assert config.pairs is not None
-    data = Data(sources=(Source(path=request.inputs[config.pairs], margin_key=None),), template=config.template)
-    return preference_pairs(data, Renderer(tokenizer, config.template, verbatim=True), config.max_len, request.seed, folder)
+def load_pairs(request: StageRequest, config: DPO, tokenizer: PreTrainedTokenizerBase, data: Data | None, folder: Path) -> Loaded[Pair]:
+    """The pairs of a file mixture; without one (no `data`) those a preferences stage made, which are always chat messages."""
+    own = data or Data(sources=(Source(path=request.inputs[config.pairs or ""], margin_key=None),), template=config.template)
+    renderer = Renderer(tokenizer, own.template, verbatim=data is None)
+    return preference_pairs(own, renderer, config.max_len, request.seed, folder)
 
 
 def both(pairs: Sequence[Pair]) -> list[Document]:
@@ -136,7 +131,7 @@ def both(pairs: Sequence[Pair]) -> list[Document]:
 
 
 def anchored(pairs: Sequence[Pair], refs: Sequence[float], start: int) -> Sequence[Anchored]:
-    """Pairs with their reference log-probs, which stand from `start` on in the order of `both`; 0 without any."""
+    """Pairs with their reference log-probs, which begin at `start`, in the order of `both`; 0 without any."""
 
     def get(index: int) -> Anchored:
         chosen = start + 2 * index

@@ -23,6 +23,7 @@ from rlhf_core.data.documents import Document, Labelled, Lazy, joined, mapped
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import labelled_answers
+from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.load import load_policy, trained_policy
 from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
@@ -69,14 +70,14 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     require_same_vocabulary(source, [reference], request.trust_remote_code)
     pad, micro = tokenizer.pad_token_id, config.micro_train_batch_size
-    own = config.data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
-    renderer = Renderer(tokenizer, own.template, verbatim=config.data is None)
-    data = labelled_answers(own, renderer, config.max_len, request.seed, run / STATE)
-    held_out = (
-        labelled_answers(config.eval_data, Renderer(tokenizer, config.eval_data.template), config.max_len, request.seed, run / STATE)
-        if config.eval_data
-        else None
-    )
+
+    def load(data: Data | None) -> Loaded[Labelled]:
+        """Of a file mixture; without one the answers of a preferences stage."""
+        own = data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
+        renderer = Renderer(tokenizer, own.template, verbatim=data is None)
+        return labelled_answers(own, renderer, config.max_len, request.seed, run / STATE)
+
+    data, held_out = load(config.data), load(config.eval_data) if config.eval_data else None
     everything = joined(data.items, held_out.items) if held_out else data.items
     documents = mapped(everything, lambda item: item.document)
     count = len(data.items)

@@ -1,6 +1,6 @@
 """Log-probs of answers under a frozen reference, computed once before training, so that one model is in memory while training.
 
-They lie in `state/` of the run directory until the stage is done, so that a resumed run neither computes them again nor loads the
+They are in `state/` of the run directory until the stage is done, so that a resumed run neither computes them again nor loads the
 reference. The file's name holds a digest of the reference, of every token and mask, and of how they were batched: nothing stale is read.
 """
 
@@ -89,7 +89,7 @@ def answer_logprobs(
 def answer_logprobs_and_balance(
     policy: Policy | Engine, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device, passes: Passes
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`answer_logprobs`, and the balance of the experts of a policy that was asked for it."""
+    """`answer_logprobs`, and the balance of the experts of a policy that computes it."""
     batch = collate(passes.rows_of(documents), pad_token_id).to(device)
     out = masked_logprobs(policy, batch)  # log-probs (B, T)
     reduce = document_mean if mean else document_sum
@@ -106,6 +106,6 @@ def _key(source: str, micro_batches: Sequence[Sequence[Document]], mean: bool) -
 
 
 def _identity(source: str) -> list[object]:
-    """A Hub id, or a folder with what tells its weights apart without reading them all."""
+    """A Hub id, or a folder with what identifies its weights without reading them all."""
     files = sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
     return [source, *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]

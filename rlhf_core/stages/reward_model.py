@@ -1,6 +1,6 @@
 """Reward model: Bradley-Terry on pairs, the score read at the last token; statistics of the scores are stored with it.
 
-`config.loss` names the formula only: sigmoid and logexp are one function, so nothing here asks which.
+`config.loss` names the formula only: sigmoid and logexp are one function, so the code does not distinguish them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import cast
 import numpy as np
 import torch
 
-from rlhf_core.config import RewardModel
+from rlhf_core.config import Data, RewardModel
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate, sent
 from rlhf_core.data.documents import Pair
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import preference_pairs
+from rlhf_core.data.survey import Loaded
 from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import trained_scorer
 from rlhf_core.models.scoring import STATISTICS
@@ -43,12 +44,11 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     config = cast(RewardModel, request.config)
     source = request.inputs[config.model]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
-    renderer = Renderer(tokenizer, config.data.template)
-    data = preference_pairs(config.data, renderer, config.max_len, request.seed, run / STATE)
-    held_out = None
-    if config.eval_data:
-        theirs = Renderer(tokenizer, config.eval_data.template)
-        held_out = preference_pairs(config.eval_data, theirs, config.max_len, request.seed, run / STATE)
+
+    def load(data: Data) -> Loaded[Pair]:
+        return preference_pairs(data, Renderer(tokenizer, data.template), config.max_len, request.seed, run / STATE)
+
+    data, held_out = load(config.data), load(config.eval_data) if config.eval_data else None
     pad = tokenizer.pad_token_id
     scorer = trained_scorer(source, pad, config.dtype, request.trust_remote_code, config.lora, request.seed)
     engine = make_engine(scorer, config)

@@ -29,7 +29,7 @@ from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.records import StageResult
 from rlhf_core.rewards.batch import reward_batch
 from rlhf_core.rewards.contract import Sample
-from rlhf_core.rewards.server import Asked, document
+from rlhf_core.rewards.server import AnswerToScore, document
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.reference_logprobs import answer_logprobs
 
@@ -90,16 +90,18 @@ def _margins(case: Case, planned: Plan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rewards(case: Case, planned: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """By the sources of the stage that asked them; nothing is standardised, as running statistics would not be of one scale."""
+    """By the sources of the stage that used them; nothing is standardised, as running statistics would not be of one scale."""
     node = next(node for node in planned.stages_of(case.stage) if hasattr(node.config, "reward"))
     sources = [source.model_copy(update={"normalize": "none"}) for source in _config(node).reward]
     renderer = _renderer(_checkpoint(planned["sft"]))
 
     def rewards(model: str) -> np.ndarray:
         rows = [json.loads(line) for line in _answer_file(planned, model).read_text().splitlines()]
-        asked = [Asked(row["messages"][:-1], row["messages"][-1]["content"]["answer"], not row["answer_truncated"]) for row in rows]
-        documents = [document(renderer, each) for each in asked]
-        samples = [Sample(each.prompt, each.response, {}, each.finished, "") for each in asked]
+        answers = [
+            AnswerToScore(row["messages"][:-1], row["messages"][-1]["content"]["answer"], not row["answer_truncated"]) for row in rows
+        ]
+        documents = [document(renderer, each) for each in answers]
+        samples = [Sample(each.prompt, each.response, {}, each.finished, "") for each in answers]
         return reward_batch(sources, planned.inputs(node), documents, samples, 0.0, MICRO).rewards.double().numpy()
 
     return rewards("sft"), rewards(_judged(case, planned))

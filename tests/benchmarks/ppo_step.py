@@ -28,7 +28,7 @@ from record import figure, write
 
 from rlhf_core.config import PPO
 from rlhf_core.forecast.placements import choose, forecast, placements
-from rlhf_core.forecast.seconds import CARDS, Card
+from rlhf_core.forecast.seconds import GPUS, Gpu
 from rlhf_core.hub.model_config import size_of
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
@@ -85,7 +85,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--placement", choices=[*PLACEMENTS, "plan"], default="one", help="plan: what `alignflow plan` chooses on one card")
-    parser.add_argument("--card", choices=CARDS, default="h200", help="for what the plan says")
+    parser.add_argument("--card", choices=GPUS, default="h200", help="for what the plan says")
     parser.add_argument("--set", default="{}", help="JSON of more settings of the stage; 'vllm' is merged, 'reward' names models")
     parser.add_argument("--no-critic", action="store_true", help="REINFORCE: actor, reference and reward model alone")
     parser.add_argument("--prompts", type=int, default=128)
@@ -111,7 +111,7 @@ def main() -> None:
     prompts = ["".join(rng.choice(letters) for _ in range(arguments.prompt_len)) for _ in range(arguments.prompts * arguments.steps)]
     (arguments.out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
     config = stage_config(arguments)
-    card = CARDS[arguments.card]
+    card = GPUS[arguments.card]
     if arguments.placement == "plan":
         config = chosen(config, arguments.model, card)
     print(f"plan {json.dumps(foretold(config, arguments.model, card))}", flush=True)
@@ -194,7 +194,7 @@ def stage_config(arguments: argparse.Namespace) -> PPO:
     )
 
 
-def chosen(config: PPO, model: Path, card: Card) -> PPO:
+def chosen(config: PPO, model: Path, card: Gpu) -> PPO:
     """The stage as `alignflow plan` would have it on one card."""
     best = choose(placements(config, 1, dict.fromkeys(config.groups, size_of(str(model))), card), card)
     if best is None:
@@ -203,11 +203,11 @@ def chosen(config: PPO, model: Path, card: Card) -> PPO:
     return PPO.model_validate(config.model_dump() | best.fields)
 
 
-def foretold(config: PPO, model: Path, card: Card) -> dict[str, Any]:
+def foretold(config: PPO, model: Path, card: Gpu) -> dict[str, Any]:
     """What `alignflow plan` says: GiB of each kind of card, seconds of a step by phase."""
     plan = forecast("", config, {}, dict.fromkeys(config.groups, size_of(str(model))), card)
     seconds = {"step": plan.total, **plan.seconds}
-    return {"GiB": in_gib([held for _, held in plan.cards.values()]), **{name: round(value, 2) for name, value in seconds.items()}}
+    return {"GiB": in_gib([held for _, held in plan.gpus.values()]), **{name: round(value, 2) for name, value in seconds.items()}}
 
 
 def show_steps(run: Path, start: float, peaks: list[int], ended: threading.Event) -> None:

@@ -63,7 +63,7 @@ def plain(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
 
 
 def ours(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
-    from rlhf_core.rollout.engine import Sampler
+    from rlhf_core.rollout.engine import Sampler, Sampling
 
     length = arguments.prompt_len + arguments.generate_len
     sampler = Sampler(arguments.model, seed=0, max_model_len=length, dtype=arguments.dtype, gpu_memory_utilization=arguments.memory)
@@ -74,12 +74,15 @@ def ours(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
         # Random weights end an answer once in as many tokens as the vocabulary has.
         answers = sampler.generate(
             batch,
-            seeds=seeds,
-            temperature=0.0 if arguments.side == "answers" else 1.0,
-            max_new_tokens=arguments.generate_len,
-            stop_token_ids=[],
-            seed_whole=arguments.side == "whole",
-            logprobs=arguments.side != "answers",
+            seeds,
+            Sampling(
+                n=1,
+                temperature=0.0 if arguments.side == "answers" else 1.0,
+                max_new_tokens=arguments.generate_len,
+                stop_token_ids=[],
+                seed_whole=arguments.side == "whole",
+                logprobs=arguments.side != "answers",
+            ),
         )
         return sum(len(answer.tokens) for group in answers for answer in group)
 

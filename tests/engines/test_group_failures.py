@@ -29,53 +29,50 @@ class OutOfMemoryError(RuntimeError):
 SETTINGS = {"NCCL_NVLS_ENABLE": "0", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
 
 
-def make_role() -> object:
-    class Role:  # defined in a function, so that Ray sends it by value
-        def pid(self) -> int:
-            return os.getpid()
+class Role:
+    def pid(self) -> int:
+        return os.getpid()
 
-        def raises(self) -> None:
-            raise KeyError("gone")
+    def raises(self) -> None:
+        raise KeyError("gone")
 
-        def wrong(self) -> None:
-            arrange({"actor": Ranks(num_ranks_per_node=1), "critic": Ranks(num_ranks_per_node=2)}, [["actor", "critic"]])
+    def wrong(self) -> None:
+        arrange({"actor": Ranks(num_ranks_per_node=1), "critic": Ranks(num_ranks_per_node=2)}, [["actor", "critic"]])
 
-        def unreadable(self) -> None:
-            json.loads("{")
+    def unreadable(self) -> None:
+        json.loads("{")
 
-        def full(self) -> None:
-            raise OutOfMemoryError("CUDA out of memory")
+    def full(self) -> None:
+        raise OutOfMemoryError("CUDA out of memory")
 
-        def waits(self, seconds: float) -> str:
-            time.sleep(seconds)
-            return "done"
+    def waits(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "done"
 
-        def counts(self, pauses: Sequence[float], then: str = "") -> Iterator[int]:
-            for number, pause in enumerate(pauses):
-                time.sleep(pause)
-                yield number
-            if then:
-                raise KeyError(then)
+    def counts(self, pauses: Sequence[float], then: str = "") -> Iterator[int]:
+        for number, pause in enumerate(pauses):
+            time.sleep(pause)
+            yield number
+        if then:
+            raise KeyError(then)
 
-        def diverges(self) -> None:
-            raise FloatingPointError("step 3 of 9: the loss is nan")
+    def diverges(self) -> None:
+        raise FloatingPointError("step 3 of 9: the loss is nan")
 
-        def variables(self) -> dict[str, str]:
-            return dict(os.environ)
-
-    return Role()
+    def variables(self) -> dict[str, str]:
+        return dict(os.environ)
 
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[tuple[Group, Group]]:
-    ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["make_role"]))
+    ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Role"]))
     os.environ |= SETTINGS
     somebody_elses = Cluster(initialize_head=True, head_node_args={"num_cpus": 77, "object_store_memory": 100 << 20})
     connect()
     two = Ranks(num_ranks_per_node=2, cpus=0.25)
     reservation = reserve(arrange({"critic": two, "actor": two}), 30)
     made = Group("critic", reservation, 3), Group("actor", reservation, 3, growing=False)
-    for pending in [group.build(make_role) for group in made]:
+    for pending in [group.build(Role) for group in made]:
         pending.wait(60)
     yield made
     ray.shutdown()
@@ -91,40 +88,40 @@ def test_a_cluster_that_runs_on_the_machine_already_is_left_alone(groups: tuple[
 def test_failures_name_the_role_the_phase_and_what_to_do(groups: tuple[Group, Group]) -> None:
     critic, _ = groups
     with pytest.raises(RoleFailed, match=r"critic failed in 'train': KeyError\('gone'\)"):
-        critic.call("train", "raises").wait(30)
+        critic.call("train", Role.raises).wait(30)
     with pytest.raises(ValueError, match=r"critic: .*actor.*critic"):
-        critic.call("train", "wrong").wait(30)
+        critic.call("train", Role.wrong).wait(30)
     with pytest.raises(RoleFailed, match=r"(?s)critic failed in 'train': LibraryError\('JSONDecodeError: Expecting .*json/decoder.py"):
-        critic.call("train", "unreadable").wait(30)
+        critic.call("train", Role.unreadable).wait(30)
     with pytest.raises(FloatingPointError, match=r"^critic: step 3 of 9: the loss is nan$"):
-        critic.call("train", "diverges").wait(30)
+        critic.call("train", Role.diverges).wait(30)
     with pytest.raises(RoleFailed, match=r"critic ran out of GPU memory in 'train': lower micro_train_.* adam_offload.*`alignflow plan`"):
-        critic.call("train", "full").wait(30)
+        critic.call("train", Role.full).wait(30)
 
 
 def test_a_rank_that_does_not_answer_is_named_in_time(groups: tuple[Group, Group]) -> None:
     critic, actor = groups
     start = time.monotonic()
     with pytest.raises(RoleFailed, match=r"actor: ranks \[0, 1\] made no progress in 'send weights' for 2 s; raise `timeout`"):
-        wait_all([critic.call("score", "waits", 0.1), actor.call("send weights", "waits", 4)], 2)
+        wait_all([critic.call("score", Role.waits, 0.1), actor.call("send weights", Role.waits, 4)], 2)
     assert time.monotonic() - start < 4
-    assert actor.call("again", "waits", 0).wait(30) == ["done", "done"]
+    assert actor.call("again", Role.waits, 0).wait(30) == ["done", "done"]
 
 
 def test_the_failure_of_one_group_ends_the_wait_for_another(groups: tuple[Group, Group]) -> None:
     critic, actor = groups
     start = time.monotonic()
     with pytest.raises(RoleFailed, match="critic failed in 'send'"):
-        wait_all([actor.call("receive", "waits", 5), critic.call("send", "raises")], 60)
+        wait_all([actor.call("receive", Role.waits, 5), critic.call("send", Role.raises)], 60)
     assert time.monotonic() - start < 5, "it waited for the one who waits for the failed one"
-    actor.call("again", "waits", 0).wait(30)
+    actor.call("again", Role.waits, 0).wait(30)
 
 
 def test_a_stream_comes_while_the_ranks_still_work(groups: tuple[Group, Group]) -> None:
     critic, _ = groups
     critic.spent()
     start, seen = time.monotonic(), []
-    for number in critic.stream("generate", "counts", 30, [0.1, 0.1, 1.5]):
+    for number in critic.stream("generate", 30, Role.counts, [0.1, 0.1, 1.5]):
         seen.append((number, time.monotonic() - start))
     assert sorted(number for number, _ in seen) == [0, 0, 1, 1, 2, 2], "all that both ranks yield"
     first, last = seen[0][1], seen[-1][1]
@@ -135,31 +132,31 @@ def test_a_stream_comes_while_the_ranks_still_work(groups: tuple[Group, Group]) 
 def test_a_stream_that_fails_or_falls_silent_names_its_role(groups: tuple[Group, Group]) -> None:
     critic, actor = groups
     with pytest.raises(RoleFailed, match=r"critic failed in 'generate': KeyError\('gone'\)"):
-        list(critic.stream("generate", "counts", 30, [0.1], "gone"))
+        list(critic.stream("generate", 30, Role.counts, [0.1], "gone"))
     with pytest.raises(RoleFailed, match=r"actor: ranks \[(0|1|0, 1)\] made no progress in 'generate' for 1 s; raise `timeout`"):
-        list(actor.stream("generate", "counts", 1, [0.1, 4]))
-    assert actor.call("again", "waits", 0).wait(30) == ["done", "done"]
+        list(actor.stream("generate", 1, Role.counts, [0.1, 4]))
+    assert actor.call("again", Role.waits, 0).wait(30) == ["done", "done"]
 
 
-def test_a_preparation_that_fails_is_told_when_the_role_is_built(groups: tuple[Group, Group]) -> None:
+def test_a_preparation_that_fails_raises_when_the_role_is_built(groups: tuple[Group, Group]) -> None:
     _, actor = groups
     actor.prepare("no_such_module:function")
-    assert actor.call("again", "waits", 0).wait(30) == ["done", "done"], "nobody waits for it"
+    assert actor.call("again", Role.waits, 0).wait(30) == ["done", "done"], "nobody waits for it"
     with pytest.raises(RoleFailed, match=r"actor failed in 'load': ModuleNotFoundError.*no_such_module"):
-        actor.build(make_role).wait(30)
+        actor.build(Role).wait(30)
 
 
-def test_work_is_timed_by_phase_and_told_once(groups: tuple[Group, Group]) -> None:
+def test_work_is_timed_by_phase_and_reported_once(groups: tuple[Group, Group]) -> None:
     critic, _ = groups
     critic.spent()
     for _ in range(2):
-        critic.call("score", "waits", 0.2).wait(30)
+        critic.call("score", Role.waits, 0.2).wait(30)
     assert 0.4 <= critic.spent()["score"] < 2 and critic.spent() == {}
 
 
 def test_workers_inherit_the_settings_of_the_libraries(groups: tuple[Group, Group]) -> None:
     """Among them those that keep NVLink multicast off."""
-    for seen in groups[0].call("look", "variables").wait(30):
+    for seen in groups[0].call("look", Role.variables).wait(30):
         assert seen["NCCL_NVLS_ENABLE"] == "0" and seen["OMP_NUM_THREADS"] == "3"
     os.environ |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
     try:
@@ -169,15 +166,15 @@ def test_workers_inherit_the_settings_of_the_libraries(groups: tuple[Group, Grou
 
 
 def test_what_shares_memory_in_other_ways_does_without_growing_segments(groups: tuple[Group, Group]) -> None:
-    critic, actor = (group.call("look", "variables").wait(30)[0]["PYTORCH_CUDA_ALLOC_CONF"] for group in groups)
+    critic, actor = (group.call("look", Role.variables).wait(30)[0]["PYTORCH_CUDA_ALLOC_CONF"] for group in groups)
     assert critic == SETTINGS["PYTORCH_CUDA_ALLOC_CONF"] and actor == "max_split_size_mb:64"
 
 
 def test_a_rank_that_dies_ends_the_wait_and_is_named(groups: tuple[Group, Group]) -> None:
     """Last: the group is gone afterwards."""
     critic, _ = groups
-    victim = critic.call("look", "pid").wait(30)[1]
-    pending = critic.call("train", "waits", 30)
+    victim = critic.call("look", Role.pid).wait(30)[1]
+    pending = critic.call("train", Role.waits, 30)
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(RoleFailed, match="a rank of critic died during 'train', often for lack of memory"):
         pending.wait(25)
@@ -187,8 +184,8 @@ def test_a_rank_that_dies_ends_the_wait_and_is_named(groups: tuple[Group, Group]
 def test_a_rank_that_dies_ends_a_stream_and_is_named(groups: tuple[Group, Group]) -> None:
     """Last of all, for the same reason."""
     _, actor = groups
-    victim = actor.call("look", "pid").wait(30)[1]
-    stream = actor.stream("generate", "counts", 60, [0, 30])
+    victim = actor.call("look", Role.pid).wait(30)[1]
+    stream = actor.stream("generate", 60, Role.counts, [0, 30])
     assert next(stream) == 0
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(RoleFailed, match="a rank of actor died during 'generate', often for lack of memory"):

@@ -15,59 +15,55 @@ from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, reserve
 from rlhf_core.cluster.worker_group import Group, RoleFailed
 from rlhf_core.config import Ranks
+from rlhf_core.system import progress
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 TIMEOUT, LONG = 3, 9.0  # seconds
 
 
-def make_role() -> object:
-    from rlhf_core.system import progress
+class Role:
+    def pid(self) -> int:
+        return os.getpid()
 
-    class Role:  # defined in a function, so that Ray sends it by value
-        def pid(self) -> int:
-            return os.getpid()
+    def works(self, seconds: float, then_hangs: float = 0.0) -> str:
+        for _ in range(int(seconds / 0.5)):
+            time.sleep(0.5)
+            progress.made()
+        time.sleep(then_hangs)
+        return "done"
 
-        def works(self, seconds: float, then_hangs: float = 0.0) -> str:
+    def writes(self, folder: str, seconds: float) -> str:
+        with progress.writing(Path(folder)), (Path(folder) / f"{os.getpid()}.bin").open("wb") as file:
             for _ in range(int(seconds / 0.5)):
                 time.sleep(0.5)
-                progress.made()
-            time.sleep(then_hangs)
-            return "done"
+                file.write(b"x" * 1000)
+                file.flush()
+        return "done"
 
-        def writes(self, folder: str, seconds: float) -> str:
-            with progress.writing(Path(folder)), (Path(folder) / f"{os.getpid()}.bin").open("wb") as file:
-                for _ in range(int(seconds / 0.5)):
-                    time.sleep(0.5)
-                    file.write(b"x" * 1000)
-                    file.flush()
-            return "done"
-
-        def answers(self, seconds: float) -> Iterator[str]:
-            yield self.works(seconds)
-
-    return Role()
+    def answers(self, seconds: float) -> Iterator[str]:
+        yield self.works(seconds)
 
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Group]:
-    ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["make_role"]))
+    ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Role"]))
     connect()
     made = Group("actor", reserve(arrange({"actor": Ranks(num_ranks_per_node=2, cpus=0.25)}), 30), 1)
-    made.build(make_role).wait(60)
+    made.build(Role).wait(60)
     yield made
     ray.shutdown()
 
 
 def test_work_that_makes_progress_may_take_longer_than_the_timeout(group: Group, tmp_path: Path) -> None:
     start = time.monotonic()
-    assert group.call("train", "works", LONG).wait(TIMEOUT) == ["done", "done"]
-    assert group.call("save", "writes", str(tmp_path), LONG).wait(TIMEOUT) == ["done", "done"]
-    assert list(group.stream("generate", "answers", TIMEOUT, LONG)) == ["done", "done"]
+    assert group.call("train", Role.works, LONG).wait(TIMEOUT) == ["done", "done"]
+    assert group.call("save", Role.writes, str(tmp_path), LONG).wait(TIMEOUT) == ["done", "done"]
+    assert list(group.stream("generate", TIMEOUT, Role.answers, LONG)) == ["done", "done"]
     assert time.monotonic() - start > 3 * LONG
 
 
 def test_ranks_that_finished_may_wait_for_whoever_takes_their_answers(group: Group) -> None:
-    stream = group.stream("generate", "answers", 1, 0.5)
+    stream = group.stream("generate", 1, Role.answers, 0.5)
     assert next(stream) == "done"
     time.sleep(2)
     assert next(stream) == "done"
@@ -76,16 +72,16 @@ def test_ranks_that_finished_may_wait_for_whoever_takes_their_answers(group: Gro
 def test_a_rank_that_hangs_after_some_work_is_named_in_time(group: Group) -> None:
     start = time.monotonic()
     with pytest.raises(RoleFailed, match=r"actor: ranks \[(0|1|0, 1)\] made no progress in 'train' for 3 s; raise `timeout`"):
-        group.call("train", "works", 2.0, 8.0).wait(TIMEOUT)
+        group.call("train", Role.works, 2.0, 8.0).wait(TIMEOUT)
     assert 2 + TIMEOUT - 1 < time.monotonic() - start < 2 + TIMEOUT + 2
-    assert group.call("again", "works", 0).wait(30) == ["done", "done"]
+    assert group.call("again", Role.works, 0).wait(30) == ["done", "done"]
 
 
 def test_a_rank_that_is_stopped_is_named_while_the_other_works(group: Group) -> None:
     """Last: the stopped rank is killed."""
-    victim = group.call("look", "pid").wait(30)[1]
+    victim = group.call("look", Role.pid).wait(30)[1]
     start = time.monotonic()
-    pending = group.call("generate", "works", 20.0)
+    pending = group.call("generate", Role.works, 20.0)
     time.sleep(1)
     os.kill(victim, signal.SIGSTOP)
     try:

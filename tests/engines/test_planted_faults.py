@@ -88,7 +88,7 @@ def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("fault", "bad", "told"),
+    ("fault", "bad", "expected"),
     [
         (
             "ppo.actor_learning_rate=0.03",
@@ -103,13 +103,13 @@ def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("sft.learning_rate=0.3", "sft", "The SFT is bad: everything after it starts from this model."),
     ],
 )
-def test_the_chain_stops_behind_the_bad_stage(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, bad: str, told: str) -> None:
+def test_the_chain_stops_behind_the_bad_stage(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, bad: str, expected: str) -> None:
     monkeypatch.chdir(folder)
     demo = load_recipe(ROOT / "deployments/recipes/tiny-cpu.yaml").stages
     gates = [f"{name}.gates={json.dumps([gate.model_dump() for gate in demo[name].gates])}" for name in ("reward_model", "ppo")]
     with pytest.raises(GateFailed, match=f"stage {bad}: ") as failed:
         alignment(load_recipe("recipe.yaml", [*gates, fault]))
-    assert {verdict.stage for verdict in failed.value.verdicts} == {bad} and told in str(failed.value)
+    assert {verdict.stage for verdict in failed.value.verdicts} == {bad} and expected in str(failed.value)
 
     summary = {stage["name"]: stage for stage in json.loads(Path("artifacts/planted/summary.json").read_text())["stages"]}
     order = ["sft", "reward_model", "ppo", "publication"]

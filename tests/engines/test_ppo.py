@@ -220,7 +220,7 @@ def test_the_first_optimiser_step_is_on_policy(runs: Runs) -> None:
     assert lines[-1]["kl/mean"] != 0
 
 
-def test_the_actor_rests_for_exactly_the_asked_iterations(runs: Runs) -> None:
+def test_the_actor_is_frozen_for_exactly_the_requested_iterations(runs: Runs) -> None:
     lines = read_metrics(runs.whole)
     assert ["policy/loss" in line for line in lines] == [False] * FROZEN + [True] * (ITERATIONS - FROZEN)
     assert all(line["value/grad_norm"] > 0 for line in lines)

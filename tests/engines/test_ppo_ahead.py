@@ -21,9 +21,9 @@ from rlhf_core.data.documents import Document
 from rlhf_core.data.sources import prompts
 from rlhf_core.models.load import load_policy
 from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.stages.ppo.fleet import PROBE_TOLERANCE
 from rlhf_core.stages.ppo.one_step_off import read_ahead
-from rlhf_core.stages.ppo.probe import PROBE_TOLERANCE
-from rlhf_core.stages.ppo.sampling import Line, Sampled
+from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled
 from tests.engines.test_ppo import SAVED, SHARE, assert_same_end, common, finish, finish_and_keep, write_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -56,8 +56,8 @@ def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     write_request(ahead, config, {"base": str(material / "base")})
     finish_and_keep(ahead, cut_off)
     renderer = Renderer(load_tokenizer(str(material / "base")), config.prompts.template)
-    line = Line(prompts(config.prompts, renderer, config.prompt_max_len, SEED).items, config.rollout_batch_size, SEED)
-    waiting = read_ahead(cut_off / "state" / f"step-{SAVED}", line, config.n_samples_per_prompt)
+    order = PromptOrder(prompts(config.prompts, renderer, config.prompt_max_len, SEED).items, config.rollout_batch_size, SEED)
+    waiting = read_ahead(cut_off / "state" / f"step-{SAVED}", order, config.n_samples_per_prompt)
     assert waiting is not None
     finish(cut_off)
     return Runs(ahead, cut_off, waiting)
@@ -102,7 +102,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_curve_and_weights(runs: Runs)
     assert_same_end(runs.ahead, runs.cut_off)
 
 
-def test_the_wait_for_answers_is_told_apart_from_the_engines_work(runs: Runs) -> None:
+def test_the_wait_for_answers_is_separate_from_the_engines_work(runs: Runs) -> None:
     lines = read_metrics(runs.ahead)
     for line in lines[:-1]:
         assert 0 < line["work/sampler/generate"]

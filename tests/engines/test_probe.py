@@ -14,9 +14,9 @@ import ray
 from rlhf_core.config import PPO, Data, Ranks, Vllm
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo import run as start
-from rlhf_core.stages.ppo.probe import EngineDiffers, WeightsDiffer
+from rlhf_core.stages.ppo import start as roles_start
+from rlhf_core.stages.ppo.fleet import EngineDiffers, WeightsDiffer
 from rlhf_core.stages.ppo.roles import Actor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -52,16 +52,16 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("role", "planted", "error", "told"),
+    ("role", "planted", "error", "message"),
     [
         ("SamplerRole", OtherRotary, EngineDiffers, "before any training vLLM's log-probs differ .* no weight sync is at fault"),
         ("Actor", WrongNorm, WeightsDiffer, "after a weight sync vLLM's log-probs differ .* does not hold the actor's weights"),
     ],
 )
 def test_the_probe_names_what_is_at_fault(
-    role: str, planted: type, error: type[Exception], told: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    role: str, planted: type, error: type[Exception], message: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, role, planted)
+    monkeypatch.setattr(roles_start, role, planted)
     shutil.copytree(material / "base", tmp_path / "base")
     (tmp_path / "checks.py").write_text("def brief(responses): return [-len(response) for response in responses]\n")
     share = Ranks(cpus=0.25)
@@ -85,5 +85,5 @@ def test_the_probe_names_what_is_at_fault(
     request = StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(tmp_path / "base")}, seed=7)
     run = RunDir(tmp_path / "run")
     run.prepare(request)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         start.run(request, run)

@@ -18,7 +18,7 @@ import rlhf_core.stages.reward_model
 from rlhf_core.config import PPO, Data, Ranks, RewardModel, Vllm
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.models.scoring import RewardScorer
-from rlhf_core.rewards.server import Asked, document
+from rlhf_core.rewards.server import AnswerToScore, document
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
@@ -28,8 +28,8 @@ FUNCTION = """
 import json, pathlib
 
 def short(prompts, responses, finished):
-    '''Fewer characters are better; the second answer of each request has no reward. Keeps what it was asked.'''
-    with pathlib.Path(__file__).with_name("asked.jsonl").open("a") as file:
+    '''Fewer characters are better; the second answer of each request has no reward. Keeps its requests.'''
+    with pathlib.Path(__file__).with_name("requests.jsonl").open("a") as file:
         file.write(json.dumps([prompts, responses, finished]) + "\\n")
     return [None if i == 1 else -len(r) / 10 - (not done) for i, (r, done) in enumerate(zip(responses, finished, strict=True))]
 """
@@ -96,13 +96,13 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_all_three_sources_are_summed(run: Path) -> None:
-    """What each source said is what it says of the texts that the function was asked about."""
-    lines, asked = read_metrics(run / "grpo"), (run / "checks" / "asked.jsonl").read_text().splitlines()
-    assert len(lines) == len(asked) == ITERATIONS
+    """What each source said is what it says of the texts of the requests to the function."""
+    lines, requests = read_metrics(run / "grpo"), (run / "checks" / "requests.jsonl").read_text().splitlines()
+    assert len(lines) == len(requests) == ITERATIONS
     checkpoint = str(run / "rm" / "checkpoint")
     renderer, scorer = Renderer(load_tokenizer(checkpoint), "chat"), RewardScorer(checkpoint, "float32", 16)
-    for line, texts in zip(lines, map(json.loads, asked), strict=True):
-        answers = [Asked(*each) for each in zip(*texts, strict=True)]
+    for line, texts in zip(lines, map(json.loads, requests), strict=True):
+        answers = [AnswerToScore(*each) for each in zip(*texts, strict=True)]
         served = np.array(scorer.score([document(renderer, answer) for answer in answers]))
         short = np.array([-len(answer.response) / 10 - (not answer.finished) for answer in answers])
         counted = np.arange(len(answers)) != 1

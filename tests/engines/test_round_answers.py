@@ -40,7 +40,7 @@ def test_a_reward_model_on_two_processes_gives_the_scores_of_one(material: Path,
     assert not ray.is_initialized()
 
 
-def test_two_engines_give_the_answers_of_one_and_what_is_there_is_not_asked_again(material: Path, tmp_path: Path) -> None:
+def test_two_engines_give_the_answers_of_one_and_stored_answers_are_not_sampled_again(material: Path, tmp_path: Path) -> None:
     base, found = str(material / "base"), []
     renderer = Renderer(load_tokenizer(base), "chat")
     for engines in (1, 2):
@@ -58,7 +58,7 @@ def test_two_engines_give_the_answers_of_one_and_what_is_there_is_not_asked_agai
 
     file = tmp_path / "1" / STATE / "answers.jsonl"
     kept = {prompt: line for line in file.read_text().splitlines(keepends=True) for prompt in [json.loads(line)[0]]}
-    changed = kept[3].replace("true", "false").replace("[[[", "[[[7, ")  # told apart from what an engine would say again
+    changed = kept[3].replace("true", "false").replace("[[[", "[[[7, ")  # differs from what an engine would say again
     file.write_text(kept[0] + changed + kept[4][:-9])
     config = config.model_copy(update={"vllm": Vllm(kv_cache_gib=0.5)})
     again = answers_of_round(config, base, asked, renderer.stop_token_ids, request, RunDir(tmp_path / "1"))

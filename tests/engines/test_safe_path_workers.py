@@ -22,17 +22,15 @@ from rlhf_core.cluster.ray_cluster import connect, leave, reserve
 from rlhf_core.cluster.worker_group import Group
 from rlhf_core.config import Ranks
 
-def make():
-    class Role:  # defined in a function, so that Ray sends it by value
-        def files(self):
-            import evaluation, flows, rlhf_core, sys, tasks, tokenize
-            return [m.__file__ for m in (evaluation, flows, rlhf_core, tasks, tokenize)], DRIVERS_FOLDER in sys.path
-    return Role()
+class Role:  # of `__main__`, so that Ray sends it by value
+    def files(self):
+        import evaluation, flows, rlhf_core, sys, tasks, tokenize
+        return [m.__file__ for m in (evaluation, flows, rlhf_core, tasks, tokenize)], DRIVERS_FOLDER in sys.path
 
 connect()
 group = Group("actor", reserve(arrange({"actor": Ranks(num_ranks_per_node=2, cpus=0.25)}), 30), 1)
-group.build(make).wait(90)
-print(json.dumps(group.call("look", "files").wait(60)))
+group.build(Role).wait(90)
+print(json.dumps(group.call("look", Role.files).wait(60)))
 leave()
 """
 

@@ -13,8 +13,9 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load import Policy, load_policy
-from rlhf_core.rollout.engine import CPU_BATCHED_TOKENS, Answer, Sampler
-from rlhf_core.stages.ppo.probe import PROBE_TOLERANCE, WeightsDiffer, check_gap
+from rlhf_core.rollout.engine import Answer, Sampler, Sampling
+from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS
+from rlhf_core.stages.ppo.fleet import PROBE_TOLERANCE, WeightsDiffer, check_gap
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +30,7 @@ class Setting:
     def generate(self, prompts: list[list[int]] | None = None, first_seed: int = 0, **changed: object) -> list[list[Answer]]:
         prompts = self.prompts if prompts is None else prompts
         options = {"temperature": 1.0, "max_new_tokens": 12, "stop_token_ids": self.renderer.stop_token_ids, "n": 2} | changed
-        return self.sampler.generate(prompts, seeds=[first_seed + 10 * i for i in range(len(prompts))], **options)
+        return self.sampler.generate(prompts, [first_seed + 10 * i for i in range(len(prompts))], Sampling(**options))
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +78,12 @@ def test_a_stream_gives_each_prompts_answers_once_they_are_all_there(setting: Se
     how = {"temperature": 1.0, "max_new_tokens": 12, "stop_token_ids": setting.renderer.stop_token_ids, "n": 2}
     seeds = [10 * i for i in range(len(setting.prompts))]
     for _ in range(2):  # the second time over the prefixes of the first
-        streamed = list(setting.sampler.stream(setting.prompts, seeds=seeds, **how))
+        streamed = list(setting.sampler.stream(setting.prompts, seeds, Sampling(**how)))
         assert sorted(index for index, _ in streamed) == list(range(len(setting.prompts)))
         assert [answers for _, answers in sorted(streamed, key=lambda item: item[0])] == setting.generate()
     often = how | {"stop_token_ids": list(range(0, 400, 8)), "max_new_tokens": 24}  # so that some answers end long before others
     lengths = [
-        max(len(answer.tokens) for answer in answers) for _, answers in setting.sampler.stream(setting.prompts, seeds=seeds, **often)
+        max(len(answer.tokens) for answer in answers) for _, answers in setting.sampler.stream(setting.prompts, seeds, Sampling(**often))
     ]
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1], "what is finished first comes first"
 
@@ -90,9 +91,7 @@ def test_a_stream_gives_each_prompts_answers_once_they_are_all_there(setting: Se
 def test_answers_keep_the_order_of_prompts_and_their_number(setting: Setting) -> None:
     answers = setting.generate(n=3)
     assert [len(group) for group in answers] == [3] * 5
-    alone = setting.sampler.generate(
-        setting.prompts[2:3], seeds=[20], temperature=1.0, max_new_tokens=12, stop_token_ids=setting.renderer.stop_token_ids, n=3
-    )
+    alone = setting.sampler.generate(setting.prompts[2:3], [20], Sampling(3, 1.0, 12, setting.renderer.stop_token_ids))
     assert [a.tokens for a in alone[0]] == [a.tokens for a in answers[2]]
     assert setting.generate([]) == []
 
@@ -103,10 +102,7 @@ def test_more_prompt_tokens_than_one_engine_step_holds(setting: Setting) -> None
     answers = setting.generate(long, n=1)
     assert (
         len(answers) == len(long)
-        and answers[7]
-        == setting.sampler.generate(
-            long[7:8], seeds=[70], temperature=1.0, max_new_tokens=12, stop_token_ids=setting.renderer.stop_token_ids
-        )[0]
+        and answers[7] == setting.sampler.generate(long[7:8], [70], Sampling(1, 1.0, 12, setting.renderer.stop_token_ids))[0]
     )
 
 

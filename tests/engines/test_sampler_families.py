@@ -18,7 +18,7 @@ from rlhf_core.models.lora import lora_layers
 from rlhf_core.models.save import save_adapter, save_tokenizer
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
 from rlhf_core.rollout.engine import Sampler
-from rlhf_core.stages.ppo.probe import PROBE_TOLERANCE, WeightsDiffer, check_gap
+from rlhf_core.stages.ppo.fleet import PROBE_TOLERANCE, WeightsDiffer, check_gap
 from rlhf_core.training.engine import AdamW, TorchEngine, on_cpu
 from tests.support.families import make_family
 
@@ -84,8 +84,8 @@ def test_an_adapter_arrives_and_one_that_was_not_sent_is_noticed(setting: Settin
 def test_an_adapter_checkpoint_is_sampled_from_as_the_model_it_makes(
     setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "room").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "room"))
+    (tmp_path / "space").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "space"))
     policy = adapted(setting.base)
     engine = TorchEngine(policy, AdamW((0.9, 0.95), 0.0, 1.0))
     save_adapter(policy.model, on_cpu(engine, trained_weights(policy.model, engine.gathered)), str(setting.base), tmp_path)
@@ -94,4 +94,4 @@ def test_an_adapter_checkpoint_is_sampled_from_as_the_model_it_makes(
     assert setting.gap(policy) > 0.01
     setting.sampler.load(str(tmp_path))
     assert setting.gap(policy) < 1e-3
-    assert not list((tmp_path / "room").glob("alignflow-merged-*")), "the merged model is left behind"
+    assert not list((tmp_path / "space").glob("alignflow-merged-*")), "the merged model is left behind"

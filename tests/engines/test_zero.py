@@ -61,7 +61,7 @@ def test_two_zero3_ranks_train_as_one_does(kind: str, material: Path, tmp_path: 
 
 def test_two_zero3_ranks_train_adapters_as_one_does(material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two_are_one("dpo", material, tmp_path, lora=Lora(rank=4), zero_stage="auto")
-    assert "zero_stage 3: memory cannot be foretold, as there is no GPU" in capsys.readouterr().out
+    assert "zero_stage 3: memory cannot be estimated, as there is no GPU" in capsys.readouterr().out
 
 
 def test_two_zero3_ranks_train_experts_and_their_balance_as_one_does(material: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Varlen attention on a card, with either kernel, beside transformers' own and a mask; and passes in which the host never waits."""
+"""Varlen attention on a GPU, with either kernel, beside transformers' own and a mask; and passes in which the host never waits."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_prompts_that_are_laid_once_give_the_same_numbers(kernel: str, monkeypat
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Whatever makes the host wait for the card raises."""
+    """Whatever makes the host wait for the GPU raises."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -145,7 +145,7 @@ def of_rewards(engine: TorchEngine) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", [of_sft, of_dpo, of_rewards])
-def test_the_host_waits_for_the_card_nowhere_in_a_pass(loss: Callable[[TorchEngine], torch.Tensor]) -> None:
+def test_the_host_waits_for_the_gpu_nowhere_in_a_pass(loss: Callable[[TorchEngine], torch.Tensor]) -> None:
     torch.manual_seed(0)
     model = Qwen2ForSequenceClassification if loss is of_rewards else Qwen2ForCausalLM
     options = {"num_labels": 1, "pad_token_id": 0} if loss is of_rewards else {}

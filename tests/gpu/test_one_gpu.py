@@ -1,4 +1,4 @@
-"""The training stages on one GPU, in bf16: DeepSpeed over NCCL, varlen FlashAttention where it is installed, vLLM on the same card."""
+"""The training stages on one GPU, in bf16: DeepSpeed over NCCL, varlen FlashAttention where it is installed, vLLM on the same GPU."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_first_ppo_steps_are_on_policy_within_bf16(chain: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["reference", "reward"])
-def test_weights_that_wait_in_host_memory_leave_the_card(role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_wait_in_host_memory_leave_the_gpu(role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model with tied embeddings as well, whose head leaves room in the block that transformers loads weights into."""
     config = Qwen2Config(
         vocab_size=50_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,

@@ -1,4 +1,4 @@
-"""Engine and policy of every family on one card, without Ray: which of the two is wrong where their log-probs differ."""
+"""Engine and policy of every family on one GPU, without Ray: which of the two is wrong where their log-probs differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.hub.model_config import num_experts
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs
 from rlhf_core.models.weights import checkpoint_weights
-from rlhf_core.rollout.engine import Sampler
+from rlhf_core.rollout.engine import Sampler, Sampling
 from tests.support.families import make_family
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -28,7 +28,7 @@ RNG = random.Random(0)
 DOCUMENTS = [[RNG.randrange(3, 80) for _ in range(24)] for _ in range(8)]
 
 
-# Of a process of its own, which has room for one engine. A class of this file's could not be imported there where another package is
+# Of a process of its own, which holds one engine. A class of this file's could not be imported there where another package is
 # called `tests`.
 BaseManager.register("Sampler", Sampler)
 
@@ -59,7 +59,7 @@ def assert_close(a: Tensor, b: Tensor) -> None:
 @pytest.fixture(params=["llama", "qwen2", "qwen3", "mixtral", "qwen3-moe"], scope="module")
 def setting(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     base = make_family(request.param, material / "base", tmp_path_factory.mktemp(request.param))
-    expected = logprobs(load_policy(str(base)).eval(), "cpu")  # before kernels for cards take the place of the model's parts
+    expected = logprobs(load_policy(str(base)).eval(), "cpu")  # before kernels for GPUs take the place of the model's parts
     yield from started(base, expected)
 
 
@@ -69,7 +69,7 @@ def started(base: Path, expected: Tensor) -> Iterator[Setting]:
         yield Setting(base, expected, engines.Sampler(str(base), seed=0, **options))  # type: ignore[attr-defined]
 
 
-def test_the_policy_on_the_card_is_that_on_the_host(setting: Setting) -> None:
+def test_the_policy_on_the_gpu_is_that_on_the_host(setting: Setting) -> None:
     assert_close(logprobs(load_policy(str(setting.base), "bfloat16").eval(), DEVICE), setting.expected)
 
 
@@ -83,13 +83,12 @@ def test_a_second_engine_of_the_model_loads_it_too(setting: Setting) -> None:
         assert_close(second.sampled(), second.expected)
 
 
-def test_with_the_experts_that_it_is_told_the_policy_is_closer_to_the_engine(setting: Setting) -> None:
-    options = {"seeds": range(8), "temperature": 1.0, "max_new_tokens": 24, "stop_token_ids": [], "n": 64}
-    groups = setting.sampler.generate(DOCUMENTS, **options)
-    asked = [(prompt, answer) for prompt, group in zip(DOCUMENTS, groups, strict=True) for answer in group]
+def test_with_the_experts_of_the_engine_the_policy_is_closer_to_the_engine(setting: Setting) -> None:
+    groups = setting.sampler.generate(DOCUMENTS, range(8), Sampling(64, 1.0, 24, []))
+    sampled = [(prompt, answer) for prompt, group in zip(DOCUMENTS, groups, strict=True) for answer in group]
     policy = load_policy(str(setting.base), "bfloat16").eval().to(DEVICE)
     if not num_experts(policy.model.config):
-        assert all(answer.experts is None for _, answer in asked)
+        assert all(answer.experts is None for _, answer in sampled)
         return
     own: list[Tensor] = []
     for part in policy.modules():
@@ -99,24 +98,24 @@ def test_with_the_experts_that_it_is_told_the_policy_is_closer_to_the_engine(set
 
     def gaps(telling: bool) -> Tensor:
         rows = [
-            [Document(p + a.tokens, [False] * len(p) + [True] * len(a.tokens), experts=a.experts if telling else None)] for p, a in asked
+            [Document(p + a.tokens, [False] * len(p) + [True] * len(a.tokens), experts=a.experts if telling else None)] for p, a in sampled
         ]
         batch = collate(rows, pad_token_id=0, experts=True).to(DEVICE)
         with torch.no_grad():
             found = masked_logprobs(policy, batch).logprobs[batch.mask]
-        return (found.cpu() - torch.tensor([logprob for _, a in asked for logprob in a.logprobs])).abs()
+        return (found.cpu() - torch.tensor([logprob for _, a in sampled for logprob in a.logprobs])).abs()
 
-    assert all(a.experts.shape == (len(p) + len(a.tokens) - 1, 2, 2) for p, a in asked)
+    assert all(a.experts.shape == (len(p) + len(a.tokens) - 1, 2, 2) for p, a in sampled)
     plain = gaps(telling=False)
-    chosen = torch.stack(own, 1).view(len(asked), -1, 2, 2).sort(-1).values.cpu()
-    told = [torch.from_numpy(answer.experts.astype("int64")).sort(-1).values for _, answer in asked]
-    assert all((experts.diff(dim=-1) > 0).all() for experts in told), "no token goes to an expert twice"
-    same = [(experts == mine[: len(experts)]).all(-1) for experts, mine in zip(told, chosen, strict=True)]  # (tokens, layers) each
+    chosen = torch.stack(own, 1).view(len(sampled), -1, 2, 2).sort(-1).values.cpu()
+    routed = [torch.from_numpy(answer.experts.astype("int64")).sort(-1).values for _, answer in sampled]
+    assert all((experts.diff(dim=-1) > 0).all() for experts in routed), "no token goes to an expert twice"
+    same = [(experts == mine[: len(experts)]).all(-1) for experts, mine in zip(routed, chosen, strict=True)]  # (tokens, layers) each
     assert torch.cat(same).float().mean() > 0.9, "all but the undecided tokens would have gone there of themselves"
-    moved = torch.cat([~row[len(prompt) - 1 :].all(-1) for (prompt, _), row in zip(asked, same, strict=True)])  # of those that answers hold
+    moved = torch.cat([~row[len(prompt) - 1 :].all(-1) for (prompt, _), row in zip(sampled, same, strict=True)])  # of the answers
     replayed = gaps(telling=True)
     print(f"gap {plain.mean():.4f}, largest {plain.max():.2f} nats; with an engine's experts {replayed.mean():.4f}, {replayed.max():.2f}")
-    print(f"of {moved.sum()} of {len(moved)} tokens that go elsewhere {plain[moved].mean():.4f}; told {replayed[moved].mean():.4f}")
+    print(f"of {moved.sum()} of {len(moved)} tokens that go elsewhere {plain[moved].mean():.4f}; routed {replayed[moved].mean():.4f}")
     assert replayed.quantile(0.99) < 0.2, replayed.quantile(0.99)
     assert replayed.mean() < 0.9 * plain.mean() and replayed.mean() < 0.05, (plain.mean(), replayed.mean())
     assert replayed[moved].mean() < 0.5 * plain[moved].mean(), (plain[moved].mean(), replayed[moved].mean())

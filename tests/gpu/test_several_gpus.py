@@ -1,4 +1,4 @@
-"""Cards together: ZeRO-3 ranks train what one card trains, and PPO learns wherever its models stand. What lacks cards is skipped."""
+"""GPUs together: ZeRO-3 ranks train what one GPU trains, and PPO learns wherever its models stand. What lacks GPUs is skipped."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rlhf_core.config import DPO, KTO, PPO, SFT, Data, Preferences, Ranks, Rewar
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
-CARDS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not CARDS, reason="no GPU here")]
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not GPUS, reason="no GPU here")]
 TRAIN = {"dtype": "bfloat16", "train_batch_size": 32, "micro_train_batch_size": 4, "max_len": 96, "learning_rate": 1e-4}
 # A third of the letters that a model without training writes are in it.
 EARLY = "def early(responses): return [sum(c in 'abcdefghijklm' for c in text) / max(1, len(text)) for text in responses]\n"
 ROLES = ("actor_ranks", "reference_ranks")
 
 
-def of_cards(*counts: int) -> list[Any]:
-    return [pytest.param(n, marks=pytest.mark.skipif(n > CARDS, reason=f"{CARDS} GPUs here")) for n in counts]
+def of_gpus(*counts: int) -> list[Any]:
+    return [pytest.param(n, marks=pytest.mark.skipif(n > GPUS, reason=f"{GPUS} GPUs here")) for n in counts]
 
 
 def run(name: str, config: StageConfig, base: Path, folder: Path, **models: str) -> list[dict[str, float]]:
@@ -38,31 +38,31 @@ def run(name: str, config: StageConfig, base: Path, folder: Path, **models: str)
     return read_metrics(folder)
 
 
-def training(kind: str, material: Path, cards: int) -> StageConfig:
-    where = {"zero_stage": 3 if cards > 1 else 0, "ranks": Ranks(num_ranks_per_node=cards, gpus=1)}
+def training(kind: str, material: Path, gpus: int) -> StageConfig:
+    where = {"zero_stage": 3 if gpus > 1 else 0, "ranks": Ranks(num_ranks_per_node=gpus, gpus=1)}
     data = Data(sources=str(material / ("sft.jsonl" if kind == "sft" else "preferences.jsonl")), max_samples=192)
     if kind in ("sft", "reward_model"):
         return {"sft": SFT, "reward_model": RewardModel}[kind](model="base", data=data, **TRAIN, **where)
     return {"dpo": DPO, "kto": KTO}[kind](policy="base", data=data, **TRAIN, **where)
 
 
-@pytest.mark.parametrize("cards", of_cards(2, 4))
+@pytest.mark.parametrize("gpus", of_gpus(2, 4))
 @pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo", "kto"])
-def test_zero3_ranks_train_what_one_card_trains(kind: str, cards: int, material: Path, tmp_path: Path) -> None:
-    one, several = (run(kind, training(kind, material, n), material / "base", tmp_path / str(n)) for n in (1, cards))
+def test_zero3_ranks_train_what_one_gpu_trains(kind: str, gpus: int, material: Path, tmp_path: Path) -> None:
+    one, several = (run(kind, training(kind, material, n), material / "base", tmp_path / str(n)) for n in (1, gpus))
     assert len(one) == len(several) >= 6
     for a, b in zip(one, several, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=0.01), a["step"]  # bf16 carries three digits
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.1), a["step"]
-    checkpoint = tmp_path / str(cards) / "checkpoint"
+    checkpoint = tmp_path / str(gpus) / "checkpoint"
     exported = load_file(checkpoint / "model.safetensors")
     auto = AutoModelForSequenceClassification if kind == "reward_model" else AutoModelForCausalLM
     loaded = auto.from_pretrained(checkpoint).state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in exported.items()), "export and transformers disagree"
 
 
-@pytest.mark.parametrize("cards", of_cards(2, 4))
-def test_a_round_is_sampled_and_scored_on_all_cards(cards: int, material: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpus", of_gpus(2, 4))
+def test_a_round_is_sampled_and_scored_on_all_gpus(gpus: int, material: Path, tmp_path: Path) -> None:
     run("reward_model", training("reward_model", material, 1), material / "base", tmp_path / "rm")
     config = Preferences(
         policy="base",
@@ -72,18 +72,18 @@ def test_a_round_is_sampled_and_scored_on_all_cards(cards: int, material: Path, 
         prompt_max_len=64,
         generate_max_len=24,
         dtype="bfloat16",
-        vllm=Vllm(num_engines=cards, gpus=1, gpu_memory_utilization=0.4),
+        vllm=Vllm(num_engines=gpus, gpus=1, gpu_memory_utilization=0.4),
     )
     (line,) = run("preferences", config, material / "base", tmp_path / "run", rm=str(tmp_path / "rm" / "checkpoint"))
     assert line["prompts"] == 64 and line["pairs"] > 16 and line["reward/best"] > line["reward/mean"] > line["reward/worst"]
 
 
 def ppo(material: Path, function: Path, placement: str) -> PPO:
-    """Actor, reference and engine on one card, on two apart, or on all of two together: an engine on each, or one over both (`split`)."""
+    """Actor, reference and engine on one GPU, on two apart, or on all of two together: an engine on each, or one over both (`split`)."""
     everywhere = placement in ("together", "split")
-    cards = 2 if everywhere else 1
+    gpus = 2 if everywhere else 1
     share = {"one": 0.2, "apart": 0.4}.get(placement, 1.0)
-    ranks = Ranks(num_ranks_per_node=cards, gpus=share)
+    ranks = Ranks(num_ranks_per_node=gpus, gpus=share)
     engine = Vllm(gpus=1.0) if placement == "apart" else Vllm(gpus=0.4, gpu_memory_utilization=0.4)
     if everywhere:
         engines = {"num_engines": 2} if placement == "together" else {"tensor_parallel_size": 2}
@@ -113,7 +113,7 @@ def ppo(material: Path, function: Path, placement: str) -> PPO:
 
 
 @pytest.mark.parametrize(
-    "placement", [pytest.param(name, marks=of_cards(n)[0].marks) for name, n in (("one", 1), ("apart", 2), ("together", 2), ("split", 2))]
+    "placement", [pytest.param(name, marks=of_gpus(n)[0].marks) for name, n in (("one", 1), ("apart", 2), ("together", 2), ("split", 2))]
 )
 def test_ppo_raises_its_reward(placement: str, material: Path, tmp_path: Path) -> None:
     """Each process of an engine compares the checksum of the weights on its GPU with the sender's, and ends the run where they differ."""

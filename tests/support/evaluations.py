@@ -18,7 +18,7 @@ from rlhf_core.config import Evaluation, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.records import EvalReport
-from rlhf_core.rollout.engine import Answer
+from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 TEMPLATE = (
@@ -79,18 +79,8 @@ class Double:
     def close(self) -> None:
         self.log.append(("close", Path(self.model).name))
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        seeds: Sequence[int],
-        temperature: float,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-        n: int,
-        logprobs: bool,
-    ) -> list[list[Answer]]:
-        assert not logprobs and n == 1 and len(set(seeds)) == len(prompts)
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[list[Answer]]:
+        assert not sampling.logprobs and sampling.n == 1 and len(set(seeds)) == len(prompts)
         self.log.append(("generate", Path(self.model).name))
         tokenizer = load_tokenizer(self.model)
         skill = float((Path(self.model) / SKILL).read_text())
@@ -99,8 +89,9 @@ class Double:
             word = tokenizer.decode(prompt).split("<|im_end|>")[0].split()[-1]
             right = int(word[1:]) < skill * COUNT
             text = word[::-1] if right else "no idea"
-            tokens = [*tokenizer.encode(text, add_special_tokens=False), stop_token_ids[-1]]
-            answers.append([Answer(tokens[:max_new_tokens], [0.0] * len(tokens[:max_new_tokens]), len(tokens) <= max_new_tokens)])
+            tokens = [*tokenizer.encode(text, add_special_tokens=False), sampling.stop_token_ids[-1]]
+            kept = tokens[: sampling.max_new_tokens]
+            answers.append([Answer(kept, [0.0] * len(kept), len(tokens) <= sampling.max_new_tokens)])
         return answers
 
 

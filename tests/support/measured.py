@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_core.config import PPO
-from rlhf_core.forecast.seconds import CARDS, Card
+from rlhf_core.forecast.seconds import GPUS, Gpu
 from rlhf_core.hub.model_config import size_of_config
 
 LARGE = {"num_hidden_layers": 28, "vocab_size": 151936}
@@ -89,7 +89,7 @@ LONG_PROMPTS = IN_TURN.model_copy(
 )
 
 
-H200, H100 = CARDS["h200"], CARDS["h100"]
+H200, H100 = GPUS["h200"], GPUS["h100"]
 # What the plan chooses for a recipe that recomputes nothing on one H100, and the option beside it: Adam on the host, long passes.
 LONG_PASSES = ONE_IN_TORCH.model_copy(update={"gradient_checkpointing": 0.0})
 CHOSEN = ALL_RESIDENT.model_copy(
@@ -122,7 +122,7 @@ NO_CRITIC = PPO.model_validate(
 )  # fmt: skip
 
 # Nothing in the forecast was fitted to these: cards, GiB of each, seconds of the second step (of the last on the H100).
-NOT_FITTED: list[tuple[PPO, Card, list[float], float]] = [
+NOT_FITTED: list[tuple[PPO, Gpu, list[float], float]] = [
     (TWO_TOGETHER, H200, [104.2, 104.4], 6.8),
     (ACTOR_BESIDE_REFERENCE, H200, [49.6, 94.6], 7.2),
     (CRITIC_BESIDE_REWARD, H200, [45.7, 95.0], 5.8),

@@ -17,7 +17,6 @@ from rlhf_core.config import AdvantageEstimator
 from rlhf_core.objectives.advantages import (
     GROUPED,
     Credit,
-    InGroups,
     KLEstimator,
     RewardAt,
     clip_rewards,
@@ -46,7 +45,7 @@ class Overlong(NamedTuple):
 
 
 class Shaping(NamedTuple):
-    """The knobs of the credit; see `config.PPO`. `n` answers to each prompt stand in a row."""
+    """The settings of the credit; see `config.PPO`. `n` consecutive answers per prompt."""
 
     estimator: AdvantageEstimator
     n: int
@@ -136,10 +135,6 @@ def estimate(rewards: Tensor, kl: Tensor, coef: float, values: Tensor, mask: Ten
     def per_token(scores: Tensor) -> Tensor:
         return token_rewards(kl, coef, scores, mask, shaping.reward_at)
 
-    def of_answers(found: InGroups) -> Estimated:
-        spread_out = spread(found.advantages, mask)
-        return Estimated(Credit(spread_out, spread_out), found.compared)
-
     match shaping.estimator:
         case "gae":
             advantages, returns = gae(per_token(rewards), values, mask, gamma, shaping.lambd)
@@ -152,7 +147,9 @@ def estimate(rewards: Tensor, kl: Tensor, coef: float, values: Tensor, mask: Ten
             advantages = reinforce_pp(per_token(centred), mask & compared[:, None], gamma)
             return Estimated(Credit(advantages, advantages), compared)
         case grouped:  # the rest compare the answers to one prompt
-            return of_answers(in_groups(GROUPED[grouped], rewards - coef * kl.sum(-1), scored, shaping.n))
+            of_answers, compared = in_groups(GROUPED[grouped], rewards - coef * kl.sum(-1), scored, shaping.n)
+            advantages = spread(of_answers, mask)
+            return Estimated(Credit(advantages, advantages), compared)
 
 
 def _pad(rows: Sequence[np.ndarray], dtype: torch.dtype = torch.float32) -> Tensor:

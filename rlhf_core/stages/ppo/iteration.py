@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from rlhf_core.data.documents import Document
 from rlhf_core.rewards.combine import Running
+from rlhf_core.rollout.engine import Sampling
 from rlhf_core.stages.ppo.credit import Shaping, credit
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.one_step_off import ask_ahead
 from rlhf_core.stages.ppo.roles import Update
-from rlhf_core.stages.ppo.sampling import Filtering, Line, Sampled, Sampling, sample
+from rlhf_core.stages.ppo.sampling import Filtering, PromptOrder, Sampled, sample, start_sample
 
 
 class Optimisation(NamedTuple):
@@ -37,7 +37,7 @@ class Setup(NamedTuple):
     scored while engines work on others.
     """
 
-    line: Line
+    order: PromptOrder
     sampling: Sampling
     filtering: Filtering | None
     shaping: Shaping
@@ -74,15 +74,15 @@ def ppo_iteration(
     phases: dict[str, float] = {}
     start = time.monotonic()
     with _phase(phases, "generate"):
-        arguments = (setup.line, carried.position, setup.sampling, setup.filtering, setup.allowed_failures, setup.part)
+        arguments = (setup.order, carried.position, setup.sampling, setup.filtering, setup.allowed_failures, setup.part)
         sampled = carried.ahead or sample(fleet, *arguments)
         rollouts = sampled.rollouts
-    pending = ask_ahead(fleet, setup.line, sampled.position, setup.sampling) if setup.one_step_off and not last else None
+    pending = start_sample(fleet, setup.order, sampled.position, setup.sampling) if setup.one_step_off and not last else None
     if fleet.sleeps:
         with _phase(phases, "sleep"):
             fleet.sleep(keep_weights="actor" not in optimisation.rates)
     with _phase(phases, "score"):
-        scores = sampled.scores() if sampled.scores else fleet.score(rollouts, sampled.rewards, setup.allowed_failures)
+        scores = (sampled.scores or fleet.start_score(rollouts, sampled.rewards, setup.allowed_failures))()
     with _phase(phases, "credit"):
         credited = credit(rollouts, scores, kl_coef, carried.statistics, setup.shaping)
     with _phase(phases, "train"):
@@ -111,7 +111,7 @@ def ppo_iteration(
     metrics["prompt/truncated"] = sum(r.prompt.truncated for r in rollouts) / len(rollouts)
     metrics["tokens"] = float(sum(len(r.document.tokens) for r in rollouts))
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
-    metrics |= fleet.accounts(rollouts, list(updates), optimisation.max_epochs, time.monotonic() - start)
+    metrics |= fleet.iteration_metrics(rollouts, list(updates), optimisation.max_epochs, time.monotonic() - start)
     return Iteration(metrics, credited.kl, Carried(sampled.position, credited.statistics, ahead))
 
 

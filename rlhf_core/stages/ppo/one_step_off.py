@@ -1,37 +1,23 @@
-"""Answers sampled one iteration ahead: the engines work on them while the iteration before trains.
+"""Stores answers sampled one iteration ahead: the engines work on them while the iteration before trains.
 
 The first iteration's answers are those of the start; after that, iteration k trains on answers of the weights from before update k - 1
 (Noukhovitch et al. 2024, "Asynchronous RLHF", arXiv:2410.18252). The clip is around the trainer's log-probs at the iteration's start, and
-the importance weights carry the rest of the way from the sampler's (Hilton et al. 2021, arXiv:2110.00641, the decoupled objective).
+the importance weights cover the difference to the sampler's (Hilton et al. 2021, arXiv:2110.00641, the decoupled objective).
 A resume state keeps the answers that wait, since the engines that gave them have newer weights by then.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from rlhf_core.rollout.engine import Answer
-from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.sampling import Line, Sampled, Sampling, rollout
+from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled, rollout
 from rlhf_core.system.files import write_text
 
 AHEAD, EXPERTS = "ahead.jsonl", "ahead.npz"
-
-
-def ask_ahead(fleet: Fleet, line: Line, position: int, sampling: Sampling) -> Callable[[], Sampled]:
-    """Lets the engines answer the batch of prompts at `position`; what is returned waits for the answers."""
-    taken = line.take(position, line.batch)
-    answers = fleet.ask([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], *sampling)
-
-    def wait() -> Sampled:
-        groups = zip(taken, answers(), strict=True)
-        return Sampled([rollout(prompt, answer) for (prompt, _), group in groups for answer in group], None, position + line.batch, {})
-
-    return wait
 
 
 def write_ahead(folder: Path, ahead: Sampled) -> None:
@@ -46,12 +32,12 @@ def write_ahead(folder: Path, ahead: Sampled) -> None:
     write_text(folder / AHEAD, "\n".join(lines) + "\n")
 
 
-def read_ahead(folder: Path, line: Line, n: int) -> Sampled | None:
+def read_ahead(folder: Path, order: PromptOrder, n: int) -> Sampled | None:
     """What `write_ahead` left, bit for bit, `n` answers to each prompt; None when nothing waited."""
     if not (folder / AHEAD).is_file():
         return None
     head, *answers = map(json.loads, (folder / AHEAD).read_text().splitlines())
-    prompts = [prompt for prompt, _ in line.take(head["position"] - line.batch, line.batch) for _ in range(n)]
+    prompts = [prompt for prompt, _ in order.take(head["position"] - order.batch, order.batch) for _ in range(n)]
     stored = np.load(folder / EXPERTS, allow_pickle=False) if (folder / EXPERTS).is_file() else {}
     experts = [stored[str(i)] if str(i) in stored else None for i in range(len(answers))]
     rollouts = [rollout(p, Answer(**answer, experts=e)) for p, answer, e in zip(prompts, answers, experts, strict=True)]

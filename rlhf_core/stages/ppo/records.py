@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhf_core.data.documents import Document, Prompt
-from rlhf_core.rewards.asking import Rewards
+from rlhf_core.rewards.clients import Rewards
 
 
 @dataclass(frozen=True)

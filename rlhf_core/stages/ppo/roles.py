@@ -1,6 +1,6 @@
-"""The roles of PPO as plain objects: what one rank of each holds and does. Where they live is `fleet.py`'s business.
+"""The roles of PPO as plain objects: what one rank of each holds and does.
 
-Each method is called on every rank of the role with the same arguments; ranks deal the work among themselves.
+Each method is called on every rank of the role with the same arguments; the ranks divide the work.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +28,8 @@ from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.actor_loss import Objective, PerToken, actor_loss, count
 from rlhf_core.objectives.losses import Loss, value_loss, with_balance
 from rlhf_core.objectives.masked import before
-from rlhf_core.rollout.weight_receiver import card_id
-from rlhf_core.rollout.weight_transfer import Broadcast, Channel, EngineListener, Rendezvous, Route
+from rlhf_core.rollout.weight_receiver import gpu_uuid
+from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roofline import Ceilings, Shape, measure_ceilings, shape_of
 from rlhf_core.system import progress
@@ -80,18 +81,18 @@ class Training(NamedTuple):
 
 
 class Resident:
-    """A role whose model stays on its GPU. Memory that only its allocator holds can go to a neighbour."""
+    """A role whose model stays on its GPU. Memory that only its allocator holds can go to other processes."""
 
     module: torch.nn.Module
 
     def release(self) -> None:
         torch.cuda.empty_cache()
 
-    def card(self) -> str | None:
-        return card_id()
+    def gpu_uuid(self) -> str | None:
+        return gpu_uuid()
 
     def memory(self) -> tuple[int, int, int]:
-        """Bytes of its card that this process's tensors have filled at most and its allocator has held at most, since the last call, and
+        """Bytes of its GPU that this process's tensors have filled at most and its allocator has held at most, since the last call, and
         that it holds now."""
         if not torch.cuda.is_available():
             return 0, 0, 0
@@ -111,7 +112,7 @@ class Frozen(Resident):
     def __init__(self, module: Policy | Scorer, model: Model, offload: bool):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module, self.model = module.eval().requires_grad_(False), model
-        self.rank, self.world_size = _rank_from_environment()
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if not offload:
             self.module.to(self.device)
         for tensor in _tensors(module) if offload else []:  # one after the other: the host holds nothing twice
@@ -123,20 +124,31 @@ class Frozen(Resident):
             parameter.data = host.to(self.device, non_blocking=True)
         try_rows(self.module, self.module, self.device, bool(self.model.micro_tokens))
         scored = _score(self, documents, self.model, forward)
-        self._leave()
-        return scored
-
-    def _leave(self) -> None:
+        for parameter, host in self._waiting:
+            parameter.data = host
         if self._waiting:
-            for parameter, host in self._waiting:
-                parameter.data = host
             torch.cuda.empty_cache()
+        return scored
 
 
 class Trained(Resident):
-    """A role with an optimiser."""
+    """A role with an optimiser. `name`: of its group."""
 
-    engine: Engine
+    def __init__(self, name: str, module: Policy | Scorer, model: Model, training: Training):
+        self.engine, self.module, self.model = _engine(module, model, training, name in training.adam_offload), module, model
+        self.passes = _passes(self.engine, training.micro_batch_size, training.micro_tokens)
+
+    def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
+        """One optimiser step per update; metrics of each."""
+        metrics = []
+        for number, update in enumerate(updates, 1):
+            with at(f"optimiser step {number} of {len(updates)}"):
+                metrics.append(self.update([experience[i] for i in update.indices], update))
+        return metrics
+
+    def update(self, items: list[Experience], update: Update) -> dict[str, float]:
+        """One optimiser step on these."""
+        raise NotImplementedError
 
     def release(self) -> None:
         self.engine.release()
@@ -156,24 +168,15 @@ class Actor(Trained):
         policy = trained_policy(model.path, model.dtype, model.trust_remote_code, training.lora, training.seed, objective.router_aux_coef)
         if routing_replay:
             policy.replay_routing()
-        self.engine, self.module = _engine(policy, model, training, "actor" in training.adam_offload), policy
-        self.model, self.lora = model, training.lora
-        self.passes = _passes(self.engine, training.micro_batch_size, training.micro_tokens)
-        self.objective, self.temperature = objective, temperature
+        super().__init__("actor", policy, model, training)
+        self.lora, self.objective, self.temperature = training.lora, objective, temperature
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
         scale = self.temperature if temperature is None else temperature
         return _score(self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, scale).logprobs)
 
-    def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
-        """PPO's clipped surrogate and its relatives, one optimiser step per update; metrics of each."""
-        metrics = []
-        for number, update in enumerate(updates, 1):
-            with at(f"optimiser step {number} of {len(updates)}"):
-                metrics.append(self._update([experience[i] for i in update.indices], update.learning_rate, update.kl_coef))
-        return metrics
-
-    def _update(self, items: list[Experience], rate: float, kl_coef: float) -> dict[str, float]:
+    def update(self, items: list[Experience], update: Update) -> dict[str, float]:
+        """PPO's clipped surrogate and its relatives."""
         counted = count([item.document.mask for item in items])
         entropy: Entropy = "gradient" if self.objective.entropy_coef else "value"
 
@@ -185,26 +188,27 @@ class Actor(Trained):
                 for name in ("old_logprobs", "ref_logprobs", "advantages", "is_weights")
             )
             per_token = PerToken(new.logprobs, new.entropy, old, ref, advantages, weights, batch.mask, batch.documents)
-            result = actor_loss(per_token, len(part), counted, self.objective, kl_coef)
+            result = actor_loss(per_token, len(part), counted, self.objective, update.kl_coef)
             return with_balance(result, new.balance, self.objective.router_aux_coef, counted.answers)
 
         metrics = accumulate(self.engine, _micro_batches(items, self.passes), loss)
-        return metrics | {"policy/grad_norm": self.engine.step(rate), "policy/learning_rate": rate}
+        return metrics | {"policy/grad_norm": self.engine.step(update.learning_rate), "policy/learning_rate": update.learning_rate}
 
     def ceilings(self) -> Ceilings | None:
         """Measured on the first rank alone."""
         return measure_ceilings(self.engine.device, getattr(torch, self.model.dtype)) if self.engine.rank == 0 else None
 
     def open_listener(self, key: bytes) -> str:
-        """Opens a socket for engines on this rank's GPU; returns its address."""
-        self._listener = EngineListener(key)
-        return self._listener.address
+        """Opens a socket for engine processes on this rank's GPU, before they connect; returns its address."""
+        self._listener = Listener(authkey=key)
+        return str(self._listener.address)
 
-    def open_channel(self, route: Route, rendezvous: Rendezvous, on_this_card: Sequence[int]) -> None:
-        """Connects to the engines, which must open their side at the same time. `on_this_card`: engine processes on each rank's card."""
+    def open_channel(self, route: Route, rendezvous: Rendezvous, engines_on_gpu: Sequence[int]) -> None:
+        """Connects to the engines, which must open their side at the same time. `engines_on_gpu`: engine processes on each rank's GPU."""
         self._channel: Channel | None = None
-        if route.kind == "cards":
-            self._channel = self._listener.admit(on_this_card[self.engine.rank])
+        if route.kind == "gpus":
+            self._channel = SameGpu([self._listener.accept() for _ in range(engines_on_gpu[self.engine.rank])])
+            self._listener.close()
         elif self.engine.rank == route.source:
             self._channel = Broadcast(route.kind, 0, 1 + route.receivers, rendezvous)
 
@@ -227,23 +231,15 @@ class Critic(Trained):
 
     def __init__(self, model: Model, training: Training, value_clip: float):
         scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, training.lora, training.seed)
-        self.engine, self.module = _engine(scorer, model, training, "critic" in training.adam_offload), scorer
-        self.model, self.value_clip = model, value_clip
-        self.passes = _passes(self.engine, training.micro_batch_size, training.micro_tokens)
+        super().__init__("critic", scorer, model, training)
+        self.value_clip = value_clip
 
     def values(self, documents: Sequence[Document]) -> Scored:
         """`V(tokens[<t])` for every token."""
         return _score(self.engine, documents, self.model, self._values)
 
-    def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
-        """The clipped value loss, one optimiser step per update; metrics of each."""
-        metrics = []
-        for number, update in enumerate(updates, 1):
-            with at(f"optimiser step {number} of {len(updates)}"):
-                metrics.append(self._update([experience[i] for i in update.indices], update.learning_rate))
-        return metrics
-
-    def _update(self, items: list[Experience], rate: float) -> dict[str, float]:
+    def update(self, items: list[Experience], update: Update) -> dict[str, float]:
+        """The clipped value loss."""
         tokens = count([item.document.mask for item in items]).tokens
 
         def loss(part: list[Experience]) -> Loss:
@@ -252,7 +248,7 @@ class Critic(Trained):
             return value_loss(self._values(batch), old, returns, batch.mask, self.value_clip, tokens)
 
         metrics = accumulate(self.engine, _micro_batches(items, self.passes), loss)
-        return metrics | {"value/grad_norm": self.engine.step(rate), "value/learning_rate": rate}
+        return metrics | {"value/grad_norm": self.engine.step(update.learning_rate), "value/learning_rate": update.learning_rate}
 
     def _values(self, batch: Batch) -> Tensor:
         return before(self.engine(batch.tokens, batch.host.positions), batch.host.positions)
@@ -334,7 +330,7 @@ def _replays(rank: Engine | Frozen) -> bool:
 
 def _parts(documents: Sequence[Document], passes: Passes) -> list[list[int]]:
     """Indices of the documents of each pass: answers to a prompt together where it can be shared, similar lengths together elsewhere, so
-    that rows carry little padding."""
+    that rows have little padding."""
 
     def row_tokens(group: list[int]) -> int:
         return sum(len(document) - document.shared for document in passes.branched([documents[i] for i in group]))
@@ -357,7 +353,3 @@ def _per_token(batch: Batch, shared: Sequence[int], rows: Sequence[np.ndarray]) 
     values = torch.zeros(batch.tokens.shape)
     values[batch.host.documents >= 0] = torch.from_numpy(np.concatenate([row[n:] for row, n in zip(rows, shared, strict=True)])).float()
     return sent(values, batch.tokens.device)
-
-
-def _rank_from_environment() -> tuple[int, int]:
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -1,18 +1,19 @@
-"""What an iteration must take at least: its floating-point operations and bytes over the ceilings of the cards it runs on.
+"""What an iteration must take at least: its floating-point operations and bytes over the ceilings of the GPUs it runs on.
 
 2N operations a token for a forward pass of N parameters, 6N for training (Kaplan et al. 2020, section 2.1; attention's own products and
-recomputation are left out). The ceilings are measured at start, on the actor's card: a large matrix product and a large copy.
+recomputation are left out). The ceilings are measured at start, on the actor's GPU: a large matrix product and a large copy.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_core.forecast.seconds import busiest
 from rlhf_core.hub.model_config import num_experts
 from rlhf_core.stages.ppo.records import Rollout
 
@@ -21,14 +22,14 @@ CPU_MATMUL, CPU_COPY = 512, 1 << 24
 
 
 class Ceilings(NamedTuple):
-    """Of one card: FLOP/s of matrix products in the training dtype, bytes/s of its memory (read and written both counted)."""
+    """Of one GPU: FLOP/s of matrix products in the training dtype, bytes/s of its memory (read and written both counted)."""
 
     flops: float
     bandwidth: float
 
 
 class Shape(NamedTuple):
-    """Of one model: parameters that a token meets (of experts only those it is sent to), bytes of all weights, bytes of keys and values
+    """Of one model: parameters that compute a token (of experts only those it is sent to), bytes of all weights, bytes of keys and values
     of one token, and whether it has experts."""
 
     parameters: int
@@ -38,10 +39,10 @@ class Shape(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Each role's model and cards, and what a card can do."""
+    """Each role's model and GPUs, and what a GPU can do."""
 
     shapes: Mapping[str, Shape]
-    cards: Mapping[str, Sequence[str]]
+    gpus: Mapping[str, Sequence[str]]
     engine_span: int
     ceilings: Ceilings
 
@@ -66,8 +67,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     source = torch.randint(0, 255, (size,), device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
 
-    def best(work: object) -> float:
-        assert callable(work)
+    def best(work: Callable[[], object]) -> float:
         seconds = []
         for _ in range(6):
             start = time.perf_counter()
@@ -85,35 +85,27 @@ def floors(rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, mac
 
     The prompt of several answers counts once.
     """
-    tokens = _asked(rollouts) + sum(len(rollout.document) - rollout.document.answer_start for rollout in rollouts)
-    scoring = [role for role in machine.shapes if role != "sampler"]
+    tokens = _prompt_tokens(rollouts) + sum(len(rollout.document) - rollout.document.answer_start for rollout in rollouts)
+    scoring = {role: 2 * shape.parameters * tokens for role, shape in machine.shapes.items() if role != "sampler"}
+    training = {role: 6 * machine.shapes[role].parameters * tokens * passes for role in trained}
     return {
         "floor/generate": _generate(rollouts, machine),
-        "floor/score": _busiest({role: 2 * machine.shapes[role].parameters * tokens for role in scoring}, machine),
-        "floor/train": _busiest({role: 6 * machine.shapes[role].parameters * tokens * passes for role in trained}, machine),
+        "floor/score": busiest(scoring, machine.gpus) / machine.ceilings.flops,
+        "floor/train": busiest(training, machine.gpus) / machine.ceilings.flops,
     }
-
-
-def _busiest(flops: Mapping[str, float], machine: Machine) -> float:
-    """Seconds of the card with the most to do: roles spread their work evenly over their cards, and cards work side by side."""
-    load: dict[str, float] = {}
-    for role, total in flops.items():
-        for card in machine.cards[role]:
-            load[card] = load.get(card, 0.0) + total / len(machine.cards[role])
-    return max(load.values(), default=0.0) / machine.ceilings.flops
 
 
 def _generate(rollouts: Sequence[Rollout], machine: Machine) -> float:
     """The prompts' products, then as many steps as the longest answer has tokens: each reads the weights and all keys and values so far."""
-    shape, cards, (flops, bandwidth) = machine.shapes["sampler"], len(machine.cards["sampler"]), machine.ceilings
+    shape, gpus, (flops, bandwidth) = machine.shapes["sampler"], len(machine.gpus["sampler"]), machine.ceilings
     said = [sum(rollout.document.mask) for rollout in rollouts]
-    asked = [len(rollout.document.mask) - length for rollout, length in zip(rollouts, said, strict=True)]
-    read = sum(length * (prompt + length / 2) for prompt, length in zip(asked, said, strict=True)) * shape.kv_bytes / cards
+    prompts = [len(rollout.document.mask) - length for rollout, length in zip(rollouts, said, strict=True)]
+    read = sum(length * (prompt + length / 2) for prompt, length in zip(prompts, said, strict=True)) * shape.kv_bytes / gpus
     steps = max(said, default=0) * shape.weight_bytes / machine.engine_span
-    decode = max((steps + read) / bandwidth, 2 * shape.parameters * sum(said) / cards / flops)
-    return 2 * shape.parameters * _asked(rollouts) / cards / flops + decode
+    decode = max((steps + read) / bandwidth, 2 * shape.parameters * sum(said) / gpus / flops)
+    return 2 * shape.parameters * _prompt_tokens(rollouts) / gpus / flops + decode
 
 
-def _asked(rollouts: Sequence[Rollout]) -> int:
+def _prompt_tokens(rollouts: Sequence[Rollout]) -> int:
     """Tokens of the prompts, each once."""
     return sum(len(prompt) for prompt in {tuple(rollout.document.tokens[: rollout.document.answer_start]) for rollout in rollouts})

@@ -9,10 +9,9 @@ from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, leave, reserve
 from rlhf_core.cluster.worker_group import Group, cpu_threads
 from rlhf_core.config import PPO
-from rlhf_core.forecast.zero_stage import uses_deepspeed
+from rlhf_core.forecast.zero_stage import layout_of, uses_deepspeed
 from rlhf_core.runs.resume_state import require_layout
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
-from rlhf_core.stages.ppo.zero_choice import layout_of
 from rlhf_core.system.gc_pause import uncollected
 
 

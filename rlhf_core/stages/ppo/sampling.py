@@ -1,7 +1,7 @@
-"""Where an iteration's answers come from: the prompts in a seeded order, and with dynamic filtering only groups that carry a signal.
+"""Samples an iteration's answers: the prompts in a seeded order, and with dynamic filtering only groups that have a signal.
 
-Prompts stand on one endless line: each episode is a seeded shuffle, cut to whole batches. An iteration takes the next ones; with filtering
-it goes on taking as many as are missing, over the end of an episode too, so nothing that was accepted is ever dropped or becomes stale.
+Prompts form one endless sequence: each episode is a seeded shuffle, cut to whole batches. An iteration takes the next ones; with
+filtering it goes on taking as many as are missing, across the end of an episode too, so that no accepted group is dropped or stale.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf_core.data.documents import Document, Prompt
-from rlhf_core.rewards.asking import Rewards, check_failures, join
+from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Term, plain_sum
-from rlhf_core.rollout.engine import Answer
+from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.records import Rollout, Scores
 from rlhf_core.training.train_loop import order_of_epoch
 
 
-class Line(NamedTuple):
-    """The line of prompts of a run. Position p is in episode p // (whole batches of an episode)."""
+class PromptOrder(NamedTuple):
+    """The order of the prompts of a run. Position p is in episode p // (whole batches of an episode)."""
 
     prompts: Sequence[Prompt]
     batch: int
     seed: int
 
     def take(self, position: int, count: int) -> list[tuple[Prompt, int]]:
-        """`count` prompts from a position on, each with the sampler's seed: a function of run, batch of the line, and prompt."""
+        """`count` prompts from a position on, each with the sampler's seed: a function of run, batch, and prompt."""
         whole = len(self.prompts) // self.batch * self.batch
         taken = []
         for place in range(position, position + count):
@@ -37,15 +37,6 @@ class Line(NamedTuple):
             index = order_of_epoch(len(self.prompts), episode, self.seed)[offset]
             taken.append((self.prompts[index], random.Random(f"{self.seed}-{place // self.batch}-{index}").getrandbits(48)))
         return taken
-
-
-class Sampling(NamedTuple):
-    """How answers are sampled: `n` to each prompt."""
-
-    n: int
-    temperature: float
-    max_new_tokens: int
-    stop_token_ids: Sequence[int]
 
 
 class Filtering(NamedTuple):
@@ -57,7 +48,7 @@ class Filtering(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """An iteration's rollouts, `n` of each prompt in a row; their rewards where filtering asked for them; the next position; metrics.
+    """An iteration's rollouts, `n` of each prompt in a row; their rewards where filtering computed them; the next position; metrics.
 
     `age`: updates of the actor since the weights that answered. `scores` waits for scores that are under way.
     """
@@ -71,29 +62,34 @@ class Sampled(NamedTuple):
 
 
 def sample(
-    fleet: Fleet, line: Line, position: int, sampling: Sampling, filtering: Filtering | None, allowed_failures: int, part: int | None = None
+    fleet: Fleet,
+    order: PromptOrder,
+    position: int,
+    sampling: Sampling,
+    filtering: Filtering | None,
+    allowed_failures: int,
+    part: int | None = None,
 ) -> Sampled:
     """Answers to a batch of prompts. With filtering: of as many rounds as it takes, at most `rounds`; then with what there is.
 
     `part`: prompts whose answers go to scoring while others are sampled (`stream`). Raises ValueError when no group has a signal.
     """
     if part is not None:
-        return stream(fleet, line, position, sampling, part, allowed_failures)
+        return stream(fleet, order, position, sampling, part, allowed_failures)
     if filtering is None:
-        return Sampled(_answer(fleet, line.take(position, line.batch), sampling), None, position + line.batch, {})
+        return start_sample(fleet, order, position, sampling)()
     kept: list[Rollout] = []
     rewards: list[Rewards] = []
-    asked: list[Rewards] = []
+    computed: list[Rewards] = []
     start, rounds = position, 0
-    while len(kept) < line.batch * sampling.n and rounds < filtering.rounds:
-        missing = line.batch - len(kept) // sampling.n
-        rollouts = _answer(fleet, line.take(position, missing), sampling)
-        asked.append(fleet.reward(rollouts, allowed_failures))
-        for source, failed in join(asked).failed().items():
-            check_failures(source, failed, allowed_failures, sum(map(len, asked)), asked[-1].errors.get(source, ""))
-        chosen = with_signal(plain_sum(asked[-1].by_source, filtering.terms), sampling.n, filtering.min_spread)
+    while len(kept) < order.batch * sampling.n and rounds < filtering.rounds:
+        missing = order.batch - len(kept) // sampling.n
+        rollouts = start_sample(fleet, order, position, sampling, missing)().rollouts
+        computed.append(fleet.reward(rollouts, allowed_failures))
+        join(computed).check(allowed_failures)
+        chosen = with_signal(plain_sum(computed[-1].by_source, filtering.terms), sampling.n, filtering.min_spread)
         kept += [rollouts[i] for i in chosen]
-        rewards.append(asked[-1].take(chosen))
+        rewards.append(computed[-1].take(chosen))
         position, rounds = position + missing, rounds + 1
     if not kept:
         raise ValueError(
@@ -105,16 +101,28 @@ def sample(
     return Sampled(kept, join(rewards), position, metrics)
 
 
-def stream(fleet: Fleet, line: Line, position: int, sampling: Sampling, part: int, allowed_failures: int) -> Sampled:
+def start_sample(fleet: Fleet, order: PromptOrder, position: int, sampling: Sampling, count: int | None = None) -> Callable[[], Sampled]:
+    """Starts to sample answers to `count` prompts (None: a batch) from a position on; what is returned waits for them."""
+    taken = order.take(position, order.batch if count is None else count)
+    answers = fleet.start_sample([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], sampling)
+
+    def wait() -> Sampled:
+        groups = zip(taken, answers(), strict=True)
+        return Sampled([rollout(prompt, answer) for (prompt, _), group in groups for answer in group], None, position + len(taken), {})
+
+    return wait
+
+
+def stream(fleet: Fleet, order: PromptOrder, position: int, sampling: Sampling, part: int, allowed_failures: int) -> Sampled:
     """Answers to a batch of prompts, each `part` of which is scored as soon as its last answer is there.
 
     The parts are cut by the prompts' places, not by what arrives first, so that what is scored together, and with it every bit of the
     scores, is the same in each run.
     """
-    taken = line.take(position, line.batch)
+    taken = order.take(position, order.batch)
     groups: list[list[Rollout]] = [[] for _ in taken]
     begun: dict[int, Callable[[], Scores]] = {}
-    for index, answers in fleet.stream([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], *sampling):
+    for index, answers in fleet.stream([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], sampling):
         groups[index] = [rollout(taken[index][0], answer) for answer in answers]
         start = index // part * part
         if all(groups[start : start + part]):
@@ -125,14 +133,13 @@ def stream(fleet: Fleet, line: Line, position: int, sampling: Sampling, part: in
     def scores() -> Scores:
         return join_scores([begun[start]() for start in sorted(begun)], allowed_failures)
 
-    return Sampled(rollouts, None, position + line.batch, {}, scores=scores)
+    return Sampled(rollouts, None, position + order.batch, {}, scores=scores)
 
 
 def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
     """The scores of all parts, in order. RewardsFailed when a source left more than `allowed_failures` answers of all without a reward."""
     rewards = join([part.rewards for part in parts])
-    for source, failed in rewards.failed().items():
-        check_failures(source, failed, allowed_failures, len(rewards), rewards.errors.get(source, ""))
+    rewards.check(allowed_failures)
     logprobs, references, values = (
         [array for part in parts for array in getattr(part, name)] for name in ("logprobs", "ref_logprobs", "values")
     )
@@ -148,12 +155,6 @@ def with_signal(rewards: np.ndarray, n: int, min_spread: float) -> list[int]:
         if len(given) >= 2 and given.max() - given.min() > min_spread:
             chosen += range(start, start + n)
     return chosen
-
-
-def _answer(fleet: Fleet, taken: Sequence[tuple[Prompt, int]], sampling: Sampling) -> list[Rollout]:
-    prompts, seeds = [prompt for prompt, _ in taken], [seed for _, seed in taken]
-    answers = fleet.sample([prompt.tokens for prompt in prompts], seeds, *sampling)
-    return [rollout(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
 
 
 def rollout(prompt: Prompt, answer: Answer) -> Rollout:

@@ -16,18 +16,20 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
+from rlhf_core.forecast.zero_stage import layout_of
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.objectives.advantages import AdaptiveKL, FixedKL, KLController, kl_controller
 from rlhf_core.rewards.combine import Running, term_of
+from rlhf_core.rollout.engine import Sampling
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
 from rlhf_core.runs.run_dir import EXPORTS, Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.credit import Overlong, Shaping
-from rlhf_core.stages.ppo.fleet import Fleet, start_fleet
+from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import Carried, Optimisation, Setup, ppo_iteration
 from rlhf_core.stages.ppo.one_step_off import read_ahead, write_ahead
-from rlhf_core.stages.ppo.sampling import Filtering, Line, Sampling
-from rlhf_core.stages.ppo.zero_choice import layout_of
+from rlhf_core.stages.ppo.sampling import Filtering, PromptOrder
+from rlhf_core.stages.ppo.start import start_fleet
 from rlhf_core.training.engine import at, learning_rate
 
 PROBE_DOCUMENTS, PROBE_TOKENS = 4, 128
@@ -51,7 +53,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
     resume = resume_state.latest(run)
     kept_stage = resume.loop["layout"]["zero_stage"] if resume else None
     fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, kept_stage)
-    with closing(fleet.outside):  # a run that fails would wait for what it asks
+    with closing(fleet.clients):  # a run that fails would wait for open requests
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
 
         first = resume.step if resume else 0
@@ -61,7 +63,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
             fleet.load_state(resume.folder)
             fleet.publish_weights()
             kl, carried = restore(kl, resume.loop)
-            carried = carried._replace(ahead=read_ahead(resume.folder, setup.line, setup.sampling.n))
+            carried = carried._replace(ahead=read_ahead(resume.folder, setup.order, setup.sampling.n))
             print(f"resumed after iteration {first} of {iterations}", flush=True)
         fleet.probe(setup.probe, synced=resume is not None)
         tracker = Tracker(run, iterations, first)
@@ -132,7 +134,7 @@ def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], s
     )
     probe = [Document(p.tokens[-PROBE_TOKENS:], [True] * len(p.tokens[-PROBE_TOKENS:])) for p in prompts[:PROBE_DOCUMENTS]]
     return Setup(
-        line=Line(prompts, config.rollout_batch_size, seed),
+        order=PromptOrder(prompts, config.rollout_batch_size, seed),
         sampling=Sampling(n=n, temperature=config.temperature, max_new_tokens=config.generate_max_len, stop_token_ids=stop_token_ids),
         filtering=Filtering(config.max_filter_rounds, config.filter_min_spread, terms) if config.dynamic_filtering else None,
         shaping=shaping,

@@ -1,7 +1,6 @@
-"""What a round's sampled answers become, by post-processor: pairs, labelled answers, the best, or all of them. Pure and torch-free.
+"""Turns a round's sampled answers into rows by post-processor: pairs, labelled answers, the best, or all of them. Pure and torch-free.
 
-Arguments are per prompt: the prompt, its n answers as texts, and their rewards. A prompt that teaches nothing is dropped and counted.
-Answers whose reward failed (nan) are left out.
+A prompt that gives no row is dropped and counted. Answers whose reward failed (nan) are left out.
 Answers that the length limit cut take part in pairs, which say so: training puts no end after them. Elsewhere they are left out.
 """
 
@@ -9,17 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from operator import attrgetter
+from typing import NamedTuple
 
 from rlhf_core.config import PostProcessor
 from rlhf_core.data.documents import Message
 from rlhf_core.records import LabelledAnswer, PreferencePair, ScoredAnswer
 
-Prompts = Sequence[tuple[Message, ...]]
-Texts = Sequence[Sequence[str]]
-Rewards = Sequence[Sequence[float]]
-Finished = Sequence[Sequence[bool]]
-T = TypeVar("T")
+REWARD = attrgetter("reward")
+
+
+class Scored(NamedTuple):
+    """An answer and its reward; `finished` is False when the length limit cut it."""
+
+    text: str
+    reward: float
+    finished: bool
+
+
+class Group(NamedTuple):
+    """A prompt and its answers."""
+
+    prompt: tuple[Message, ...]
+    answers: list[Scored]
 
 
 class Made(NamedTuple):
@@ -30,96 +41,76 @@ class Made(NamedTuple):
 
 
 def post_process(
-    post_processor: PostProcessor, prompts: Prompts, texts: Texts, rewards: Rewards, finished: Finished, min_reward: float | None
+    post_processor: PostProcessor,
+    prompts: Sequence[tuple[Message, ...]],
+    texts: Sequence[Sequence[str]],
+    rewards: Sequence[Sequence[float]],
+    finished: Sequence[Sequence[bool]],
+    min_reward: float | None,
 ) -> Made:
     """The rows of one round. `finished` is False for a cut answer, `min_reward` rejection sampling's threshold.
 
     A prompt is dropped as `no_reward` when fewer of its answers have a reward than it takes: two where answers are compared, else one.
     """
-    given = [[not math.isnan(value) for value in group] for group in rewards]
+    answers = [[Scored(*answer) for answer in zip(*group, strict=True)] for group in zip(texts, rewards, finished, strict=True)]
+    scored = [Group(p, [a for a in group if not math.isnan(a.reward)]) for p, group in zip(prompts, answers, strict=True)]
     needed = 2 if post_processor in ("dpo", "kto") else 1
-    enough = [i for i, group in enumerate(given) if sum(group) >= needed]
-    no_reward = {"no_reward": len(prompts) - len(enough)}
-    prompts, given = [prompts[i] for i in enough], [given[i] for i in enough]
-    texts, rewards = where([texts[i] for i in enough], given), where([rewards[i] for i in enough], given)
-    finished = where([finished[i] for i in enough], given)
+    enough = [group for group in scored if len(group.answers) >= needed]
+    dropped = {"no_reward": len(scored) - len(enough)}
     if post_processor == "dpo":
-        made = best_and_worst(prompts, texts, rewards, finished)
-        return Made(made.rows, {**made.dropped, **no_reward})
-    texts, rewards = where(texts, finished), where(rewards, finished)
-    kept = [i for i, group in enumerate(texts) if group]
-    prompts_of, texts_of, rewards_of = [prompts[i] for i in kept], [texts[i] for i in kept], [rewards[i] for i in kept]
-    if post_processor == "kto":
-        made = labelled(prompts_of, texts_of, rewards_of)
-    elif post_processor == "rejection_sampling":
-        made = best(prompts_of, texts_of, rewards_of, min_reward)
+        made = best_and_worst(enough)
     else:
-        made = everything(prompts_of, texts_of, rewards_of)
-    return Made(made.rows, {**made.dropped, **no_reward, "no_whole_answer": len(prompts) - len(kept)})
+        whole = [Group(group.prompt, [answer for answer in group.answers if answer.finished]) for group in enough]
+        kept = [group for group in whole if group.answers]
+        dropped["no_whole_answer"] = len(enough) - len(kept)
+        if post_processor == "kto":
+            made = labelled(kept)
+        elif post_processor == "rejection_sampling":
+            made = best(kept, min_reward)
+        else:  # conditional SFT writes the reward of every answer into its prompt
+            made = Made([ScoredAnswer(prompt=group.prompt, response=a.text, reward=a.reward) for group in kept for a in group.answers], {})
+    return Made(made.rows, made.dropped | dropped)
 
 
-def where(values: Sequence[Sequence[T]], keep: Sequence[Sequence[bool]]) -> list[list[T]]:
-    """What belongs to the answers to keep."""
-    return [[value for value, kept in zip(*groups, strict=True) if kept] for groups in zip(values, keep, strict=True)]
-
-
-def best_and_worst(prompts: Prompts, texts: Texts, rewards: Rewards, finished: Finished) -> Made:
+def best_and_worst(groups: Sequence[Group]) -> Made:
     """The best answer of each prompt against its worst; prompts without a difference in score and text are dropped."""
     pairs: list[PreferencePair] = []
     dropped = {"equal_score": 0, "equal_text": 0}
-    for prompt, group, values, whole in zip(prompts, texts, rewards, finished, strict=True):
-        top, low = max(range(len(values)), key=values.__getitem__), min(range(len(values)), key=values.__getitem__)
-        if values[top] == values[low]:
+    for prompt, answers in groups:
+        top, low = max(answers, key=REWARD), min(answers, key=REWARD)
+        if top.reward == low.reward:
             dropped["equal_score"] += 1
-        elif group[top] == group[low]:
+        elif top.text == low.text:
             dropped["equal_text"] += 1
         else:
-            best, worst = {"chosen": group[top], "chosen_score": values[top]}, {"rejected": group[low], "rejected_score": values[low]}
-            pairs.append(PreferencePair(prompt=prompt, **best, **worst, chosen_cut=not whole[top], rejected_cut=not whole[low]))
+            chosen = {"chosen": top.text, "chosen_score": top.reward, "chosen_cut": not top.finished}
+            rejected = {"rejected": low.text, "rejected_score": low.reward, "rejected_cut": not low.finished}
+            pairs.append(PreferencePair.model_validate({"prompt": prompt, **chosen, **rejected}))
     return Made(pairs, dropped)
 
 
-def labelled(prompts: Prompts, texts: Texts, rewards: Rewards) -> Made:
+def labelled(groups: Sequence[Group]) -> Made:
     """Every answer, desirable when it scores above the mean of the answers to its prompt, undesirable below it.
 
     A prompt's own mean, because some prompts are easier than others. Answers at the mean are left out; prompts whose answers all
     score the same are dropped.
     """
-    answers: list[LabelledAnswer] = []
-    dropped = {"equal_score": 0}
-    for prompt, group, values in zip(prompts, texts, rewards, strict=True):
-        if max(values) == min(values):
-            dropped["equal_score"] += 1
+    rows: list[LabelledAnswer] = []
+    equal = 0
+    for prompt, answers in groups:
+        rewards = [answer.reward for answer in answers]
+        if max(rewards) == min(rewards):
+            equal += 1
             continue
-        mean = sum(values) / len(values)
-        answers += [
-            LabelledAnswer(prompt=prompt, response=text, reward=value, label=value > mean)
-            for text, value in zip(group, values, strict=True)
-            if value != mean
-        ]
-    return Made(answers, dropped)
+        mean = sum(rewards) / len(rewards)
+        above = [(answer, answer.reward > mean) for answer in answers if answer.reward != mean]
+        rows += [LabelledAnswer(prompt=prompt, response=a.text, reward=a.reward, label=label) for a, label in above]
+    return Made(rows, {"equal_score": equal})
 
 
-def best(prompts: Prompts, texts: Texts, rewards: Rewards, min_reward: float | None) -> Made:
+def best(groups: Sequence[Group], min_reward: float | None) -> Made:
     """The best of n (the first of equals); a prompt whose best answer scores below `min_reward` is dropped."""
-    answers: list[ScoredAnswer] = []
-    dropped = {"min_reward": 0}
-    for prompt, group, values in zip(prompts, texts, rewards, strict=True):
-        top = max(range(len(values)), key=values.__getitem__)
-        if min_reward is not None and values[top] < min_reward:
-            dropped["min_reward"] += 1
-        else:
-            answers.append(ScoredAnswer(prompt=prompt, response=group[top], reward=values[top]))
-    return Made(answers, dropped)
-
-
-def everything(prompts: Prompts, texts: Texts, rewards: Rewards) -> Made:
-    """Every answer with its reward: conditional SFT writes it into the prompt."""
-    return Made(
-        [
-            ScoredAnswer(prompt=prompt, response=text, reward=value)
-            for prompt, group, values in zip(prompts, texts, rewards, strict=True)
-            for text, value in zip(group, values, strict=True)
-        ],
-        {},
-    )
+    tops = [(prompt, max(answers, key=REWARD)) for prompt, answers in groups]
+    kept = [(prompt, top) for prompt, top in tops if min_reward is None or top.reward >= min_reward]
+    rows = [ScoredAnswer(prompt=prompt, response=top.text, reward=top.reward) for prompt, top in kept]
+    return Made(rows, {"min_reward": len(tops) - len(kept)})

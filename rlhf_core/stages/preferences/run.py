@@ -51,9 +51,11 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     write_data_report(run, request.name, prompts=data.report)
     prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
     suffix = stored_suffix(policy)
-    asking = Renderer(tokenizer, config.prompts.template, suffix)
-    asked = [asking.prompt_within(prompt.messages, config.prompt_max_len)[0] if suffix else prompt.tokens for prompt in prompts]
-    answers = answers_of_round(config, policy, asked, renderer.stop_token_ids, request, run)
+    conditioned = Renderer(tokenizer, config.prompts.template, suffix)
+    prompt_tokens = [
+        conditioned.prompt_within(prompt.messages, config.prompt_max_len)[0] if suffix else prompt.tokens for prompt in prompts
+    ]
+    answers = answers_of_round(config, policy, prompt_tokens, renderer.stop_token_ids, request, run)
     texts = [[tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in group] for group in answers]
 
     print("scoring the answers", flush=True)

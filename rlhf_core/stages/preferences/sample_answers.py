@@ -1,6 +1,6 @@
 """The answers of a round: by an engine in this process, or by several on a Ray cluster; kept on disk as they come.
 
-A stage that was cut off asks only for what it lacks: `state/answers.jsonl` has a line for each prompt that is answered.
+A stage that was cut off samples only what it lacks: `state/answers.jsonl` has a line for each prompt that is answered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from rlhf_core.config import Preferences
 from rlhf_core.models.dtype import dtype_of
-from rlhf_core.rollout.engine import Answer, Sampler
+from rlhf_core.rollout.engine import Answer, Sampler, Sampling
 from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 
@@ -45,10 +45,9 @@ def answers_of_round(
             "trust_remote_code": request.trust_remote_code,
             "tensor_parallel_size": config.vllm.tensor_parallel_size,
         }
-        how = {"temperature": config.temperature, "max_new_tokens": config.generate_max_len, "stop_token_ids": list(stop_token_ids), "n": n}
-        engines = _one_engine if config.vllm.num_engines == 1 else _several_engines
+        how = Sampling(n, config.temperature, config.generate_max_len, list(stop_token_ids), logprobs=False)
         logged, tokens, done = time.monotonic(), 0, 0
-        with file.open("a") as out, closing(engines(config, policy, settings, [prompts[i] for i in missing], seeds, how)) as answered:
+        with file.open("a") as out, closing(_sampled(config, policy, settings, [prompts[i] for i in missing], seeds, how)) as answered:
             for place, group in answered:
                 found[missing[place]] = group
                 out.write(json.dumps([missing[place], [[answer.tokens, answer.finished] for answer in group]]) + "\n")
@@ -78,29 +77,25 @@ def _kept(file: Path, n: int) -> dict[int, list[Answer]]:
     return found
 
 
-def _one_engine(
-    config: Preferences, policy: str, settings: dict[str, Any], prompts: Sequence[list[int]], seeds: Sequence[int], how: dict[str, Any]
+def _sampled(
+    config: Preferences, policy: str, settings: dict[str, Any], prompts: Sequence[list[int]], seeds: Sequence[int], how: Sampling
 ) -> Generator[Answered, None, None]:
-    sampler = Sampler(policy, **settings)
-    whole = torch.cuda.is_available() and not config.vllm.seed_answers
-    try:
-        yield from sampler.stream(prompts, seeds=seeds, **how, seed_whole=whole, logprobs=False)
-    finally:
-        sampler.close()
-
-
-def _several_engines(
-    config: Preferences, policy: str, settings: dict[str, Any], prompts: Sequence[list[int]], seeds: Sequence[int], how: dict[str, Any]
-) -> Generator[Answered, None, None]:
-    """Engines of a Ray group, each on its own cards. They are gone when the answers are there."""
-    from rlhf_core.cluster.temporary_group import borrowed
+    """By one engine in this process, or by engines of a Ray group, each on its own GPUs, which are gone when the answers are there."""
+    if config.vllm.num_engines == 1:
+        sampler = Sampler(policy, **settings)
+        try:
+            yield from sampler.stream(prompts, seeds, how._replace(seed_whole=torch.cuda.is_available() and not config.vllm.seed_answers))
+        finally:
+            sampler.close()
+        return
+    from rlhf_core.cluster.temporary_group import temporary_group
     from rlhf_core.cluster.worker_group import share
     from rlhf_core.rollout.sampler_role import SamplerRole
 
     wait = config.vllm.start_timeout
-    with borrowed("sampler", config.vllm, config.vllm.tensor_parallel_size, wait) as (group, pids):
+    with temporary_group("sampler", config.vllm, config.vllm.tensor_parallel_size, wait) as (group, pids):
         group.prepare("rlhf_core.rollout.sampler_role:prepare", config.vllm.kv_cache_gib)
         loaded = group.build(SamplerRole, model=policy, **settings, seed_answers=config.vllm.seed_answers).wait(wait)
         pids += [up.process for up in loaded]
         print(f"{len(loaded)} engines are up", flush=True)
-        yield from group.stream("generate", "stream", SILENT_SECONDS, share(list(prompts)), list(seeds), *how.values(), False)
+        yield from group.stream("generate", SILENT_SECONDS, SamplerRole.stream_share, share(list(prompts)), list(seeds), how)

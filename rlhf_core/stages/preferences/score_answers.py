@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhf_core.cluster.temporary_group import borrowed
-from rlhf_core.cluster.worker_group import share
+from rlhf_core.cluster.temporary_group import temporary_group
+from rlhf_core.cluster.worker_group import in_order, share
 from rlhf_core.config import Preferences
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
@@ -25,14 +25,13 @@ def scores_on_ranks(config: Preferences, path: str, documents: Sequence[Document
     pad = load_tokenizer(path, trust_remote_code).pad_token_id
     model = Model(path, dtype_of(path, config.dtype, trust_remote_code), pad, config.micro_rollout_batch_size, trust_remote_code)
     scores: list[float] = []
-    with borrowed("scorer", config.vllm, 1, config.vllm.start_timeout) as (group, pids):
+    with temporary_group("scorer", config.vllm, 1, config.vllm.start_timeout) as (group, pids):
         pids += [up.process for up in group.build(Reward, model=model).wait(config.vllm.start_timeout)]
         size = PASSES * config.micro_rollout_batch_size * group.world_size
         logged = time.monotonic()
         for start in range(0, len(documents), size):
-            by_rank = group.call("score", "scores", share(list(documents[start : start + size]))).wait(SILENT_SECONDS)
-            found = dict(pair for of_rank in by_rank for pair in of_rank)
-            scores += np.concatenate([found[i] for i in range(len(found))]).tolist()
+            by_rank = group.call("score", Reward.scores, share(list(documents[start : start + size]))).wait(SILENT_SECONDS)
+            scores += np.concatenate(in_order(by_rank)).tolist()
             if time.monotonic() - logged > PROGRESS_SECONDS:
                 logged = time.monotonic()
                 print(f"scored {len(scores)} of {len(documents)} answers", flush=True)

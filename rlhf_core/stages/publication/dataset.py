@@ -15,7 +15,7 @@ import yaml
 from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.ids import is_hub_id, parted
 from rlhf_core.runs.lineage import Ancestor, lineage, sources, tree
-from rlhf_core.stages.publication.model_card import configuration, data_sets, gate_section, public_names, table
+from rlhf_core.stages.publication.card_sections import configuration, data_sets, gate_section, public_names, table
 
 DATA_FILES = ("data/*.jsonl", "judgments/*.jsonl", "answers/*.jsonl")
 NAMED = ("model", "baseline", "judge")  # fields of judgments and answers
@@ -62,19 +62,20 @@ def data_files(output: Path) -> dict[str, Path]:
 
 def renamed(files: Mapping[str, Path]) -> dict[str, str]:
     """Path -> text of the files in which a model or judge is named by its place on this machine, which is not published."""
-    of_models = {path: file for path, file in files.items() if path.startswith(("judgments/", "answers/"))}
     rows = {
         path: [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-        for path, file in of_models.items()
+        for path, file in files.items()
+        if path.startswith(("judgments/", "answers/"))
     }
-    names = [row[key] for part in rows.values() for row in part for key in NAMED if isinstance(row.get(key), str)]
-    public = {name: short for name, short in public_names(names).items() if name != short}
-    texts: dict[str, str] = {}
-    for path, part in rows.items():
-        if any(row.get(key) in public for row in part for key in NAMED if isinstance(row.get(key), str)):
-            changed = [row | {key: public.get(row[key], row[key]) for key in NAMED if isinstance(row.get(key), str)} for row in part]
-            texts[path] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in changed)
-    return texts
+
+    def named(row: dict[str, Any]) -> dict[str, str]:
+        return {key: row[key] for key in NAMED if isinstance(row.get(key), str)}
+
+    public = public_names(name for part in rows.values() for row in part for name in named(row).values())
+    changed = {path: [row | {key: public[name] for key, name in named(row).items()} for row in part] for path, part in rows.items()}
+    return {
+        path: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part) for path, part in changed.items() if part != rows[path]
+    }
 
 
 def data_card(

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,8 +79,8 @@ def put(
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (folder.with_name(f".{folder.name}.{digest}.{state}") for state in ("partial", "old"))
-    for rest in (partial, old):  # of a publication that was cut off
-        shutil.rmtree(rest, ignore_errors=True)
+    for leftover in (partial, old):  # of a publication that was cut off
+        shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
     in_run = stage_of(folder) is not None
     for path, file in files.items():
@@ -100,11 +101,9 @@ def put(
 
 
 def _linked(file: Path, place: Path) -> bool:
-    try:
+    with suppress(OSError):  # another file system, or one without hard links
         os.link(file, place)
-    except OSError:  # another file system, or one without hard links
-        return False
-    return True
+    return place.exists()
 
 
 def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:

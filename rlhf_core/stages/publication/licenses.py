@@ -25,9 +25,9 @@ Upstream = Mapping[str, str]  # name of a model or data set -> its licence
 
 
 def inherited(declared: str | None, upstream: Upstream) -> str:
-    """The licence for the card: `declared` if nothing upstream forbids it, else what upstream asks for; `unknown` when nobody says.
+    """The licence for the card: `declared` if nothing upstream forbids it, else what upstream requires; `unknown` when nobody says.
 
-    Permissive licences ask for nothing here; non-commercial ones for a non-commercial one; every other one (share-alike, a model's own)
+    Permissive licences require nothing here; non-commercial ones for a non-commercial one; every other one (share-alike, a model's own)
     for itself. Raises ValueError, one sentence, when `declared` gives less, or when two of them cannot both be met.
     """
     known = {name: license.lower() for name, license in upstream.items() if license.lower() != UNKNOWN}
@@ -43,8 +43,8 @@ def inherited(declared: str | None, upstream: Upstream) -> str:
         if not met:
             other = next(name for name, license in binding.items() if license == chosen)
             raise ValueError(
-                f"{name} is under {license} and {other} under {chosen}, and one model cannot carry both: set license to one for both, or "
-                f"train without one of them"
+                f"{name} is under {license} and {other} under {chosen}, and one model cannot have both: set license to one for both, "
+                f"or train without one of them"
             )
     return declared or chosen
 
@@ -76,11 +76,9 @@ def license_of(readme: str) -> str | None:
         header = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
     except yaml.YAMLError:
         return None
-    license = (
-        (header.get("license_name") if header.get("license") == "other" else None) or header.get("license")
-        if isinstance(header, dict)
-        else None
-    )
+    if not isinstance(header, dict):
+        return None
+    license = (header.get("license_name") if header.get("license") == "other" else None) or header.get("license")
     return str(license[0] if isinstance(license, list) and license else license) if license else None
 
 
@@ -102,7 +100,7 @@ def _local(folder: Path) -> str | None:
 
 
 def _hub(place: str, repo_type: str, read_card: ReadCard | None) -> str | None:
-    """The licence of a repository; its card at the commit if it lies here, else as it is today."""
+    """The licence of a repository; its card at the commit if it is here, else as it is today."""
     if not is_hub_id(place):
         return None
     repo_id, revision = parted(place)

@@ -8,27 +8,24 @@ data set of the Hub (that format has no other way to name them), and to `eval_re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import count
-from pathlib import Path
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import yaml
 
 from rlhf_core.config import KINDS
 from rlhf_core.config.gates import Verdict
-from rlhf_core.hub.ids import is_hub_id, parted, shown
+from rlhf_core.hub.ids import is_hub_id, parted
 from rlhf_core.records import EvalReport, WinRate
 from rlhf_core.runs.lineage import Ancestor, sources, stages, trained, tree
+from rlhf_core.stages.publication.card_sections import configuration, data_sets, gate_section, public_names, table
 
 CONDITIONED = (
     "The model was trained with the reward of each answer at the end of its prompt: put the text in `prompt_suffix.json` after your last "
     "message to ask for its best answers, as the scores below did.\n"
 )
-GATE_COLUMNS = ("stage", "metric", "value", "asked for", "verdict")
-SAMPLING = ("max_tokens", "temperature", "top_p")  # of what an endpoint is told, what is published
-PLAIN_KEYS = ("template",)  # a text with slashes in it, not a place
-HIDDEN_KEYS = ("base_url", "url", "folder")  # names of this machine and its network, of no use elsewhere
+SAMPLING = ("max_tokens", "temperature", "top_p")  # of the settings of an endpoint, those that are published
 
 
 def card(
@@ -74,15 +71,14 @@ def card(
 
 def front_matter(model: Ancestor, license: str, is_reward_model: bool, adapts: str | None = None) -> dict[str, Any]:
     """The card's YAML header: what the Hub indexes. Only Hub ids are named as base model and data sets."""
-    kinds = list(dict.fromkeys(stage.kind for stage in stages(model)))
+    kinds = [stage.kind.replace("_", "-") for stage in stages(model)]
     base = trained(model)[0]
     header: dict[str, Any] = {
         "license": license,
         "library_name": "peft" if adapts else "transformers",
         "pipeline_tag": "text-classification" if is_reward_model else "text-generation",
-        "tags": ["alignflow", *(["reward-model"] if is_reward_model else []), *(kind.replace("_", "-") for kind in kinds)],
+        "tags": list(dict.fromkeys(["alignflow", *(["reward-model"] if is_reward_model else []), *kinds])),
     }
-    header["tags"] = list(dict.fromkeys(header["tags"]))
     if adapts:
         header |= {"base_model": adapts, "base_model_relation": "adapter"}
     elif base.kind == "hub" and not base.is_stage:
@@ -91,20 +87,6 @@ def front_matter(model: Ancestor, license: str, is_reward_model: bool, adapts: s
     if datasets:
         header["datasets"] = datasets
     return header
-
-
-def public_names(names: Iterable[str]) -> dict[str, str]:
-    """What an evaluation calls its models and judges -> what anyone may read: a place of this machine by its last component."""
-    found = dict.fromkeys(names)
-    taken = {name for name in found if not _is_place(name)}
-    public: dict[str, str] = {}
-    for name in found:
-        short = shown(name) if _is_place(name) else name
-        public[name] = (
-            short if not _is_place(name) or short not in taken else next(s for n in count(2) if (s := f"{short}-{n}") not in taken)
-        )
-        taken.add(public[name])
-    return public
 
 
 def public_report(report: EvalReport) -> tuple[EvalReport, dict[str, str]]:
@@ -149,7 +131,8 @@ def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
 def _summary(model: Ancestor, is_reward_model: bool) -> str:
     chain = trained(model)
     steps = [KINDS[node.kind].shown_as if node.kind in KINDS else node.kind for node in chain if node.is_stage]
-    words = ", then ".join(f"{step} (x{count})" if count > 1 else step for step, count in _runs(steps)) or "no training recorded"
+    runs = [(step, len(list(same))) for step, same in groupby(steps)]
+    words = ", then ".join(f"{step} (x{count})" if count > 1 else step for step, count in runs) or "no training recorded"
     what = "A reward model" if is_reward_model else "A language model"
     base = chain[0]
     known = f"`{base.name}`" + (f" (`{base.digest}`)" if base.digest else "")
@@ -160,29 +143,24 @@ def _use(title: str, is_reward_model: bool, has_chat_template: bool, adapts: str
     place = f'"{title}"' if is_hub_id(title) else '"path/to/this/folder"'
     if is_hub_id(title) and branch != "main":
         place += f', revision="{branch}"'
-    auto = "AutoModelForSequenceClassification" if is_reward_model else "AutoModelForCausalLM"
-    if not has_chat_template:
-        tokens = 'tokenizer("...", return_tensors="pt").input_ids'
-    elif is_reward_model:
-        turns = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-        tokens = f'tokenizer.apply_chat_template({turns}, return_dict=False, return_tensors="pt")'
+    if is_reward_model:
+        auto, labels, last = "AutoModelForSequenceClassification", ", num_labels=1", "print(model(tokens).logits[0, 0])"
+        turns, prompt = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]', ""
     else:
-        turns = '[{"role": "user", "content": "..."}]'
-        tokens = f'tokenizer.apply_chat_template({turns}, add_generation_prompt=True, return_dict=False, return_tensors="pt")'
-    last = "print(model(tokens).logits[0, 0])" if is_reward_model else "print(tokenizer.decode(model.generate(tokens)[0]))"
-    whole = f'"{adapts}"{", num_labels=1" if is_reward_model else ""}' if adapts else place
-    load = f"model = {auto}.from_pretrained({whole})"
+        auto, labels, last = "AutoModelForCausalLM", "", "print(tokenizer.decode(model.generate(tokens)[0]))"
+        turns, prompt = '[{"role": "user", "content": "..."}]', "add_generation_prompt=True, "
+    if has_chat_template:
+        tokens = f'tokenizer.apply_chat_template({turns}, {prompt}return_dict=False, return_tensors="pt")'
+    else:
+        tokens = 'tokenizer("...", return_tensors="pt").input_ids'
+    lines = [f"from transformers import {auto}, AutoTokenizer", ""]
     if adapts:
-        load += f"\nmodel = PeftModel.from_pretrained(model, {place})"
-    return f"""```python
-{"from peft import PeftModel" + chr(10) if adapts else ""}from transformers import {auto}, AutoTokenizer
-
-{load}
-tokenizer = AutoTokenizer.from_pretrained({place})
-tokens = {tokens}
-{last}
-```
-"""
+        lines = ["from peft import PeftModel", *lines, f'model = {auto}.from_pretrained("{adapts}"{labels})']
+        lines.append(f"model = PeftModel.from_pretrained(model, {place})")
+    else:
+        lines.append(f"model = {auto}.from_pretrained({place})")
+    lines += [f"tokenizer = AutoTokenizer.from_pretrained({place})", f"tokens = {tokens}", last]
+    return "\n".join(["```python", *lines, "```\n"])
 
 
 def _scores(report: EvalReport | None, name: str) -> str:
@@ -225,46 +203,6 @@ def _scores(report: EvalReport | None, name: str) -> str:
     return "\n".join(parts)
 
 
-def gate_section(gates: Sequence[Verdict]) -> list[str]:
-    """The gates of the stages behind what is published; nothing where there are none. Only gates that warn can have failed."""
-    rows = [
-        (
-            verdict.stage,
-            verdict.gate.metric,
-            "" if verdict.value is None else f"{verdict.value:.6g}",
-            verdict.gate.bound,
-            "passed" if verdict.passed else f"**failed**: {verdict.meaning}".rstrip(": "),
-        )
-        for verdict in gates
-    ]
-    return ["## Gates\n", "What was asked of the stages before this was published.\n", table(GATE_COLUMNS, rows)] if rows else []
-
-
-def data_sets(model: Ancestor) -> str:
-    """The table of the data of every stage of a lineage."""
-    rows = [
-        (stage.name, field, shown(source["path"]), source.get("split", ""), f"{100 * source.get('probability', 1.0):g}")
-        for stage, field, source in sources(model)
-    ]
-    if not rows:
-        return "No data set is recorded for this model.\n"
-    return table(("stage", "use", "data set", "split", "share %"), rows)
-
-
-def configuration(model: Ancestor) -> str:
-    """Every stage's configuration, seed, versions and metrics, folded."""
-    parts = []
-    for stage in stages(model):
-        record = {"seed": stage.seed, **_public(stage.config)}
-        if stage.environment:
-            record["environment"] = stage.environment
-        if stage.metrics:
-            record["metrics"] = {_metric(key): float(f"{value:.6g}") for key, value in stage.metrics.items()}
-        text = yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
-        parts.append(f"<details><summary>{stage.name} ({stage.digest})</summary>\n\n```yaml\n{text}```\n\n</details>\n")
-    return "\n".join(parts) or "None is recorded.\n"
-
-
 def _intended(is_reward_model: bool) -> str:
     if is_reward_model:
         return (
@@ -278,45 +216,9 @@ def _intended(is_reward_model: bool) -> str:
     )
 
 
-def _public(value: Any, key: str = "") -> Any:
-    """A config without places of this machine: files by their last component, Hub ids as they are."""
-    if isinstance(value, dict):
-        return {name: _public(item, name) for name, item in value.items() if name not in HIDDEN_KEYS}
-    if isinstance(value, (list, tuple)):
-        return [_public(item, key) for item in value]
-    return shown(value) if isinstance(value, str) and key not in PLAIN_KEYS and _is_place(value) else value
-
-
-def _is_place(name: str) -> bool:
-    return "/" in name or "\\" in name
-
-
-def _metric(key: str) -> str:
-    """`win_rate/MODEL`, where a model is named by its folder, without that folder's place."""
-    what, slash, name = key.partition("/")
-    return f"{what}/{shown(name)}" if slash and Path(name).is_absolute() else key
-
-
-def _runs(steps: list[str]) -> list[tuple[str, int]]:
-    counted: list[tuple[str, int]] = []
-    for step in steps:
-        if counted and counted[-1][0] == step:
-            counted[-1] = (step, counted[-1][1] + 1)
-        else:
-            counted.append((step, 1))
-    return counted
-
-
 def _interval(rate: WinRate) -> str:
     return f"{100 * rate.ci_low:.1f} to {100 * rate.ci_high:.1f}"
 
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f}"
-
-
-def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    """A markdown table."""
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
-    cells.insert(1, ["---"] * len(cells[0]))
-    return "".join("| " + " | ".join(row) + " |\n" for row in cells)

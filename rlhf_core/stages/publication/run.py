@@ -4,7 +4,7 @@ are given, to the Hub.
 Everything goes up as one commit on the head that was read before, and the tag, named like the stage's run directory, is set last: a
 tag means a whole model. Cut off anywhere and run again, it ends with the same commit and one tag: a repository that exists is
 used, the Hub's client (`create_commit`) sends no file that the Hub has already, a commit whose answer was lost is recognised because
-nothing is left to change, and a tag that stands is checked and left alone. `upload_folder` is not used: with xet it splits a folder into
+nothing is left to change, and a tag that exists is checked and left alone. `upload_folder` is not used: with xet it splits a folder into
 several commits, and a reader could then see new weights under an old card. `create_commit` streams large files too.
 A missing branch is created first, at the head of the main one, as the branches of a loop's rounds are (recipe/expand.py).
 """
@@ -55,7 +55,7 @@ class Commit(NamedTuple):
 def run(request: StageRequest, run: RunDir) -> Outcome:
     """The publication stage. Outputs: `published` (the folder) and, after an upload, `hub` (`hub.json`: repository, commit, tag).
 
-    A dry run makes the same folder, always in the run directory, prints what would be sent and asks the Hub nothing.
+    A dry run makes the same folder, always in the run directory, prints what would be sent and sends no request to the Hub.
     """
     config = request.config
     assert isinstance(config, Publication)
@@ -66,8 +66,14 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="alignflow") if token else None
     license = inherited(config.license, upstream_licenses(output, config.licenses, partial(_card, api) if api else None))
     folder = Path(config.folder).expanduser().resolve() if config.folder and not config.dry_run else run / "published"
-    publish = _published_data if config.dataset else _published_model
-    published = publish(request, config, folder, license)
+    if config.dataset:
+        files = data_files(output)
+        readme = data_card(output, files, config.repo_id or config.dataset, license, config.branch, request.gates)
+        published = put(files, folder, {CARD: readme} | renamed(files), request.name, request.digest, lambda partial: None)
+    else:
+        base = adapter_base(output, config.base_repo)
+        texts = card_files(request, config, base, license)
+        published = assemble(output, folder, texts, request.name, request.digest, request.trust_remote_code, base)
     print(f"published {len(published.files)} files to {folder}", flush=True)
     outputs = {"published": os.path.relpath(folder, run.path)}
     tag, repo_type = f"{request.name}-{request.digest}", "dataset" if config.dataset else "model"
@@ -118,22 +124,6 @@ def would_send(folder: Path, repo_id: str | None, branch: str, private: bool, ta
         files[CARD].read_text(),
     ]
     return "\n".join(lines)
-
-
-def _published_model(request: StageRequest, config: Publication, folder: Path, license: str) -> Published:
-    assert config.model
-    checkpoint = Path(request.inputs[config.model])
-    base = adapter_base(checkpoint, config.base_repo)
-    texts = card_files(request, config, base, license)
-    return assemble(checkpoint, folder, texts, request.name, request.digest, request.trust_remote_code, base)
-
-
-def _published_data(request: StageRequest, config: Publication, folder: Path, license: str) -> Published:
-    assert config.dataset
-    output = Path(request.inputs[config.dataset])
-    files = data_files(output)
-    texts = {CARD: data_card(output, files, config.repo_id or config.dataset, license, config.branch, request.gates)} | renamed(files)
-    return put(files, folder, texts, request.name, request.digest, lambda partial: None)
 
 
 def read_token(repo_id: str | None, dry_run: bool = False) -> str | None:
@@ -195,50 +185,49 @@ def upload(
 ) -> Commit:
     """Puts a published folder on the Hub: repository, branch, one commit, tag. Safe to repeat after any failure.
 
-    Raises ValueError when the Hub refuses (token, rights, space, a public repository where a private one is asked for, a commit by
+    Raises ValueError when the Hub refuses (token, rights, space, a public repository where a private one is required, a commit by
     someone else meanwhile, a tag that holds another model), ConnectionError when it stays out of reach.
     """
     published = read_marker(folder)
     if published is None:
         raise ValueError(f"{folder} was not published by alignflow: there is nothing to upload")
 
-    def ask(what: str, call: Callable[[], T]) -> T:
+    def call_hub(what: str, call: Callable[[], T]) -> T:
         return with_retries(what, repo_id, call, retries, write_refusal)
 
-    ask("create the repository", lambda: api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type))
-    if private and not ask("read the repository", lambda: api.repo_info(repo_id, repo_type=repo_type)).private:
+    call_hub("create the repository", lambda: api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type))
+    if private and not call_hub("read the repository", lambda: api.repo_info(repo_id, repo_type=repo_type)).private:
         raise ValueError(f"the repository {repo_id} is public: make it private, or set private: false to publish for everyone")
-    refs = ask("read branches and tags", lambda: api.list_repo_refs(repo_id, repo_type=repo_type))
+    refs = call_hub("read branches and tags", lambda: api.list_repo_refs(repo_id, repo_type=repo_type))
     tags = {ref.name: ref.target_commit for ref in refs.tags}
     if tag in tags:
         commit = tags[tag]
     else:
         heads = {ref.name: ref.target_commit for ref in refs.branches}
         if branch != MAIN and branch not in heads:
-            ask("make the branch", lambda: api.create_branch(repo_id, branch=branch, exist_ok=True, repo_type=repo_type))
-            heads[branch] = ask("read the branch", lambda: str(api.repo_info(repo_id, revision=branch, repo_type=repo_type).sha))
+            call_hub("make the branch", lambda: api.create_branch(repo_id, branch=branch, exist_ok=True, repo_type=repo_type))
+            heads[branch] = call_hub("read the branch", lambda: str(api.repo_info(repo_id, revision=branch, repo_type=repo_type).sha))
         head = heads.get(branch)
-        commit = ask("send the files", lambda: _commit(api, folder, repo_id, branch, head, f"Publish {tag}", repo_type))
-    different = ask("read the files back", lambda: _differences(api, folder, published, repo_id, commit, repo_type))
+        commit = call_hub("send the files", lambda: _commit(api, folder, repo_id, branch, head, f"Publish {tag}", repo_type))
+    different = call_hub("read the files back", lambda: _differences(api, folder, published, repo_id, commit, repo_type))
     if different and tag in tags:
         raise ValueError(f"the tag {tag} of {repo_id} holds another model ({different[0]} differs): delete the tag and run again")
     if different:
         raise ValueError(f"the commit {commit} of {repo_id} does not hold what was sent ({different[0]} differs): run again")
     if tag not in tags:
-        ask("set the tag", lambda: api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True, repo_type=repo_type))
+        call_hub("set the tag", lambda: api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True, repo_type=repo_type))
     return Commit(repo_id, commit, tag, f"{api.endpoint}/{'datasets/' if repo_type == 'dataset' else ''}{repo_id}/tree/{tag}")
 
 
 def _commit(api: HfApi, folder: Path, repo_id: str, branch: str, head: str | None, message: str, repo_type: str) -> str:
     """One commit that makes the branch hold the folder: files are added or changed, files of the kind of an earlier publication go.
 
-    Asked a second time with the same `head`, it finds nothing to change if the first commit went through, else commits on `head`.
+    Called a second time with the same `head`, it finds nothing to change if the first commit went through, else commits on `head`.
     """
     local = _files(folder)
     patterns = (*MODEL_FILES, REPORT, RESULTS) if repo_type == "model" else DATA_FILES
-    tree = api.list_repo_tree(repo_id, recursive=True, revision=branch, repo_type=repo_type)
-    there = [file.path for file in tree if isinstance(file, RepoFile)]
-    old = [path for path in there if path not in local and any(Path("/", path).match(f"/{pattern}") for pattern in patterns)]
+    absent = _remote(api, repo_id, branch, repo_type).keys() - local.keys()
+    old = [path for path in sorted(absent) if any(Path("/", path).match(f"/{pattern}") for pattern in patterns)]
     stale = [path for path in old if not path.startswith(("LICENSE", "NOTICE"))]  # somebody may have put them there
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationDelete(path) for path in stale),
@@ -250,8 +239,7 @@ def _commit(api: HfApi, folder: Path, repo_id: str, branch: str, head: str | Non
 
 def _differences(api: HfApi, folder: Path, published: Published, repo_id: str, commit: str, repo_type: str) -> list[str]:
     """Files of the folder that a commit does not hold exactly: large ones by SHA-256, small ones by their git hash."""
-    tree = api.list_repo_tree(repo_id, recursive=True, revision=commit, repo_type=repo_type)
-    there = {file.path: file for file in tree if isinstance(file, RepoFile)}
+    there = _remote(api, repo_id, commit, repo_type)
     different = []
     for path, file in _files(folder).items():
         remote = there.get(path)
@@ -264,6 +252,11 @@ def _differences(api: HfApi, folder: Path, published: Published, repo_id: str, c
             content = file.read_bytes()
             different += [path] if remote.blob_id != hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() else []
     return different
+
+
+def _remote(api: HfApi, repo_id: str, revision: str, repo_type: str) -> dict[str, RepoFile]:
+    tree = api.list_repo_tree(repo_id, recursive=True, revision=revision, repo_type=repo_type)
+    return {file.path: file for file in tree if isinstance(file, RepoFile)}
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""What Ray workers inherit, and what a cluster that is too small is told."""
+"""What Ray workers inherit, and the error of a cluster that is too small."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_workers_inherit_what_keeps_nvlink_multicast_off(monkeypatch: pytest.Mon
     assert "HOME_GROWN" not in passed
 
 
-def test_a_shortage_says_what_is_asked_and_what_is_there() -> None:
+def test_a_shortage_names_the_request_and_what_is_available() -> None:
     bundles = [{"CPU": 2.0, "GPU": 1.0}] * 3
     assert shortage(bundles, {"CPU": 8.0, "GPU": 4.0}) == ""
-    assert shortage(bundles, {"CPU": 8.0, "GPU": 2.0}) == "GPUs (asked 3, there are 2)"
-    assert shortage(bundles, {"CPU": 2.0}) == "CPUs (asked 6, there are 2) and GPUs (asked 3, there are 0)"
+    assert shortage(bundles, {"CPU": 8.0, "GPU": 2.0}) == "GPUs (requested 3, available 2)"
+    assert shortage(bundles, {"CPU": 2.0}) == "CPUs (requested 6, available 2) and GPUs (requested 3, available 0)"

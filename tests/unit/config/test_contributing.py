@@ -43,7 +43,7 @@ def test_the_loss() -> None:
 
 def test_the_reward_source() -> None:
     source = example("Length", rlhf_core.rewards.remote)()
-    assert list(source.ask([Sample([], text, {}, True, text) for text in ("", "abc")])) == [0.0, 3.0]
+    assert list(source.score([Sample([], text, {}, True, text) for text in ("", "abc")])) == [0.0, 3.0]
 
 
 def test_the_estimator() -> None:

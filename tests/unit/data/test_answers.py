@@ -19,7 +19,7 @@ from rlhf_core.data.documents import reward_suffix, store_suffix, stored_suffix,
 from rlhf_core.data.rows import check_columns
 from rlhf_core.data.sources import answer_documents, labelled_answers
 from rlhf_core.models.scoring import RewardScorer
-from rlhf_core.rollout.engine import Answer
+from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.preferences.post_process import post_process
 from tests.support.tiny_models import reward_model
@@ -201,10 +201,10 @@ class ScriptedSampler:
     def __init__(self, model: str, **settings: Any):
         self.answers = [load_tokenizer(model)(text, add_special_tokens=False).input_ids for text in ("3", "4")]
 
-    def stream(self, prompts: list[list[int]], *, stop_token_ids: list[int], n: int, **how: Any) -> Iterator[tuple[int, list[Answer]]]:
+    def stream(self, prompts: list[list[int]], seeds: list[int], how: Sampling) -> Iterator[tuple[int, list[Answer]]]:
         ScriptedSampler.prompts = prompts
         for prompt in range(len(prompts)):
-            yield prompt, [Answer([*self.answers[i % 2], stop_token_ids[0]], [], True) for i in range(n)]
+            yield prompt, [Answer([*self.answers[i % 2], how.stop_token_ids[0]], [], True) for i in range(how.n)]
 
     def close(self) -> None:
         pass

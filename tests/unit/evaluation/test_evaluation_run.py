@@ -99,7 +99,7 @@ def test_limits_are_applied_and_counted(setting: Setting) -> None:
 
 def test_cut_answers_are_counted(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Double.generate
-    monkeypatch.setattr(Double, "generate", lambda self, prompts, **named: whole(self, prompts, **{**named, "max_new_tokens": 5}))
+    monkeypatch.setattr(Double, "generate", lambda self, prompts, seeds, how: whole(self, prompts, seeds, how._replace(max_new_tokens=5)))
     _, report, metrics = evaluate(setting)
     assert report.truncated == pytest.approx({"sft": 0.5, "dpo": 0.3, "ppo": 0.1})  # "no idea" is cut
     assert report.mean_tokens["sft"] == pytest.approx((10 * 3 + 10 * 5) / 20)

@@ -19,10 +19,10 @@ from transformers import (
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
-from rlhf_core.forecast.memory import GIB, Held, Training, cards, peak, read, roles, trained
+from rlhf_core.forecast.memory import GIB, Held, Training, gpu_peaks, peak, read, roles, trained
 from rlhf_core.forecast.passes import Pass
 from rlhf_core.forecast.placements import forecast
-from rlhf_core.forecast.seconds import Card, phases, seconds_of_pass
+from rlhf_core.forecast.seconds import Gpu, phases, seconds_of_pass
 from rlhf_core.hub.model_config import size_of, size_of_config
 from tests.support.measured import (
     ADAM_OFFLOADED,
@@ -64,26 +64,26 @@ def test_parameters_are_counted_as_transformers_does(config: Any, tmp_path: Any)
 
 
 def test_stored_weights_are_counted_where_they_are_fewer(tmp_path: Any) -> None:
-    """A feed-forward without a gate has two matrices, and config.json does not tell."""
+    """A feed-forward without a gate has two matrices, and config.json does not say so."""
     config = GPTNeoXConfig(vocab_size=500, hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4)
-    told = size_of_config(config.to_dict())
+    stated = size_of_config(config.to_dict())
     model = GPTNeoXForCausalLM(config)
     model.save_pretrained(tmp_path)
     real = sum(parameter.numel() for parameter in model.parameters())
-    assert size_of(str(tmp_path)).parameters == real < 0.85 * told.parameters
+    assert size_of(str(tmp_path)).parameters == real < 0.85 * stated.parameters
     (tmp_path / "more.safetensors").write_bytes(b"\xff" * 64)
-    assert size_of(str(tmp_path)) == told, "of weights that cannot be read nothing is counted"
+    assert size_of(str(tmp_path)) == stated, "of weights that cannot be read nothing is counted"
 
 
 @pytest.mark.parametrize("config", [GemmaConfig, Gemma3TextConfig, Cohere2Config, LlamaConfig, Qwen2Config, MixtralConfig])
 def test_where_config_json_is_silent_embeddings_are_tied_as_transformers_has_it(config: Any) -> None:
-    told = config().to_dict()
-    silent = {name: value for name, value in told.items() if name != "tie_word_embeddings"}
-    assert size_of_config(silent) == size_of_config(told)
+    stated = config().to_dict()
+    silent = {name: value for name, value in stated.items() if name != "tie_word_embeddings"}
+    assert size_of_config(silent) == size_of_config(stated)
 
 
 @pytest.mark.parametrize(
-    ("config", "size", "card", "measured"),
+    ("config", "size", "gpu", "measured"),
     [
         (ONE, SMALL_MODEL, H200, [139.0]),
         (ONE, SMALL_MODEL, H200, [135.6]),
@@ -101,9 +101,9 @@ def test_where_config_json_is_silent_embeddings_are_tied_as_transformers_has_it(
         (LONG_PROMPTS, LARGE_MODEL, H200, [134.3, 134.7, 135.0, 136.3]),
     ],
 )
-def test_peak_memory_is_foretold_within_15_percent(config: PPO, size: Any, card: Card, measured: list[float]) -> None:
+def test_peak_memory_is_estimated_within_15_percent(config: PPO, size: Any, gpu: Gpu, measured: list[float]) -> None:
     layout = arrange(config.placed, config.together)
-    found = cards(config, layout, roles(config, sizes(config, size), card.memory))
+    found = gpu_peaks(config, layout, roles(config, sizes(config, size), gpu.memory))
     assert sorted(bytes_ / GIB for _, bytes_ in found.values()) == pytest.approx(measured, rel=0.15)
 
 
@@ -131,14 +131,14 @@ def test_peak_memory_is_foretold_within_15_percent(config: PPO, size: Any, card:
         (LONG_PROMPTS, LARGE_MODEL, {"generate": 20.32, "score": 56.71, "train": 90.93}),
     ],
 )
-def test_phases_are_foretold_within_25_percent(config: PPO, size: Any, measured: dict[str, float]) -> None:
-    found = phases(config, arrange(config.placed, config.together), sizes(config, size), Card())
+def test_phases_are_estimated_within_25_percent(config: PPO, size: Any, measured: dict[str, float]) -> None:
+    found = phases(config, arrange(config.placed, config.together), sizes(config, size), Gpu())
     assert {name: found[name] for name in measured} == pytest.approx(measured, rel=0.25)
 
 
-@pytest.mark.parametrize(("config", "card", "seconds"), [(config, card, seconds) for config, card, _, seconds in NOT_FITTED])
-def test_steps_it_was_not_fitted_to_are_foretold_within_25_percent(config: PPO, card: Card, seconds: float) -> None:
-    found = forecast("", config, {}, sizes(config, SMALL_MODEL), card)
+@pytest.mark.parametrize(("config", "gpu", "seconds"), [(config, gpu, seconds) for config, gpu, _, seconds in NOT_FITTED])
+def test_steps_it_was_not_fitted_to_are_estimated_within_25_percent(config: PPO, gpu: Gpu, seconds: float) -> None:
+    found = forecast("", config, {}, sizes(config, SMALL_MODEL), gpu)
     assert found.total == pytest.approx(seconds, rel=0.25)
 
 
@@ -146,7 +146,7 @@ def test_generation_beside_training_costs_what_is_left_of_it() -> None:
     layout, models = arrange(SPLIT.placed, SPLIT.together), sizes(SPLIT, LARGE_MODEL)
     few_and_long = SPLIT.model_copy(update={"rollout_batch_size": 4, "generate_max_len": 16384})
     for config, covered in ((SPLIT, True), (few_and_long, False)):
-        turns, ahead = (phases(config.model_copy(update={"one_step_off_policy": on}), layout, models, Card()) for on in (False, True))
+        turns, ahead = (phases(config.model_copy(update={"one_step_off_policy": on}), layout, models, Gpu()) for on in (False, True))
         assert {name: ahead[name] for name in ahead if name != "generate"} == {name: turns[name] for name in turns if name != "generate"}
         left = turns["generate"] - turns["score"] - turns["train"]
         assert (left <= 0) is covered and ahead["generate"] == max(0.0, left)
@@ -159,14 +159,14 @@ def test_what_trains_in_turn_does_not_add_up() -> None:
     assert peak([one, other, engine], released=False) == 3 + 10 + 7 + 6
     host = {"adam_offload": ("actor", "critic"), "colocate_all": True}
     beside, turn = (ALL_FOUR.model_copy(update=host | {"colocate_all": together}) for together in (False, True))
-    plain = phases(ALL_FOUR, layout := arrange(ALL_FOUR.placed, ALL_FOUR.together), sizes(ALL_FOUR, LARGE_MODEL), Card())["train"]
-    slower = [phases(config, layout, sizes(ALL_FOUR, LARGE_MODEL), Card())["train"] - plain for config in (beside, turn)]
+    plain = phases(ALL_FOUR, layout := arrange(ALL_FOUR.placed, ALL_FOUR.together), sizes(ALL_FOUR, LARGE_MODEL), Gpu())["train"]
+    slower = [phases(config, layout, sizes(ALL_FOUR, LARGE_MODEL), Gpu())["train"] - plain for config in (beside, turn)]
     assert slower[1] == pytest.approx(slower[0] * (1 + (LARGE_MODEL.parameters - LARGE_MODEL.head) / LARGE_MODEL.parameters))
 
 
-@pytest.mark.parametrize(("card", "whole"), [(24 * GIB, 0.0), (80 * GIB, 2.0)])
-def test_a_small_model_stays_whole_on_a_large_card(card: int, whole: float) -> None:
-    known, unknown = (trained(SMALL_MODEL, Training(4, 3, 1.0, 8192, card=size), True, 8192).training for size in (card, 0))
+@pytest.mark.parametrize(("gpu", "whole"), [(24 * GIB, 0.0), (80 * GIB, 2.0)])
+def test_a_small_model_stays_whole_on_a_large_gpu(gpu: int, whole: float) -> None:
+    known, unknown = (trained(SMALL_MODEL, Training(4, 3, 1.0, 8192, gpu_bytes=size), True, 8192).training for size in (gpu, 0))
     assert (known - unknown) / SMALL_MODEL.parameters == whole
 
 
@@ -195,14 +195,14 @@ def test_operations_are_those_of_the_experts_that_a_token_meets() -> None:
     assert EXPERTS.parameters == pytest.approx(30.5e9, rel=0.01) and EXPERTS.active == pytest.approx(3.35e9, rel=0.01)
     assert SMALL_MODEL.active == SMALL_MODEL.parameters
     layout, long = arrange(ALL_FOUR.placed, ALL_FOUR.together), ALL_FOUR.model_copy(update={"micro_train_tokens": 32768})
-    all_met = phases(long, layout, sizes(long, EXPERTS._replace(active=EXPERTS.parameters)), Card())
-    some_met = phases(long, layout, sizes(long, EXPERTS), Card())
+    all_met = phases(long, layout, sizes(long, EXPERTS._replace(active=EXPERTS.parameters)), Gpu())
+    some_met = phases(long, layout, sizes(long, EXPERTS), Gpu())
     assert all_met["train"] / some_met["train"] == pytest.approx(9, rel=0.1) and some_met["generate"] < all_met["generate"]
 
 
-def test_groups_in_fractions_fill_one_card_after_the_other() -> None:
+def test_groups_in_fractions_fill_one_gpu_after_the_other() -> None:
     halves = ONE.model_copy(update={name: ONE.actor_ranks.model_copy(update={"gpus": 0.5}) for name in all_roles({})})
-    found = cards(halves, arrange(halves.placed), roles(halves, sizes(halves, SMALL_MODEL), Card().memory))
+    found = gpu_peaks(halves, arrange(halves.placed), roles(halves, sizes(halves, SMALL_MODEL), Gpu().memory))
     assert [names for names, _ in found.values()] == [["actor", "critic"], ["reference", "reward:rm"], ["sampler"]]
 
 
@@ -216,11 +216,11 @@ def test_passes_as_short_as_a_document_wait_for_the_host() -> None:
 def test_answers_that_an_engine_has_no_room_for_come_after_the_others() -> None:
     def seconds(prompts: int) -> float:
         config = ALL_FOUR.model_copy(update={"rollout_batch_size": prompts})
-        return phases(config, arrange(config.placed, config.together), sizes(config, LARGE_MODEL), Card())["generate"]
+        return phases(config, arrange(config.placed, config.together), sizes(config, LARGE_MODEL), Gpu())["generate"]
 
     fitting = seconds(4 * 256)  # an engine's 24 GiB hold the keys and values of 360 answers of 1,280 tokens
     assert seconds(4 * 1024) > 2.5 * fitting > 2.5 * seconds(512)
     large = ALL_FOUR.model_copy(
         update={"vllm": ALL_FOUR.vllm.model_copy(update={"gpu_memory_utilization": 0.6}), "rollout_batch_size": 4 * 1024}
     )
-    assert phases(large, arrange(large.placed, large.together), sizes(large, LARGE_MODEL), Card())["generate"] < seconds(4 * 1024)
+    assert phases(large, arrange(large.placed, large.together), sizes(large, LARGE_MODEL), Gpu())["generate"] < seconds(4 * 1024)

@@ -18,7 +18,7 @@ from rlhf_core.config import PPO
 from rlhf_core.forecast.memory import GIB, roles
 from rlhf_core.forecast.passes import Pass, alternatives, fields_of, recipe_pass
 from rlhf_core.forecast.placements import Placement, choose, forecast, placements
-from rlhf_core.forecast.seconds import Card
+from rlhf_core.forecast.seconds import Gpu
 from rlhf_core.hub.model_config import size_of_config
 from tests.support.measured import (
     ALL_FOUR,
@@ -36,20 +36,20 @@ from tests.support.measured import (
 )
 
 
-def options(config: PPO, count: int, size: Any, card: Card) -> list[Placement]:
+def options(config: PPO, count: int, size: Any, gpu: Gpu) -> list[Placement]:
     """What could be had in place of the recipe's own placement."""
-    return [found for found in placements(config, count, sizes(config, size), card) if "actor_ranks" in found.fields]
+    return [found for found in placements(config, count, sizes(config, size), gpu) if "actor_ranks" in found.fields]
 
 
 def test_the_fastest_placement_that_fits_is_chosen() -> None:
-    found = placements(ALL_FOUR, 4, sizes(ALL_FOUR, LARGE_MODEL), Card())
-    chosen = choose(found, Card())
-    assert chosen is not None and chosen.fits(Card())
-    assert all(chosen.total <= 1.05 * other.total for other in found if other.fits(Card()))
-    assert any(placement.fields.get("colocate_actor_ref") for placement in found), "cards apart are looked at as well"
-    small = Card(memory=40 * GIB)
+    found = placements(ALL_FOUR, 4, sizes(ALL_FOUR, LARGE_MODEL), Gpu())
+    chosen = choose(found, Gpu())
+    assert chosen is not None and chosen.fits(Gpu())
+    assert all(chosen.total <= 1.05 * other.total for other in found if other.fits(Gpu()))
+    assert any(placement.fields.get("colocate_actor_ref") for placement in found), "GPUs apart are looked at as well"
+    small = Gpu(memory=40 * GIB)
     assert choose(placements(ALL_FOUR, 4, sizes(ALL_FOUR, LARGE_MODEL), small), small) is None
-    alone = Card(memory=80 * GIB)
+    alone = Gpu(memory=80 * GIB)
     offloaded = choose(placements(ALL_FOUR, 4, sizes(ALL_FOUR, LARGE_MODEL), alone), alone)
     assert offloaded is not None and offloaded.peak <= 80 * GIB and offloaded.total >= chosen.total
 
@@ -66,9 +66,9 @@ def test_the_command_names_every_stage_and_a_choice(tmp_path: Path, capsys: pyte
         "  ppo: {prompts: {sources: c.jsonl}, zero_stage: 3, micro_train_tokens: 8192, micro_train_batch_size: 1}\n"
     )
     assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4"]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"sft: [\d.]+ GiB per GPU on 4", told) and re.search(r"reward_model: 1\d\d\.\d GiB .* and a GPU has 140", told)
-    assert "choose all together" in told and "actor and reference on 2, critic and reward on 1, vLLM on 1" in told
+    printed = capsys.readouterr().out
+    assert re.search(r"sft: [\d.]+ GiB per GPU on 4", printed) and re.search(r"reward_model: 1\d\d\.\d GiB .* and a GPU has 140", printed)
+    assert "choose all together" in printed and "actor and reference on 2, critic and reward on 1, vLLM on 1" in printed
     (tmp_path / "base" / "config.json").unlink()
     assert main(["plan", str(tmp_path / "recipe.yaml")]) == 2
     shutil.rmtree(tmp_path / "base")
@@ -77,7 +77,7 @@ def test_the_command_names_every_stage_and_a_choice(tmp_path: Path, capsys: pyte
     assert "base has no readable config.json: name a local model folder" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_model_that_no_card_can_load_is_said_with_its_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_no_gpu_can_load_is_said_with_its_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "base").mkdir()
     shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
     (tmp_path / "base" / "config.json").write_text(json.dumps({**shape, "vocab_size": 128256}))
@@ -90,7 +90,7 @@ def test_a_model_that_no_card_can_load_is_said_with_its_size(tmp_path: Path, cap
         "ppo": {"prompts": {"sources": "c.jsonl"}, "colocate_all": True, "vllm": {"num_engines": 32, "gpus": 1}, **roles_, **common},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"name": "big", "base_model": str(tmp_path / "base"), "stages": stages}))
-    assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "32", "--card", "h100"]) == 0
+    assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "32", "--gpu", "h100"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     starts = r"at its start each GPU holds the whole model, 13\d\.\d GiB, whatever zero_stage is: GPUs with more memory, or a smaller model"
     assert re.search(rf"sft: 132\.0 GiB per GPU on 32 GPU\(s\), zero_stage 3 and a GPU has 79: {starts}", said)
@@ -108,23 +108,23 @@ def test_what_it_says_to_write_fits_when_it_is_written(tmp_path: Path, capsys: p
         "ppo": {"prompts": {"sources": "c.jsonl"}, "colocate_critic_reward": True, **common},
     }
 
-    def told() -> str:
+    def printed() -> str:
         recipe = {"name": "small", "base_model": str(tmp_path / "base"), "stages": stages}
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "1", "--card", "h100"]) == 0
+        assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "1", "--gpu", "h100"]) == 0
         said = capsys.readouterr().out
-        assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "1", "--card-memory", "79.2", "--bandwidth", "3"]) == 0
-        assert capsys.readouterr().out == said and said.startswith("estimates for 79 GiB, 770 TFLOP/s and 3.0 TB/s a card")
+        assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "1", "--gpu-memory", "79.2", "--bandwidth", "3"]) == 0
+        assert capsys.readouterr().out == said and said.startswith("estimates for 79 GiB, 770 TFLOP/s and 3.0 TB/s a GPU")
         return said
 
-    before = told()
+    before = printed()
     passes = re.search(r"sft: 17\d\.\d GiB .* a GPU has 79: with (micro_train_tokens: \d+), (gradient_checkpointing: 0.0) it is", before)
     assert passes
     stages["sft"] |= yaml.safe_load("\n".join(passes.groups()))
     choice = yaml.safe_load(before.partition("In the recipe, under ppo:\n")[2])
     assert choice["colocate_critic_reward"] is False, "what the recipe has and the placement has not is said as well"
     stages["ppo"] |= choice
-    after = told()
+    after = printed()
     assert re.search(r"sft: [567]\d\.\d GiB per GPU on 1", after) and "a GPU has 79" not in after
     assert "choose as in the recipe" in after and "Leave it as it is" in after
 
@@ -136,22 +136,22 @@ EXPERTS = size_of_config(
 
 
 def test_an_engine_whose_share_is_too_small_for_its_weights_is_not_chosen() -> None:
-    tight = Card(memory=79.6 * GIB)
+    tight = Gpu(memory=79.6 * GIB)
     larger = LARGE_MODEL._replace(parameters=14.8e9, active=14.8e9)
     as_it_is = placements(ALL_FOUR, 4, sizes(ALL_FOUR, larger), tight)[0]
     assert as_it_is.lacking > 0 and not as_it_is.fits(tight), "24 GiB for 27.6 of weights"
     assert (others := options(ALL_FOUR, 4, larger, tight)) and all(option.lacking <= 0 for option in others)
     over_two = ALL_FOUR.model_copy(update={"vllm": ALL_FOUR.vllm.model_copy(update={"tensor_parallel_size": 2, "num_engines": 2})})
-    engines = [option.fields["vllm"] for option in options(over_two, 4, LARGE_MODEL, Card())]
+    engines = [option.fields["vllm"] for option in options(over_two, 4, LARGE_MODEL, Gpu())]
     assert {(engine["num_engines"], engine["tensor_parallel_size"]) for engine in engines} == {(2, 2), (1, 1)}
 
 
-def test_on_one_card_plain_torch_is_proposed() -> None:
+def test_on_one_gpu_plain_torch_is_proposed() -> None:
     stages = {count: [option.fields["zero_stage"] for option in options(ONE, count, SMALL_MODEL, H200)] for count in (1, 2, 3)}
     assert stages == {1: [0, 0, 2], 2: [2, 3, 3], 3: [0, 2]}, "with Adam on the host DeepSpeed is needed; 128 answers are not for 3 ranks"
 
 
-def test_what_ran_on_a_smaller_card_is_what_is_chosen_for_it() -> None:
+def test_what_ran_on_a_smaller_gpu_is_what_is_chosen_for_it() -> None:
     chosen = choose(placements(LONG_PASSES, 1, sizes(LONG_PASSES, SMALL_MODEL), H100), H100)
     assert chosen is not None
     assert PPO.model_validate(LONG_PASSES.model_dump() | chosen.fields) == CHOSEN
@@ -160,37 +160,37 @@ def test_what_ran_on_a_smaller_card_is_what_is_chosen_for_it() -> None:
 @pytest.mark.parametrize(("memory", "expected"), [(139.8, (24576, 0.0)), (79.2, (6144, 0.0)), (40, (12288, 0.5)), (20, None)])
 def test_passes_are_the_fastest_that_fit(memory: float, expected: tuple[int, float] | None) -> None:
     """Of a recipe that recomputes every layer. Long passes, fewer layers recomputed, Adam on the GPU: what is short goes last."""
-    card, models = Card(memory=memory * GIB), sizes(ONE, SMALL_MODEL)
-    found = choose(placements(ONE, 1, models, card), card)
+    gpu, models = Gpu(memory=memory * GIB), sizes(ONE, SMALL_MODEL)
+    found = choose(placements(ONE, 1, models, gpu), gpu)
     assert (found and (found.fields["micro_train_tokens"], found.fields["gradient_checkpointing"])) == expected
     if found:
         changed = PPO.model_validate(ONE.model_dump() | found.fields)
-        others = [forecast("", changed.model_copy(update=fields_of(each, ONE)), {}, models, card) for each in alternatives(ONE)]
-        assert all(found.total <= 1.01 * other.total for other in others if other.fits(card))
+        others = [forecast("", changed.model_copy(update=fields_of(each, ONE)), {}, models, gpu) for each in alternatives(ONE)]
+        assert all(found.total <= 1.01 * other.total for other in others if other.fits(gpu))
 
 
 @pytest.mark.parametrize("reward", [["rm"], ["rm", "other"], [{"function": "f.py:f"}], [{"model": "rm", "ranks": {"gpus": 1}}, "other"]])
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
-def test_options_ask_for_no_more_cards_than_there_are(estimator: str, reward: list[Any]) -> None:
+def test_options_need_no_more_gpus_than_there_are(estimator: str, reward: list[Any]) -> None:
     given = {"reward": reward, "advantage_estimator": estimator, "n_samples_per_prompt": 2, "critic": "rm" if estimator == "gae" else None}
     config = PPO.model_validate(ALL_FOUR.model_dump() | {"colocate_all": False, "ref_reward_offload": False} | given)
-    found = options(config, 4, LARGE_MODEL, Card())
+    found = options(config, 4, LARGE_MODEL, Gpu())
     assert any("all together" in option.name for option in found)
     full = estimator == "grpo" and len(config.reward_models) == 2  # actor and reference on 2, each reward model on 1: none for an engine
     assert any("vLLM on" in option.name for option in found) != full
     for option in found:
         changed = PPO.model_validate(config.model_dump() | option.fields)
-        asked = sum(bundle["GPU"] for bundle in arrange(changed.placed, changed.together).bundles)
-        assert asked == 4, option.name
+        reserved = sum(bundle["GPU"] for bundle in arrange(changed.placed, changed.together).bundles)
+        assert reserved == 4, option.name
         assert config.has_critic or "critic" not in f"{option.name} {option.fields}".replace("colocate_critic_reward", "")
 
 
 def test_no_pass_is_longer_than_an_optimiser_step_or_shorter_than_a_document() -> None:
     small_steps = TWO_TOGETHER.model_copy(update={"train_batch_size": 8})  # 4 documents of 768 tokens on each of two ranks
     assert recipe_pass(small_steps, 2) == Pass(4 * 768, 1.0)
-    held, asked = ({**roles(config, sizes(config, SMALL_MODEL), H200.memory)} for config in (
+    held, reserved = ({**roles(config, sizes(config, SMALL_MODEL), H200.memory)} for config in (
         small_steps, small_steps.model_copy(update={"micro_train_tokens": 4 * 768})))  # fmt: skip
-    assert held == asked and {each.tokens for each in alternatives(small_steps)} == {4 * 768, 2 * 768, 768}
+    assert held == reserved and {each.tokens for each in alternatives(small_steps)} == {4 * 768, 2 * 768, 768}
     assert recipe_pass(ONE.model_copy(update={"micro_train_tokens": 100}), 1).tokens == 768
     odd = {each.tokens for each in alternatives(ONE.model_copy(update={"micro_train_tokens": 5000}))}
     assert min(odd) == 768 and 40000 in odd and max(odd) <= 128 * 768
@@ -199,8 +199,8 @@ def test_no_pass_is_longer_than_an_optimiser_step_or_shorter_than_a_document() -
 def test_longer_passes_are_found_where_the_recipe_has_single_documents() -> None:
     single = LONG_PASSES.model_copy(update={"micro_train_tokens": None})
     chosen = choose(placements(single, 1, sizes(single, SMALL_MODEL), H200), H200)
-    told = forecast("", single, {}, sizes(single, SMALL_MODEL), H200)
-    assert chosen is not None and chosen.seconds["train"] < 0.6 * told.seconds["train"]
+    planned = forecast("", single, {}, sizes(single, SMALL_MODEL), H200)
+    assert chosen is not None and chosen.seconds["train"] < 0.6 * planned.seconds["train"]
     assert chosen.fields["micro_train_batch_size"] >= 8 and "micro_train_tokens" not in chosen.fields, "documents stay documents"
 
 
@@ -210,7 +210,7 @@ def test_the_recipes_own_placement_is_tried_with_other_passes() -> None:
     )
     own, changed, *_ = placements(ahead, 2, sizes(ahead, SMALL_MODEL), H100)
     assert not own.fits(H100) and changed.fits(H100) and changed.fields.keys() == {"micro_train_tokens", "gradient_checkpointing"}
-    assert choose(placements(ahead, 1, sizes(ahead, SMALL_MODEL), H100)[:2], H100) is None, "it needs two cards"
+    assert choose(placements(ahead, 1, sizes(ahead, SMALL_MODEL), H100)[:2], H100) is None, "it needs two GPUs"
 
 
 def test_nothing_is_offloaded_for_memory_that_makes_no_difference() -> None:
@@ -224,8 +224,8 @@ def test_nothing_is_offloaded_for_memory_that_makes_no_difference() -> None:
 def test_engines_take_their_answers_in_turns_where_that_lets_the_models_fit() -> None:
     many = LONG_PASSES.model_copy(update={"rollout_batch_size": 512, "prompt_max_len": 1024, "generate_max_len": 1024})
     roomy, tight = (
-        next(option for option in options(many, 1, SMALL_MODEL, card) if option.name.startswith("all together, reference"))
-        for card in (H200, H100)
+        next(option for option in options(many, 1, SMALL_MODEL, gpu) if option.name.startswith("all together, reference"))
+        for gpu in (H200, H100)
     )
     assert roomy.fits(H200) and tight.fits(H100)
     all_at_once, in_turns = (option.fields["vllm"]["gpu_memory_utilization"] for option in (roomy, tight))
@@ -233,10 +233,10 @@ def test_engines_take_their_answers_in_turns_where_that_lets_the_models_fit() ->
     assert 30 * GIB < all_at_once * H200.memory, "512 answers of 2,048 tokens, 28 KiB each, and 6 GiB of weights and batches"
 
 
-@pytest.mark.parametrize("wrong", [["--gpus", "-1"], ["--card-memory", "0"], ["--flops", "-3"], ["--bandwidth", "nan"]])
-def test_numbers_that_no_card_has_are_one_sentence(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("wrong", [["--gpus", "-1"], ["--gpu-memory", "0"], ["--flops", "-3"], ["--bandwidth", "nan"]])
+def test_numbers_that_no_gpu_has_are_one_sentence(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "recipe.yaml", *wrong]) == 2
-    assert "--gpus, --card-memory, --flops and --bandwidth are numbers above 0" in " ".join(capsys.readouterr().err.split())
+    assert "--gpus, --gpu-memory, --flops and --bandwidth are numbers above 0" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_recipes_own_placement_is_kept_where_it_is_as_good() -> None:
@@ -244,7 +244,7 @@ def test_the_recipes_own_placement_is_kept_where_it_is_as_good() -> None:
     assert chosen is not None and chosen.fields == {}
 
 
-def test_a_recipe_is_told_what_else_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_gets_the_other_changes_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "base").mkdir()
     shape = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
     Qwen2Config(**shape, **LARGE).save_pretrained(tmp_path / "base")
@@ -258,7 +258,7 @@ def test_a_recipe_is_told_what_else_it_lacks(tmp_path: Path, capsys: pytest.Capt
     }
     recipe = {"name": "small", "base_model": str(tmp_path / "base"), "stages": stages}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4", "--card-memory", "60"]) == 0
+    assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4", "--gpu-memory", "60"]) == 0
     said = capsys.readouterr().out
     assert re.search(
         r"sft: .* a GPU has 60: with micro_train_batch_size: \d+, gradient_checkpointing: \d.\d, zero_stage: 3 it is 5\d", said

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
 from rlhf_core.forecast import zero_stage
-from rlhf_core.forecast.memory import GIB, ROOM
+from rlhf_core.forecast.memory import GIB, USABLE
 from rlhf_core.forecast.placements import forecast, placements
-from rlhf_core.forecast.seconds import Card
+from rlhf_core.forecast.seconds import Gpu
 from rlhf_core.forecast.zero_stage import (
     Chosen,
     peak_of_ppo,
@@ -29,8 +29,7 @@ from rlhf_core.forecast.zero_stage import (
 from rlhf_core.hub.model_config import Size, size_of_config
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.stages.ppo.fleet import start_fleet
-from rlhf_core.stages.ppo.zero_choice import zero_stage_of
+from rlhf_core.stages.ppo.start import start_fleet, zero_stage_of
 from rlhf_core.system.machine import MachineLacks
 from rlhf_core.training.ranks import on_ranks, with_zero_stage
 
@@ -58,8 +57,8 @@ def test_the_lowest_stage_that_fits_is_taken() -> None:
     taken = {memory: stage_of_training(sft(), BIG, memory * GIB).stage for memory in (100, 68, 58)}
     assert taken == {100: 1, 68: 2, 58: 3}
     for memory, stage in taken.items():
-        assert peak_of_training(sft(), BIG, stage, memory * GIB) <= ROOM * memory * GIB
-        assert stage == 1 or peak_of_training(sft(), BIG, stage - 1, memory * GIB) > ROOM * memory * GIB
+        assert peak_of_training(sft(), BIG, stage, memory * GIB) <= USABLE * memory * GIB
+        assert stage == 1 or peak_of_training(sft(), BIG, stage - 1, memory * GIB) > USABLE * memory * GIB
     chosen = stage_of_training(sft(), BIG, 20 * GIB)
     assert chosen.stage == 3 and "none is estimated to fit a GPU of 20.0 GiB (" in chosen.why and "GiB with 3)" in chosen.why
     assert str(stage_of_training(sft(), BIG, 100 * GIB)).startswith("zero_stage 1: the lowest that fits a GPU of 100.0 GiB (")
@@ -85,7 +84,7 @@ LARGE_STARTS = (2 * LARGE.parameters + 0.6 * GIB) / GIB  # 70 billion parameters
 
 
 def test_whole_weights_count_at_the_start_of_zero_3() -> None:
-    """Each rank loads the model and then keeps its shard: a card must hold all of it first."""
+    """Each rank loads the model and then keeps its shard: a GPU must hold all of it first."""
     many = sft(ranks=Ranks(num_ranks_per_node=32, gpus=1))
     assert LARGE_STARTS == pytest.approx(132, abs=0.1)
     assert peak_of_training(many, LARGE, 3, 80 * GIB) / GIB == pytest.approx(LARGE_STARTS)
@@ -109,7 +108,7 @@ def test_whole_weights_count_for_actor_and_critic_and_whatever_starts_beside_the
     assert peak_of_ppo(together, models, 3, 80 * GIB) / GIB == pytest.approx(whole + beside)
 
 
-def test_a_card_that_cannot_load_the_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_gpu_that_cannot_load_the_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
     (tmp_path / "config.json").write_text(json.dumps({**shape, "vocab_size": 128256}))
     run = RunDir(tmp_path / "run")
@@ -121,7 +120,7 @@ def test_a_card_that_cannot_load_the_model_is_refused_before_anything_is_loaded(
         assert with_zero_stage(request, run, config, 140 * GIB).config.zero_stage == 3  # type: ignore[union-attr]
 
     class Group:
-        def card_bytes(self, timeout: float) -> float:
+        def gpu_bytes(self, timeout: float) -> float:
             return 80 * GIB
 
         def build(self, *_: object, **__: object) -> None:
@@ -142,11 +141,11 @@ def test_one_rank_trains_without_zero() -> None:
     ("size", "memory", "dtype", "why"),
     [
         (BIG, 0, "bfloat16", "as there is no GPU"),
-        (None, 80 * GIB, "bfloat16", "does not tell its size"),
+        (None, 80 * GIB, "bfloat16", "has no sizes"),
         (BIG, 80 * GIB, "float32", "as it is not bfloat16"),
     ],
 )
-def test_what_cannot_be_foretold_takes_the_least_memory(size: Size | None, memory: float, dtype: str, why: str) -> None:
+def test_what_cannot_be_estimated_takes_the_least_memory(size: Size | None, memory: float, dtype: str, why: str) -> None:
     config = ppo(dtype=dtype)
     for chosen in (stage_of_training(sft(dtype=dtype), size, memory), stage_of_ppo(config, sizes(config) if size else None, memory)):
         assert chosen.stage == 3 and why in chosen.why
@@ -159,7 +158,7 @@ def test_adapters_need_little_and_4_bit_weights_are_never_cut() -> None:
     assert stage_of_ppo(ppo(lora=quantized), sizes(ppo()), 0).stage == 2
 
 
-def test_ppo_counts_all_that_shares_the_cards_of_actor_and_critic() -> None:
+def test_ppo_counts_all_that_shares_the_gpus_of_actor_and_critic() -> None:
     memory = 100 * GIB
     assert stage_of_ppo(ppo(), sizes(ppo()), memory).stage == 1
     beside = ppo(colocate_actor_ref=True, colocate_critic_reward=True)
@@ -167,11 +166,11 @@ def test_ppo_counts_all_that_shares_the_cards_of_actor_and_critic() -> None:
     stages = [stage_of_ppo(config, sizes(config), memory).stage for config in (ppo(), beside, together)]
     assert stages == sorted(stages) and stages[0] < stages[-1] == 3
     assert stage_of_ppo(ppo(adam_offload=True), sizes(ppo()), memory).stage == 2
-    placed = forecast("as in the recipe", beside, {}, sizes(beside), Card(memory=memory))
+    placed = forecast("as in the recipe", beside, {}, sizes(beside), Gpu(memory=memory))
     explicit = ppo(colocate_actor_ref=True, colocate_critic_reward=True, zero_stage=stages[1])
-    assert placed == forecast("as in the recipe", explicit, {}, sizes(beside), Card(memory=memory)), "`alignflow plan` takes the same"
-    assert placements(beside, 4, sizes(beside), Card(memory=memory))[0].name == f"as in the recipe, zero_stage {stages[1]}"
-    assert placements(explicit, 4, sizes(beside), Card(memory=memory))[0].name == "as in the recipe"
+    assert placed == forecast("as in the recipe", explicit, {}, sizes(beside), Gpu(memory=memory)), "`alignflow plan` takes the same"
+    assert placements(beside, 4, sizes(beside), Gpu(memory=memory))[0].name == f"as in the recipe, zero_stage {stages[1]}"
+    assert placements(explicit, 4, sizes(beside), Gpu(memory=memory))[0].name == "as in the recipe"
 
 
 def test_actor_and_critic_with_a_gpu_each_need_no_deepspeed() -> None:
@@ -195,14 +194,14 @@ def test_actor_and_critic_with_a_gpu_each_need_no_deepspeed() -> None:
         ppo(**one, zero_stage=0, adam_offload=True)
 
 
-def test_ppo_asks_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ppo_reads_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
 
     class Group:
         def __init__(self, memory: float):
             self.memory = memory
 
-        def card_bytes(self, timeout: float) -> float:
+        def gpu_bytes(self, timeout: float) -> float:
             return self.memory * GIB
 
     config = ppo()
@@ -216,13 +215,13 @@ def test_ppo_asks_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path,
     assert zero_stage_of(ppo(zero_stage=2), paths, groups, 3).stage == 2
     capsys.readouterr()
     assert zero_stage_of(config, paths, groups, None).stage == 1
-    told = capsys.readouterr().out
-    assert told.startswith("actor and critic: zero_stage 1: the lowest") and "out of memory" not in told
+    printed = capsys.readouterr().out
+    assert printed.startswith("actor and critic: zero_stage 1: the lowest") and "out of memory" not in printed
     groups["actor"] = Group(40)
     zero_stage_of(config, paths, groups, None)
     estimate = peak_of_ppo(config, sizes(config), 3, 40 * GIB) / GIB
     assert (
-        f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 40.0; `alignflow plan RECIPE --card-memory 40.0`"
+        f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 40.0; `alignflow plan RECIPE --gpu-memory 40.0`"
         in capsys.readouterr().out
     )
     on_cpu = ppo(**dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks()), vllm={})
@@ -234,18 +233,18 @@ def test_a_group_gets_a_request_with_a_stage(tmp_path: Path, capsys: pytest.Capt
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
 
-    def settled(config: Trainable, memory: int) -> Any:
+    def resolved(config: Trainable, memory: int) -> Any:
         request = StageRequest(name="sft", digest="0", config=config, inputs={"base": str(tmp_path)}, seed=0)
         return with_zero_stage(request, run, config, memory * GIB).config.zero_stage  # type: ignore[union-attr]
 
-    assert (settled(sft(), 100), settled(sft(), 48), settled(sft(zero_stage=2), 100)) == (1, 3, 2)
+    assert (resolved(sft(), 100), resolved(sft(), 48), resolved(sft(zero_stage=2), 100)) == (1, 3, 2)
     capsys.readouterr()
-    assert settled(sft(), 60) == 3 and "out of memory" not in capsys.readouterr().out
-    assert settled(sft(zero_stage=2), 48) == 2
+    assert resolved(sft(), 60) == 3 and "out of memory" not in capsys.readouterr().out
+    assert resolved(sft(zero_stage=2), 48) == 2
     estimate = peak_of_training(sft(), BIG, 2, 48 * GIB) / GIB
     assert f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 48.0" in capsys.readouterr().out
     resume_state.save(run, 3, 1, {"layout": {"ranks": 4, "zero_stage": 2}}, lambda folder: None)
-    assert settled(sft(), 100) == 2, "other cards do not change what a state was made with"
+    assert resolved(sft(), 100) == 2, "other GPUs do not change what a state was made with"
 
 
 def test_a_stage_whose_gpu_is_full_says_what_helps(tmp_path: Path) -> None:

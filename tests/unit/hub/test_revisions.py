@@ -22,8 +22,9 @@ from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.lineage import lineage, tree
 from rlhf_core.runs.run_dir import Outcome, RunDir
+from rlhf_core.stages.publication.card_sections import data_sets
 from rlhf_core.stages.publication.licenses import upstream_licenses
-from rlhf_core.stages.publication.model_card import data_sets, front_matter
+from rlhf_core.stages.publication.model_card import front_matter
 from rlhf_core.stages.publication.run import upload
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository
 from tests.support.publishing import model_to_publish, serving_hub

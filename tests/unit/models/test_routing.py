@@ -21,9 +21,9 @@ from rlhf_core.models.load import Policy, load_policy, masked_logprobs, recomput
 from rlhf_core.models.routing import REPLAYED
 from rlhf_core.rollout.engine import Answer, _answer
 from rlhf_core.stages.ppo import fleet, roles
-from rlhf_core.stages.ppo.fleet import objective_of
 from rlhf_core.stages.ppo.one_step_off import read_ahead, write_ahead
-from rlhf_core.stages.ppo.sampling import Line, Sampled, rollout
+from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled, rollout
+from rlhf_core.stages.ppo.start import objective_of, start_fleet
 from rlhf_core.training.engine import AdamW, TorchEngine
 from tests.support.families import FAMILIES, QWEN_MOE, SHAPE, make_family
 
@@ -226,7 +226,7 @@ def test_experts_that_vllm_returns_reach_the_forward_pass() -> None:
     assert batch.experts is not None and np.array_equal(batch.experts[0, :4].numpy(), routing_of(5, 3))
     assert _answer(request(None)).experts is None
     for wrong in (routing_of(4, 3), routing_of(6, 3), routing_of(2, 3), np.zeros((4, LAYERS, CHOSEN), np.uint8)):
-        with pytest.raises(RuntimeError, match="does not tell to which experts"):
+        with pytest.raises(RuntimeError, match="returned no routed experts"):
             _answer(request(wrong))
 
 
@@ -252,20 +252,20 @@ def test_roles_replay_as_configured(fields: dict[str, Any], expected: dict[str, 
             return SimpleNamespace(role=self.name, wait=lambda timeout: [up])
 
     monkeypatch.setattr(fleet.Fleet, "open_channel", lambda self: None)
-    monkeypatch.setattr(fleet.Fleet, "look_around", lambda self: None)
+    monkeypatch.setattr(fleet.Fleet, "survey", lambda self: None)
     config = PPO(prompts=Data(sources="none"), zero_stage=1, **fields)
     names = ("sampler", "actor", "critic", "reference", *(f"reward:{source.title}" for source in config.reward_models))
     paths = dict.fromkeys(names, "base") | ({"reference": "another"} if config.reference else {})
-    fleet.start_fleet(config, paths, SimpleNamespace(pad_token_id=0), 0, {name: Group(name) for name in names}, False)  # type: ignore[arg-type,misc]
+    start_fleet(config, paths, SimpleNamespace(pad_token_id=0), 0, {name: Group(name) for name in names}, False)  # type: ignore[arg-type,misc]
     assert built == expected
 
 
 def test_answers_stored_on_disk_keep_their_experts(tmp_path: Path) -> None:
-    line = Line([Prompt((), [i, 7], {}, False) for i in range(4)], 2, seed=3)
-    prompts = [prompt for prompt, _ in line.take(0, 2)]
+    order = PromptOrder([Prompt((), [i, 7], {}, False) for i in range(4)], 2, seed=3)
+    prompts = [prompt for prompt, _ in order.take(0, 2)]
     found = [rollout(p, Answer([5, 6], [-1.0, -2.0], True, routing_of(4, i) if i else None)) for i, p in enumerate(prompts)]
     write_ahead(tmp_path, Sampled(found, None, 2, {}, age=1))
-    back = read_ahead(tmp_path, line, 1)
+    back = read_ahead(tmp_path, order, 1)
     assert back is not None and back.rollouts[0].document.experts is None
     kept = back.rollouts[1].document.experts
     assert kept is not None and kept.dtype == np.uint8 and np.array_equal(kept, routing_of(4, 1))

@@ -19,9 +19,9 @@ from rlhf_core.models.kernels import attention, choose
 from rlhf_core.models.load import Policy, Scorer
 from rlhf_core.stages.dpo import pair_logprobs
 from rlhf_core.stages.ppo import roles
-from rlhf_core.stages.ppo.fleet import objective_of
 from rlhf_core.stages.ppo.records import Experience
-from rlhf_core.stages.ppo.roles import Actor, Critic, Model, Reference, Reward
+from rlhf_core.stages.ppo.roles import Actor, Critic, Model, Reference, Reward, Update
+from rlhf_core.stages.ppo.start import objective_of
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance
 from rlhf_core.stages.reward_model import pair_scores
 from tests.unit.models.test_attention import WINDOWED, kernel, plain_varlen
@@ -226,7 +226,8 @@ def test_roles_say_and_learn_the_same_of_answers(
             for i, document in enumerate(documents)
         ]
         kernel.clear()
-        metrics = {**actor._update(items, 1e-2, 0.1), **critic._update(items, 1e-2)}
+        step = Update(list(range(len(items))), 1e-2, 0.1)
+        metrics = {**actor.update(items, step), **critic.update(items, step)}
         found.append((read, metrics, sum(kernel), dict(actor.logprobs(documents)), dict(critic.values(documents))))
     (apart, other, many, *after), (together, metrics, few, *later) = found
     for name, by_document in apart.items():

@@ -109,7 +109,7 @@ def test_a_reward_function_beside_such_modules(folder: Path) -> None:
     (folder / "helper.py").write_text("def length(text): return len(text)\n")
     source = Function(folder / "reward.py", "lengths", 30.0, processes=1)
     try:
-        assert source.ask([sample("four")]).tolist() == [4]
+        assert source.score([sample("four")]).tolist() == [4]
     finally:
         source.close()
 
@@ -124,7 +124,7 @@ def test_a_script_that_a_reward_function_starts_finds_the_modules_beside_it(fold
     (folder / "scripts" / "score.py").write_text("import sys\nfrom beside import score\nprint(*map(score, sys.argv[1:]))\n")
     source = Function(folder / "reward.py", "by_a_script", 30.0, processes=1)
     try:
-        assert source.ask([sample("four"), sample("no")]).tolist() == [8, 4]
+        assert source.score([sample("four"), sample("no")]).tolist() == [8, 4]
     finally:
         source.close()
 

@@ -54,7 +54,7 @@ def test_it_speaks_the_contract_and_scores_as_the_model_does(url: str, checkpoin
         for document, sample in zip(whole, samples, strict=True)
     ]
     expected = RewardScorer(str(checkpoint), "float32", 8).score(documents)
-    assert Server(url, 30, None).ask(samples) == pytest.approx(np.array(expected), rel=1e-5, abs=1e-6)
+    assert Server(url, 30, None).score(samples) == pytest.approx(np.array(expected), rel=1e-5, abs=1e-6)
     assert len({round(score, 4) for score in expected}) == len(samples), "scores that differ"
 
 
@@ -63,7 +63,7 @@ def test_it_says_what_it_serves(url: str, checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         (b"{", "no JSON"),
         ({"prompts": PROMPTS}, "needs the lists prompts and responses"),
@@ -73,9 +73,9 @@ def test_it_says_what_it_serves(url: str, checkpoint: Path) -> None:
         ({"prompts": [[{"role": "robot", "content": {}}]], "responses": ["1"]}, "must be a string, not dict"),
     ],
 )
-def test_a_wrong_request_is_told_what_is_wrong_with_it(url: str, body: Any, told: str) -> None:
+def test_a_wrong_request_gets_a_message_that_names_the_fault(url: str, body: Any, expected: str) -> None:
     reply = httpx.post(url, content=body if isinstance(body, bytes) else json.dumps(body))
-    assert reply.status_code == 400 and told in reply.json()["error"]
+    assert reply.status_code == 400 and expected in reply.json()["error"]
     assert httpx.post(url, json={"prompts": ["1 + 1"], "responses": ["2"]}).status_code == 200, "and the next one is answered"
 
 

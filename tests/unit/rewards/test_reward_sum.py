@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.rewards.asking import Rewards, join
+from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Running, Term, combine, plain_sum
+from rlhf_core.rewards.contract import RewardsFailed
 
 
 def test_rewards_are_standardised_each_on_its_own_then_weighed_and_summed() -> None:
@@ -52,5 +53,8 @@ def test_running_statistics_are_those_of_all_values_at_once() -> None:
 def test_parts_are_joined_and_chosen() -> None:
     first, second = Rewards({"a": np.array([1.0, np.nan])}, {"a": "x"}), Rewards({"a": np.array([3.0])}, {})
     both = join([first, second])
-    assert len(both) == 3 and both.failed() == {"a": 1} and both.errors == {"a": "x"}
+    assert len(both) == 3 and both.errors == {"a": "x"}
+    both.check(1)
+    with pytest.raises(RewardsFailed, match=r"a left 1 of 3 answers .*the last error: x"):
+        both.check(0)
     assert both.take([2, 0]).by_source["a"].tolist() == [3.0, 1.0]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.config.rewards import FunctionReward, HttpReward
-from rlhf_core.rewards.asking import Asker, Outside, asker
+from rlhf_core.rewards.clients import Client, Clients, client_of
 from rlhf_core.rewards.contract import RewardError, RewardsFailed, Sample, read_reply, read_rewards
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import Server
@@ -65,12 +65,12 @@ def served() -> Iterator[Served]:
     server.server_close()
 
 
-def ask(url: str, allowed: int = 6, batch_size: int = 64, timeout: float = 5.0, attempts: int = 3) -> tuple[np.ndarray, str]:
-    return Asker("server", Server(url, timeout, None), batch_size, 1, attempts, pause=0.01).ask(SAMPLES, allowed)
+def score(url: str, allowed: int = 6, batch_size: int = 64, timeout: float = 5.0, attempts: int = 3) -> tuple[np.ndarray, str]:
+    return Client("server", Server(url, timeout, None), batch_size, 1, attempts, pause=0.01).score(SAMPLES, allowed)
 
 
 def test_a_server_gets_the_contract_and_its_rewards_keep_their_order(served: Served) -> None:
-    rewards, error = ask(served.url, batch_size=4)
+    rewards, error = score(served.url, batch_size=4)
     assert rewards.tolist() == [1, 2, 3, 4, 5, 6] and error == ""
     assert [len(question["prompts"]) for question, _ in served.requests] == [4, 2]
     first = {name: values[0] for name, values in served.requests[0][0].items()}
@@ -102,18 +102,18 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Reply], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_that_fails_is_retried_then_its_answers_have_no_reward(served: Served, fault: str) -> None:
-    behave, told = FAULTS[fault]
+    behave, expected = FAULTS[fault]
     served.behave[0] = lambda number, question: behave(question)
-    rewards, error = ask(served.url, allowed=6, attempts=3)
+    rewards, error = score(served.url, allowed=6, attempts=3)
     assert np.isnan(rewards).all(), "a failed reward must not become a number"
     assert len(served.requests) == 3
-    assert told in error
+    assert expected in error
     with pytest.raises(RewardsFailed, match=r"reward source server left 6 of 6 answers without a reward, more than the 5"):
-        ask(served.url, allowed=5, attempts=1)
+        score(served.url, allowed=5, attempts=1)
 
 
 def test_a_server_that_is_down() -> None:
-    rewards, error = ask("http://127.0.0.1:9/", attempts=2)
+    rewards, error = score("http://127.0.0.1:9/", attempts=2)
     assert np.isnan(rewards).all() and "ConnectError" in error
 
 
@@ -140,7 +140,7 @@ def test_a_server_that_hangs_is_left_after_the_time_limit(served: Served, drips:
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     start = time.monotonic()
-    rewards, error = ask(f"http://127.0.0.1:{server.server_address[1]}", timeout=0.3, attempts=2)
+    rewards, error = score(f"http://127.0.0.1:{server.server_address[1]}", timeout=0.3, attempts=2)
     assert np.isnan(rewards).all() and "within 0.3 s" in error
     assert time.monotonic() - start < 1.9
     server.shutdown()
@@ -149,28 +149,28 @@ def test_a_server_that_hangs_is_left_after_the_time_limit(served: Served, drips:
 
 def test_a_server_that_recovers_costs_nothing(served: Served) -> None:
     served.behave[0] = lambda number, question: (503, {}) if number < 3 else lengths(question)
-    rewards, error = ask(served.url, allowed=0, attempts=3)
+    rewards, error = score(served.url, allowed=0, attempts=3)
     assert rewards.tolist() == [1, 2, 3, 4, 5, 6] and error == ""
 
 
-def test_only_answers_without_a_reward_are_asked_for_again(served: Served) -> None:
+def test_only_answers_without_a_reward_are_requested_again(served: Served) -> None:
     served.behave[0] = lambda number, q: (200, {"rewards": [None if number == 1 and len(r) in (2, 5) else len(r) for r in q["responses"]]})
-    rewards, _ = ask(served.url)
+    rewards, _ = score(served.url)
     assert rewards.tolist() == [1, 2, 3, 4, 5, 6]
     assert [len(response) for response in served.requests[1][0]["responses"]] == [2, 5]
 
 
 def test_a_part_that_stays_without_reward_is_masked_and_the_rest_kept(served: Served) -> None:
     served.behave[0] = lambda number, q: (500, {}) if "xxx" in q["responses"] else lengths(q)
-    rewards, error = ask(served.url, batch_size=1, attempts=2)
+    rewards, error = score(served.url, batch_size=1, attempts=2)
     assert np.isnan(rewards).tolist() == [False, False, True, False, False, False]
     assert rewards[~np.isnan(rewards)].tolist() == [1, 2, 4, 5, 6] and "answers 500" in error
 
 
-def test_beyond_the_limit_nothing_more_is_asked(served: Served) -> None:
+def test_beyond_the_limit_no_more_requests_are_sent(served: Served) -> None:
     served.behave[0] = lambda number, question: (500, {})
     with pytest.raises(RewardsFailed, match="server") as caught:
-        ask(served.url, allowed=1, batch_size=1, attempts=1)
+        score(served.url, allowed=1, batch_size=1, attempts=1)
     assert "answers 500" in str(caught.value) and "max_failed_rewards" in str(caught.value)
     assert len(served.requests) <= 4  # two that failed, and what was in flight
 
@@ -178,7 +178,7 @@ def test_beyond_the_limit_nothing_more_is_asked(served: Served) -> None:
 def test_a_refusal_stops_at_once(served: Served) -> None:
     served.behave[0] = lambda number, question: (404, {})
     with pytest.raises(ValueError, match="answers 404: check its address"):
-        ask(served.url)
+        score(served.url)
     assert len(served.requests) == 1
 
 
@@ -187,13 +187,13 @@ def test_secrets_are_sent_and_never_shown(served: Served, monkeypatch: pytest.Mo
         HttpReward(url=served.url.replace("http://", "http://user:hunter2@"))
     source = HttpReward(url=f"{served.url}?token=hunter2", api_key_env="REWARD_KEY", max_attempts=1)
     with pytest.raises(ValueError, match="environment variable REWARD_KEY: set it"):
-        asker(source)
+        client_of(source)
     monkeypatch.setenv("REWARD_KEY", "hunter3")
     assert source.title == served.url.removeprefix("http://").removesuffix("/score")
     served.behave[0] = lambda number, question: (401 if number == 2 else 500, {})
-    _, error = asker(source).ask(SAMPLES, 6)
+    _, error = client_of(source).score(SAMPLES, 6)
     with pytest.raises(ValueError, match="the key in the environment variable REWARD_KEY") as refused:
-        asker(source).ask(SAMPLES, 6)
+        client_of(source).score(SAMPLES, 6)
     assert served.requests[0][1]["authorization"] == "Bearer hunter3"
     assert "hunter" not in error + str(refused.value) + source.title
 
@@ -265,7 +265,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def call(code: Path, name: str, timeout: float = 10.0, attempts: int = 2, allowed: int = 6) -> tuple[np.ndarray, str]:
     source = Function(code, name, timeout, processes=1)
     try:
-        return Asker(name, source, 64, 1, attempts, pause=0.01).ask(SAMPLES, allowed)
+        return Client(name, source, 64, 1, attempts, pause=0.01).score(SAMPLES, allowed)
     finally:
         source.close()
 
@@ -276,7 +276,7 @@ def test_a_function_gets_what_it_names_and_may_print(code: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("raises", "KeyError: 'no such thing'"),
         ("short", "1 rewards for 6 answers"),
@@ -285,10 +285,10 @@ def test_a_function_gets_what_it_names_and_may_print(code: Path) -> None:
         ("hangs", "no answer within 1 s"),
     ],
 )
-def test_a_function_that_fails_leaves_its_answers_without_a_reward(code: Path, name: str, told: str) -> None:
+def test_a_function_that_fails_leaves_its_answers_without_a_reward(code: Path, name: str, expected: str) -> None:
     start = time.monotonic()
     rewards, error = call(code, name, timeout=1.0 if name == "hangs" else 10.0, attempts=2)
-    assert np.isnan(rewards).all() and told in error
+    assert np.isnan(rewards).all() and expected in error
     assert time.monotonic() - start < 10
     with pytest.raises(RewardsFailed, match=f"reward source {name} left 6 of 6"):
         call(code, name, timeout=1.0 if name == "hangs" else 10.0, attempts=1, allowed=0)
@@ -304,31 +304,31 @@ def test_a_process_that_died_is_started_again(code: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "name", "told"),
+    ("file", "name", "expected"),
     [
         ("checks.py", "goood", "has no function 'goood'"),
         ("checks.py", "constant", "has no function 'constant'"),
-        ("checks.py", "greedy", "greedy asks for scores"),
+        ("checks.py", "greedy", "greedy needs scores"),
         ("none.py", "good", "there is no Python file"),
         ("broken.py", "good", "cannot be imported: SyntaxError"),
     ],
 )
-def test_a_function_that_cannot_be_loaded_is_a_users_mistake(code: Path, file: str, name: str, told: str) -> None:
+def test_a_function_that_cannot_be_loaded_is_a_users_mistake(code: Path, file: str, name: str, expected: str) -> None:
     (code.parent / "broken.py").write_text("def good(:\n")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=expected):
         call(code.parent / file, name)
 
 
-def test_sources_are_asked_side_by_side(code: Path, served: Served) -> None:
-    outside = Outside([asker(FunctionReward(function=f"{code}:good")), asker(HttpReward(url=served.url, name="server"))])
-    futures = outside.start(SAMPLES, 0)
+def test_sources_work_side_by_side(code: Path, served: Served) -> None:
+    clients = Clients([client_of(FunctionReward(function=f"{code}:good")), client_of(HttpReward(url=served.url, name="server"))])
+    futures = clients.start(SAMPLES, 0)
     found = {title: future.result()[0].tolist() for title, future in futures.items()}
     assert found == {"good": [1, 2, 3, 4, 5, 6], "server": [1, 2, 3, 4, 5, 6]}
-    outside.close()
+    clients.close()
 
 
 @pytest.mark.parametrize("kind", ["function", "server"])
-def test_who_closes_waits_for_nothing_that_is_asked(kind: str, code: Path, served: Served) -> None:
+def test_close_waits_for_no_open_request(kind: str, code: Path, served: Served) -> None:
     """Neither for its time limit nor for further attempts nor for the batches behind it."""
     silent, begun = threading.Event(), threading.Event()
 
@@ -345,23 +345,23 @@ def test_who_closes_waits_for_nothing_that_is_asked(kind: str, code: Path, serve
         if kind == "function"
         else HttpReward(url=served.url, name="server", batch_size=2)
     )
-    outside = Outside([asker(source)])
+    clients = Clients([client_of(source)])
     try:
-        (future,) = outside.start(SAMPLES, 6).values()
+        (future,) = clients.start(SAMPLES, 6).values()
         wait_until(mark.exists if kind == "function" else begun.is_set, "the first question", 30)
         start = time.monotonic()
-        outside.close()
+        clients.close()
         assert time.monotonic() - start < 10
         rewards, error = future.result(timeout=0)
-        assert np.isnan(rewards).all() and "not asked any more" in error
+        assert np.isnan(rewards).all() and "gets no more requests" in error
         if kind == "function":
             assert not psutil.pid_exists(int(mark.read_text()))
         else:
             assert len(served.requests) == 1
         late = Function(code, "good", 10.0, processes=1) if kind == "function" else Server(served.url, 10.0, None)
         late.close()
-        with pytest.raises(RewardError, match="not asked any more"):  # a thread that was about to ask
-            late.ask(SAMPLES)
+        with pytest.raises(RewardError, match="gets no more requests"):  # a thread that was about to send a request
+            late.score(SAMPLES)
         assert len(served.requests) <= 1
     finally:
         silent.set()

@@ -1,4 +1,4 @@
-"""One answer of a batch on which a source of rewards hangs or fails: it is lost alone. A dead source is asked as often as it was."""
+"""One answer of a batch on which a source of rewards hangs or fails: it is lost alone. A dead source gets as many requests as it was."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.rewards.asking import Asker, Source
+from rlhf_core.rewards.clients import Client, Source
 from rlhf_core.rewards.contract import RewardError, RewardsFailed, Sample, read_rewards
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import Server
@@ -32,7 +32,7 @@ def number(responses):
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """Hangs when asked for answer 77."""
+    """Hangs on answer 77."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -61,7 +61,7 @@ def server() -> Iterator[str]:
 def lost(source: Source, batch_size: int, allowed: int, attempts: int = 6) -> tuple[list[int], str, float]:
     """Which of the answers have no reward, the last error, and the seconds it took."""
     start = time.monotonic()
-    rewards, error = Asker("source", source, batch_size, 1, attempts, pause=0.01).ask(SAMPLES, allowed)
+    rewards, error = Client("source", source, batch_size, 1, attempts, pause=0.01).score(SAMPLES, allowed)
     there = ~np.isnan(rewards)
     assert rewards[there].tolist() == np.arange(COUNT)[there].tolist(), "each reward is its own answer's"
     return np.flatnonzero(~there).tolist(), error, time.monotonic() - start
@@ -86,16 +86,16 @@ def test_an_answer_on_which_a_function_hangs_is_lost_alone(tmp_path: Path) -> No
 
 
 class Refusing:
-    """Fails when one of `bad` is asked for; `asked` keeps the sizes of the requests."""
+    """Fails when one of `bad` is requested; `requested` keeps the sizes of the requests."""
 
     def __init__(self, bad: Sequence[int]):
-        self.bad, self.asked = set(bad), list[int]()
+        self.bad, self.requested = set(bad), list[int]()
 
-    def ask(self, samples: Sequence[Sample]) -> np.ndarray:
-        self.asked.append(len(samples))
+    def score(self, samples: Sequence[Sample]) -> np.ndarray:
+        self.requested.append(len(samples))
         numbers = [int(sample.response) for sample in samples]
         if self.bad & set(numbers):
-            raise RewardError("it cannot be asked that")
+            raise RewardError("it cannot score that")
         return np.array(numbers, dtype=np.float64)
 
     def close(self) -> None: ...
@@ -104,37 +104,37 @@ class Refusing:
 @pytest.mark.parametrize("bad", [[0], [255], [0, 255], [3, 100, 101], [63, 64, 127, 128]])
 def test_wherever_the_bad_answers_stand_they_alone_are_lost(bad: list[int]) -> None:
     found, error, _ = lost(Refusing(bad), 256, allowed=4)
-    assert found == bad and error == "it cannot be asked that"
+    assert found == bad and error == "it cannot score that"
 
 
 def test_few_attempts_are_enough_for_one_bad_answer() -> None:
     assert lost(Refusing([77]), 256, allowed=1, attempts=3)[0] == [77]
 
 
-def test_an_answer_without_a_reward_is_asked_for_as_often_as_there_are_attempts() -> None:
+def test_an_answer_without_a_reward_is_requested_max_attempts_times() -> None:
     class Null(Refusing):
-        def ask(self, samples: Sequence[Sample]) -> np.ndarray:
-            self.asked.append(len(samples))
+        def score(self, samples: Sequence[Sample]) -> np.ndarray:
+            self.requested.append(len(samples))
             return np.array([np.nan if sample.response == "7" else float(sample.response) for sample in samples])
 
     source = Null([])
     assert lost(source, COUNT, allowed=1, attempts=4)[0] == [7]
-    assert source.asked == [COUNT, 1, 1, 1]
+    assert source.requested == [COUNT, 1, 1, 1]
 
 
-def test_a_dead_source_is_asked_as_often_as_there_are_attempts() -> None:
+def test_a_dead_source_gets_max_attempts_requests() -> None:
     source = Refusing(range(COUNT))
-    with pytest.raises(RewardsFailed, match=r"left 256 of 256 .*the last error: it cannot be asked that"):
+    with pytest.raises(RewardsFailed, match=r"left 256 of 256 .*the last error: it cannot score that"):
         lost(source, 256, allowed=5)
-    assert len(source.asked) == 6
+    assert len(source.requested) == 6
 
 
 def test_a_reply_of_a_wrong_length_is_not_made_to_fit_by_a_smaller_request() -> None:
     class Constant(Refusing):
-        def ask(self, samples: Sequence[Sample]) -> np.ndarray:
-            self.asked.append(len(samples))
+        def score(self, samples: Sequence[Sample]) -> np.ndarray:
+            self.requested.append(len(samples))
             return read_rewards([0.0], len(samples))
 
     source = Constant([])
     found, error, _ = lost(source, 256, allowed=COUNT)
-    assert found == list(range(COUNT)) and error == "it gave 1 rewards for 256 answers" and source.asked == [256] * 6
+    assert found == list(range(COUNT)) and error == "it gave 1 rewards for 256 answers" and source.requested == [256] * 6

@@ -63,7 +63,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., objec
     return start
 
 
-def ask(server: Server, path: str, key: str | None) -> tuple[int, dict[str, object]]:
+def get(server: Server, path: str, key: str | None) -> tuple[int, dict[str, object]]:
     request = urllib.request.Request(server.url.removesuffix("/v1") + path, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
         with urllib.request.urlopen(request, timeout=10) as reply:
@@ -92,13 +92,13 @@ def test_a_server_is_there_inside_the_block_and_nothing_of_it_after(stub: Callab
         below = [server.process.pid, *descendants(server.process.pid)]
         assert len(below) == 3  # the reaper, the server, its worker
         assert server.url.startswith("http://127.0.0.1:") and server.max_model_len == 64
-        status, said = ask(server, "/v1/models", server.key)
-        assert status == 200 and ask(server, "/v1/models", None)[0] == ask(server, "/v1/models", "wrong")[0] == 401
+        status, said = get(server, "/v1/models", server.key)
+        assert status == 200 and get(server, "/v1/models", None)[0] == get(server, "/v1/models", "wrong")[0] == 401
         arguments = list(map(str, said["arguments"]))  # type: ignore[call-overload]
     assert not any(map(alive, below))
-    told = " ".join(arguments)
-    assert "--host 127.0.0.1" in told and "--max-model-len 64" in told and "--seed 3" in told and "--dtype float32" in told
-    assert "trust-remote-code" not in told and server.key not in told and server.key not in server.log.read_text()
+    sent = " ".join(arguments)
+    assert "--host 127.0.0.1" in sent and "--max-model-len 64" in sent and "--seed 3" in sent and "--dtype float32" in sent
+    assert "trust-remote-code" not in sent and server.key not in sent and server.key not in server.log.read_text()
     assert "loading good for some-model" in server.log.read_text()
 
 
@@ -109,7 +109,7 @@ def test_an_exception_in_the_block_stops_it_too(stub: Callable[..., object]) -> 
     assert not any(map(alive, below))
 
 
-def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(stub: Callable[..., object]) -> None:
+def test_a_server_that_does_not_start_is_reported_with_the_end_of_its_log(stub: Callable[..., object]) -> None:
     start, others = time.monotonic(), set(descendants(os.getpid()))
     with (
         pytest.raises(ServerFailed, match=r"local server of some-model ended before it was ready \(exit code 1\)") as caught,
@@ -139,7 +139,7 @@ def test_a_port_that_another_process_took_is_replaced(stub: Callable[..., object
 
 def test_a_server_that_dies_in_the_middle_is_noticed(stub: Callable[..., object]) -> None:
     with stub("mortal") as server:  # type: ignore[attr-defined]
-        ask(server, "/v1/die", server.key)
+        get(server, "/v1/die", server.key)
         assert server.process.wait(timeout=15) == 7
         with pytest.raises(ServerFailed, match=r"local server of some-model died \(exit code 7\)") as caught:
             server.check()
@@ -180,8 +180,8 @@ def test_on_a_gpu_host_the_model_is_split_and_takes_its_share(
 ) -> None:
     monkeypatch.setattr("rlhf_core.rollout.server.num_gpus", lambda: 8)
     with stub("good", tensor_parallel_size=split, gpu_memory_utilization=0.6) as server:  # type: ignore[attr-defined]
-        told = " ".join(map(str, ask(server, "/v1/models", server.key)[1]["arguments"]))  # type: ignore[call-overload]
-    assert f"--tensor-parallel-size {split} " in told and "--gpu-memory-utilization 0.6" in told and "--enforce-eager" not in told
+        sent = " ".join(map(str, get(server, "/v1/models", server.key)[1]["arguments"]))  # type: ignore[call-overload]
+    assert f"--tensor-parallel-size {split} " in sent and "--gpu-memory-utilization 0.6" in sent and "--enforce-eager" not in sent
 
 
 @pytest.mark.parametrize(
@@ -201,10 +201,10 @@ def test_a_model_with_experts_is_not_compiled_on_a_gpu(
     assert compilation(str(tmp_path)) == {}, "the CPU's engine compiles nothing"
     for user in ("server", "environment"):
         monkeypatch.setattr(f"rlhf_core.rollout.{user}.num_gpus", lambda: 1)
-    assert compilation("owner/name") == {}, "the Hub cannot be asked"
+    assert compilation("owner/name") == {}, "the Hub cannot be reached"
     monkeypatch.setattr("rlhf_core.rollout.environment.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json"))
     assert compilation("owner/name") == (UNCOMPILED if uncompiled else {})
     with stub(str(tmp_path)) as server:  # type: ignore[attr-defined]
-        told = ask(server, "/v1/models", server.key)[1]["arguments"]
-    given = json.loads(told[told.index("--compilation-config") + 1]) if "--compilation-config" in told else {}  # type: ignore[attr-defined,index]
+        sent = get(server, "/v1/models", server.key)[1]["arguments"]
+    given = json.loads(sent[sent.index("--compilation-config") + 1]) if "--compilation-config" in sent else {}  # type: ignore[attr-defined,index]
     assert given == (UNCOMPILED if uncompiled else {})

@@ -1,4 +1,4 @@
-"""What vLLM's worker takes of a card on which other roles load and free their models."""
+"""What vLLM's worker takes of a GPU on which other roles load and free their models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, before: int, peak: int, granted: int
     used = {"peak": 0}
 
     def largest_batch(self: Worker) -> int:
-        assert self.cache_config.kv_cache_memory_bytes, "vLLM would measure the card, others' memory too"
+        assert self.cache_config.kv_cache_memory_bytes, "vLLM would measure the GPU, others' memory too"
         used["peak"] = peak
         return 1
 
@@ -40,7 +40,7 @@ def test_the_cache_gets_what_the_process_itself_has_not_used(before: int, peak: 
     assert made.determine_available_memory() == 35 * GIB - BESIDES == made.cache_config.kv_cache_memory_bytes
 
 
-def test_a_share_that_holds_no_cache_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_that_holds_no_cache_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"and 2 GiB for CUDA, NCCL and graphs take 7.0 GiB, and vllm.gpu_memory_utilization grants 6.0: raise it"
     ):

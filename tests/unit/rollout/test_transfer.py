@@ -23,7 +23,7 @@ from rlhf_core.rollout.weight_transfer import (
     Broadcast,
     Rendezvous,
     Route,
-    SameCard,
+    SameGpu,
     Sums,
     WeightsLost,
     choose_route,
@@ -48,11 +48,11 @@ def assert_same(got: list[tuple[str, Tensor]], sent: list[tuple[str, Tensor]]) -
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), max_size=12), st.sampled_from([ALIGNMENT, 64, 256, 4096]))
-def test_what_is_packed_comes_out_the_same(shapes: list[tuple[int, ...]], room: int) -> None:
+def test_what_is_packed_comes_out_the_same(shapes: list[tuple[int, ...]], space: int) -> None:
     weights = some(shapes)
     got: list[tuple[str, Tensor]] = []
-    for entries, data in packed(iter(weights), CPU, room):
-        assert len(data) <= room or len(entries) == 1, "only a weight that is larger than a bucket may be one"
+    for entries, data in packed(iter(weights), CPU, space):
+        assert len(data) <= space or len(entries) == 1, "only a weight that is larger than a bucket may be one"
         got += [(name, weight.clone()) for name, weight in unpacked(entries, data)]  # the buffer is used again
     assert_same(got, weights)
 
@@ -89,16 +89,16 @@ def test_one_sender_reaches_all_receivers_and_the_channel_serves_again() -> None
 @pytest.mark.parametrize(
     ("trainer", "engines", "route"),
     [
-        (["a"], ["a"], Route("cards", 0, 1)),
-        (["a", "b"], ["b", "a"], Route("cards", 0, 2)),
+        (["a"], ["a"], Route("gpus", 0, 1)),
+        (["a", "b"], ["b", "a"], Route("gpus", 0, 2)),
         (["a", "b"], ["c", "d"], Route("nccl", 0, 2)),
-        (["a", "b"], ["a", "c"], Route("nccl", 1, 2)),  # rank 0 has an engine on its card, NCCL wants cards apart
+        (["a", "b"], ["a", "c"], Route("nccl", 1, 2)),  # rank 0 has an engine on its GPU, NCCL wants GPUs apart
         (["a"], ["a", "c"], Route("gloo", 0, 2)),
         (["a"], ["c", "c"], Route("gloo", 0, 2)),
         ([None], [None], Route("gloo", 0, 1)),
     ],
 )
-def test_the_route_fits_the_cards(trainer: list[str | None], engines: list[str | None], route: Route) -> None:
+def test_the_route_fits_the_gpus(trainer: list[str | None], engines: list[str | None], route: Route) -> None:
     assert choose_route(trainer, engines) == route
 
 
@@ -106,7 +106,7 @@ OPENED: list[int] = []
 
 
 def opens(*handle: Any) -> Tensor:
-    """In place of PyTorch's `rebuild_cuda_tensor`: records the device it is asked for."""
+    """In place of PyTorch's `rebuild_cuda_tensor`: records the device of the call."""
     OPENED.append(handle[6])
     return torch.tensor(handle[7], dtype=torch.uint8)
 
@@ -131,10 +131,10 @@ def test_memory_is_opened_on_the_receivers_device_and_that_one_is_waited_for(mon
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     weights = some([(5, 3), (7,), (40,)])
     here, there = Pipe()
-    sender = threading.Thread(target=SameCard([here]).send, args=(iter(weights),), name="sender")
+    sender = threading.Thread(target=SameGpu([here]).send, args=(iter(weights),), name="sender")
     OPENED.clear()
     sender.start()
-    assert_same([(name, weight.clone()) for name, weight in SameCard([there]).receive()], weights)
+    assert_same([(name, weight.clone()) for name, weight in SameGpu([there]).receive()], weights)
     sender.join(30)
     assert OPENED == [1, 1, 1], "the sender's index"
     assert [device for thread, device in waited if thread != "sender"] == [1, 1, 1]
@@ -178,19 +178,19 @@ def test_a_bucket_may_begin_anywhere() -> None:
 def test_a_bucket_that_changes_on_its_way_ends_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, rendezvous = some([(40, 3), (7,), (5, 5)]), Rendezvous(("127.0.0.1", free_port()), {}, b"", 30)
     monkeypatch.setattr(Broadcast, "_broadcast", flipping(Broadcast._broadcast))
-    told: list[str] = []
+    errors: list[str] = []
 
     def receive() -> None:
         try:
             list(Broadcast("gloo", 1, 2, rendezvous).receive())
         except WeightsLost as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=receive)
     thread.start()
     Broadcast("gloo", 0, 2, rendezvous).send(iter(weights))
     thread.join(30)
-    assert told and "not those that the actor sent" in told[0]
+    assert errors and "not those that the actor sent" in errors[0]
 
 
 def flipping(broadcast: Callable[[Broadcast, Tensor], None]) -> Callable[[Broadcast, Tensor], None]:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PPO, SFT
+from rlhf_core.forecast.zero_stage import layout_of as layout_of_ppo
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo import run as ppo
-from rlhf_core.stages.ppo.zero_choice import layout_of as layout_of_ppo
 from rlhf_core.training.ranks import on_ranks
 from rlhf_core.training.train_loop import layout_of
 

@@ -20,7 +20,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.models.scoring import STATISTICS, RewardScorer
 from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.rewards.server import handler
-from rlhf_core.rollout.engine import Answer
+from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from tests.support.tiny_models import reward_model
 
@@ -38,9 +38,9 @@ class ScriptedSampler:
     def __init__(self, model: str, **settings: Any):
         self.answers = [load_tokenizer(model)(text, add_special_tokens=False).input_ids for text in ANSWERS]
 
-    def stream(self, prompts: list[list[int]], *, stop_token_ids: list[int], n: int, **how: Any) -> Iterator[tuple[int, list[Answer]]]:
+    def stream(self, prompts: list[list[int]], seeds: list[int], how: Sampling) -> Iterator[tuple[int, list[Answer]]]:
         for prompt in range(len(prompts)):
-            yield prompt, [Answer([*self.answers[i], stop_token_ids[0]], [], True) for i in range(n)]
+            yield prompt, [Answer([*self.answers[i], how.stop_token_ids[0]], [], True) for i in range(how.n)]
 
     def close(self) -> None:
         pass
@@ -54,7 +54,7 @@ def score(self: RewardScorer, documents: list[Document]) -> list[float]:
 @pytest.fixture
 def server() -> Iterator[str]:
     """A reward server that gives ten for each character."""
-    made = ThreadingHTTPServer(("127.0.0.1", 0), handler(lambda asked: [10.0 * len(answer.response) for answer in asked], {}))
+    made = ThreadingHTTPServer(("127.0.0.1", 0), handler(lambda requested: [10.0 * len(answer.response) for answer in requested], {}))
     threading.Thread(target=made.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{made.server_address[1]}"
     made.shutdown()
@@ -146,7 +146,7 @@ def test_min_reward_speaks_of_the_weighed_sum(run: Any) -> None:
     assert outcome.metrics["dropped/min_reward"] == 1
 
 
-def test_statistics_that_are_not_there_are_told_before_sampling(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_statistics_stop_the_stage_before_sampling(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rm" / STATISTICS).unlink()
     monkeypatch.setattr(ScriptedSampler, "stream", None)
     with pytest.raises(ValueError, match=r"has no score_statistics.json: set `normalize` of this reward to running or none"):

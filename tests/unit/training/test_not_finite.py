@@ -21,9 +21,9 @@ from rlhf_core.config import PPO, Gate, Recipe
 from rlhf_core.data.documents import Document
 from rlhf_core.recipe.load import models_in
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
-from rlhf_core.stages.ppo.fleet import objective_of
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles import Actor, Critic, Model, Training, Update
+from rlhf_core.stages.ppo.start import objective_of
 from rlhf_core.training.engine import AdamW, TorchEngine
 from tests.unit.training.test_training import WORK, config_of
 

@@ -11,7 +11,7 @@ import torch
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.objectives.actor_loss import Counted, Objective, PerToken, actor_loss
 from rlhf_core.objectives.losses import value_loss
-from rlhf_core.rewards.asking import Rewards
+from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
 from rlhf_core.stages.ppo.credit import Credited, Overlong, Shaping, credit
 from rlhf_core.stages.ppo.records import Rollout, Scores

@@ -1,7 +1,8 @@
-"""Who trains when: side by side on cards of their own, one after the other on cards that they share. And what a probe lets pass."""
+"""Who trains when: side by side on GPUs of their own, one after the other on GPUs that they share. And what a probe lets pass."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,7 @@ import pytest
 
 from rlhf_core.data.documents import Document
 from rlhf_core.stages.ppo import fleet
-from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.probe import EngineDiffers, WeightsDiffer
+from rlhf_core.stages.ppo.fleet import EngineDiffers, Fleet, WeightsDiffer
 from rlhf_core.stages.ppo.roofline import Ceilings, Machine, Shape
 
 
@@ -29,8 +29,8 @@ class Role:
     def __init__(self, said: list[str], name: str):
         self.said, self.name = said, name
 
-    def call(self, phase: str, method: str, *arguments: Any) -> Work:
-        return Work(self.said, self.name, method)
+    def call(self, phase: str, method: Callable[..., Any], *arguments: Any) -> Work:
+        return Work(self.said, self.name, method.__name__)
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
@@ -57,7 +57,7 @@ def probed(expected: np.ndarray, found: np.ndarray, experts: bool) -> Any:
     """A fleet whose trainer and engine give these log-probs of one document."""
 
     class Probed(Role):
-        def call(self, phase: str, method: str, *arguments: Any) -> Any:
+        def call(self, phase: str, method: Callable[..., Any], *arguments: Any) -> Any:
             said = [[(0, expected)]] if self.name == "actor" else [[found.tolist()]]
             return SimpleNamespace(wait=lambda timeout: said)
 

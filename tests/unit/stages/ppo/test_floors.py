@@ -21,11 +21,11 @@ def rollout(prompt: int, answer: int) -> Rollout:
     return Rollout(Prompt([1] * prompt, (), {}, False), document, np.zeros(prompt + answer), True)
 
 
-def machine(cards: dict[str, list[str]], span: int = 1) -> Machine:
-    return Machine(dict.fromkeys(cards, SHAPE), cards, span, Ceilings(flops=1e6, bandwidth=1e5))
+def machine(gpus: dict[str, list[str]], span: int = 1) -> Machine:
+    return Machine(dict.fromkeys(gpus, SHAPE), gpus, span, Ceilings(flops=1e6, bandwidth=1e5))
 
 
-def test_roles_on_one_card_add_up_and_roles_apart_do_not() -> None:
+def test_roles_on_one_gpu_add_up_and_roles_apart_do_not() -> None:
     apart = {"actor": ["a"], "critic": ["b"], "reference": ["c"], "sampler": ["d"]}
     found = floors([rollout(10, 30)], ["actor", "critic"], 2, machine(apart))
     assert found["floor/score"] == pytest.approx(2 * 1000 * 40 / 1e6) and found["floor/train"] == pytest.approx(6 * 1000 * 40 * 2 / 1e6)
@@ -37,15 +37,15 @@ def test_roles_on_one_card_add_up_and_roles_apart_do_not() -> None:
 
 
 def test_a_prompt_of_several_answers_counts_once() -> None:
-    cards = {"actor": ["a"], "sampler": ["b"]}
-    found = floors([rollout(10, 30), rollout(10, 20), rollout(5, 5)], ["actor"], 1, machine(cards))
+    gpus = {"actor": ["a"], "sampler": ["b"]}
+    found = floors([rollout(10, 30), rollout(10, 20), rollout(5, 5)], ["actor"], 1, machine(gpus))
     assert found["floor/score"] == pytest.approx(2 * 1000 * (15 + 55) / 1e6)
     assert found["floor/train"] == pytest.approx(6 * 1000 * (15 + 55) / 1e6)
 
 
 def test_generation_reads_weights_for_the_longest_answer_and_keys_for_all() -> None:
-    cards = {"actor": ["a"], "sampler": ["b"]}
-    found = floors([rollout(10, 30), rollout(20, 10)], ["actor"], 1, machine(cards))
+    gpus = {"actor": ["a"], "sampler": ["b"]}
+    found = floors([rollout(10, 30), rollout(20, 10)], ["actor"], 1, machine(gpus))
     read = 10 * (30 * (10 + 15) + 10 * (20 + 5))
     assert found["floor/generate"] == pytest.approx(2 * 1000 * 30 / 1e6 + (30 * 2000 + read) / 1e5)
     halved = floors([rollout(10, 30), rollout(20, 10)], ["actor"], 1, machine({"actor": ["a"], "sampler": ["b", "c"]}, span=2))

@@ -17,15 +17,15 @@ from pydantic import ValidationError
 from rlhf_core.config import PPO, Data
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.documents import Document, Prompt
-from rlhf_core.rewards.asking import Rewards
-from rlhf_core.rollout.engine import Answer
+from rlhf_core.rewards.clients import Rewards
+from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
 from rlhf_core.stages.ppo.one_step_off import AHEAD, read_ahead, write_ahead
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Update
-from rlhf_core.stages.ppo.sampling import Line, Sampled, rollout
+from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled, rollout
 
 SIZES = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 8, "n_samples_per_prompt": 2}
 STEP = 0.25  # nats that an update moves the log-prob of any token by
@@ -34,13 +34,13 @@ STEP = 0.25  # nats that an update moves the log-prob of any token by
 class Fleet:
     """Actor and engines whose weights are the number of updates; a token's log-prob under weights w is -1 - STEP w.
 
-    An answer's last token but one tells the weights that gave it.
+    An answer's last token but one names the weights that gave it.
     """
 
     sleeps, zero_stage = False, 3
 
     def __init__(self, killed_at: int | None):
-        self.killed_at, self.outside = killed_at, SimpleNamespace(close=lambda: None)
+        self.killed_at, self.clients = killed_at, SimpleNamespace(close=lambda: None)
         self.actor = self.engine = 0
         self.said: list[str] = []
         self.batches: list[tuple[int, int, list[list[int]]]] = []  # weights of actor and of engines, tokens of the answers scored
@@ -49,26 +49,23 @@ class Fleet:
     def trained_parameters(self) -> int:
         return 1
 
-    def ask(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], n: int, *how: Any) -> Callable[[], list[list[Answer]]]:
+    def start_sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Callable[[], list[list[Answer]]]:
         weights, logprob = self.engine, -1 - STEP * self.engine
-        self.said.append(f"ask {weights}")
+        self.said.append(f"start {weights}")
 
         def wait() -> list[list[Answer]]:
             self.said.append("answers")
             assert self.engine == weights, "weights may not change while engines answer"
-            return [[Answer([1 + seed % 5, 2 + weights, 1], [logprob] * 3, seed % 3 > 0) for _ in range(n)] for seed in seeds]
+            return [[Answer([1 + seed % 5, 2 + weights, 1], [logprob] * 3, seed % 3 > 0) for _ in range(sampling.n)] for seed in seeds]
 
         return wait
 
-    def sample(self, *how: Any) -> list[list[Answer]]:
-        return self.ask(*how)()
-
-    def score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int) -> Scores:
+    def start_score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int) -> Callable[[], Scores]:
         self.said.append("score")
         tokens = [rollout.document.tokens for rollout in rollouts]
         self.batches.append((self.actor, tokens[0][-2] - 2, tokens))
         logprobs = [np.where(rollout.document.mask, -1 - STEP * self.actor, 0).astype(np.float32) for rollout in rollouts]
-        return Scores(logprobs, logprobs, logprobs, Rewards({"reward_model": np.arange(len(rollouts), dtype=float)}, {}))
+        return lambda: Scores(logprobs, logprobs, logprobs, Rewards({"reward_model": np.arange(len(rollouts), dtype=float)}, {}))
 
     def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> list[dict[str, float]]:
         self.said.append("train")
@@ -86,7 +83,7 @@ class Fleet:
     def probe(self, documents: Sequence[Document], synced: bool = True) -> float:
         return 0.0
 
-    def accounts(self, *of: object) -> dict[str, float]:
+    def iteration_metrics(self, *of: object) -> dict[str, float]:
         return {}
 
     def save_state(self, folder: Path) -> None:
@@ -105,15 +102,15 @@ def ppo(material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at:
     with monkeypatch.context() as patch:
         patch.setattr(train, "start_fleet", lambda *_: fleet)
         prompts = Data.model_validate({"sources": str(material / "prompts.jsonl"), "max_samples": 40})
-        asked = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **{**SIZES, **config})
+        requested = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **{**SIZES, **config})
         inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
-        run.prepare(StageRequest(name="ppo", digest="0", config=asked, inputs=inputs, seed=0))
+        run.prepare(StageRequest(name="ppo", digest="0", config=requested, inputs=inputs, seed=0))
         try:
             run_stage(run.path, lambda request, run: train.train(request, run, {}, 0.0))
         except KeyboardInterrupt:
             assert killed_at is not None
     lines = read_metrics(run.path)
-    assert [name for name in lines[-1] if name not in ("step", "time") and not has_metric(asked, name)] == []
+    assert [name for name in lines[-1] if name not in ("step", "time") and not has_metric(requested, name)] == []
     return fleet
 
 
@@ -141,9 +138,9 @@ def test_what_cannot_work_is_refused(fields: dict[str, Any], sentence: str) -> N
 def test_engines_answer_the_next_prompts_while_models_work(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = ppo(material, RunDir(tmp_path / "run"), monkeypatch, one_step_off_policy=True, max_steps=4)
     middle = ["score", "train", "answers", "publish"]
-    assert fleet.said == ["ask 0", "answers", "ask 0", *middle, "ask 1", *middle, "ask 2", *middle, "score", "train", "publish"]
+    assert fleet.said == ["start 0", "answers", "start 0", *middle, "start 1", *middle, "start 2", *middle, "score", "train", "publish"]
     turns = ppo(material, RunDir(tmp_path / "turns"), monkeypatch, max_steps=4)
-    assert turns.said == [said for k in range(4) for said in (f"ask {k}", "answers", "score", "train", "publish")]
+    assert turns.said == [said for k in range(4) for said in (f"start {k}", "answers", "score", "train", "publish")]
 
 
 def test_answers_are_one_update_old_and_their_weights_say_so(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +173,7 @@ def test_a_killed_run_trains_on_the_same_answers(killed_at: int, material: Path,
     again = ppo(material, RunDir(tmp_path / "run"), monkeypatch, **how)
     saved = (killed_at - 1) // 2 * 2
     assert cut_off.batches == whole.batches[:killed_at] and again.batches == whole.batches[saved:]
-    assert again.said[0] == ("publish" if saved else "ask 0"), "answers that waited are not asked for again"
+    assert again.said[0] == ("publish" if saved else "start 0"), "answers that waited are not sampled again"
 
     def curve(name: str) -> list[dict[str, float]]:
         return [{k: v for k, v in line.items() if k != "time" and "phase/" not in k} for line in read_metrics(tmp_path / name)]
@@ -185,17 +182,17 @@ def test_a_killed_run_trains_on_the_same_answers(killed_at: int, material: Path,
 
 
 def test_answers_wait_on_disk_bit_for_bit(tmp_path: Path) -> None:
-    line = Line([Prompt((), [i, 7], {}, False) for i in range(10)], 4, seed=3)
+    order = PromptOrder([Prompt((), [i, 7], {}, False) for i in range(10)], 4, seed=3)
     generator = np.random.default_rng(0)
-    prompts = [prompt for prompt, _ in line.take(8, 4) for _ in range(2)]
+    prompts = [prompt for prompt, _ in order.take(8, 4) for _ in range(2)]
     found = [rollout(p, Answer([5, 6, i], generator.normal(size=3).tolist(), i % 2 == 0)) for i, p in enumerate(prompts)]
-    assert read_ahead(tmp_path, line, 2) is None
+    assert read_ahead(tmp_path, order, 2) is None
     write_ahead(tmp_path, Sampled(found, None, 12, {}, age=1))
-    back = read_ahead(tmp_path, line, 2)
+    back = read_ahead(tmp_path, order, 2)
     assert back is not None and (back.position, back.age, back.rewards, back.metrics) == (12, 1, None, {})
     for was, now in zip(found, back.rollouts, strict=True):
         assert (now.prompt, now.document, now.finished) == (was.prompt, was.document, was.finished)
         assert now.sampler_logprobs.dtype == np.float32 and now.sampler_logprobs.tobytes() == was.sampler_logprobs.tobytes()
     (tmp_path / AHEAD).write_text("\n".join((tmp_path / AHEAD).read_text().splitlines()[:-1]))
     with pytest.raises(ValueError, match="shorter"):
-        read_ahead(tmp_path, line, 2)
+        read_ahead(tmp_path, order, 2)

@@ -17,7 +17,7 @@ class Roles:
     """Stands for the fleet: its weights are the number of iterations done."""
 
     def __init__(self) -> None:
-        self.weights, self.zero_stage, self.outside = 0, 3, SimpleNamespace(close=lambda: None)
+        self.weights, self.zero_stage, self.clients = 0, 3, SimpleNamespace(close=lambda: None)
 
     def trained_parameters(self) -> int:
         return 1
@@ -53,9 +53,9 @@ def ppo(material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at:
             patch.setattr(train, name, double)
         prompts = Data.model_validate({"sources": str(material / "prompts.jsonl"), "max_samples": 40})
         sizes = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 8, "n_samples_per_prompt": 1}
-        asked = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **sizes, **config)
+        requested = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **sizes, **config)
         inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
-        run.prepare(StageRequest(name="ppo", digest="0", config=asked, inputs=inputs, seed=0))
+        run.prepare(StageRequest(name="ppo", digest="0", config=requested, inputs=inputs, seed=0))
         run_stage(run.path, lambda request, run: train.train(request, run, {}, 0.0))
     return done
 
@@ -64,7 +64,7 @@ def exported(run: RunDir) -> dict[str, str]:
     return {folder.name: (folder / "weights").read_text() for folder in (run / "exports").iterdir()}
 
 
-def test_the_actor_is_exported_at_the_iterations_asked_for(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_actor_is_exported_at_the_requested_iterations(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir(tmp_path / "run")
     assert ppo(material, run, monkeypatch, export_at=(2, 5)) == [1, 2, 3, 4, 5]
     assert exported(run) == {"iteration2": "2", "iteration5": "5"} and (run / "checkpoint" / "weights").read_text() == "5"

@@ -1,4 +1,4 @@
-"""The line of prompts, dynamic filtering, and a whole iteration against a fleet that only remembers what it was told."""
+"""The order of prompts, dynamic filtering, and a whole iteration against a fleet that only records its calls."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlhf_core.config import PPO, Data
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.objectives.advantages import AdaptiveKL, FixedKL, kl_controller
-from rlhf_core.rewards.asking import Rewards
+from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term
 from rlhf_core.rewards.contract import RewardsFailed
-from rlhf_core.rollout.engine import Answer
+from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Update
-from rlhf_core.stages.ppo.sampling import Filtering, Line, Sampled, Sampling, sample, with_signal
+from rlhf_core.stages.ppo.sampling import Filtering, PromptOrder, Sampled, sample, with_signal
 from rlhf_core.stages.ppo.train import loop_state, optimisation, restore, setup_of
 
 N = 2
@@ -35,7 +35,7 @@ class Fleet:
     """Answers each prompt with its own number; the reward of an answer is `score(prompt, which of the answers)`."""
 
     score_of: Callable[[int, int], float]
-    asked: list[list[int]] = field(default_factory=list)
+    requested: list[list[int]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     trained: list[Mapping[str, Sequence[Update]]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -47,32 +47,29 @@ class Fleet:
     def wake(self) -> None:
         self.said.append("wake")
 
-    def sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], n: int, *how: Any) -> list[list[Answer]]:
-        self.asked.append([prompt[0] for prompt in prompts])
+    def start_sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Callable[[], list[list[Answer]]]:
+        self.requested.append([prompt[0] for prompt in prompts])
         self.seeds += seeds
         self.said.append("sample")
-        return [[Answer([prompt[0], j, 0], [-1.0, -1.0, -1.0], True) for j in range(n)] for prompt in prompts]
-
-    def ask(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *how: Any) -> Callable[[], list[list[Answer]]]:
-        self.said.append("ask")
-        return lambda: self.sample(prompts, seeds, *how)
+        answers = [[Answer([prompt[0], j, 0], [-1.0, -1.0, -1.0], True) for j in range(sampling.n)] for prompt in prompts]
+        return lambda: answers
 
     def reward(self, rollouts: Sequence[Rollout], allowed: int) -> Rewards:
         values = [self.score_of(rollout.document.tokens[1], rollout.document.tokens[2]) for rollout in rollouts]
         return Rewards({"reward_model": np.array(values)}, {"reward_model": "the last error"} if np.isnan(values).any() else {})
 
-    def score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int) -> Scores:
+    def start_score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int) -> Callable[[], Scores]:
         self.said.append("score" if rewards is None else "score models only")
         logprobs = [np.array([0.0, -1.0, -1.0, -1.0], np.float32) for _ in rollouts]
         values = [np.zeros(4, np.float32) for _ in rollouts]
-        return Scores(logprobs, logprobs, values, rewards or self.reward(rollouts, allowed))
+        return lambda: Scores(logprobs, logprobs, values, rewards or self.reward(rollouts, allowed))
 
     def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> list[dict[str, float]]:
         self.trained.append(updates)
         self.said.append("train")
         return [{"policy/ratio": 1.0, "policy/ratio_gap": 0.0} for _ in next(iter(updates.values()))]
 
-    def accounts(self, rollouts: object, trained: object, passes: int, seconds: float) -> dict[str, float]:
+    def iteration_metrics(self, rollouts: object, trained: object, passes: int, seconds: float) -> dict[str, float]:
         return {}
 
     def publish_weights(self) -> None:
@@ -87,20 +84,20 @@ def prompts_of(sampled: Sampled) -> list[int]:
     return [rollout.prompt.tokens[0] for rollout in sampled.rollouts[::N]]
 
 
-# The line.
+# The order.
 
 
 def test_each_episode_is_another_shuffle_cut_to_whole_batches() -> None:
-    line = Line(PROMPTS, batch=4, seed=1)
-    episodes = [[prompt.tokens[0] for prompt, _ in line.take(start, 8)] for start in (0, 8, 16)]
+    order = PromptOrder(PROMPTS, batch=4, seed=1)
+    episodes = [[prompt.tokens[0] for prompt, _ in order.take(start, 8)] for start in (0, 8, 16)]
     assert all(len(set(episode)) == 8 for episode in episodes) and episodes[0] != episodes[1] != episodes[2]
-    assert line.take(0, 8) == [*line.take(0, 3), *line.take(3, 5)], "however it is cut"
-    assert line.take(5, 6) == Line(PROMPTS, 4, 1).take(5, 6), "the same run, the same line"
-    assert line.take(0, 8) != Line(PROMPTS, 4, 2).take(0, 8)
+    assert order.take(0, 8) == [*order.take(0, 3), *order.take(3, 5)], "however it is cut"
+    assert order.take(5, 6) == PromptOrder(PROMPTS, 4, 1).take(5, 6), "the same run, the same order"
+    assert order.take(0, 8) != PromptOrder(PROMPTS, 4, 2).take(0, 8)
 
 
 def test_no_two_places_share_a_prompt_and_a_seed() -> None:
-    taken = [(prompt.tokens[0], seed) for prompt, seed in Line(PROMPTS, 4, 0).take(0, 80)]
+    taken = [(prompt.tokens[0], seed) for prompt, seed in PromptOrder(PROMPTS, 4, 0).take(0, 80)]
     assert len(set(taken)) == 80
 
 
@@ -117,44 +114,44 @@ def test_a_group_has_a_signal_when_its_rewards_differ() -> None:
 
 def test_without_filtering_a_batch_is_sampled_once_and_scored_with_the_others() -> None:
     fleet = Fleet(lambda prompt, j: 0.0)
-    sampled = sample(fleet, Line(PROMPTS, 4, 0), 4, HOW, None, 0)  # type: ignore[arg-type]
+    sampled = sample(fleet, PromptOrder(PROMPTS, 4, 0), 4, HOW, None, 0)  # type: ignore[arg-type]
     assert sampled.rewards is None and sampled.position == 8 and len(sampled.rollouts) == 8
-    assert fleet.asked == [[prompt.tokens[0] for prompt, _ in Line(PROMPTS, 4, 0).take(4, 4)]]
+    assert fleet.requested == [[prompt.tokens[0] for prompt, _ in PromptOrder(PROMPTS, 4, 0).take(4, 4)]]
 
 
 def test_groups_without_signal_are_replaced_until_the_batch_is_full() -> None:
     fleet = Fleet(lambda prompt, j: float(j) if prompt % 2 else 1.0)  # only odd prompts have a signal
-    line = Line(PROMPTS, batch=4, seed=0)
-    sampled = sample(fleet, line, 0, HOW, Filtering(10, 1e-6, TERMS), 0)  # type: ignore[arg-type]
+    order = PromptOrder(PROMPTS, batch=4, seed=0)
+    sampled = sample(fleet, order, 0, HOW, Filtering(10, 1e-6, TERMS), 0)  # type: ignore[arg-type]
     assert len(prompts_of(sampled)) == 4 and all(prompt % 2 for prompt in prompts_of(sampled))
     assert sampled.rewards is not None and sampled.rewards.by_source["reward_model"].tolist() == [0, 1] * 4
-    in_line = [prompt.tokens[0] for prompt, _ in line.take(0, sampled.position)]
-    assert [prompt for asked in fleet.asked for prompt in asked] == in_line, "every prompt up to the new position was asked, once"
+    in_line = [prompt.tokens[0] for prompt, _ in order.take(0, sampled.position)]
+    assert [prompt for requested in fleet.requested for prompt in requested] == in_line, "every prompt up to the new position, once"
     assert prompts_of(sampled) == [prompt for prompt in in_line if prompt % 2], "and every accepted one is trained on"
-    assert [len(asked) for asked in fleet.asked][1:] == [
-        4 - sum(p % 2 for p in in_line[: sum(map(len, fleet.asked[: i + 1]))]) for i in range(len(fleet.asked) - 1)
+    assert [len(requested) for requested in fleet.requested][1:] == [
+        4 - sum(p % 2 for p in in_line[: sum(map(len, fleet.requested[: i + 1]))]) for i in range(len(fleet.requested) - 1)
     ], "only what is missing is sampled"
-    assert sampled.metrics["filter/rounds"] == len(fleet.asked) > 1 and sampled.metrics["filter/groups"] == 4
+    assert sampled.metrics["filter/rounds"] == len(fleet.requested) > 1 and sampled.metrics["filter/groups"] == 4
     assert sampled.metrics["filter/accepted"] == 4 / sampled.position
 
 
 def test_accepted_groups_survive_the_end_of_the_data() -> None:
-    """The line has 8 prompts an episode, two of the ten have a signal: a batch of four needs several episodes and loses nothing."""
+    """The order has 8 prompts an episode, two of the ten have a signal: a batch of four needs several episodes and loses nothing."""
     fleet = Fleet(lambda prompt, j: float(j) if prompt in (3, 7) else 1.0)
-    line = Line(PROMPTS, batch=4, seed=0)
-    sampled = sample(fleet, line, 0, HOW, Filtering(100, 1e-6, TERMS), 0)  # type: ignore[arg-type]
+    order = PromptOrder(PROMPTS, batch=4, seed=0)
+    sampled = sample(fleet, order, 0, HOW, Filtering(100, 1e-6, TERMS), 0)  # type: ignore[arg-type]
     assert sampled.position > 16
-    accepted = [prompt for asked in fleet.asked for prompt in asked if prompt in (3, 7)]
+    accepted = [prompt for requested in fleet.requested for prompt in requested if prompt in (3, 7)]
     assert prompts_of(sampled) == accepted and len(accepted) == 4
     assert len(set(fleet.seeds)) == len(fleet.seeds), "a prompt met again is answered anew"
 
 
 def test_after_the_last_round_what_is_there_is_trained_on() -> None:
     fleet = Fleet(lambda prompt, j: float(j) if prompt == 3 else 1.0)
-    sampled = sample(fleet, Line(PROMPTS, 4, 0), 0, HOW, Filtering(3, 1e-6, TERMS), 0)  # type: ignore[arg-type]
-    assert len(fleet.asked) == 3 and set(prompts_of(sampled)) == {3}
+    sampled = sample(fleet, PromptOrder(PROMPTS, 4, 0), 0, HOW, Filtering(3, 1e-6, TERMS), 0)  # type: ignore[arg-type]
+    assert len(fleet.requested) == 3 and set(prompts_of(sampled)) == {3}
     with pytest.raises(ValueError, match=r"dynamic_filtering: none of the 12 groups of 3 rounds"):
-        sample(Fleet(lambda prompt, j: 1.0), Line(PROMPTS, 4, 0), 0, HOW, Filtering(3, 1e-6, TERMS), 0)  # type: ignore[arg-type]
+        sample(Fleet(lambda prompt, j: 1.0), PromptOrder(PROMPTS, 4, 0), 0, HOW, Filtering(3, 1e-6, TERMS), 0)  # type: ignore[arg-type]
 
 
 def test_failures_of_all_rounds_count_against_the_limit() -> None:
@@ -162,7 +159,7 @@ def test_failures_of_all_rounds_count_against_the_limit() -> None:
         return float("nan") if j else 1.0
 
     with pytest.raises(RewardsFailed, match=r"reward_model left 8 of 16 answers without a reward, more than the 7 .*the last error"):
-        sample(Fleet(score), Line(PROMPTS, 4, 0), 0, HOW, Filtering(9, 1e-6, TERMS), 7)  # type: ignore[arg-type]
+        sample(Fleet(score), PromptOrder(PROMPTS, 4, 0), 0, HOW, Filtering(9, 1e-6, TERMS), 7)  # type: ignore[arg-type]
 
 
 # An iteration.
@@ -205,7 +202,7 @@ def test_an_iteration_is_the_papers() -> None:
     assert {"phase/generate", "phase/score", "phase/credit", "phase/train", "phase/sync", "phase/probe"} <= set(done.metrics)
 
 
-def test_a_resting_actor_is_neither_trained_nor_published() -> None:
+def test_a_frozen_actor_is_neither_trained_nor_published() -> None:
     fleet = Fleet(lambda prompt, j: float(j))
     iterate(fleet, config(freezing_actor_steps=2), step=1)
     assert fleet.said == ["sample", "score", "train"] and set(fleet.trained[0]) == {"critic"}
@@ -213,17 +210,17 @@ def test_a_resting_actor_is_neither_trained_nor_published() -> None:
     assert set(fleet.trained[1]) == {"actor", "critic"} and fleet.said[-1] == "probe"
 
 
-def test_filtered_rewards_are_not_asked_for_twice_and_only_the_actor_trains() -> None:
+def test_filtered_rewards_are_computed_once_and_only_the_actor_trains() -> None:
     fleet = Fleet(lambda prompt, j: float(j) if prompt % 2 else 1.0)
     done = iterate(fleet, config(advantage_estimator="grpo", dynamic_filtering=True))
     assert "score models only" in fleet.said and set(fleet.trained[0]) == {"actor"}
-    assert done.carried.position == sum(map(len, fleet.asked)) > 4
+    assert done.carried.position == sum(map(len, fleet.requested)) > 4
     assert sorted({i for update in fleet.trained[0]["actor"] for i in update.indices}) == list(range(8))
 
 
 def test_answers_without_reward_are_in_no_batch() -> None:
     fleet = Fleet(lambda prompt, j: float("nan") if (prompt, j) == (PROMPTS.index(first), 1) else float(j))
-    first = Line(PROMPTS, 4, 0).take(0, 1)[0][0]
+    first = PromptOrder(PROMPTS, 4, 0).take(0, 1)[0][0]
     done = iterate(fleet, config(max_failed_rewards=0.5))
     trained = [i for update in fleet.trained[0]["actor"] for i in update.indices]
     assert sorted(trained) == sorted([0, 2, 3, 4, 5, 6, 7] * 2) and len(fleet.trained[0]["actor"]) == 4

@@ -11,22 +11,22 @@ from pydantic import ValidationError
 
 from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Prompt
-from rlhf_core.rewards.asking import Rewards
+from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.contract import RewardsFailed
-from rlhf_core.rollout.engine import Answer
+from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Rollout, Scores
-from rlhf_core.stages.ppo.sampling import Line, Sampling, sample
+from rlhf_core.stages.ppo.sampling import PromptOrder, sample
 from rlhf_core.stages.ppo.train import optimisation, setup_of
 
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(7)]
-LINE = Line(PROMPTS, 7, seed=1)
+ORDER = PromptOrder(PROMPTS, 7, seed=1)
 HOW = Sampling(2, 1.0, 8, [0])
 FORWARD, BACKWARD, MIXED = tuple(range(7)), tuple(range(6, -1, -1)), (3, 0, 6, 2, 1, 4, 5)
 
 
 class Fleet:
-    """Finishes prompts in the order asked for. A score is the answer's own and that of what it was scored with; `fails`: prompts."""
+    """Finishes prompts in the requested order. A score is the answer's own and that of what it was scored with; `fails`: prompts."""
 
     sleeps = False
 
@@ -34,26 +34,23 @@ class Fleet:
         self.order, self.fails = order, fails
         self.said: list[str] = []
 
-    def stream(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], n: int, *how: Any) -> Iterator[tuple[int, list[Answer]]]:
+    def stream(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Iterator[tuple[int, list[Answer]]]:
         for place in self.order:
             self.said.append(f"answers {place}")
-            yield place, [Answer([prompts[place][0], j, 0], [-1.0] * 3, True) for j in range(n)]
+            yield place, [Answer([prompts[place][0], j, 0], [-1.0] * 3, True) for j in range(sampling.n)]
 
     def start_score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int) -> Callable[[], Scores]:
-        asked = [rollout.prompt.tokens[0] for rollout in rollouts]
-        self.said.append(f"score {len(asked) // 2}")
-        together = float(sum(asked) * len(asked))
+        requested = [rollout.prompt.tokens[0] for rollout in rollouts]
+        self.said.append(f"score {len(requested) // 2}")
+        together = float(sum(requested) * len(requested))
 
         def wait() -> Scores:
             self.said.append("scores")
-            values = [np.array([together, prompt, j % 2, 0], np.float32) for j, prompt in enumerate(asked)]
-            found = np.array([np.nan if prompt in self.fails else j for j, prompt in enumerate(asked)], dtype=float)
+            values = [np.array([together, prompt, j % 2, 0], np.float32) for j, prompt in enumerate(requested)]
+            found = np.array([np.nan if prompt in self.fails else j for j, prompt in enumerate(requested)], dtype=float)
             return Scores(values, values, values, Rewards({"reward_model": found}, {"reward_model": "refused"} if self.fails else {}))
 
         return wait
-
-    def score(self, *of: object) -> Scores:
-        raise AssertionError("scored twice")
 
     def train(self, *of: object) -> list[dict[str, float]]:
         return [{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}]
@@ -63,12 +60,12 @@ class Fleet:
     def probe(self, documents: object, synced: bool = True) -> float:
         return 0.0
 
-    def accounts(self, *of: object) -> dict[str, float]:
+    def iteration_metrics(self, *of: object) -> dict[str, float]:
         return {}
 
 
 def streamed(fleet: Any, part: int, allowed: int = 0) -> tuple[list[Rollout], Scores]:
-    sampled = sample(fleet, LINE, 0, HOW, None, allowed, part)
+    sampled = sample(fleet, ORDER, 0, HOW, None, allowed, part)
     assert sampled.scores is not None and sampled.position == 7 and sampled.rewards is None
     return sampled.rollouts, sampled.scores()
 
@@ -83,7 +80,7 @@ def test_a_part_is_scored_as_soon_as_it_is_whole() -> None:
 @pytest.mark.parametrize("part", [1, 3, 7, 100])
 def test_the_order_of_arrival_changes_nothing(part: int) -> None:
     found = [streamed(Fleet(order), part) for order in (FORWARD, BACKWARD, MIXED)]
-    in_line = [prompt.tokens[0] for prompt, _ in LINE.take(0, 7)]
+    in_line = [prompt.tokens[0] for prompt, _ in ORDER.take(0, 7)]
     for rollouts, scores in found:
         assert [rollout.prompt.tokens[0] for rollout in rollouts] == [prompt for prompt in in_line for _ in range(2)]
         assert [rollout.document.tokens[2] for rollout in rollouts] == [0, 1] * 7
@@ -105,11 +102,15 @@ def config(**fields: Any) -> PPO:
 
 
 def test_an_iteration_waits_for_the_scores_that_are_under_way() -> None:
-    asked = config(stream_batch_size=3)
-    setup = setup_of(asked, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
+    requested = config(stream_batch_size=3)
+    setup = setup_of(requested, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
     fleet: Any = Fleet(BACKWARD)
-    done = ppo_iteration(fleet, setup, Carried(0, {}), 0.3, optimisation(asked, 0, 4, 0))
-    assert fleet.said.index("score 1") < fleet.said.index("answers 0") and fleet.said[-3:] == ["scores"] * 3
+    done = ppo_iteration(fleet, setup, Carried(0, {}), 0.3, optimisation(requested, 0, 4, 0))
+    assert (
+        fleet.said.index("score 1") < fleet.said.index("answers 0")
+        and fleet.said[-3:] == ["scores"] * 3
+        and fleet.said.count("scores") == 3
+    )
     assert done.metrics["reward/mean"] == pytest.approx((2 * sum(range(6)) + 1) / 14)
     assert {"phase/generate", "phase/score"} <= set(done.metrics)
 

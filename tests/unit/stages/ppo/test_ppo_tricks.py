@@ -19,13 +19,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.scoring import STATISTICS
-from rlhf_core.rewards.asking import Rewards
+from rlhf_core.rewards.clients import Rewards
 from rlhf_core.stages.ppo import roles
 from rlhf_core.stages.ppo.credit import Credited, credit
-from rlhf_core.stages.ppo.fleet import objective_of
 from rlhf_core.stages.ppo.iteration import Optimisation, minibatches
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Actor, Critic, Model, Reference, Reward, Training, Update
+from rlhf_core.stages.ppo.start import objective_of
 from rlhf_core.stages.ppo.train import model_paths, optimisation, setup_of
 from rlhf_core.training.engine import AdamW, TorchEngine
 
@@ -222,7 +222,7 @@ def test_learning_rates_warm_up_linearly_and_then_follow_a_cosine() -> None:
 def test_the_critic_starts_as_the_reward_model(models: Path, plain_engine: None) -> None:
     paths = model_paths(ppo(), {"sft": "a", "reward_model": "b"})
     assert paths == {"actor": "a", "critic": "b", "reference": "a", "reward:reward_model": "b"}
-    assert model_paths(ppo(critic="sft"), {"sft": "a", "reward_model": "b"})["critic"] == "a", "unless told otherwise"
+    assert model_paths(ppo(critic="sft"), {"sft": "a", "reward_model": "b"})["critic"] == "a", "by default"
     docs = documents(5)
     scores = dict(Reward(model(models / "rm")).scores(docs))
     longer = [Document([*d.tokens, 5], [*d.mask, True]) for d in docs]
@@ -242,10 +242,10 @@ def test_the_critic_learns_faster_than_the_actor() -> None:
     assert rates["actor"][0] == 1e-6 and rates["critic"][0] == 9e-6
 
 
-# 8. The actor rests while the critic warms up.
+# 8. The actor is frozen while the critic warms up.
 
 
-def test_the_actor_rests_for_exactly_the_asked_iterations() -> None:
+def test_the_actor_is_frozen_for_exactly_the_requested_iterations() -> None:
     config = ppo(freezing_actor_steps=3, warmup_ratio=0, actor_learning_rate=1.0)
     roles_at = [set(optimisation(config, step, 5, 0).rates) for step in range(5)]
     assert roles_at == [{"critic"}] * 3 + [{"critic", "actor"}] * 2
@@ -316,7 +316,7 @@ def test_each_estimator_averages_its_loss_as_its_paper_does(estimator: str, rati
     assert objective_of(ppo(advantage_estimator=estimator, ratio=ratio, loss_aggregation="token")).aggregation == "token"
 
 
-def test_the_clip_is_symmetric_unless_told_otherwise() -> None:
+def test_the_clip_is_symmetric_by_default() -> None:
     assert objective_of(ppo(eps_clip=0.3))[:2] == (0.3, 0.3)
     assert objective_of(ppo(eps_clip_high=0.28))[:2] == (0.2, 0.28)
 
@@ -366,11 +366,11 @@ def test_minibatches_take_each_usable_answer_once_an_epoch() -> None:
     assert minibatches([4], Optimisation(2, 1, {}, "0")) == [[4]]
 
 
-# What a recipe may not ask for.
+# What a recipe may not start for.
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({"temperature": 0}, "temperature=0 gives the same answer every time"),
         ({"temperature": -1}, "greater than or equal to 0"),
@@ -388,8 +388,8 @@ def test_minibatches_take_each_usable_answer_once_an_epoch() -> None:
         ({"train_batch_size": 3, "micro_train_batch_size": 3}, "must be a multiple of train_batch_size=3"),
     ],
 )
-def test_what_cannot_work_is_refused(changes: dict[str, object], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_what_cannot_work_is_refused(changes: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
         ppo(**changes)
 
 

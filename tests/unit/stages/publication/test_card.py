@@ -13,7 +13,8 @@ import yaml
 from rlhf_core.hub.ids import shown
 from rlhf_core.records import Answering
 from rlhf_core.runs.lineage import Ancestor, lineage, nodes, sources, stages, trained, tree
-from rlhf_core.stages.publication.model_card import card, eval_results, front_matter, public_names, public_report
+from rlhf_core.stages.publication.card_sections import public_names
+from rlhf_core.stages.publication.model_card import card, eval_results, front_matter, public_report
 from tests.support.chain import BASE, REPORT, Chain, build
 
 
@@ -43,11 +44,11 @@ def test_a_report_is_published_without_places_addresses_and_system_prompts() -> 
     rates = tuple(
         rate.model_copy(update={"model": "/home/alice/ck", "baseline": "/mnt/team/base", "judge": "/mnt/rm"}) for rate in REPORT.win_rates
     )
-    asked = Answering(
+    answering = Answering(
         model="gpt-x", url="http://10.0.0.5:8000/v1", settings={"temperature": 1.0, "system": "be ours", "extra": {"k": "v"}}, questions=1,
         failed=0, requests=1, input_tokens=1, output_tokens=1,
     )  # fmt: skip
-    own = {"baseline": "/mnt/team/base", "judge": "/mnt/rm", "right": {"/home/alice/ck": 0.5}, "answering": {"gpt": asked}}
+    own = {"baseline": "/mnt/team/base", "judge": "/mnt/rm", "right": {"/home/alice/ck": 0.5}, "answering": {"gpt": answering}}
     report, names = public_report(REPORT.model_copy(update={"win_rates": rates, **own}))
     text = report.model_dump_json()
     assert not any(word in text for word in ("alice", "mnt", "10.0.0.5", "be ours", "extra"))

@@ -101,7 +101,7 @@ def test_a_broken_connection_inside_xet_is_tried_again(server: Hub, folder: Path
 def test_a_new_version_removes_stale_model_files_and_keeps_the_rest(server: Hub, chain: Chain, folder: Path, tmp_path: Path) -> None:
     repository = server.repositories[REPO] = Repository(private=True)
     others = {"logo.png": Blob(b"png", False), ".gitattributes": Blob(b"", False), "adapter/config.json": Blob(b"{}", False)}
-    others |= {name: Blob(b"as the base's owner asks", False) for name in ("LICENSE", "NOTICE.txt")}
+    others |= {name: Blob(b"as the base's owner requires", False) for name in ("LICENSE", "NOTICE.txt")}
     stale = {"model-00001-of-00002.safetensors": Blob(b"0", True), "eval_results.json": Blob(b"{}", False)}
     repository.commit("main", "an earlier model", others | stale)
     upload(api(server), folder, REPO, True, TAG, THREE)

@@ -168,7 +168,7 @@ def test_no_file_line_or_blob_holds_the_token(
     sent = "".join(blob.content.decode("latin-1") for commit in repository.commits.values() for blob in commit.files.values())
     kept = "".join(file.read_bytes().decode("latin-1") for file in run.path.rglob("*") if file.is_file())
     said = "".join(capfd.readouterr()) + caplog.text
-    assert "again in" in said, "a failure was told"
+    assert "again in" in said, "a failure was printed"
     for text in (sent, kept, said):
         assert TOKEN not in text and "SignedAddress" not in text
 

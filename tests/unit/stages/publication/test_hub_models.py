@@ -55,7 +55,7 @@ def download(server: Hub, cache: Path) -> Path:
 
 
 def train_reward_model(material: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, lora: Lora | None = None) -> Any:
-    """Trains for five steps and returns the model as it is in memory at the end; its checkpoint lies in `folder`."""
+    """Trains for five steps and returns the model as it is in memory at the end; its checkpoint is in `folder`."""
     trained = []
     export = rlhf_core.stages.reward_model.finish_training
 
@@ -86,7 +86,7 @@ def test_a_published_reward_model_scores_exactly_as_the_trained_one(
             assert loaded(one).logits.item() == trained.model(one).logits.item()
         together = loaded(**batch).logits[:, 0]
         assert torch.equal(together, trained.model(**batch).logits[:, 0])
-    assert together.dtype == torch.float32 and together.std() > 1e-2, "the scores tell nothing apart"
+    assert together.dtype == torch.float32 and together.std() > 1e-2, "the scores are all equal"
     # What the stages read with position ids, in packed rows, goes through another attention kernel: equal up to rounding.
     rows = [Document(document, [False] * len(document)) for document in documents]
     ours = score_documents(trained, rows, tokenizer.pad_token_id, 8)

@@ -133,13 +133,13 @@ def verdict(stage: str, metric: str, value: float | None, passed: bool, meaning:
 
 def test_cards_list_the_gates(tmp_path: Path) -> None:
     chain: Chain = build(tmp_path / "home")
-    told = (
+    verdicts = (
         verdict("reward_model", "eval/accuracy", 0.71, True),
         verdict("ppo", "kl/mean", None, False, "PPO left its reference."),
     )
     rows = tmp_path / "pairs.jsonl"
     rows.write_text('{"chosen": "a"}\n')
-    cards = (the_card(chain, gates=told), data_card(rows, {"data/pairs.jsonl": rows}, "pairs", "mit", gates=told))
+    cards = (the_card(chain, gates=verdicts), data_card(rows, {"data/pairs.jsonl": rows}, "pairs", "mit", gates=verdicts))
     for card in cards:
         assert "| reward_model | eval/accuracy | 0.71 | at least 0.5 | passed |" in card
         assert "| ppo | kl/mean |  | at least 0.5 | **failed**: PPO left its reference. |" in card

@@ -1,7 +1,7 @@
-"""Asks functions and servers for the rewards of a rollout while models score it: batches, threads, retries with growing pauses.
+"""Requests rewards from functions and servers while models score: batches, threads, retries with growing pauses.
 
-What no attempt could give is nan and counted. Once a source has left more than `allowed` answers without a reward, nothing more is asked
-and the run stops with the source's name and its last error.
+A reward that no attempt gave is nan and counted. Once a source has left more than `allowed` answers without a reward, no more requests
+are sent and the run stops with the source's name and its last error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARTS = 4  # of a request that failed: an answer that hangs costs the larger of 
 class Source(Protocol):
     """One attempt: (N,) rewards, nan where one failed. RewardError: this attempt failed; ValueError: every one would."""
 
-    def ask(self, samples: Sequence[Sample]) -> np.ndarray: ...
+    def score(self, samples: Sequence[Sample]) -> np.ndarray: ...
 
     def close(self) -> None: ...
 
@@ -48,9 +48,10 @@ class Rewards:
     def take(self, indices: Sequence[int]) -> Rewards:
         return Rewards({name: values[list(indices)] for name, values in self.by_source.items()}, self.errors)
 
-    def failed(self) -> dict[str, int]:
-        """Answers without a reward, by source."""
-        return {name: int(np.isnan(values).sum()) for name, values in self.by_source.items()}
+    def check(self, allowed: int) -> None:
+        """Raises RewardsFailed when a source left more than `allowed` answers without a reward."""
+        for name, values in self.by_source.items():
+            check_failures(name, int(np.isnan(values).sum()), allowed, len(values), self.errors.get(name, ""))
 
 
 def join(parts: Sequence[Rewards]) -> Rewards:
@@ -60,7 +61,7 @@ def join(parts: Sequence[Rewards]) -> Rewards:
     return Rewards({name: np.concatenate([part.by_source[name] for part in parts]) for name in names}, errors)
 
 
-def collect(scored: Iterable[tuple[str, ArrayLike]], asked: Mapping[str, Future[tuple[np.ndarray, str]]], allowed: int) -> Rewards:
+def collect(scored: Iterable[tuple[str, ArrayLike]], pending: Mapping[str, Future[tuple[np.ndarray, str]]], allowed: int) -> Rewards:
     """What reward models scored, (title, (N,)) each, and pending requests to sources outside; a score that is not finite has failed.
 
     RewardsFailed when a source left more than `allowed` answers without a reward.
@@ -71,21 +72,21 @@ def collect(scored: Iterable[tuple[str, ArrayLike]], asked: Mapping[str, Future[
         values = np.asarray(scores, dtype=np.float64)
         by_source[title] = np.where(np.isfinite(values), values, np.nan)
         check_failures(title, int(np.isnan(by_source[title]).sum()), allowed, len(values), "")
-    for title, future in asked.items():
+    for title, future in pending.items():
         by_source[title], error = future.result()
         errors |= {title: error} if error else {}
     return Rewards(by_source, errors)
 
 
-class Asker:
-    """One function or server. `pause` seconds is the scale of the first pause between two attempts."""
+class Client:
+    """Sends requests to one function or server. `pause` seconds is the scale of the first pause between two attempts."""
 
     def __init__(self, title: str, source: Source, batch_size: int, concurrency: int, max_attempts: int, pause: float = 1.0):
         self.title, self._source = title, source
         self._batch_size, self._concurrency, self._max_attempts = batch_size, concurrency, max_attempts
         self._pause, self._given_up = pause, Event()
 
-    def ask(self, samples: Sequence[Sample], allowed: int) -> tuple[np.ndarray, str]:
+    def score(self, samples: Sequence[Sample], allowed: int) -> tuple[np.ndarray, str]:
         """Rewards (N,), nan where one failed, and the last error. RewardsFailed when more than `allowed` did."""
         batches = [samples[i : i + self._batch_size] for i in range(0, len(samples), self._batch_size)]
         rewards, last_error, failed = [], "", 0
@@ -108,25 +109,25 @@ class Asker:
         """Rewards of a batch, nan where one failed, and the last error.
 
         A request that fails as a whole is followed by one for each quarter of its answers, so that an answer which the source cannot take
-        is found and lost alone. What is asked for again without a cut was in `max_attempts` requests at most; after as many requests in a
-        row from which no reward came, no more of the batch is asked for.
+        is found and lost alone. An answer that is requested again without a cut was in `max_attempts` requests at most; after as many
+        requests in a row that gave no reward, the rest of the batch is given up.
         """
-        rewards, asked, error = np.full(len(samples), np.nan), np.zeros(len(samples), int), ""
+        rewards, attempts, error = np.full(len(samples), np.nan), np.zeros(len(samples), int), ""
         waiting, in_a_row = deque([np.arange(len(samples))]), 0
         while waiting and in_a_row < self._max_attempts:
             if self._given_up.is_set():
-                return rewards, error or "it is not asked any more"
+                return rewards, error or "it gets no more requests"
             part = waiting.popleft()
-            asked[part] += 1
+            attempts[part] += 1
             try:
-                rewards[part] = self._source.ask([samples[i] for i in part.tolist()])
+                rewards[part] = self._source.score([samples[i] for i in part.tolist()])
                 again, problem = [part[np.isnan(rewards[part])]], "it gave null, nan or no number"
             except WrongReply as failure:
                 again, problem = [part], str(failure)
             except RewardError as failure:
                 again, problem = np.array_split(part, min(PARTS, len(part))), str(failure)
             if len(again) == 1:
-                again = [again[0][asked[again[0]] < self._max_attempts]]
+                again = [again[0][attempts[again[0]] < self._max_attempts]]
             waiting.extend(smaller for smaller in again if len(smaller))
             missing = np.isnan(rewards[part])
             in_a_row = in_a_row + 1 if missing.all() else 0
@@ -138,13 +139,13 @@ class Asker:
         return rewards, error if np.isnan(rewards).any() else ""
 
     def close(self) -> None:
-        """Ends what is being asked too: its answers go without a reward."""
+        """Ends open requests too: their answers have no reward."""
         self._given_up.set()
         self._source.close()
 
 
-def asker(source: RewardSource) -> Asker:
-    """A function or server of a recipe, ready to be asked. ValueError when its key is not set."""
+def client_of(source: RewardSource) -> Client:
+    """A function or server of a recipe, ready to score. ValueError when its key is not set."""
     assert isinstance(source, FunctionReward | HttpReward), "a reward model is a group of the cluster"
     if isinstance(source, FunctionReward):
         ready: Source = Function(source.file, source.function_name, source.timeout, source.concurrency)
@@ -152,33 +153,33 @@ def asker(source: RewardSource) -> Asker:
         if source.api_key_env and not os.environ.get(source.api_key_env):
             raise ValueError(f"the reward {source.title} needs a key in the environment variable {source.api_key_env}: set it")
         ready = Server(source.url, source.timeout, source.api_key_env)
-    return Asker(source.title, ready, source.batch_size, source.concurrency, source.max_attempts)
+    return Client(source.title, ready, source.batch_size, source.concurrency, source.max_attempts)
 
 
-def check_failures(title: str, failed: int, allowed: int, asked: int, error: str) -> None:
+def check_failures(title: str, failed: int, allowed: int, requested: int, error: str) -> None:
     """Raises RewardsFailed when more than `allowed` answers have no reward."""
     if failed > allowed:
         raise RewardsFailed(
-            f"the reward source {title} left {failed} of {asked} answers without a reward, more than the {allowed} that max_failed_rewards "
-            f"allows (the last error: {error or 'a score that is not finite'}); look at the source, then run again"
+            f"the reward source {title} left {failed} of {requested} answers without a reward, more than the {allowed} that "
+            f"max_failed_rewards allows (the last error: {error or 'a score that is not finite'}); look at the source, then run again"
         )
 
 
-class Outside:
-    """All functions and servers of a stage, asked side by side."""
+class Clients:
+    """All functions and servers of a stage, which work side by side."""
 
-    def __init__(self, askers: Sequence[Asker]):
-        self._askers = askers
-        self._pool = ThreadPoolExecutor(max(1, len(askers)))
+    def __init__(self, clients: Sequence[Client]):
+        self._clients = clients
+        self._pool = ThreadPoolExecutor(max(1, len(clients)))
 
     def __len__(self) -> int:
-        return len(self._askers)
+        return len(self._clients)
 
     def start(self, samples: Sequence[Sample], allowed: int) -> dict[str, Future[tuple[np.ndarray, str]]]:
-        """Begins to ask; the results by source."""
-        return {asker.title: self._pool.submit(asker.ask, samples, allowed) for asker in self._askers}
+        """Starts the requests; the results by source."""
+        return {client.title: self._pool.submit(client.score, samples, allowed) for client in self._clients}
 
     def close(self) -> None:
-        for asker in self._askers:
-            asker.close()
+        for client in self._clients:
+            client.close()
         self._pool.shutdown()

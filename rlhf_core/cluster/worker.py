@@ -1,0 +1,116 @@
+"""One rank of a worker group, inside its own process: holds the role's object and runs its methods."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import ray
+
+from rlhf_core.cluster.rank_environment import free_port, set_rank_environment
+from rlhf_core.cluster.signs import report
+from rlhf_core.system import progress
+from rlhf_core.system.gc_pause import uncollected
+from rlhf_core.system.gpu_allocator import give_up_segments
+from rlhf_core.system.processes import raised_by_us
+
+
+class LibraryError(RuntimeError):
+    """A library's ValueError: not about what the user gave, as ours are."""
+
+
+@contextmanager
+def mark_library_errors() -> Iterator[None]:
+    """Raises LibraryError in place of a ValueError that is not ours."""
+    try:
+        yield
+    except ValueError as error:
+        if raised_by_us(error):
+            raise
+        raise LibraryError(f"{type(error).__name__}: {error}") from error
+
+
+class Up(NamedTuple):
+    """A rank that is ready: its process, and the seconds that its imports and its loading took."""
+
+    process: int
+    imports: float
+    loading: float
+
+
+class Worker:
+    """One rank. `build` makes the role's object in this process; `call` runs one of its methods. `key`: what it reports progress under."""
+
+    def __init__(self, name: str, threads: int, growing: bool, key: str):
+        self._name = name
+        self._unprepared: Exception | None = None
+        self._imports = 0.0
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # before anything is imported that reads it
+        if not growing:
+            give_up_segments(os.environ)
+        report(key)
+
+    def __repr__(self) -> str:  # Ray puts this before each relayed log line
+        return self._name
+
+    def prepare(self, function: str, *args: Any) -> None:
+        """Calls `module:function`, whose module need not be imported in the calling process."""
+        module, _, name = function.partition(":")
+        start = time.monotonic()
+        try:
+            with uncollected():
+                getattr(importlib.import_module(module), name)(*args)
+            gc.freeze()  # engines run full collections while they start, which need not scan the libraries
+            atexit.register(gc.unfreeze)  # some of these count what is left of them at the end
+        except Exception as error:  # for `build` to raise, which somebody waits for
+            self._unprepared = error
+        self._imports = time.monotonic() - start
+
+    def address(self) -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), free_port()
+
+    def gpu_ids(self) -> list[str]:
+        """The GPUs of this process, as its node counts them."""
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def gpu_bytes(self) -> int:
+        """Memory of this process's GPU; 0 without one."""
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
+
+    def build(
+        self, rank: int, world_size: int, local_rank: int, rendezvous: tuple[str, int], factory: Any, options: Any, *gpus: list[str]
+    ) -> Up:
+        """`rendezvous`: address and port at which the ranks connect. `gpus`: the GPUs that an engine over several sees, by slot."""
+        start = time.monotonic()
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for place in gpus for gpu in place)
+        if self._unprepared is not None:
+            with mark_library_errors():
+                raise self._unprepared
+        set_rank_environment(rank, world_size, *rendezvous, local_rank)
+        with mark_library_errors():
+            self.role = factory(**options)
+        return Up(os.getpid(), self._imports, time.monotonic() - start)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, float]:
+        """The method's result and the seconds it took; results are in host memory, so the device has finished too."""
+        start = time.monotonic()
+        with mark_library_errors():
+            result = getattr(self.role, method)(*args, **kwargs)
+        return result, time.monotonic() - start
+
+    def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, float]]:
+        """What the method yields, each with the seconds since it began."""
+        start = time.monotonic()
+        with mark_library_errors():
+            for item in getattr(self.role, method)(*args, **kwargs):
+                progress.made()
+                yield item, time.monotonic() - start

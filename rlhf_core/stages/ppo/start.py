@@ -1,0 +1,148 @@
+"""Starts the roles in their processes: the ZeRO stage of actor and critic, whether their GPUs hold them, the models loaded side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.cluster.worker import Up
+from rlhf_core.cluster.worker_group import Group, Pending
+from rlhf_core.config import PPO
+from rlhf_core.config.rewards import ModelReward
+from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, starts
+from rlhf_core.objectives.actor_loss import Objective
+from rlhf_core.rewards.clients import Clients, client_of
+from rlhf_core.rollout.sampler_role import SamplerRole
+from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.roles import Actor, Critic, Model, Reference, Reward, Training
+from rlhf_core.training.engine import AdamW
+
+COLLECTIVE_SECONDS = 24 * 3600  # ranks may wait in a barrier while one writes: the wait for the group knows which of them is silent
+
+
+def objective_of(config: PPO) -> Objective:
+    """The constants of the actor's loss."""
+    return Objective(
+        clip_low=config.eps_clip_low or config.eps_clip,
+        clip_high=config.eps_clip_high or config.eps_clip,
+        dual_clip=config.dual_clip,
+        ratio=config.ratio,
+        aggregation=config.aggregation,
+        constant_length=config.generate_max_len,
+        kl_loss=None if config.kl_in == "reward" or config.kl_estimator == "k1" else config.kl_estimator,
+        entropy_coef=config.entropy_coef,
+        router_aux_coef=config.router_aux_coef,
+    )
+
+
+def start_fleet(
+    config: PPO,
+    paths: Mapping[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    groups: Mapping[str, Group],
+    trust_remote_code: bool,
+    kept_stage: int | None = None,
+) -> Fleet:
+    """Starts all roles in their processes side by side and waits until each has loaded its model. `paths` gives each role's model;
+    `kept_stage`: the ZeRO stage of a resume state, which counts where the recipe leaves it open."""
+    rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
+
+    def model(role: str) -> Model:
+        rows, tokens = config.micro_rollout_batch_size, config.micro_rollout_tokens
+        return Model(paths[role], config.dtype, tokenizer.pad_token_id, rows, trust_remote_code, tokens)
+
+    chosen = zero_stage_of(config, paths, groups, kept_stage)  # before anything is loaded, which it may refuse
+    offload = config.ref_reward_offload
+    as_the_actor = config.routing_replay and paths["reference"] == paths["actor"]  # a KL that begins at 0
+    loading: list[Pending[Up]] = [
+        groups["sampler"].build(
+            SamplerRole,
+            model=paths["actor"],
+            seed=seed,
+            max_model_len=config.prompt_max_len + config.generate_max_len,
+            dtype=config.dtype,
+            kv_cache_gib=config.vllm.kv_cache_gib,
+            gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+            trust_remote_code=trust_remote_code,
+            can_sleep=config.vllm.sleep,
+            tensor_parallel_size=config.vllm.tensor_parallel_size,
+            seed_answers=config.vllm.seed_answers,
+            routing_replay=config.routing_replay,
+        ),
+        groups["reference"].build(
+            Reference, model=model("reference"), temperature=config.temperature, offload=offload, routing_replay=as_the_actor
+        ),
+        *(group.build(Reward, model=model(group.name), offload=offload) for group in rewards.values()),
+    ]
+    adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
+    training = Training(
+        adamw=adamw,
+        zero_stage=chosen.stage,
+        micro_batch_size=config.micro_train_batch_size,
+        gradient_checkpointing=config.gradient_checkpointing,
+        timeout=COLLECTIVE_SECONDS,
+        lora=config.lora,
+        seed=seed,
+        micro_tokens=config.micro_train_tokens,
+        adam_offload=config.adam_offload,
+    )
+    loading.append(
+        groups["actor"].build(
+            Actor,
+            model=model("actor"),
+            training=training,
+            objective=objective_of(config),
+            temperature=config.temperature,
+            routing_replay=config.routing_replay,
+        )
+    )
+    if "critic" in groups:
+        loading.append(groups["critic"].build(Critic, model=model("critic"), training=training, value_clip=config.value_clip))
+    for pending in loading:
+        print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
+        ranks = pending.wait(config.timeout)
+        imports = max(up.imports for up in ranks)  # 0 where they are part of the loading
+        took = (f"imports {imports:.0f} s, " if imports else "") + f"loading {max(up.loading for up in ranks):.0f} s"
+        print(f"{pending.role} is up, process {', '.join(str(up.process) for up in ranks)}: {took}", flush=True)
+    fleet = Fleet(
+        actor=groups["actor"],
+        critic=groups.get("critic"),
+        reference=groups["reference"],
+        rewards=rewards,
+        sampler=groups["sampler"],
+        clients=Clients([client_of(source) for source in config.reward if not isinstance(source, ModelReward)]),
+        decode=lambda tokens, skip: str(tokenizer.decode(list(tokens), skip_special_tokens=skip)),
+        timeout=config.timeout,
+        dtype=config.dtype,
+        sleeps=config.vllm.sleep,
+        in_turn=config.colocate_all,
+        zero_stage=chosen.stage,
+    )
+    fleet.open_channel()
+    return replace(fleet, machine=fleet.survey())
+
+
+def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Group], kept_stage: int | None) -> Chosen:
+    """The ZeRO stage of actor and critic; where the recipe leaves it open, by the smallest of their GPUs. Says so, and what it doubts.
+
+    Raises MachineLacks when one of their GPUs cannot hold what is loaded onto it.
+    """
+    sizes, gpu_bytes = None, 0
+    if config.actor_ranks.gpus:
+        found = {name: size_at(paths[name]) for name in config.groups}
+        known = {name: size for name, size in found.items() if size is not None}
+        sizes = known if len(known) == len(found) else None
+        gpu_bytes = min(groups[name].gpu_bytes(config.timeout) for name in ("actor", "critic") if name in groups)
+        require_start(starts(config, {role: size for role, size in known.items() if role in ("actor", "critic")}), gpu_bytes)
+    if config.zero_stage == "auto" and kept_stage is not None:
+        ignored = ", so adam_offload counts from the next start without one" if kept_stage == 0 and config.adam_offload else ""
+        chosen = Chosen(kept_stage, f"as its resume state{ignored}")
+    else:
+        chosen = stage_of_ppo(config, sizes, gpu_bytes)
+    print(f"actor{' and critic' if config.has_critic else ''}: {chosen}", flush=True)
+    if sizes and gpu_bytes and config.dtype == "bfloat16":
+        print(doubt(peak_of_ppo(config, sizes, chosen.stage, gpu_bytes), gpu_bytes), end="", flush=True)
+    return chosen

@@ -1,0 +1,95 @@
+"""Sections that the cards of models and of data sets share: gates, data, configuration; names without places of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf_core.config.gates import Verdict
+from rlhf_core.hub.ids import shown
+from rlhf_core.runs.lineage import Ancestor, sources, stages
+
+GATE_COLUMNS = ("stage", "metric", "value", "required", "verdict")
+PLAIN_KEYS = ("template",)  # a text with slashes in it, not a place
+HIDDEN_KEYS = ("base_url", "url", "folder")  # names of this machine and its network, of no use elsewhere
+
+
+def public_names(names: Iterable[str]) -> dict[str, str]:
+    """What an evaluation calls its models and judges -> what anyone may read: a place of this machine by its last component."""
+    found = dict.fromkeys(names)
+    taken = {name for name in found if not _is_place(name)}
+    public = {name: name for name in taken}
+    for place in (name for name in found if _is_place(name)):
+        short = shown(place)
+        public[place] = next(free for free in (short, *(f"{short}-{n}" for n in range(2, len(found) + 2))) if free not in taken)
+        taken.add(public[place])
+    return public
+
+
+def gate_section(gates: Sequence[Verdict]) -> list[str]:
+    """The gates of the stages behind what is published; nothing where there are none. Only gates that warn can have failed."""
+    rows = [
+        (
+            verdict.stage,
+            verdict.gate.metric,
+            "" if verdict.value is None else f"{verdict.value:.6g}",
+            verdict.gate.bound,
+            "passed" if verdict.passed else f"**failed**: {verdict.meaning}".rstrip(": "),
+        )
+        for verdict in gates
+    ]
+    return ["## Gates\n", "Checks that ran on the stages before this was published.\n", table(GATE_COLUMNS, rows)] if rows else []
+
+
+def data_sets(model: Ancestor) -> str:
+    """The table of the data of every stage of a lineage."""
+    rows = [
+        (stage.name, field, shown(source["path"]), source.get("split", ""), f"{100 * source.get('probability', 1.0):g}")
+        for stage, field, source in sources(model)
+    ]
+    if not rows:
+        return "No data set is recorded for this model.\n"
+    return table(("stage", "use", "data set", "split", "share %"), rows)
+
+
+def configuration(model: Ancestor) -> str:
+    """Every stage's configuration, seed, versions and metrics, folded."""
+    parts = []
+    for stage in stages(model):
+        record = {"seed": stage.seed, **_public(stage.config)}
+        if stage.environment:
+            record["environment"] = stage.environment
+        if stage.metrics:
+            record["metrics"] = {_metric(key): float(f"{value:.6g}") for key, value in stage.metrics.items()}
+        text = yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
+        parts.append(f"<details><summary>{stage.name} ({stage.digest})</summary>\n\n```yaml\n{text}```\n\n</details>\n")
+    return "\n".join(parts) or "None is recorded.\n"
+
+
+def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """A markdown table."""
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
+    cells.insert(1, ["---"] * len(cells[0]))
+    return "".join("| " + " | ".join(row) + " |\n" for row in cells)
+
+
+def _public(value: Any, key: str = "") -> Any:
+    """A config without places of this machine: files by their last component, Hub ids as they are."""
+    if isinstance(value, dict):
+        return {name: _public(item, name) for name, item in value.items() if name not in HIDDEN_KEYS}
+    if isinstance(value, (list, tuple)):
+        return [_public(item, key) for item in value]
+    return shown(value) if isinstance(value, str) and key not in PLAIN_KEYS and _is_place(value) else value
+
+
+def _is_place(name: str) -> bool:
+    return "/" in name or "\\" in name
+
+
+def _metric(key: str) -> str:
+    """`win_rate/MODEL`, where a model is named by its folder, without that folder's place."""
+    what, slash, name = key.partition("/")
+    return f"{what}/{shown(name)}" if slash and Path(name).is_absolute() else key
