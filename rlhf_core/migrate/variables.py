@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 NAME = re.compile(r"[A-Za-z_]\w*")
-PARAMETER = re.compile(r"(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?P<index>\[[^\]]*\])?(?P<operation>.*)", re.S)
+PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(?:(:?)([-=+?]))?(.*)", re.S)  # name, index, :, operator, rest
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -36,43 +36,41 @@ class Variables:
 
     def words(self, body: str) -> list[str] | None:
         """Returns the words of `NAME[@]` or `NAME[*]`; None when that is not set or `body` is something else."""
-        match = PARAMETER.fullmatch(body)
-        value = self.values.get(match["name"]) if match and match["index"] in ("[@]", "[*]") and not match["operation"] else None
+        name, bracket, index = body.partition("[")
+        value = self.values.get(name) if bracket + index in ("[@]", "[*]") else None
         return [value] if isinstance(value, str) else value
 
     def expand(self, body: str) -> str:
-        """Returns the value of `${body}`; `${body}` itself when it is not known."""
+        """Returns the value of `${body}`; `${body}` itself, or `$body`, when it is not known."""
         whole = "${" + body + "}"
         match = PARAMETER.fullmatch(body)
         if not match:
             return whole
-        name, index, operation = match["name"], match["index"], match["operation"]
-        value = self.text(name)
-        if index in ("[@]", "[*]"):
-            found = self.words(f"{name}{index}")
-            value = None if found is None else " ".join(found)
-        elif index:
-            array, place = self.values.get(name), index[1:-1]
-            value = array[int(place)] if isinstance(array, list) and place.isdigit() and int(place) < len(array) else None
-        return self._operate(name, value, operation, whole)
-
-    def _operate(self, name: str, value: str | None, operation: str, whole: str) -> str:
-        if not operation:
-            return ("$" + name if NAME.fullmatch(name) or name.isdigit() else whole) if value is None else value
-        unset = not value if operation.startswith(":") else value is None
-        match operation.lstrip(":")[:1]:
+        name, index, colon, mark, rest = match.groups()
+        value = self._value(name, index)
+        unset = not value if colon else value is None
+        match mark:
             case "-" | "=":
-                default = self.simple(operation.lstrip(":")[1:])
-                if unset and operation.lstrip(":")[0] == "=":
+                default = self.simple(rest)
+                if unset and mark == "=":
                     self.values[name] = default
                 return default if unset else value or ""
             case "+":
-                return "" if unset else self.simple(operation.lstrip(":")[1:])
+                return "" if unset else self.simple(rest)
             case "?":
                 return whole if unset else value or ""
         if value is None:
-            return whole
-        return _cut(value, operation, whole)
+            return f"${name}" if not rest and re.match(r"\w", name) else whole
+        return _cut(value, rest, whole) if rest else value
+
+    def _value(self, name: str, index: str | None) -> str | None:
+        if index is None:
+            return self.text(name)
+        if index in ("[@]", "[*]"):
+            words = self.words(name + index)
+            return None if words is None else " ".join(words)
+        array, place = self.values.get(name), index[1:-1]
+        return array[int(place)] if isinstance(array, list) and place.isdigit() and int(place) < len(array) else None
 
     def simple(self, text: str) -> str:
         """Expands `$A` and `${A...}` in the text of a default, without its quotes."""
