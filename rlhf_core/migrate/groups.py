@@ -65,26 +65,25 @@ def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:
 
 def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
     """Sets vLLM's number of engines; when they share the models' GPUs, one for each `tensor_parallel_size` GPUs."""
-    given = draft.left.get("vllm_tensor_parallel_size")
-    parallel = max(1, _whole_or(given, 1)) if given else 1
+    parallel = max(1, _whole_or(draft.left.get("vllm_tensor_parallel_size"), 1))
     draft.put("vllm.gpus", 1.0)
-    wanted = _whole_or(draft.left["vllm_num_engines"], 0) if "vllm_num_engines" in draft.left else None
+    wanted = _whole_or(draft.left.get("vllm_num_engines"), 0)
     if wanted and not (shared and wanted * parallel != gpus):
         return
     flag = draft.take("vllm_num_engines")
-    if shared or (one_group and wanted is None):
+    shown = flag or "(no --vllm_num_engines)"
+    if shared or (one_group and not flag):
         engines = max(1, gpus // parallel)
         draft.put("vllm.num_engines", engines)
         text = f"vllm.num_engines: {engines}, as many as fit on the models' GPUs"
-        draft.note("approximated" if flag else "translated", flag or "(no --vllm_num_engines)", text)
+        draft.note("approximated" if flag else "translated", shown, text)
     else:
-        shown = flag or "(no --vllm_num_engines)"
         draft.note("approximated", shown, "vllm.num_engines: 1, as sampling is always by vLLM; give it as many GPUs as there are")
 
 
-def _whole_or(flag: Flag, other: int) -> int:
+def _whole_or(flag: Flag | None, other: int) -> int:
     try:
-        return whole(flag.words)
+        return whole(flag.words) if flag else other
     except ValueError:
         return other
 
@@ -97,7 +96,7 @@ def _count(draft: Draft, name: str) -> int | None:
     if value < 1:
         draft.note("dropped", flag, "this is not a number of machines or GPUs above 0; the default is used")
         return None
-    draft.note("translated", flag, "ranks of the stage" if draft.kind != "ppo" else GROUPS.get(name.partition("_num_")[0], "all groups"))
+    draft.note("translated", flag, GROUPS.get(name.partition("_num_")[0], "all groups"))
     return value
 
 

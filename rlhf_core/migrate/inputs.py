@@ -109,7 +109,7 @@ def _read_rewards(draft: Draft, chain: Chain) -> None:
                 draft.note("approximated", flag, text)
             elif place.partition(":")[0].endswith(".py"):
                 sources.append(place if ":" in place else f"{place}:reward_func")
-                text = "reward: a function names the arguments it wants, see docs/how-to/rewards.md; change its signature"
+                text = "reward: a function names the arguments it needs, see docs/how-to/rewards.md; change its signature"
                 draft.note("approximated", flag, text)
             else:
                 draft.note("dropped", flag, f"{place} is neither a URL nor a Python file; add a reward")
