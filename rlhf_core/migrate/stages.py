@@ -88,21 +88,6 @@ def _read_training(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> Non
         draft.note("approximated", output, text)
 
 
-def _read_sampling(draft: Draft, scorings: list[Draft], chain: Chain) -> list[Note]:
-    """Reads a sampling command, and removes the scoring command of its output from `scorings`. Returns the notes about that one."""
-    written = draft.left.get("output_path")
-    place = plain(written.first) if written else ""
-    mine = next((s for s in scorings if (d := s.left.get("dataset")) and d.words and plain(d.first) == place), None)
-    preferences(draft, mine, chain)
-    draft.read_fields()
-    if mine is None:
-        return []
-    scorings.remove(mine)
-    mine.name = draft.name
-    mine.drop_rest()
-    return mine.notes
-
-
 def _read_seed(draft: Draft, seeds: list[int]) -> None:
     value = draft.read(seed := draft.take("seed"), off_or_number)
     if value is not None:
@@ -121,23 +106,27 @@ def task_of(draft: Draft) -> str:
     return flag.first if flag else ""
 
 
-def preferences(draft: Draft, scoring: Draft | None, chain: Chain) -> None:
-    """Reads a sampling command, and the scoring command that reads its output. Raises ValueError when there is no scoring or model."""
+def _read_sampling(draft: Draft, scorings: list[Draft], chain: Chain) -> list[Note]:
+    """Reads a sampling command, and the scoring command that reads its output, which is removed from `scorings`.
+
+    Returns the notes about the scoring command. Raises ValueError when there is no scoring command, model or data.
+    """
+    output = draft.take("output_path")
+    place = plain(output.first) if output else ""
+    scoring = next((s for s in scorings if (data := s.left.get("dataset")) and data.words and plain(data.first) == place), None)
     if scoring is None:
         raise ValueError(
             f"line {draft.line} of the script: answers are sampled but no command scores them (batch_inference --eval_task rm); "
             "add it to the script, or write a preferences stage by hand"
         )
-    draft.take("eval_task")
-    flag = required(draft, draft.take("pretrain"), "model (--pretrain)")
+    scorings.remove(scoring)
     scoring.name = draft.name
-    model_of(draft, flag, "policy", chain)
+    model_of(draft, required(draft, draft.take("pretrain"), "model (--pretrain)"), "policy", chain)
     read_data(draft, chain)
-    output = draft.take("output_path")
     reward, processor = scoring.take("pretrain"), scoring.take("post_processor")
     if reward and reward.words:
         draft.put("reward", chain.reward(reward.first))
-        scoring.note("translated", reward, f"reward: {chain.reward(reward.first)}")
+        scoring.note("translated", reward, f"reward: {draft.get('reward')}")
     if name := scoring.read(processor, one_of(**POST_PROCESSORS), "post_processor keeps its default, dpo"):
         draft.put("post_processor", name)
         scoring.note("translated", processor, f"post_processor: {name}")
@@ -151,18 +140,18 @@ def preferences(draft: Draft, scoring: Draft | None, chain: Chain) -> None:
     draft.put("vllm.gpus", 1.0)
     if greedy := draft.take("greedy_sampling"):
         draft.translate(greedy, "temperature", 0.0)
-    written = scoring.take("output_path")
-    for place in (output, written):
-        if place and place.words:
-            chain.data[plain(place.first)] = draft.name
-            draft.note("translated", place, f"the data of stages that name {draft.name}")
-    draft.note(
-        "approximated",
-        "(the loop around it)",
-        "one round; a stage `iterative_dpo` or `iterative` repeats rounds, see docs/reference/algorithms.md",
-    )
+    for written in (output, scoring.take("output_path")):
+        if written and written.words:
+            chain.data[plain(written.first)] = draft.name
+            draft.note("translated", written, f"the data of stages that name {draft.name}")
+    text = "one round; a stage `iterative_dpo` or `iterative` repeats rounds, see docs/reference/algorithms.md"
+    draft.note("approximated", "(the loop around it)", text)
+    draft.read_fields()
     for unused in ("eval_task", "dataset", "dataset_probs"):
         scoring.take(unused)
+    draft.take("eval_task")
+    scoring.drop_rest()
+    return scoring.notes
 
 
 def _put(draft: Draft, flag: Flag | None, name: str, default: int) -> None:
