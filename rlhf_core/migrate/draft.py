@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
 from rlhf_core.config import KINDS
 from rlhf_core.migrate.flags import DROPPED, FIELDS, PPO_ONLY, Dialect, flat
 from rlhf_core.migrate.launches import Launch
+from rlhf_core.migrate.values import Words
 from rlhf_core.recipe.load import models_in
 
 SECRET = re.compile(r"(^|[._])(token|secret|password|api_?key|use_wandb|wandb\.key)$")
 IN_URL = re.compile(r"(?<=//)[^/@\s]+@")
-Words = tuple[str, ...]
+T = TypeVar("T")
 What = Literal["translated", "approximated", "dropped"]
 
 
@@ -37,6 +38,11 @@ class Flag(NamedTuple):
     shown: str
     words: Words
 
+    @property
+    def first(self) -> str:
+        """The first word of the value, or ''."""
+        return self.words[0] if self.words else ""
+
 
 @dataclass
 class Draft:
@@ -54,9 +60,10 @@ class Draft:
         """Removes a flag from `left` and returns it; None when the script does not have it."""
         return self.left.pop(flag, None)
 
-    def note(self, what: What, shown: str, text: str) -> None:
-        """Appends a note about a flag, `shown`."""
-        self.notes.append(Note(what, self.name, shown, text, self.line))
+    def note(self, what: What, flag: Flag | str | None, text: str) -> None:
+        """Appends a note about a flag, or about what a text names; nothing for None."""
+        if flag is not None:
+            self.notes.append(Note(what, self.name, flag.shown if isinstance(flag, Flag) else flag, text, self.line))
 
     def has(self, name: str) -> bool:
         """Whether stages of this kind have a field (`vllm.sleep` is a nested one)."""
@@ -80,22 +87,29 @@ class Draft:
             place = place.get(part) if isinstance(place, dict) else None
         return self.default(name) if place is None else place
 
-    def translate(self, flag: Flag, name: str, value: Any, how: str = "") -> None:
+    def read(self, flag: Flag | None, reader: Callable[[Words], T], otherwise: str = "") -> T | None:
+        """Returns a flag's value; None when it is None, or, with a note, when its words do not fit. `otherwise`: what is used instead."""
+        try:
+            return reader(flag.words) if flag else None
+        except ValueError as error:
+            self.note("dropped", flag, f"{error}; {otherwise}" if otherwise else str(error))
+            return None
+
+    def translate(self, flag: Flag | None, name: str, value: Any, how: str = "") -> None:
         """Sets a field and notes it; `how`: the difference, when the translation is an approximation."""
         self.put(name, value)
-        self.note("approximated" if how else "translated", flag.shown, f"{name}: {how}" if how else name)
+        self.note("approximated" if how else "translated", flag, f"{name}: {how}" if how else name)
 
     def read_fields(self, only: Collection[str] = FIELDS) -> None:
         """Translates every flag in FIELDS, or those of `only`."""
         for flag in [name for name in self.left if name in FIELDS and name in only]:
             rule, given = FIELDS[flag], self.left.pop(flag)
             if not self.has(rule.name) or (flag in PPO_ONLY and self.kind != "ppo"):
-                self.note("dropped", given.shown, DROPPED.get(flag, f"a {self.kind} stage has no {rule.name}"))
+                self.note("dropped", given, DROPPED.get(flag, f"a {self.kind} stage has no {rule.name}"))
                 continue
-            try:
-                self.translate(given, rule.name, rule.read(given.words), rule.how)
-            except ValueError as error:
-                self.note("dropped", given.shown, f"{error}; {rule.name} keeps its default")
+            value = self.read(given, rule.read, f"{rule.name} keeps its default")
+            if value is not None:
+                self.translate(given, rule.name, value, rule.how)
 
     def drop_rest(self) -> None:
         """Drops every flag that is left, with a note of the reason."""
@@ -106,7 +120,7 @@ class Draft:
                 reason = "the critic shares this setting with the actor, whose flag is used"
             else:
                 reason = DROPPED.get(name, "unknown flag: check whether a field of docs/reference/config.md means the same")
-            self.note("dropped", given.shown, reason)
+            self.note("dropped", given, reason)
         self.left.clear()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from rlhf_core.migrate.draft import Draft, Flag
-from rlhf_core.migrate.flags import true, whole
+from rlhf_core.migrate.inputs import is_model, rewards_of
+from rlhf_core.migrate.values import true, whole
 
 GROUPS = {"actor": "actor_ranks", "critic": "critic_ranks", "ref": "reference_ranks", "reward": "reward_ranks"}
 
@@ -13,8 +14,7 @@ GROUPS = {"actor": "actor_ranks", "critic": "critic_ranks", "ref": "reference_ra
 def read_groups(draft: Draft) -> None:
     """Reads PPO's GPU groups. `--num_nodes` and `--num_gpus_per_node` are for all groups; models that share GPUs get groups of one size."""
     nodes, per_node = _count(draft, "num_nodes"), _count(draft, "num_gpus_per_node")
-    sources = draft.fields.get("reward")
-    scored = any(not str(s).startswith("http") and ".py:" not in str(s) for s in (sources if isinstance(sources, list) else [sources]))
+    scored = any(map(is_model, rewards_of(draft)))
     here = [role for role in GROUPS if (role != "critic" or draft.get("advantage_estimator") == "gae") and (role != "reward" or scored)]
     sizes: dict[str, tuple[int, int]] = {}
     leader = _leaders(draft, here)
@@ -42,7 +42,7 @@ def read_async(draft: Draft) -> None:
         draft.translate(flag, "one_step_off_policy", False)
         return
     if conflicts := [name for name in ("colocate_all", "vllm.sleep", "dynamic_filtering") if draft.get(name)]:
-        draft.note("dropped", flag.shown, f"one_step_off_policy does not go with {' and '.join(conflicts)}")
+        draft.note("dropped", flag, f"one_step_off_policy does not go with {' and '.join(conflicts)}")
         return
     without = draft.get("sampler_is") == "off"
     if without:
@@ -53,11 +53,11 @@ def read_async(draft: Draft) -> None:
 def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:
     """Maps the roles that share another role's GPUs to that role."""
     if "colocate_critic_reward" in draft.left and not {"critic", "reward"} <= set(here):
-        draft.note("dropped", draft.left.pop("colocate_critic_reward").shown, "there is no critic, or no reward model")
+        draft.note("dropped", draft.left.pop("colocate_critic_reward"), "there is no critic, or no reward model")
     if "colocate_all" in draft.left:
         for flag in ("colocate_actor_ref", "colocate_critic_reward"):
             if given := draft.take(flag):
-                draft.note("translated", given.shown, "part of colocate_all")
+                draft.note("translated", given, "part of colocate_all")
         return dict.fromkeys(here[1:], "actor")
     pairs = {"colocate_actor_ref": ("ref", "actor"), "colocate_critic_reward": ("reward", "critic")}
     return {role: leader for flag, (role, leader) in pairs.items() if flag in draft.left}
@@ -65,26 +65,25 @@ def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:
 
 def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
     """Sets vLLM's number of engines; when they share the models' GPUs, one for each `tensor_parallel_size` GPUs."""
-    given = draft.left.get("vllm_tensor_parallel_size")
-    parallel = max(1, _whole_or(given, 1)) if given else 1
+    parallel = max(1, _whole_or(draft.left.get("vllm_tensor_parallel_size"), 1))
     draft.put("vllm.gpus", 1.0)
-    wanted = _whole_or(draft.left["vllm_num_engines"], 0) if "vllm_num_engines" in draft.left else None
+    wanted = _whole_or(draft.left.get("vllm_num_engines"), 0)
     if wanted and not (shared and wanted * parallel != gpus):
         return
     flag = draft.take("vllm_num_engines")
-    if shared or (one_group and wanted is None):
+    shown = flag or "(no --vllm_num_engines)"
+    if shared or (one_group and not flag):
         engines = max(1, gpus // parallel)
         draft.put("vllm.num_engines", engines)
         text = f"vllm.num_engines: {engines}, as many as fit on the models' GPUs"
-        draft.note("approximated" if flag else "translated", flag.shown if flag else "(no --vllm_num_engines)", text)
+        draft.note("approximated" if flag else "translated", shown, text)
     else:
-        shown = flag.shown if flag else "(no --vllm_num_engines)"
         draft.note("approximated", shown, "vllm.num_engines: 1, as sampling is always by vLLM; give it as many GPUs as there are")
 
 
-def _whole_or(flag: Flag, other: int) -> int:
+def _whole_or(flag: Flag | None, other: int) -> int:
     try:
-        return whole(flag.words)
+        return whole(flag.words) if flag else other
     except ValueError:
         return other
 
@@ -95,11 +94,9 @@ def _count(draft: Draft, name: str) -> int | None:
         return None
     value = _whole_or(flag, 0)
     if value < 1:
-        draft.note("dropped", flag.shown, "this is not a number of machines or GPUs above 0; the default is used")
+        draft.note("dropped", flag, "this is not a number of machines or GPUs above 0; the default is used")
         return None
-    draft.note(
-        "translated", flag.shown, "ranks of the stage" if draft.kind != "ppo" else GROUPS.get(name.partition("_num_")[0], "all groups")
-    )
+    draft.note("translated", flag, GROUPS.get(name.partition("_num_")[0], "all groups"))
     return value
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_core.migrate.draft import Draft, Flag
-from rlhf_core.migrate.flags import count, listed, number
+from rlhf_core.migrate.values import Words, count, listed, number
 
 NO_LIMIT = 10**8  # in the dialects: all samples are used
 PLAIN = {"flat": "Human: {}\nAssistant: ", "dotted": "{}"}  # the template when a script gives none
@@ -52,8 +52,27 @@ def is_unknown(text: str) -> bool:
     return "$" in text or "`" in text
 
 
-def model_of(draft: Draft, flag: Flag, path: str, name: str, chain: Chain) -> str:
+def is_model(source: str) -> bool:
+    """Returns whether a source of rewards is a model, not a URL or a function."""
+    return not source.startswith(("http://", "https://")) and ".py:" not in source
+
+
+def rewards_of(draft: Draft) -> list[str]:
+    """Returns the sources of a PPO stage's rewards."""
+    sources = draft.fields["reward"]
+    return sources if isinstance(sources, list) else [sources]
+
+
+def required(draft: Draft, flag: Flag | None, what: str) -> Flag:
+    """Returns a flag that a command must have. Raises ValueError when it is not given or empty."""
+    if flag is None or not listed(flag.words):
+        raise ValueError(f"line {draft.line} of the script: the command names no {what}; add it")
+    return flag
+
+
+def model_of(draft: Draft, flag: Flag, name: str, chain: Chain) -> str:
     """Sets the field `name` to a model. Returns its name in the recipe."""
+    path = flag.first
     found = chain.model(path)
     unknown = "the value of this variable is not in the script: write the model there" if is_unknown(path) else ""
     for output, stage in chain.models.items():
@@ -65,15 +84,13 @@ def model_of(draft: Draft, flag: Flag, path: str, name: str, chain: Chain) -> st
 
 def read_models(draft: Draft, chain: Chain) -> None:
     """Reads the model to train, its reference, and PPO's critic and rewards. Raises ValueError when there is no model or reward."""
-    flag = draft.take("pretrain")
-    if flag is None or not flag.words:
-        raise ValueError(f"line {draft.line} of the script: the command names no model (--pretrain, --model.model_name_or_path); add it")
-    start = model_of(draft, flag, flag.words[0], MODEL_FIELD[draft.kind], chain)
+    flag = required(draft, draft.take("pretrain"), "model (--pretrain, --model.model_name_or_path)")
+    start = model_of(draft, flag, MODEL_FIELD[draft.kind], chain)
     reference = draft.take("ref_pretrain")
-    if reference and reference.words and chain.model(reference.words[0]) != start and draft.has("reference"):
-        model_of(draft, reference, reference.words[0], "reference", chain)
-    elif reference:
-        draft.note("translated", reference.shown, "the reference is the model before training")
+    if reference and reference.words and chain.model(reference.first) != start and draft.has("reference"):
+        model_of(draft, reference, "reference", chain)
+    else:
+        draft.note("translated", reference, "the reference is the model before training")
     if draft.kind == "ppo":
         _read_rewards(draft, chain)
         _read_critic(draft, chain, start)
@@ -85,53 +102,43 @@ def _read_rewards(draft: Draft, chain: Chain) -> None:
         for place in listed(flag.words):
             if "@" in urlsplit(place).netloc:
                 text = "the address contains a password: add it to reward without, with the name of a variable in api_key_env"
-                draft.note("dropped", flag.shown, text)
+                draft.note("dropped", flag, text)
             elif place.startswith(("http://", "https://")):
                 sources.append(place)
-                draft.note(
-                    "approximated",
-                    flag.shown,
-                    "reward: the server must answer as docs/how-to/rewards.md says, or as `alignflow serve-reward` does",
-                )
+                text = "reward: the server must answer as docs/how-to/rewards.md says, or as `alignflow serve-reward` does"
+                draft.note("approximated", flag, text)
             elif place.partition(":")[0].endswith(".py"):
                 sources.append(place if ":" in place else f"{place}:reward_func")
-                draft.note(
-                    "approximated",
-                    flag.shown,
-                    "reward: a function names the arguments it wants, see docs/how-to/rewards.md; change its signature",
-                )
+                text = "reward: a function names the arguments it needs, see docs/how-to/rewards.md; change its signature"
+                draft.note("approximated", flag, text)
             else:
-                draft.note("dropped", flag.shown, f"{place} is neither a URL nor a Python file; add a reward")
+                draft.note("dropped", flag, f"{place} is neither a URL nor a Python file; add a reward")
     flag = draft.take("reward_pretrain")
     if flag and not sources:
         for path in listed(flag.words):
-            found = chain.reward(path)
-            sources.append(found)
-            draft.note("translated", flag.shown, f"reward: {found}")
-    elif flag:
-        draft.note("dropped", flag.shown, "the script has a remote reward, which is used alone")
-    if agent := draft.take("agent_func_path"):
-        draft.note("dropped", agent.shown, "multi-turn agents are not part of a recipe; write a reward function and add it to reward")
+            sources.append(chain.reward(path))
+            draft.note("translated", flag, f"reward: {sources[-1]}")
+    else:
+        draft.note("dropped", flag, "the script has a remote reward, which is used alone")
+    draft.note(
+        "dropped", draft.take("agent_func_path"), "multi-turn agents are not part of a recipe; write a reward function and add it to reward"
+    )
     if not sources:
-        raise ValueError(f"line {draft.line} of the script: the command names no reward (--reward_pretrain or --remote_rm_url); add it")
+        required(draft, None, "reward (--reward_pretrain or --remote_rm_url)")
     draft.put("reward", sources[0] if len(sources) == 1 else sources)
 
 
 def _read_critic(draft: Draft, chain: Chain, start: str) -> None:
-    sources = draft.fields["reward"]
-    first = sources[0] if isinstance(sources, list) else sources
-    is_model = not first.startswith(("http://", "https://")) and ".py:" not in first
-    flag = draft.take("critic_pretrain")
+    first, flag = rewards_of(draft)[0], draft.take("critic_pretrain")
     if draft.get("advantage_estimator") != "gae":
-        if flag:
-            draft.note("dropped", flag.shown, f"{draft.get('advantage_estimator')} has no critic")
+        draft.note("dropped", flag, f"{draft.get('advantage_estimator')} has no critic")
         if draft.fields.pop("freezing_actor_steps", None):
             draft.note("dropped", "--freezing_actor_steps", f"{draft.get('advantage_estimator')} has no critic")
-    elif flag and flag.words and chain.model(flag.words[0]) != first:
-        model_of(draft, flag, flag.words[0], "critic", chain)
+    elif flag and flag.words and chain.model(flag.first) != first:
+        model_of(draft, flag, "critic", chain)
     elif flag:
-        draft.note("translated", flag.shown, "the critic starts from the first reward model")
-    elif not is_model:
+        draft.note("translated", flag, "the critic starts from the first reward model")
+    elif not is_model(first):
         draft.put("critic", start)
         draft.note("approximated", "(no --critic_pretrain)", "critic: starts from the actor, as there is no reward model")
 
@@ -140,13 +147,10 @@ def read_data(draft: Draft, chain: Chain) -> None:
     """Reads the training data and the held-out data of a stage. Raises ValueError when the command names no data."""
     ppo = draft.kind in ("ppo", "preferences")
     flag = (draft.take("prompt_data") if ppo else None) or draft.take("dataset")
-    if flag is None or not listed(flag.words):
-        raise ValueError(f"line {draft.line} of the script: the command names no data (--{'prompt_data' if ppo else 'dataset'}); add it")
+    flag = required(draft, flag, f"data (--{'prompt_data' if ppo else 'dataset'})")
     template = _template(draft)
-    made = chain.data.get(plain(flag.words[0]))
-    if made:
-        name = "pairs" if draft.kind == "dpo" else "answers"
-        draft.translate(flag, name, made)
+    if made := chain.data.get(plain(flag.first)):
+        draft.translate(flag, "pairs" if draft.kind == "dpo" else "answers", made)
         draft.put("template", template)
         for unused in ("dataset_probs", "train_split", "max_samples"):
             draft.left.pop(unused, None)
@@ -155,49 +159,45 @@ def read_data(draft: Draft, chain: Chain) -> None:
     data: dict[str, Any] = {"sources": _sources(draft, flag, columns, "prompt" if ppo else "train")}
     if template != "chat":
         data["template"] = template
-    if (limit := draft.take("max_samples")) and limit.words:
-        try:
-            if count(limit.words) < NO_LIMIT:
-                data["max_samples"] = count(limit.words)
-            draft.note("translated", limit.shown, "max_samples of the data")
-        except ValueError as error:
-            draft.note("dropped", limit.shown, str(error))
+    if most := draft.read(limit := draft.take("max_samples"), count):
+        if most < NO_LIMIT:
+            data["max_samples"] = most
+        draft.note("translated", limit, "max_samples of the data")
     name = "prompts" if ppo else "data"
     draft.put(name, data)
-    draft.note("translated", flag.shown, f"{name}.sources")
+    draft.note("translated", flag, f"{name}.sources")
     _held_out(draft, columns, template)
 
 
 def _sources(draft: Draft, flag: Flag, columns: dict[str, str], kind: str) -> list[dict[str, Any]]:
     paths = listed(flag.words)
     given = draft.take("prompt_data_probs" if kind == "prompt" else "dataset_probs")
-    shares = [1 / len(paths)] * len(paths)
-    if given:
-        try:
-            weights = [number((word,)) for word in listed(given.words)]
-            if len(weights) != len(paths) or sum(weights) <= 0 or min(weights) < 0:
-                raise ValueError(f"{len(weights)} shares for {len(paths)} data sets")
-            shares = [share / sum(weights) for share in weights]
-            draft.note(
-                "translated" if abs(sum(weights) - 1) < 1e-6 else "approximated", given.shown, "probability of each source; they sum to 1"
-            )
-        except ValueError as error:
-            draft.note("dropped", given.shown, f"{error}; the data sets have equal shares")
+
+    def weights_of(words: Words) -> list[float]:
+        weights = [number((word,)) for word in listed(words)]
+        if len(weights) != len(paths) or sum(weights) <= 0 or min(weights) < 0:
+            raise ValueError(f"{len(weights)} shares for {len(paths)} data sets")
+        return weights
+
+    weights = draft.read(given, weights_of, "the data sets have equal shares")
+    if weights:
+        sums_to_1 = abs(sum(weights) - 1) < 1e-6
+        draft.note("translated" if sums_to_1 else "approximated", given, "probability of each source; they sum to 1")
+    weights = weights or [1.0] * len(paths)
     split = draft.take("prompt_split" if kind == "prompt" else "train_split")
-    if split:
-        draft.note("translated", split.shown, "split of the sources")
+    draft.note("translated", split, "split of the sources")
     sources: list[dict[str, Any]] = []
-    for path, share in zip(paths, shares, strict=True):
+    for path, weight in zip(paths, weights, strict=True):
         name, at, folder = path.partition("@")
         if at:
-            draft.note("approximated", flag.shown, f"the folder {folder} of {name} is not selected: give its files, or another data set id")
+            draft.note("approximated", flag, f"the folder {folder} of {name} is not selected: give its files, or another data set id")
         if is_unknown(path):
-            draft.note("approximated", flag.shown, "the value of this variable is not in the script: write the data set there")
+            draft.note("approximated", flag, "the value of this variable is not in the script: write the data set there")
         source: dict[str, Any] = {"path": name, **columns}
-        if split and split.words and split.words[0] != "train":
-            source["split"] = split.words[0]
+        if split and split.first not in ("", "train"):
+            source["split"] = split.first
         if len(paths) > 1:
-            source["probability"] = round(share, 10)
+            source["probability"] = round(weight / sum(weights), 10)
         sources.append(source)
     if len(sources) > 1:  # the sum must be 1 after rounding
         sources[-1]["probability"] = round(1 - sum(source["probability"] for source in sources[:-1]), 10)
@@ -213,7 +213,7 @@ def _columns(draft: Draft, template: str) -> dict[str, str]:
             wanted = {"input_key": "messages_key"} if chat else {"input_key": "prompt_key", "output_key": "response_key"}
             if chat and "input_key" in draft.left and "multiturn" not in draft.left:
                 text = "messages_key; every assistant message of a conversation is learned, not only the last"
-                draft.note("approximated", draft.left["input_key"].shown, text)
+                draft.note("approximated", draft.left["input_key"], text)
         case "kto":
             wanted = {"input_key": "prompt_key", "output_key": "response_key", "label_key": "label_key"}
         case "ppo" | "preferences":
@@ -223,51 +223,46 @@ def _columns(draft: Draft, template: str) -> dict[str, str]:
     columns: dict[str, str] = {}
     if margin := draft.take("margin_loss"):
         columns["margin_key"] = "margin"
-        draft.note("translated", margin.shown, "margin_key of the data: margin")
+        draft.note("translated", margin, "margin_key of the data: margin")
     for flag, column in wanted.items():
-        if (given := draft.take(flag)) and given.words and given.words[0].lower() != "none":
-            columns[column] = given.words[0]
+        if (given := draft.take(flag)) and given.first.lower() not in ("", "none"):
+            columns[column] = given.first
             if not any(note.flag == given.shown for note in draft.notes):
-                draft.note("translated", given.shown, f"{column} of the data")
+                draft.note("translated", given, f"{column} of the data")
     return {"format": "columns", **columns} if columns else {}
 
 
 def _template(draft: Draft) -> str:
     chat, given = draft.take("apply_chat_template"), draft.take("input_template")
     if chat:
-        draft.note("translated", chat.shown, "template: chat")
-        if given:
-            draft.note("dropped", given.shown, "--apply_chat_template is used")
+        draft.note("translated", chat, "template: chat")
+        draft.note("dropped", given, "--apply_chat_template is used")
         return "chat"
-    if given and given.words and given.words[0].lower() != "none":
-        template = given.words[0].replace("\\n", "\n")
+    if given and given.words and given.first.lower() != "none":
+        template = given.first.replace("\\n", "\n")
         if template.count("{}") == 1:
-            draft.note("translated", given.shown, "template")
+            draft.note("translated", given, "template")
             return template
-        draft.note("approximated", given.shown, "template: '{}', as this one has not exactly one {}")
+        draft.note("approximated", given, "template: '{}', as this one has not exactly one {}")
         return "{}"
     if draft.dialect == "flat":
-        draft.note(
-            "approximated",
-            "(no --apply_chat_template)",
-            "template: 'Human: {}\\nAssistant: ', the default of older releases; later ones '{}'",
-        )
+        text = "template: 'Human: {}\\nAssistant: ', the default of older releases; later ones '{}'"
+        draft.note("approximated", "(no --apply_chat_template)", text)
     return PLAIN[draft.dialect]
 
 
 def _held_out(draft: Draft, columns: dict[str, str], template: str) -> None:
     flag, split = draft.take("eval_dataset"), draft.take("eval_split")
-    if flag and flag.words and draft.has("eval_data"):
-        where = {"split": split.words[0]} if split and split.words else {}
-        data: dict[str, Any] = {"sources": [{"path": path, **columns, **where} for path in listed(flag.words)]}
-        for source in data["sources"]:
-            if len(data["sources"]) > 1:
-                source["probability"] = 1 / len(data["sources"])
+    if not draft.has("eval_data"):
+        draft.note("dropped", flag, "an `evaluation` stage after training judges answers; add one")
+        draft.note("dropped", None if flag else split, "an `evaluation` stage after training judges answers")
+    elif flag and flag.words:
+        paths = listed(flag.words)
+        extra: dict[str, Any] = {"split": split.first} if split and split.words else {}
+        extra |= {"probability": 1 / len(paths)} if len(paths) > 1 else {}
+        data = {"sources": [{"path": path, **columns, **extra} for path in paths]}
         draft.put("eval_data", data | ({"template": template} if template != "chat" else {}))
-        draft.note("translated", flag.shown, "eval_data")
-    elif flag:
-        draft.note("dropped", flag.shown, "an `evaluation` stage after training judges answers; add one")
-    elif split and draft.has("eval_data"):
-        draft.note("dropped", split.shown, "without a held-out data set nothing is evaluated in training: set eval_data")
-    elif split:
-        draft.note("dropped", split.shown, "an `evaluation` stage after training judges answers")
+        draft.note("translated", flag, "eval_data")
+    else:
+        text = "without a held-out data set nothing is evaluated in training: set eval_data"
+        draft.note("dropped", flag or split, text)

@@ -1,14 +1,18 @@
-"""Finds the training commands of a script, with their stage kind, flags and GPUs.
+"""Finds the training commands of a script or of Kubernetes YAML, with their stage kind, flags and GPUs.
 
-Also inside of `python -m`, `torchrun`, `torch.distributed.launch`, `deepspeed`, `ray job submit`, `srun`, `bash -c` and `eval`.
+Scripts in YAML are those of ConfigMaps, of containers of any resource, and the entrypoint of a RayJob. Commands are also found inside of
+`python -m`, `torchrun`, `torch.distributed.launch`, `deepspeed`, `ray job submit`, `srun`, `bash -c` and `eval`.
 """
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from rlhf_core.migrate.shell import Remark, Script, read_script
+import yaml
+
+from rlhf_core.migrate.shell import Command, Remark, Script, read_script
 from rlhf_core.migrate.variables import Variables
 
 # The module or file that a command starts, and the stage kind it trains.
@@ -44,23 +48,28 @@ class Found(NamedTuple):
     remarks: list[Remark]
 
 
+def launches_of(text: str) -> Found:
+    """Returns the training commands of a file, in order. Raises ValueError for wrong YAML, or an unclosed quote or bracket."""
+    variables = Variables()
+    scripts = scripts_of(text, variables) if is_manifest(text) else [read_script(text, variables)]
+    found = [launches_in(script, variables) for script in scripts]
+    return Found([launch for one in found for launch in one.launches], [remark for one in found for remark in one.remarks])
+
+
 def launches_in(script: Script, variables: Variables, depth: int = 0) -> Found:
     """Returns the training commands of a script, in order. `depth`: of scripts inside scripts."""
     found = Found([], list(script.remarks))
     for words, line in script.commands:
         inner = _inner_script(words) if depth < MAX_DEPTH else None
+        place = _program(words)
+        name = _name(words[place]) if place is not None else ""
         if inner is not None:
             more = launches_in(read_script(inner, variables, line), variables, depth + 1)
             found.launches.extend(more.launches)
             found.remarks.extend(more.remarks)
-            continue
-        place = _program(words)
-        if place is None:
-            continue
-        name = _name(words[place])
-        if name in PROGRAMS:
+        elif place is not None and name in PROGRAMS:
             found.launches.append(Launch(PROGRAMS[name], flags_of(words[place + 1 :]), line, _gpus(words[:place])))
-        else:
+        elif name:
             found.remarks.append(Remark(line, f"{name} has no counterpart here: the command is left out"))
     return found
 
@@ -70,13 +79,11 @@ def flags_of(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     flags: dict[str, tuple[str, ...]] = {}
     name = ""
     for word in words:
-        if word in ("\\", ""):
-            if not (word == "" and name):
-                continue
+        if word == "\\" or not (word or name):
+            continue
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
-            head, dot, tail = name.replace("-", "_").rpartition(".")
-            name = head + dot + tail
+            name = name.replace("-", "_")
             flags[name] = (value,) if equals else ()
         elif name:
             flags[name] = (*flags[name], word)
@@ -92,7 +99,7 @@ def _inner_script(words: tuple[str, ...]) -> str | None:
             for option, text in zip(words[at + 1 :], words[at + 2 :], strict=False):
                 if re.fullmatch(r"-[a-z]*c", option):
                     return text
-                if not option.startswith("-") and option not in ("pipefail",):
+                if not option.startswith("-") and option != "pipefail":
                     break
     return None
 
@@ -104,11 +111,13 @@ def _name(word: str) -> str:
 
 def _program(words: tuple[str, ...]) -> int | None:
     """Returns the index of the program among the words of a training command; None for other commands."""
+    started = False
     for at, word in enumerate(words):
-        if word.startswith("--") and at and not any(STARTERS.fullmatch(w) for w in words[: at + 1]) and "submit" not in words[:at]:
-            return None
-        if _name(word) in PROGRAMS.keys() | NOT_OURS and (at == 0 or any(STARTERS.fullmatch(before) for before in words[:at])):
+        if _name(word) in PROGRAMS.keys() | NOT_OURS and (at == 0 or started):
             return at
+        started = started or STARTERS.fullmatch(word) is not None
+        if word.startswith("--") and at and not started and "submit" not in words[:at]:
+            return None
     return None
 
 
@@ -125,3 +134,67 @@ def _gpus(words: tuple[str, ...]) -> tuple[int | None, int | None]:
         devices = include[0].rpartition(":")[2]  # localhost:0,1,2
         per_node = len(devices.split(",")) if re.fullmatch(r"\d+(,\d+)*", devices) else None
     return number("nnodes", "num_nodes", "num_machines"), per_node
+
+
+def is_manifest(text: str) -> bool:
+    """Returns whether a file is Kubernetes YAML, not a shell script, which may contain some in a heredoc."""
+    first = next((line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(("#", "---"))), "")
+    return re.match(r"[A-Za-z]+:(\s|$)", first) is not None and re.search(r"^apiVersion:\s", text, re.M) is not None
+
+
+def scripts_of(text: str, variables: Variables) -> list[Script]:
+    """Returns the scripts of a manifest, and sets the plain `env` of its containers in `variables`. Raises ValueError for wrong YAML."""
+    try:
+        documents = [document for document in yaml.safe_load_all(text) if isinstance(document, dict)]
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise ValueError(
+            f"the manifest is not plain YAML ({getattr(error, 'problem', error)},{where}): render its templates first"
+        ) from None
+    for container in _containers(documents):
+        for entry in _listed(container.get("env")):
+            if isinstance(entry, dict) and isinstance(entry.get("value"), str):
+                variables.values[str(entry.get("name"))] = entry["value"]
+    return [script for document in documents for script in _scripts_in(document, text, variables)]
+
+
+def _scripts_in(document: dict[str, Any], text: str, variables: Variables) -> Iterator[Script]:
+    if document.get("kind") == "ConfigMap":
+        for body in (document.get("data") or {}).values():
+            if isinstance(body, str) and "--" in body:
+                yield read_script(body, variables, _line(text, body))
+    spec = document.get("spec")
+    entrypoint = spec.get("entrypoint") if isinstance(spec, dict) else None
+    if isinstance(entrypoint, str):
+        joined = re.sub(r"[ \t]*\\?\n[ \t]*(?=--)", " ", entrypoint)  # written over several lines, with or without backslashes
+        yield read_script(joined, variables, _line(text, entrypoint))
+    for container in _containers(document):
+        words = [str(word) for key in ("command", "args") for word in _listed(container.get(key))]
+        words = [re.sub(r"\$\((\w+)\)", lambda m: variables.text(m[1]) or m[0], word) for word in words]
+        if words:
+            yield Script([Command(tuple(words), _line(text, max(words, key=len)))])
+
+
+def _containers(node: Any) -> Iterator[dict[str, Any]]:
+    """Yields every container, at any depth of a resource."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key in ("containers", "initContainers") and isinstance(value, list):
+                yield from (container for container in value if isinstance(container, dict))
+            else:
+                yield from _containers(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _containers(value)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _line(text: str, body: str) -> int:
+    """Returns the line of the manifest on which a text in it begins."""
+    first = next((line.strip() for line in body.splitlines() if line.strip()), "")
+    at = text.find(first)
+    return text.count("\n", 0, at) + 1 if at >= 0 and first else 1

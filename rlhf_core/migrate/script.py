@@ -11,11 +11,9 @@ from pydantic import ValidationError
 
 from rlhf_core.config import Recipe
 from rlhf_core.migrate.draft import Note
-from rlhf_core.migrate.launches import PROGRAMS, Found, launches_in
-from rlhf_core.migrate.manifests import is_manifest, scripts_of
-from rlhf_core.migrate.shell import Remark, read_script
+from rlhf_core.migrate.launches import PROGRAMS, launches_of
+from rlhf_core.migrate.shell import Remark
 from rlhf_core.migrate.stages import stages_of
-from rlhf_core.migrate.variables import Variables
 from rlhf_core.recipe.load import recipe_of
 from rlhf_core.recipe.plan import plan
 
@@ -49,7 +47,7 @@ def migrate(path: Path, gpus: int = 8) -> Migrated:
     except UnicodeDecodeError:
         raise ValueError(f"script {path} is not a text file; give the path of a shell script or a Kubernetes manifest") from None
     try:
-        found = _launches(text)
+        found = launches_of(text)
         if not found.launches:
             raise ValueError(
                 f"there is no training command in it (one that starts {', '.join(PROGRAMS)}); give the script that launches the training"
@@ -62,13 +60,6 @@ def migrate(path: Path, gpus: int = 8) -> Migrated:
     except ValueError as error:
         raise ValueError(f"script {path}: {error}") from None
     return Migrated(recipe, _text(path, raw, notes, found.remarks), tuple(notes), tuple(found.remarks))
-
-
-def _launches(text: str) -> Found:
-    variables = Variables()
-    scripts = scripts_of(text, variables) if is_manifest(text) else [read_script(text, variables)]
-    found = [launches_in(script, variables) for script in scripts]
-    return Found([launch for one in found for launch in one.launches], [remark for one in found for remark in one.remarks])
 
 
 def _recipe_name(path: Path) -> str:

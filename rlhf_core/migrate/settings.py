@@ -5,24 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_core.migrate.draft import Draft, Flag
-from rlhf_core.migrate.flags import count, listed, number, pair, whole
+from rlhf_core.migrate.values import count, listed, number, pair, whole
 
-# Defaults of the two dialects; those that differ from ours are written to the recipe.
-DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
-    "flat": {
-        "sft": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512},
-        "reward_model": {"zero_stage": 2, "learning_rate": 9e-6, "max_len": 512},
-        "dpo": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512, "beta": 0.1},
-        "kto": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512, "beta": 0.01},
-        "ppo": {"zero_stage": 2, "init_kl_coef": 0.02, "rollout_batch_size": 512, "lambd": 0.95, "value_clip": 0.2},
-    },
-    "dotted": {
-        "sft": {"zero_stage": 2, "learning_rate": 5e-6, "max_len": 2048},
-        "reward_model": {"zero_stage": 2, "learning_rate": 9e-6, "max_len": 512},
-        "dpo": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512, "beta": 0.1},
-        "kto": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512, "beta": 0.01},
-        "ppo": {"zero_stage": 2, "init_kl_coef": 0.01, "rollout_batch_size": 1024, "lambd": 1.0, "value_clip": 0.5},
-    },
+# The dialects' defaults; those that differ from ours are written to the recipe. The dotted dialect changed some.
+DEFAULTS: dict[str, dict[str, float]] = {
+    "sft": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512},
+    "reward_model": {"zero_stage": 2, "learning_rate": 9e-6, "max_len": 512},
+    "dpo": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512, "beta": 0.1},
+    "kto": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512, "beta": 0.01},
+    "ppo": {"zero_stage": 2, "init_kl_coef": 0.02, "rollout_batch_size": 512, "lambd": 0.95, "value_clip": 0.2},
+}
+DOTTED_DEFAULTS: dict[str, dict[str, float]] = {
+    "sft": {"learning_rate": 5e-6, "max_len": 2048},
+    "ppo": {"init_kl_coef": 0.01, "rollout_batch_size": 1024, "lambd": 1.0, "value_clip": 0.5},
 }
 SCHEDULES = {"cosine_with_min_lr": None, "constant": 1.0, "constant_with_warmup": 1.0, "cosine": 0.0}  # min_lr_ratio of our cosine
 TOTAL_LENGTH = 2048  # default of --data.max_len in PPO: prompt and answer together
@@ -34,9 +29,8 @@ def read_precision(draft: Draft) -> None:
     if bf16:
         draft.translate(bf16, "dtype", "bfloat16")
     if dtype:
-        same = dtype.words[:1] in (("bf16",), ("fp32",))
-        value = "float32" if dtype.words[:1] == ("fp32",) else "bfloat16"
-        draft.translate(dtype, "dtype", value, "" if same else "bfloat16, the only half precision")
+        how = "" if dtype.first in ("bf16", "fp32") else "bfloat16, the only half precision"
+        draft.translate(dtype, "dtype", "float32" if dtype.first == "fp32" else "bfloat16", how)
     elif not bf16 and draft.dialect == "dotted":
         draft.put("dtype", "bfloat16")
         draft.note("translated", "(no --ds.param_dtype)", "dtype: bfloat16, the dialect's default")
@@ -45,34 +39,24 @@ def read_precision(draft: Draft) -> None:
 def read_adapters(draft: Draft) -> None:
     """Reads LoRA's flags, and 4-bit base weights."""
     rank, alpha, targets, four = (draft.take(flag) for flag in ("lora_rank", "lora_alpha", "target_modules", "load_in_4bit"))
-    if dropout := draft.take("lora_dropout"):
-        if dropout.words[:1] not in (("0",), ("0.0",)):
-            draft.note("dropped", dropout.shown, "adapters have no dropout")
-    used = 0
-    if rank:
-        try:
-            used = max(0, whole(rank.words))
-        except ValueError as error:
-            draft.note("dropped", rank.shown, str(error))
-    if not used:
+    if (dropout := draft.take("lora_dropout")) and dropout.first not in ("0", "0.0"):
+        draft.note("dropped", dropout, "adapters have no dropout")
+    lora: dict[str, Any] = {"rank": max(0, draft.read(rank, whole) or 0), "alpha": 16.0}
+    if not lora["rank"]:
         for flag in (alpha, targets, four):
-            if flag:
-                draft.note("dropped", flag.shown, "it belongs to --lora_rank, which is not above 0")
+            draft.note("dropped", flag, "it belongs to --lora_rank, which is not above 0")
         return
-    lora: dict[str, Any] = {"rank": used, "alpha": 16.0}
-    draft.note("translated", rank.shown if rank else "", "lora.rank")
-    if alpha:
-        try:
-            lora["alpha"] = number(alpha.words)
-            draft.note("translated", alpha.shown, "lora.alpha")
-        except ValueError as error:
-            draft.note("dropped", alpha.shown, f"{error}; lora.alpha is 16")
+    draft.note("translated", rank, "lora.rank")
+    value = draft.read(alpha, number, "lora.alpha is 16")
+    if value is not None:
+        lora["alpha"] = value
+        draft.note("translated", alpha, "lora.alpha")
     if targets and (names := listed(targets.words)):
         lora["targets"] = "all-linear" if "all-linear" in names else names
-        draft.note("translated", targets.shown, "lora.targets")
+        draft.note("translated", targets, "lora.targets")
     if four:
         lora["quantize"] = "nf4"
-        draft.note("translated", four.shown, "lora.quantize: nf4")
+        draft.note("translated", four, "lora.quantize: nf4")
         if draft.get("zero_stage") == 3:
             draft.put("zero_stage", 2)
             draft.note("approximated", "--zero_stage 3", "zero_stage: 2, as 4-bit weights cannot be sharded")
@@ -82,59 +66,42 @@ def read_adapters(draft: Draft) -> None:
 def read_schedule(draft: Draft) -> None:
     """Reads --lr_scheduler; ours is a linear warm-up and a cosine to min_lr_ratio."""
     if flag := draft.take("lr_scheduler"):
-        name = flag.words[0] if flag.words else ""
-        ratio = SCHEDULES.get(name)
-        if name not in SCHEDULES:
-            draft.note("dropped", flag.shown, "the schedule is a linear warm-up and a cosine")
-        elif ratio is None:
-            draft.note("translated", flag.shown, "the schedule of every stage")
-        else:
+        ratio = SCHEDULES.get(flag.first)
+        if ratio is not None:
             draft.translate(flag, "min_lr_ratio", ratio)
+        elif flag.first in SCHEDULES:
+            draft.note("translated", flag, "the schedule of every stage")
+        else:
+            draft.note("dropped", flag, "the schedule is a linear warm-up and a cosine")
 
 
 def read_token_limits(draft: Draft) -> None:
     """Reads limits of passes in tokens instead of rows."""
     dynamic = draft.take("use_dynamic_batch")
-    limits = {"train_max_tokens_per_gpu": "micro_train_tokens", "rollout_max_tokens_per_gpu": "micro_rollout_tokens"}
-    given = {name: draft.take(flag) for flag, name in limits.items()}
-    if dynamic:
-        draft.note("translated", dynamic.shown, "micro_train_tokens")
-        if not given["micro_train_tokens"]:
-            given["micro_train_tokens"] = Flag("(no --train_max_tokens_per_gpu)", ("16192",))
-    for name, flag in given.items():
-        if flag and not dynamic:
-            draft.note("dropped", flag.shown, "it belongs to --use_dynamic_batch")
-        elif flag and not draft.has(name):
-            draft.note("dropped", flag.shown, f"a {draft.kind} stage has no {name}")
-        elif flag:
-            try:
-                draft.translate(flag, name, count(flag.words))
-            except ValueError as error:
-                draft.note("dropped", flag.shown, str(error))
-
-
-def read_preference(draft: Draft) -> None:
-    """Reads --ipo."""
-    if flag := draft.take("ipo"):
-        draft.translate(flag, "loss", "ipo")
+    draft.note("translated", dynamic, "micro_train_tokens")
+    for name, default in (("train", Flag("(no --train_max_tokens_per_gpu)", ("16192",)) if dynamic else None), ("rollout", None)):
+        flag, limit = draft.take(f"{name}_max_tokens_per_gpu") or default, f"micro_{name}_tokens"
+        if not dynamic or not draft.has(limit):
+            draft.note("dropped", flag, f"a {draft.kind} stage has no {limit}" if dynamic else "it belongs to --use_dynamic_batch")
+        elif value := draft.read(flag, count):
+            draft.translate(flag, limit, value)
 
 
 def read_ppo(draft: Draft) -> None:
     """Reads PPO's lengths, clips, KL, importance weights and offloads."""
     _lengths(draft)
-    _try(draft, "eps_clip_low_high", ("eps_clip_low", "eps_clip_high"))
-    if flag := draft.take("reward_clip_range"):
-        try:
-            low, high = pair(flag.words)
-            clip = max(abs(low), abs(high))
-            draft.translate(flag, "reward_clip", clip, "" if -low == high else f"the same on both sides, {clip:g}")
-        except ValueError as error:
-            draft.note("dropped", flag.shown, str(error))
+    if clips := draft.read(flag := draft.take("eps_clip_low_high"), pair):
+        draft.put("eps_clip_low", clips[0])
+        draft.put("eps_clip_high", clips[1])
+        draft.note("translated", flag, "eps_clip_low and eps_clip_high")
+    if clips := draft.read(flag := draft.take("reward_clip_range"), pair):
+        clip = max(map(abs, clips))
+        draft.translate(flag, "reward_clip", clip, "" if -clips[0] == clips[1] else f"the same on both sides, {clip:g}")
     if flag := draft.take("use_kl_loss"):
         draft.translate(flag, "kl_in", "loss")
         if draft.get("kl_estimator") == "k1":
             draft.put("kl_estimator", "k2")
-            draft.note("approximated", flag.shown, "kl_estimator: k2, as k1 has no gradient as a loss")
+            draft.note("approximated", flag, "kl_estimator: k2, as k1 has no gradient as a loss")
     _importance(draft)
     offload = [flag for flag in (draft.take("ref_offload"), draft.take("reward_offload")) if flag]
     for flag in offload:
@@ -142,23 +109,20 @@ def read_ppo(draft: Draft) -> None:
 
 
 def _lengths(draft: Draft) -> None:
-    total = draft.take("max_len")
+    total, given = draft.take("max_len"), draft.left.get("generate_max_len")
     if draft.dialect == "flat":
-        if total:
-            draft.note("dropped", total.shown, "prompt_max_len and generate_max_len are used")
+        draft.note("dropped", total, "prompt_max_len and generate_max_len are used")
         return
+    shown = total or f"(no --data.max_len, {TOTAL_LENGTH})"
     try:
         longest = count(total.words) if total else TOTAL_LENGTH
-        answer = count(draft.left["generate_max_len"].words) if "generate_max_len" in draft.left else longest // 2
+        answer = count(given.words) if given else longest // 2
     except ValueError as error:
-        draft.note("dropped", total.shown if total else "--rollout.max_new_tokens", f"{error}; lengths keep their defaults")
+        draft.note("dropped", total or "--rollout.max_new_tokens", f"{error}; lengths keep their defaults")
         return
     answer = min(answer, max(1, longest - 1))
-    shown = total.shown if total else f"(no --data.max_len, {TOTAL_LENGTH})"
-    if "generate_max_len" in draft.left:
-        draft.translate(draft.left.pop("generate_max_len"), "generate_max_len", answer)
-    else:
-        draft.put("generate_max_len", answer)
+    draft.translate(draft.take("generate_max_len"), "generate_max_len", answer)
+    if not given:
         draft.note("approximated", shown, f"generate_max_len: {answer}, half of the whole length")
     draft.put("prompt_max_len", max(1, longest - answer))
     draft.note("approximated", shown, f"prompt_max_len: {max(1, longest - answer)}, what the answer leaves of the whole length")
@@ -171,40 +135,27 @@ def _importance(draft: Draft) -> None:
         draft.put("sampler_is", "off")
         draft.note("translated", "(no importance weights)", "sampler_is: off; alignflow's own default is truncate")
         for flag in (kind, threshold):
-            if flag:
-                draft.note("dropped", flag.shown, "importance weights are not switched on")
+            draft.note("dropped", flag, "importance weights are not switched on")
         return
-    try:
-        values = [number((word,)) for word in threshold.words] if threshold else [2.0] if draft.dialect == "flat" else [0.5, 5.0]
-    except ValueError as error:
-        values = [2.0]
-        draft.note("dropped", threshold.shown if threshold else "", str(error))
-    filters = kind is not None and kind.words[:1] != ("tis",)
+    values = draft.read(threshold, lambda words: [number((word,)) for word in words])
+    if values is None:
+        values = [0.5, 5.0] if draft.dialect == "dotted" and not threshold else [2.0]
+    filters = kind is not None and kind.first != "tis"
+    clamped = len(values) == 2 and 0 < values[0] <= 1 <= values[1]
     how = "weights are clamped, none is filtered out" if filters else ""
-    if len(values) == 2 and 0 < values[0] <= 1 <= values[1]:
-        draft.translate(on, "sampler_is", "clamp", how)
+    draft.translate(on, "sampler_is", "clamp" if clamped else "truncate", how)
+    if clamped:
         draft.put("sampler_is_clamp", values)
     else:
-        draft.translate(on, "sampler_is", "truncate", how)
         draft.put("sampler_is_cap", max(values))
-    for flag in (kind, threshold):
-        if flag:
-            draft.note("approximated" if filters and flag is kind else "translated", flag.shown, f"sampler_is: {draft.get('sampler_is')}")
-
-
-def _try(draft: Draft, flag: str, names: tuple[str, str]) -> None:
-    if given := draft.take(flag):
-        try:
-            for name, value in zip(names, pair(given.words), strict=True):
-                draft.put(name, value)
-            draft.note("translated", given.shown, " and ".join(names))
-        except ValueError as error:
-            draft.note("dropped", given.shown, str(error))
+    draft.note("approximated" if filters else "translated", kind, f"sampler_is: {draft.get('sampler_is')}")
+    draft.note("translated", threshold, f"sampler_is: {draft.get('sampler_is')}")
 
 
 def put_defaults(draft: Draft) -> None:
     """Sets the dialect's defaults that differ from ours for fields that the script does not set."""
-    for name, value in DEFAULTS[draft.dialect].get(draft.kind, {}).items():
+    changed = DOTTED_DEFAULTS.get(draft.kind, {}) if draft.dialect == "dotted" else {}
+    for name, value in (DEFAULTS[draft.kind] | changed).items():
         if name not in draft.fields and draft.default(name) != value:
             draft.put(name, value)
             draft.note("translated", f"(no flag for {name})", f"{name}: {value:g}, the dialect's default")

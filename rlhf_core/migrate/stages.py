@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rlhf_core.migrate.draft import Draft, Flag, Note, draft_of
-from rlhf_core.migrate.flags import count, whole
 from rlhf_core.migrate.groups import fit, read_async, read_groups, read_ranks
-from rlhf_core.migrate.inputs import Chain, model_of, plain, read_data, read_models
+from rlhf_core.migrate.inputs import Chain, model_of, plain, read_data, read_models, required
 from rlhf_core.migrate.launches import Launch
 from rlhf_core.migrate.settings import (
     put_defaults,
     read_adapters,
     read_ppo,
     read_precision,
-    read_preference,
     read_schedule,
     read_token_limits,
 )
+from rlhf_core.migrate.values import count, off_or_number, one_of
 
 
 class Stages(NamedTuple):
@@ -69,8 +68,8 @@ def _read_training(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> Non
     if draft.kind == "ppo":
         draft.read_fields(("advantage_estimator", "freezing_actor_steps", "kl_estimator"))
         read_ppo(draft)
-    else:
-        read_preference(draft)
+    elif flag := draft.take("ipo"):
+        draft.translate(flag, "loss", "ipo")
     read_models(draft, chain)
     read_data(draft, chain)
     if draft.kind == "ppo":
@@ -84,35 +83,18 @@ def _read_training(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> Non
     read_adapters(draft)
     fit(draft)
     if output and output.words:
-        chain.models[plain(output.words[0])] = draft.name
+        chain.models[plain(output.first)] = draft.name
         text = f"the model is in the run directory of stage {draft.name}; a `publication` stage copies it"
-        draft.note("approximated", output.shown, text)
-
-
-def _read_sampling(draft: Draft, scorings: list[Draft], chain: Chain) -> list[Note]:
-    """Reads a sampling command, and removes the scoring command of its output from `scorings`. Returns the notes about that one."""
-    written = draft.left.get("output_path")
-    place = plain(written.words[0]) if written and written.words else ""
-    mine = next((s for s in scorings if (d := s.left.get("dataset")) and d.words and plain(d.words[0]) == place), None)
-    preferences(draft, mine, chain)
-    draft.read_fields()
-    if mine is None:
-        return []
-    scorings.remove(mine)
-    mine.name = draft.name
-    mine.drop_rest()
-    return mine.notes
+        draft.note("approximated", output, text)
 
 
 def _read_seed(draft: Draft, seeds: list[int]) -> None:
-    if seed := draft.take("seed"):
-        try:
-            seeds.append(max(0, whole(seed.words)))
-            same = seeds[-1] == seeds[0]
-            text = "seed of the recipe" if same else f"a recipe has one seed: {seeds[0]}"
-            draft.note("translated" if same else "approximated", seed.shown, text)
-        except ValueError as error:
-            draft.note("dropped", seed.shown, str(error))
+    value = draft.read(seed := draft.take("seed"), off_or_number)
+    if value is not None:
+        seeds.append(value)
+        same = value == seeds[0]
+        text = "seed of the recipe" if same else f"a recipe has one seed: {seeds[0]}"
+        draft.note("translated" if same else "approximated", seed, text)
 
 
 POST_PROCESSORS = {"rs": "rejection_sampling", "csft": "conditional_sft", "iter_dpo": "dpo"}
@@ -121,65 +103,57 @@ POST_PROCESSORS = {"rs": "rejection_sampling", "csft": "conditional_sft", "iter_
 def task_of(draft: Draft) -> str:
     """Returns the value of --eval_task, or ''."""
     flag = draft.left.get("eval_task")
-    return flag.words[0] if flag and flag.words else ""
+    return flag.first if flag else ""
 
 
-def preferences(draft: Draft, scoring: Draft | None, chain: Chain) -> None:
-    """Reads a sampling command, and the scoring command that reads its output. Raises ValueError when there is no scoring or model."""
+def _read_sampling(draft: Draft, scorings: list[Draft], chain: Chain) -> list[Note]:
+    """Reads a sampling command, and the scoring command that reads its output, which is removed from `scorings`.
+
+    Returns the notes about the scoring command. Raises ValueError when there is no scoring command, model or data.
+    """
+    output = draft.take("output_path")
+    place = plain(output.first) if output else ""
+    scoring = next((s for s in scorings if (data := s.left.get("dataset")) and data.words and plain(data.first) == place), None)
     if scoring is None:
         raise ValueError(
             f"line {draft.line} of the script: answers are sampled but no command scores them (batch_inference --eval_task rm); "
             "add it to the script, or write a preferences stage by hand"
         )
-    draft.take("eval_task")
-    flag = draft.take("pretrain")
-    if flag is None or not flag.words:
-        raise ValueError(f"line {draft.line} of the script: the command names no model (--pretrain); add it")
+    scorings.remove(scoring)
     scoring.name = draft.name
-    model_of(draft, flag, flag.words[0], "policy", chain)
+    model_of(draft, required(draft, draft.take("pretrain"), "model (--pretrain)"), "policy", chain)
     read_data(draft, chain)
-    output = draft.take("output_path")
     reward, processor = scoring.take("pretrain"), scoring.take("post_processor")
     if reward and reward.words:
-        draft.put("reward", chain.reward(reward.words[0]))
-        scoring.note("translated", reward.shown, f"reward: {chain.reward(reward.words[0])}")
-    name = processor.words[0] if processor and processor.words else ""
-    if name in POST_PROCESSORS and processor:
-        draft.put("post_processor", POST_PROCESSORS[name])
-        scoring.note("translated", processor.shown, f"post_processor: {POST_PROCESSORS[name]}")
-    elif processor:
-        scoring.note("dropped", processor.shown, f"only {', '.join(POST_PROCESSORS)} are known; post_processor keeps its default, dpo")
+        draft.put("reward", chain.reward(reward.first))
+        scoring.note("translated", reward, f"reward: {draft.get('reward')}")
+    if name := scoring.read(processor, one_of(**POST_PROCESSORS), "post_processor keeps its default, dpo"):
+        draft.put("post_processor", name)
+        scoring.note("translated", processor, f"post_processor: {name}")
     best = draft.take("best_of_n")
     _put(draft, best, "n_samples_per_prompt", 1)
     _put(draft, draft.take("rollout_batch_size"), "num_prompts", 2048)
     _put(draft, scoring.take("micro_batch_size") or draft.take("micro_batch_size"), "micro_rollout_batch_size", 8)
     if draft.get("n_samples_per_prompt") < 2 and draft.get("post_processor") != "conditional_sft":
         draft.put("n_samples_per_prompt", 2)
-        draft.note("approximated", best.shown if best else "(no --best_of_n)", "n_samples_per_prompt: 2, the fewest that can be compared")
+        draft.note("approximated", best or "(no --best_of_n)", "n_samples_per_prompt: 2, the fewest that can be compared")
     draft.put("vllm.gpus", 1.0)
     if greedy := draft.take("greedy_sampling"):
         draft.translate(greedy, "temperature", 0.0)
-    written = scoring.take("output_path")
-    for place in (output, written):
-        if place and place.words:
-            chain.data[plain(place.words[0])] = draft.name
-            draft.note("translated", place.shown, f"the data of stages that name {draft.name}")
-    draft.note(
-        "approximated",
-        "(the loop around it)",
-        "one round; a stage `iterative_dpo` or `iterative` repeats rounds, see docs/reference/algorithms.md",
-    )
-    scoring.take("eval_task")
-    for name in ("dataset", "dataset_probs"):
-        scoring.take(name)
+    for written in (output, scoring.take("output_path")):
+        if written and written.words:
+            chain.data[plain(written.first)] = draft.name
+            draft.note("translated", written, f"the data of stages that name {draft.name}")
+    text = "one round; a stage `iterative_dpo` or `iterative` repeats rounds, see docs/reference/algorithms.md"
+    draft.note("approximated", "(the loop around it)", text)
+    draft.read_fields()
+    for unused in ("eval_task", "dataset", "dataset_probs"):
+        scoring.take(unused)
+    draft.take("eval_task")
+    scoring.drop_rest()
+    return scoring.notes
 
 
 def _put(draft: Draft, flag: Flag | None, name: str, default: int) -> None:
-    try:
-        if flag:
-            draft.translate(flag, name, count(flag.words))
-        else:
-            draft.put(name, default)
-    except ValueError as error:
-        draft.put(name, default)
-        draft.note("dropped", flag.shown if flag else "", f"{error}; {name} is {default}")
+    value = draft.read(flag, count, f"{name} is {default}")
+    draft.translate(flag if value else None, name, value or default)

@@ -6,21 +6,20 @@ Variables that the script does not set, and command substitutions, stay in the t
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 NAME = re.compile(r"[A-Za-z_]\w*")
-PARAMETER = re.compile(r"(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?P<index>\[[^\]]*\])?(?P<operation>.*)", re.S)
-UNKNOWN = re.compile(r"\$[A-Za-z_({]|\$\d|`")
+PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(?:(:?)([-=+?]))?(.*)", re.S)  # name, index, :, operator, rest
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv,  # a shell divides whole numbers
-    ast.Mod: operator.mod,
+    ast.Div: lambda left, right: int(left / right),  # a shell rounds towards zero
+    ast.Mod: lambda left, right: int(math.fmod(left, right)),
 }
 
 
@@ -37,43 +36,41 @@ class Variables:
 
     def words(self, body: str) -> list[str] | None:
         """Returns the words of `NAME[@]` or `NAME[*]`; None when that is not set or `body` is something else."""
-        match = PARAMETER.fullmatch(body)
-        value = self.values.get(match["name"]) if match and match["index"] in ("[@]", "[*]") and not match["operation"] else None
+        name, bracket, index = body.partition("[")
+        value = self.values.get(name) if bracket + index in ("[@]", "[*]") else None
         return [value] if isinstance(value, str) else value
 
     def expand(self, body: str) -> str:
-        """Returns the value of `${body}`; `${body}` itself when it is not known."""
+        """Returns the value of `${body}`; `${body}` itself, or `$body`, when it is not known."""
         whole = "${" + body + "}"
         match = PARAMETER.fullmatch(body)
         if not match:
             return whole
-        name, index, operation = match["name"], match["index"], match["operation"]
-        value = self.text(name)
-        if index in ("[@]", "[*]"):
-            found = self.words(f"{name}{index}")
-            value = None if found is None else " ".join(found)
-        elif index:
-            array, place = self.values.get(name), index[1:-1]
-            value = array[int(place)] if isinstance(array, list) and place.isdigit() and int(place) < len(array) else None
-        return self._operate(name, value, operation, whole)
-
-    def _operate(self, name: str, value: str | None, operation: str, whole: str) -> str:
-        if not operation:
-            return ("$" + name if NAME.fullmatch(name) or name.isdigit() else whole) if value is None else value
-        unset = not value if operation.startswith(":") else value is None
-        match operation.lstrip(":")[:1]:
+        name, index, colon, mark, rest = match.groups()
+        value = self._value(name, index)
+        unset = not value if colon else value is None
+        match mark:
             case "-" | "=":
-                default = self.simple(operation.lstrip(":")[1:])
-                if unset and operation.lstrip(":")[0] == "=":
+                default = self.simple(rest)
+                if unset and mark == "=":
                     self.values[name] = default
                 return default if unset else value or ""
             case "+":
-                return "" if unset else self.simple(operation.lstrip(":")[1:])
+                return "" if unset else self.simple(rest)
             case "?":
                 return whole if unset else value or ""
         if value is None:
-            return whole
-        return _cut(value, operation, whole)
+            return f"${name}" if not rest and re.match(r"\w", name) else whole
+        return _cut(value, rest, whole) if rest else value
+
+    def _value(self, name: str, index: str | None) -> str | None:
+        if index is None:
+            return self.text(name)
+        if index in ("[@]", "[*]"):
+            words = self.words(name + index)
+            return None if words is None else " ".join(words)
+        array, place = self.values.get(name), index[1:-1]
+        return array[int(place)] if isinstance(array, list) and place.isdigit() and int(place) < len(array) else None
 
     def simple(self, text: str) -> str:
         """Expands `$A` and `${A...}` in the text of a default, without its quotes."""
@@ -87,34 +84,33 @@ class Variables:
         plain = NAME.sub(lambda m: self.text(m[0]) or m[0], plain)
         try:
             return str(_number(ast.parse(plain.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
             return f"$(({text}))"
 
 
 def _number(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_number(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        left, right = _number(node.left), _number(node.right)
-        if isinstance(node.op, ast.Div | ast.FloorDiv):  # a shell rounds towards zero
-            return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-        return OPERATORS[type(node.op)](left, right)
+    match node:
+        case ast.Constant(value=value) if type(value) is int:
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_number(left), _number(right))
     raise ValueError("not a whole number")
 
 
 def _cut(value: str, operation: str, whole: str) -> str:
     """Applies `#`, `##`, `%`, `%%`, which cut a beginning or an end, or `/old/new` and `//`, which replace plain text."""
-    for mark, longest in (("##", True), ("#", False), ("%%", True), ("%", False)):
-        if operation.startswith(mark):
-            pattern, ends = operation[len(mark) :], range(len(value) + 1)
-            if mark[0] == "#":
-                hits = [end for end in ends if fnmatchcase(value[:end], pattern)]
-                return value[(max if longest else min)(hits) :] if hits else value
-            hits = [start for start in ends if fnmatchcase(value[start:], pattern)]
-            return value[: (min if longest else max)(hits)] if hits else value
-    if operation.startswith("/"):
-        old, _, new = operation.lstrip("/").partition("/")
-        return value.replace(old, new, -1 if operation.startswith("//") else 1)
-    return whole
+    mark, twice = operation[0], operation[:1] == operation[1:2]
+    rest = operation[2 if twice else 1 :]
+    if mark == "/":
+        old, _, new = rest.partition("/")
+        return value.replace(old, new, -1 if twice else 1)
+    places = range(len(value) + 1)
+    if mark == "#":
+        cuts = [value[at:] for at in places if fnmatchcase(value[:at], rest)]
+    elif mark == "%":
+        cuts = [value[:at] for at in places if fnmatchcase(value[at:], rest)]
+    else:
+        return whole
+    return (min if twice else max)(cuts, key=len, default=value)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config import KINDS
 from rlhf_core.migrate.draft import find_field
-from rlhf_core.migrate.flags import DOTTED, DROPPED, FIELDS, flat
+from rlhf_core.migrate.flags import DROPPED, FIELDS, RENAMED, flat
 from rlhf_core.migrate.launches import launches_in
 from rlhf_core.migrate.script import migrate
 from rlhf_core.migrate.shell import read_script
@@ -23,7 +23,7 @@ OTHERS = (
     "remote_rm_url critic_pretrain ref_pretrain dataset_probs prompt_data_probs prompt_split input_key output_key apply_chat_template "
     "input_template margin_loss eval_dataset eval_split num_nodes num_gpus_per_node actor_num_nodes critic_num_gpus_per_node save_path"
 ).split()
-FLAGS = st.sampled_from(sorted({*FIELDS, *DROPPED, *OTHERS, *DOTTED}))
+FLAGS = st.sampled_from(sorted({*FIELDS, *DROPPED, *OTHERS, *RENAMED, "ds.lora.rank", "eval.dataset", "vllm.num_engines"}))
 VALUES = st.sampled_from(
     ["", "0", "1", "2", "7", "-1", "0.5", "1e-5", "1e9", "nan", "abc", "$X", "a,b", "0.2 0.3", "1 2", "none", "True", "{}", "'x {}'"]
 )
