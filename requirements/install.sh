@@ -84,6 +84,9 @@ install_cpu() {
     say "done"
 }
 
+# One at a time: a second would empty the .venv that the first fills. The lock is on this file, so nothing is left behind.
+exec 9<requirements/install.sh
+flock --nonblock 9 || { say "waiting for another setup of this checkout"; flock 9; }
 stamped cpu || install_cpu
 extra=${1:-}
 if [ -n "$extra" ] && ! stamped "$extra"; then
