@@ -35,7 +35,9 @@ class RequestedReward(WeighedReward):
     concurrency: Annotated[Positive, NotInDigest] = Field(1, description="requests at once (processes of a function)")
     timeout: Annotated[Rate, NotInDigest] = Field(60.0, description="seconds one request may take")
     max_attempts: Annotated[Positive, NotInDigest] = Field(
-        6, description="requests without success in a row, and requests for one answer, before answers go without a reward"
+        6,
+        description="requests for one answer before it goes without a reward; as many in a row without success, beyond those of a search "
+        "for one answer, give up a batch",
     )
 
 

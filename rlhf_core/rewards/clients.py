@@ -109,12 +109,13 @@ class Client:
         """Rewards of a batch, nan where one failed, and the last error.
 
         A request that fails as a whole is followed by one for each quarter of its answers, so that an answer which the source cannot take
-        is found and lost alone. An answer that is requested again without a cut was in `max_attempts` requests at most; after as many
-        requests in a row that gave no reward, the rest of the batch is given up.
+        is found and lost alone. An answer that is requested again without a cut was in `max_attempts` requests at most. A search for one
+        answer by halves takes log2(batch) + 1 requests: after `max_attempts` more than that in a row without a reward, the source is taken
+        to be dead and the rest of the batch is given up.
         """
         rewards, attempts, error = np.full(len(samples), np.nan), np.zeros(len(samples), int), ""
-        waiting, in_a_row = deque([np.arange(len(samples))]), 0
-        while waiting and in_a_row < self._max_attempts:
+        waiting, in_a_row, limit = deque([np.arange(len(samples))]), 0, self._max_attempts + len(samples).bit_length()
+        while waiting and in_a_row < limit:
             if self._given_up.is_set():
                 return rewards, error or "it gets no more requests"
             part = waiting.popleft()
@@ -133,7 +134,7 @@ class Client:
             in_a_row = in_a_row + 1 if missing.all() else 0
             if missing.any():
                 error = problem
-                if waiting and in_a_row < self._max_attempts:
+                if waiting and in_a_row < limit:
                     growing = self._pause * 2 ** min(max(0, in_a_row - 1), 10)
                     self._given_up.wait(random.uniform(0, min(LONGEST_PAUSE, growing)))
         return rewards, error if np.isnan(rewards).any() else ""

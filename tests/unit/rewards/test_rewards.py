@@ -106,7 +106,7 @@ def test_a_server_that_fails_is_retried_then_its_answers_have_no_reward(served: 
     served.behave[0] = lambda number, question: behave(question)
     rewards, error = score(served.url, allowed=6, attempts=3)
     assert np.isnan(rewards).all(), "a failed reward must not become a number"
-    assert len(served.requests) == 3
+    assert len(served.requests) == (6 if fault in ("500", "429") else 3), "three more where one answer is searched for"
     assert expected in error
     with pytest.raises(RewardsFailed, match=r"reward source server left 6 of 6 answers without a reward, more than the 5"):
         score(served.url, allowed=5, attempts=1)
@@ -142,7 +142,7 @@ def test_a_server_that_hangs_is_left_after_the_time_limit(served: Served, drips:
     start = time.monotonic()
     rewards, error = score(f"http://127.0.0.1:{server.server_address[1]}", timeout=0.3, attempts=2)
     assert np.isnan(rewards).all() and "within 0.3 s" in error
-    assert time.monotonic() - start < 1.9
+    assert time.monotonic() - start < 5 * 0.3 + 1.5
     server.shutdown()
     server.server_close()
 
@@ -190,8 +190,9 @@ def test_secrets_are_sent_and_never_shown(served: Served, monkeypatch: pytest.Mo
         client_of(source)
     monkeypatch.setenv("REWARD_KEY", "hunter3")
     assert source.title == served.url.removeprefix("http://").removesuffix("/score")
-    served.behave[0] = lambda number, question: (401 if number == 2 else 500, {})
-    _, error = client_of(source).score(SAMPLES, 6)
+    served.behave[0] = lambda number, question: (500, {})
+    _, error = client_of(source).score(SAMPLES[:1], 6)
+    served.behave[0] = lambda number, question: (401, {})
     with pytest.raises(ValueError, match="the key in the environment variable REWARD_KEY") as refused:
         client_of(source).score(SAMPLES, 6)
     assert served.requests[0][1]["authorization"] == "Bearer hunter3"

@@ -1,8 +1,9 @@
-"""One answer of a batch on which a source of rewards hangs or fails: it is lost alone. A dead source gets as many requests as it was."""
+"""Answers on which a source of rewards hangs or fails: they alone are lost, and a dead source gets few requests."""
 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlhf_core.rewards.clients import Client, Source
 from rlhf_core.rewards.contract import RewardError, RewardsFailed, Sample, read_rewards
@@ -61,7 +64,7 @@ def server() -> Iterator[str]:
 def lost(source: Source, batch_size: int, allowed: int, attempts: int = 6) -> tuple[list[int], str, float]:
     """Which of the answers have no reward, the last error, and the seconds it took."""
     start = time.monotonic()
-    rewards, error = Client("source", source, batch_size, 1, attempts, pause=0.01).score(SAMPLES, allowed)
+    rewards, error = Client("source", source, batch_size, 1, attempts, pause=0).score(SAMPLES, allowed)
     there = ~np.isnan(rewards)
     assert rewards[there].tolist() == np.arange(COUNT)[there].tolist(), "each reward is its own answer's"
     return np.flatnonzero(~there).tolist(), error, time.monotonic() - start
@@ -86,29 +89,50 @@ def test_an_answer_on_which_a_function_hangs_is_lost_alone(tmp_path: Path) -> No
 
 
 class Refusing:
-    """Fails when one of `bad` is requested; `requested` keeps the sizes of the requests."""
+    """Fails when one of `bad` is requested. `requested` keeps the sizes of the requests; `failed` counts those without rewards."""
 
     def __init__(self, bad: Sequence[int]):
-        self.bad, self.requested = set(bad), list[int]()
+        self.bad, self.requested, self.failed = set(bad), list[int](), 0
 
     def score(self, samples: Sequence[Sample]) -> np.ndarray:
         self.requested.append(len(samples))
         numbers = [int(sample.response) for sample in samples]
         if self.bad & set(numbers):
+            self.failed += 1
             raise RewardError("it cannot score that")
         return np.array(numbers, dtype=np.float64)
 
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("bad", [[0], [255], [0, 255], [3, 100, 101], [63, 64, 127, 128]])
-def test_wherever_the_bad_answers_stand_they_alone_are_lost(bad: list[int]) -> None:
-    found, error, _ = lost(Refusing(bad), 256, allowed=4)
+def lost_of(count: int, bad: Sequence[int], attempts: int) -> tuple[list[int], Refusing]:
+    """Which of `count` answers in one batch have no reward when a source fails on `bad`."""
+    source = Refusing(bad)
+    rewards, _ = Client("source", source, count, 1, attempts, pause=0).score(SAMPLES[:count], count)
+    return np.flatnonzero(np.isnan(rewards)).tolist(), source
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 6])
+@pytest.mark.parametrize(
+    "bad",
+    [[0], [63], [77], [255], [0, 255], [3, 100, 101], [63, 64, 127, 128], [0, 64, 128, 192], [10, 75, 140, 205], [0, 1, 2, 3]],
+)
+def test_wherever_the_bad_answers_stand_they_alone_are_lost(bad: list[int], attempts: int) -> None:
+    found, error, _ = lost(Refusing(bad), 256, allowed=4, attempts=attempts)
     assert found == bad and error == "it cannot score that"
 
 
-def test_few_attempts_are_enough_for_one_bad_answer() -> None:
-    assert lost(Refusing([77]), 256, allowed=1, attempts=3)[0] == [77]
+@given(st.integers(1, COUNT).flatmap(lambda count: st.tuples(st.just(count), st.integers(0, count - 1))), st.integers(1, 8))
+def test_one_bad_answer_costs_itself_and_few_time_limits(place: tuple[int, int], attempts: int) -> None:
+    count, bad = place
+    found, source = lost_of(count, [bad], attempts)
+    assert found == [bad] and source.failed <= max(attempts, math.log2(count) + 1)
+
+
+@given(st.sets(st.integers(0, COUNT - 1), max_size=4), st.integers(1, 8))
+def test_up_to_four_bad_answers_of_a_batch_are_lost_alone(bad: set[int], attempts: int) -> None:
+    found, source = lost_of(COUNT, sorted(bad), attempts)
+    assert found == sorted(bad) and source.failed <= len(bad) * max(attempts, math.log2(COUNT) + 1)
 
 
 def test_an_answer_without_a_reward_is_requested_max_attempts_times() -> None:
@@ -122,11 +146,25 @@ def test_an_answer_without_a_reward_is_requested_max_attempts_times() -> None:
     assert source.requested == [COUNT, 1, 1, 1]
 
 
-def test_a_dead_source_gets_max_attempts_requests() -> None:
+@pytest.mark.parametrize("attempts", [1, 2, 6])
+def test_a_dead_source_gets_max_attempts_requests_beyond_those_of_a_search(attempts: int) -> None:
     source = Refusing(range(COUNT))
     with pytest.raises(RewardsFailed, match=r"left 256 of 256 .*the last error: it cannot score that"):
-        lost(source, 256, allowed=5)
-    assert len(source.requested) == 6
+        lost(source, 256, allowed=5, attempts=attempts)
+    assert len(source.requested) == attempts + math.log2(COUNT) + 1
+
+
+def test_a_source_that_dies_at_work_is_given_up_too() -> None:
+    class Dying(Refusing):
+        def score(self, samples: Sequence[Sample]) -> np.ndarray:
+            if len(self.requested) == 3:
+                self.bad = set(range(COUNT))
+            return super().score(samples)
+
+    source = Dying([0])
+    found, _, _ = lost(source, 256, allowed=COUNT, attempts=2)
+    assert len(found) == COUNT - 64, "the quarter that had rewards keeps them"
+    assert len(source.requested) == 3 + 2 + math.log2(COUNT) + 1
 
 
 def test_a_reply_of_a_wrong_length_is_not_made_to_fit_by_a_smaller_request() -> None:
