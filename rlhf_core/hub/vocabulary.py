@@ -42,7 +42,7 @@ def require_same_vocabulary(own: str, others: Iterable[str], trust_remote_code: 
     for other in dict.fromkeys(others):
         if other == own:
             continue
-        if not is_remote(other) and not any(file for pattern in TOKENIZER for file in Path(tokenizer_place(other)).glob(pattern)):
+        if not is_remote(other) and not is_remote(place := tokenizer_place(other)) and not any(map(any, map(Path(place).glob, TOKENIZER))):
             print(f"{other} has no tokenizer: that it knows the tokens of {own} is taken for granted", flush=True)
         elif told := difference(own, _vocabulary(own, trust_remote_code), other, _vocabulary(other, trust_remote_code)):
             raise ValueError(told)
@@ -69,9 +69,10 @@ def _vocabulary(path: str, trust_remote_code: bool) -> Vocabulary:
         return stored
     from transformers import AutoTokenizer
 
+    place = tokenizer_place(path)
     try:
-        found: Vocabulary = AutoTokenizer.from_pretrained(tokenizer_place(path), trust_remote_code=trust_remote_code).get_vocab()
-    except (OSError, ValueError, KeyError) as error:
+        found: Vocabulary = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code).get_vocab()
+    except Exception as error:  # of many types for damaged files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path}: no tokenizer can be loaded from here ({reason})") from error
     return found

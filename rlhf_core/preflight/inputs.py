@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ from rlhf_core.data.columns import Kind
 from rlhf_core.data.documents import check_limit
 from rlhf_core.data.rows import check_columns, load_rows
 from rlhf_core.hub.ids import is_remote
-from rlhf_core.preflight.models import model_problem, packing_problem, unfit_models, vocabulary_problems
+from rlhf_core.preflight.models import model_problem, packing_problem, unfit_models, unlike_vocabulary, vocabulary_problems
 from rlhf_core.preflight.template_length import frame_lengths
 from rlhf_core.recipe.load import unknown
 from rlhf_core.recipe.plan import Node, Plan
@@ -91,10 +91,16 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         unfit |= {fault: told for fault, told in unfit_models(node).items() if fault not in unfit}
     problems = [*broken.values(), *unfit.values()]
     frames = _frames(plan, todo, broken) if importlib.util.find_spec("transformers") is not None else {}
+    unread = {*broken, *(place for (place, _), frame in frames.items() if isinstance(frame, str))}  # told with the data
+
+    @cache
+    def unlike(own: str, other: str) -> str | None:
+        return None if {own, other} & unread else unlike_vocabulary(own, other, plan.recipe.trust_remote_code)
+
     for node in todo:
         start = tokenizer_of(plan, node)
         problems += packing_problem(f"stages.{node.name}", node.config, start)
-        problems += vocabulary_problems(node, partial(_start_of, plan, node))
+        problems += vocabulary_problems(node, partial(_start_of, plan, node), unlike)
         for text in texts(node.config):
             where = f"stages.{node.name}.{text.field}"
             problems += _refused(where, check_columns, text.data, text.kind) if text.kind else []

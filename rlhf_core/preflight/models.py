@@ -11,7 +11,7 @@ from rlhf_core.config import KINDS, PPO, SFT, Evaluation, StageConfig, Trainable
 from rlhf_core.config.kinds import named
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import more_than_text, stateful_by_config, wraps_text_by_config
-from rlhf_core.hub.vocabulary import difference, stored_vocabulary
+from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.stored_head import has_scalar_head, no_reward_head
 from rlhf_core.recipe.plan import Node
 from rlhf_core.recipe.references import Reference, references
@@ -79,21 +79,29 @@ def _config(place: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def vocabulary_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
-    """Models that would read other tokens in the policy's token ids; where files here do not tell, who loads them does. `start_of`: the
-    folder or Hub id that a name's chain of models starts from, which has its tokenizer."""
+def vocabulary_problems(node: Node, start_of: Callable[[str], str | None], unlike: Callable[[str, str], str | None]) -> list[str]:
+    """Models that would read other tokens in the policy's token ids. `start_of`: the folder or Hub id that a name's chain of models starts
+    from, which has its tokenizer; `unlike`: why the second of two places cannot be given the first one's token ids."""
     kind = KINDS[node.kind]
     if not kind.given_tokens:
         return []
     own, problems = start_of(getattr(node.config, kind.start)), []
     for reference in references(node.config):
         other = start_of(reference.name) if reference.place.partition(".")[0] in kind.given_tokens else None
-        if own is None or other is None or other == own or is_remote(own) or is_remote(other):
-            continue
-        tokens, known = stored_vocabulary(own), stored_vocabulary(other)
-        if tokens is not None and known is not None and (told := difference(own, tokens, other, known)):
+        if own is not None and other is not None and (told := unlike(own, other)):
             problems.append(f"stages.{node.name}.{reference.place}: {told}")
     return problems
+
+
+def unlike_vocabulary(own: str, other: str, trust_remote_code: bool = False) -> str | None:
+    """Why the model `other` cannot be given token ids of the model `own`, as who loads them says it; without transformers only they do."""
+    try:
+        require_same_vocabulary(own, [other], trust_remote_code)
+    except ValueError as error:
+        return str(error)
+    except ImportError:
+        return None
+    return None
 
 
 def packing_problem(where: str, config: StageConfig, place: str | None) -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -20,6 +22,8 @@ from rlhf_core.config import DPO, KTO, PPO, Data, Preferences, StageConfig
 from rlhf_core.hub.vocabulary import difference, require_same_vocabulary, stored_vocabulary
 from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.hub_server import Blob, Hub, Repository
+from tests.support.publishing import serving_hub
 from tests.unit.preflight.test_check import TEMPLATE, Planned, planned, save_tokenizer
 
 __all__ = ["planned"]
@@ -95,6 +99,91 @@ def test_it_is_told_before_work(planned: Planned, tmp_path: Path, overrides: lis
     shutil.rmtree(other)
     shutil.copytree(base, other)
     assert not [problem for problem in check_inputs(plan, plan.nodes) if "vocabulary" in problem]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub for the clients of alignflow and of transformers, with a cache of its own."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    with serving_hub(monkeypatch) as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.url + "/{repo_id}/resolve/{revision}/{filename}")
+        yield running
+
+
+def publish(server: Hub, name: str, folder: Path) -> None:
+    files = {file.name: Blob(file.read_bytes(), False) for file in folder.iterdir()}
+    server.repositories[name] = Repository(private=False)
+    server.repositories[name].commit("main", "a model", files)
+
+
+@pytest.mark.parametrize("revision", ["", "@main"])
+@pytest.mark.parametrize("remote", ["its own", "the other", "both"])
+def test_vocabularies_of_the_hub_are_compared_before_work(
+    planned: Planned, server: Hub, tmp_path: Path, remote: str, revision: str
+) -> None:
+    base, other, same = tmp_path / "base", swap(tmp_path / "other", tmp_path / "base"), tmp_path / "same"
+    shutil.copytree(base, same)
+    for folder in (base, other, same):
+        publish(server, f"someone/{folder.name}", folder)
+    theirs, ours = remote != "its own", remote != "the other"
+    names = {folder.name: f"someone/{folder.name}{revision}" if theirs else str(folder) for folder in (other, same)}
+    changes = [f"base_model=someone/base{revision}"] if ours else []
+    plan = planned(*changes, f"ppo.reward={names['other']}", f"ppo.reference={names['same']}")
+    (problem,) = check_inputs(plan, plan.nodes)
+    assert problem.startswith(f"stages.ppo.reward: {names['other'].partition('@')[0]}")
+    assert "has another vocabulary: number 64 is 'a' in " in problem
+    plan = planned(*changes, f"ppo.reward={names['same']}", f"ppo.reference={names['same']}")
+    assert check_inputs(plan, plan.nodes) == []
+
+
+@pytest.mark.parametrize("revision", ["", f"@{'ab' * 20}"])
+def test_a_model_that_the_hub_does_not_send_is_told_once_for_each_place(planned: Planned, revision: str) -> None:
+    """As the stage's own tokenizer is."""
+    own = planned(f"base_model=someone/base{revision}")
+    told = [problem.partition(": ")[2] for problem in check_inputs(own, own.nodes)]
+    plan = planned(f"ppo.reference=someone/base{revision}", f"loop.reward=someone/base{revision}")
+    problems = check_inputs(plan, plan.nodes)
+    assert [problem.partition(": ")[0] for problem in problems] == [
+        "stages.ppo.reference",
+        "stages.loop.round1.preferences.reward",
+        "stages.loop.round2.preferences.reward",
+    ]
+    assert {problem.partition(": ")[2].partition(" (")[0] for problem in problems} == {message.partition(" (")[0] for message in told}
+
+
+def test_a_local_model_without_a_tokenizer_is_told_and_with_a_damaged_one_refused(
+    planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, other = tmp_path / "base", tmp_path / "other"
+    other.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(base / name, other)
+    plan = planned(f"ppo.reward={other}", f"loop.reward={other}")
+    assert check_inputs(plan, plan.nodes) == []
+    assert capsys.readouterr().out == f"{other} has no tokenizer: that it knows the tokens of {base} is taken for granted\n"
+    for damaged in ("[]", "weights", "{}"):
+        (other / "tokenizer.json").write_text(damaged)
+        problems = check_inputs(plan, plan.nodes)
+        assert problems[0].startswith(f"stages.ppo.reward: {other}: no tokenizer can be loaded from here (")
+        assert len(problems) == 3 and not any("\n" in problem for problem in problems)
+
+
+def test_an_adapter_of_a_hub_model_has_its_vocabulary(server: Hub, material: Path, tmp_path: Path) -> None:
+    publish(server, "someone/adapted", swap(tmp_path / "other", material / "base"))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "someone/adapted"}))
+    with pytest.raises(ValueError, match=f"{adapter} is given the token ids of .*another vocabulary"):
+        require_same_vocabulary(str(material / "base"), [str(adapter)])
+
+
+def test_without_transformers_the_stages_compare(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("ppo.reward=someone/rm")
+    assert check_inputs(plan, plan.nodes) != []
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert check_inputs(plan, plan.nodes) == []
 
 
 def test_judges_and_servers_get_text(planned: Planned, tmp_path: Path) -> None:
