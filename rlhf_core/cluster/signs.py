@@ -27,7 +27,8 @@ _last: dict[str, bytes] = {}  # what each rank reported when it was last looked 
 
 
 def report(key: str) -> None:
-    """From now on the progress of this process is in the cluster's store under `key`."""
+    """From now on the progress of this process and its children is in the cluster's store under `key`."""
+    progress.count_children()
     Thread(target=_report, args=(key,), name="progress", daemon=True).start()
 
 

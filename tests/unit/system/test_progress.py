@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -59,6 +62,18 @@ def test_weights_count_while_they_are_sent_and_received(material: Path) -> None:
     sender.start()
     assert counted(lambda: list(Broadcast("gloo", 1, 2, rendezvous).receive())) == 1
     sender.join(30)
+
+
+def test_work_of_child_processes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(progress.CHILDREN, os.devnull)  # to be as it was at the end
+    work = [sys.executable, "-c", "from rlhf_core.system import progress; progress.made()"]
+    subprocess.run(work, check=True)
+    before = progress.seen()
+    progress.count_children()
+    assert progress.seen() == before
+    for _ in range(2):
+        subprocess.run(work, check=True)
+        assert before != (before := progress.seen())
 
 
 @pytest.mark.parametrize("patched", [True, False])
