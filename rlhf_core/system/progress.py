@@ -10,7 +10,7 @@ from pathlib import Path
 CHILDREN = "ALIGNFLOW_PROGRESS"  # names the file to which the children of a process append a byte for each part of their work
 
 _steps = 0
-_written: list[Path] = []
+_folders: list[Path] = []
 
 
 def made() -> None:
@@ -28,23 +28,34 @@ def count_children() -> None:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """While open, bytes that appear in the folder are progress too."""
-    _written.append(folder)
+def files(folder: Path) -> Iterator[None]:
+    """While open, bytes that appear in files of the folder, or that this process reads from them, are progress too."""
+    _folders.append(folder)
     try:
         yield
     finally:
-        _written.remove(folder)
+        _folders.remove(folder)
 
 
 def seen() -> str:
     """A text that is another one when there was progress."""
-    files = [file for folder in list(_written) for file in folder.rglob("*")]
-    return f"{_steps}/{sum(map(_size, [*files, Path(os.environ.get(CHILDREN, os.devnull))]))}"
+    folders = list(_folders)
+    written = [file for folder in folders for file in folder.rglob("*")]
+    opened = Path("/proc/self/fd").glob("*") if folders else []
+    read = sum(_position(file.name) for file in opened if any(file.resolve().is_relative_to(folder.resolve()) for folder in folders))
+    return f"{_steps}/{sum(map(_size, [*written, Path(os.environ.get(CHILDREN, os.devnull))]))}/{read}"
 
 
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
     except OSError:  # renamed or removed meanwhile
+        return 0
+
+
+def _position(descriptor: str) -> int:
+    """Bytes before the place at which an open file is read or written."""
+    try:
+        return int(Path(f"/proc/self/fdinfo/{descriptor}").read_text().split()[1])
+    except OSError:  # closed meanwhile
         return 0

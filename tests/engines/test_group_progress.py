@@ -35,7 +35,7 @@ class Role:
         return "done"
 
     def writes(self, folder: str, seconds: float) -> str:
-        with progress.writing(Path(folder)), (Path(folder) / f"{os.getpid()}.bin").open("wb") as file:
+        with progress.files(Path(folder)), (Path(folder) / f"{os.getpid()}.bin").open("wb") as file:
             for _ in range(int(seconds / 0.5)):
                 time.sleep(0.5)
                 file.write(b"x" * 1000)

@@ -154,11 +154,12 @@ class Trained(Resident):
         self.engine.release()
 
     def save_state(self, folder: str) -> None:
-        with progress.writing(Path(folder)):
+        with progress.files(Path(folder)):
             self.engine.save_state(Path(folder))
 
     def load_state(self, folder: str) -> None:
-        self.engine.load_state(Path(folder))
+        with progress.files(Path(folder)):
+            self.engine.load_state(Path(folder))
 
 
 class Actor(Trained):
@@ -222,7 +223,7 @@ class Actor(Trained):
 
     def export(self, folder: str) -> None:
         """Writes a transformers checkpoint on rank 0."""
-        with progress.writing(Path(folder)):
+        with progress.files(Path(folder)):
             export(self.engine, Path(folder), self.model.path, self.lora, self.model.trust_remote_code)
 
 

@@ -1,4 +1,4 @@
-"""Where progress is counted: each pass, group of weights and step of an engine, and bytes of states and models while they are written."""
+"""Where progress is counted: each pass, weight and step of an engine, and bytes of states and models while they are read or written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.data.documents import Document
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.actor_loss import Objective
 from rlhf_core.objectives.losses import Loss
@@ -26,6 +26,7 @@ from rlhf_core.stages.ppo import roles
 from rlhf_core.system import progress
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.train_loop import accumulate
+from tests.support.tiny_models import reward_model
 
 
 def counted(work: Callable[[], Any]) -> int:
@@ -52,6 +53,14 @@ def test_each_pass_counts(actor: roles.Actor) -> None:
     assert counted(lambda: accumulate(actor.engine, [1.0, 2.0, 3.0], loss)) == 3
     documents = [Document([5, 6, 7 + i], [False, True, True]) for i in range(6)]
     assert counted(lambda: actor.logprobs(documents)) >= 3
+
+
+@pytest.mark.parametrize("load", [load_policy, lambda path: load_scorer(path, 0, on_host=True)])
+def test_weights_count_while_a_model_loads(load: Callable[[str], Policy | Scorer], material: Path, tmp_path: Path) -> None:
+    path = reward_model(material / "base", tmp_path / "reward_model")
+    loaded: list[Policy | Scorer] = []
+    count = counted(lambda: loaded.append(load(str(path))))
+    assert count >= 2 * len(list(loaded[0].parameters())), "each when its module is made, and when it is read"
 
 
 def test_weights_count_while_they_are_sent_and_received(material: Path) -> None:
@@ -96,7 +105,7 @@ def test_steps_of_an_engine_that_sample_something_count(patched: bool, monkeypat
 
 
 @pytest.mark.parametrize("what", ["state", "model"])
-def test_bytes_of_a_state_or_model_count_while_they_are_written(
+def test_bytes_of_a_state_or_model_count_while_they_are_written_or_read(
     what: str, actor: roles.Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[str] = []
@@ -111,5 +120,17 @@ def test_bytes_of_a_state_or_model_count_while_they_are_written(
     monkeypatch.setattr("rlhf_core.models.save.save_torch_state_dict", slowly)
     (actor.save_state if what == "state" else actor.export)(str(tmp_path))
     assert len(set(looks)) == 2
+    looks.clear()
+
+    def piecemeal(place: Path, **options: Any) -> dict[str, dict[str, Any]]:
+        with place.open("rb", buffering=0) as file:
+            while file.read(500):
+                looks.append(progress.seen())
+        return {"model": actor.engine._optimised, "optimizer": actor.engine._optimizer.state_dict()}  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(torch, "load", piecemeal)
+    if what == "state":
+        actor.load_state(str(tmp_path))
+        assert len(looks) == len(set(looks)) == 4
     (tmp_path / "later").write_text("not this work's")
     assert (before := progress.seen()) and (tmp_path / "more").write_text("either") and progress.seen() == before
