@@ -48,18 +48,34 @@ class Role:
         subprocess.run([sys.executable, "-c", work], check=True)
         return "done"
 
+    def first_alone(self, seconds: float) -> str:
+        """As a rank that reads data or writes a model while the others wait for it in a barrier."""
+        if os.environ["RANK"] == "0":
+            return self.works(seconds)
+        time.sleep(seconds)
+        return "done"
+
     def answers(self, seconds: float) -> Iterator[str]:
         yield self.works(seconds)
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[Group]:
+def groups() -> Iterator[tuple[Group, Group]]:
+    """Ranks apart, and together."""
     ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Role"]))
     connect()
-    made = Group("actor", reserve(arrange({"actor": Ranks(num_ranks_per_node=2, cpus=0.25)}), 30), 1)
-    made.build(Role).wait(60)
+    two = Ranks(num_ranks_per_node=2, cpus=0.25)
+    reservation = reserve(arrange({"actor": two, "sft": two}), 30)
+    made = Group("actor", reservation, 1), Group("sft", reservation, 1, together=True)
+    for pending in [group.build(Role) for group in made]:
+        pending.wait(60)
     yield made
     ray.shutdown()
+
+
+@pytest.fixture
+def group(groups: tuple[Group, Group]) -> Group:
+    return groups[0]
 
 
 def test_work_that_makes_progress_may_take_longer_than_the_timeout(group: Group, tmp_path: Path) -> None:
@@ -84,6 +100,16 @@ def test_a_rank_that_hangs_after_some_work_is_named_in_time(group: Group) -> Non
         group.call("train", Role.works, 2.0, 8.0).wait(TIMEOUT)
     assert 2 + TIMEOUT - 1 < time.monotonic() - start < 2 + TIMEOUT + 2
     assert group.call("again", Role.works, 0).wait(30) == ["done", "done"]
+
+
+def test_ranks_that_work_together_may_wait_for_one_of_them(groups: tuple[Group, Group]) -> None:
+    apart, together = groups
+    assert together.call("train", Role.first_alone, LONG).wait(TIMEOUT) == ["done", "done"]
+    with pytest.raises(RoleFailed, match=r"sft: ranks \[0, 1\] made no progress in 'train' for 3 s; .* start the stage again: it resumes"):
+        together.call("train", Role.works, 2.0, 6.0).wait(TIMEOUT)
+    with pytest.raises(RoleFailed, match=r"actor: ranks \[1\] made no progress in 'train' for 3 s"):
+        apart.call("train", Role.first_alone, LONG).wait(TIMEOUT)
+    assert apart.call("again", Role.works, 0).wait(30) == ["done", "done"]
 
 
 def test_a_rank_that_is_stopped_is_named_while_the_other_works(group: Group) -> None:

@@ -10,22 +10,30 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.config import SFT, Data
+from rlhf_core.data import sources
+from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
+from rlhf_core.data.packing import Passes
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.actor_loss import Objective
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.rollout import vllm_patches
 from rlhf_core.rollout.weight_transfer import Broadcast, Rendezvous
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo import roles
+from rlhf_core.stages.reference_logprobs import dealt_logprobs
 from rlhf_core.system import progress
+from rlhf_core.system.files import sync_to_disk
 from rlhf_core.training.engine import AdamW
-from rlhf_core.training.train_loop import accumulate
+from rlhf_core.training.train_loop import Task, accumulate, fit, save_on_all_ranks
 from tests.support.tiny_models import reward_model
 
 
@@ -41,7 +49,7 @@ def actor(material: Path) -> roles.Actor:
         patch.setenv("RANK", "0")
         patch.setenv("WORLD_SIZE", "1")
         model = roles.Model(str(material / "base"), "float32", 0, 2, False)
-        training = roles.Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 2, 0.0, 60)
+        training = roles.Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 2, 0.0)
         return roles.Actor(model, training, Objective(0.2, 0.2, None, "token", "token", 8, None, 0.0, 0.0), 1.0)
 
 
@@ -53,6 +61,23 @@ def test_each_pass_counts(actor: roles.Actor) -> None:
     assert counted(lambda: accumulate(actor.engine, [1.0, 2.0, 3.0], loss)) == 3
     documents = [Document([5, 6, 7 + i], [False, True, True]) for i in range(6)]
     assert counted(lambda: actor.logprobs(documents)) >= 3
+
+
+def test_rows_that_are_read_count(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PROGRESS_SECONDS", -1.0)
+    renderer = Renderer(load_tokenizer(str(material / "base")), "chat")
+    data = Data(sources=str(material / "sft.jsonl"), max_samples=5)
+    assert counted(lambda: sources.sft_documents(data, renderer, 64, 0)) == 5
+
+
+def test_files_that_are_synced_count(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("1")
+    assert counted(lambda: sync_to_disk(tmp_path)) == 2, "the folder and its file"
+
+
+def test_passes_of_a_reference_count(actor: roles.Actor) -> None:
+    documents = [Document([5, 6, 7 + i], [False, True, True]) for i in range(4)]
+    assert counted(lambda: dealt_logprobs(actor.engine, actor.engine, [documents[:2], documents[2:]], Passes(2), 0, False)) == 2
 
 
 @pytest.mark.parametrize("load", [load_policy, lambda path: load_scorer(path, 0, on_host=True)])
@@ -120,6 +145,9 @@ def test_bytes_of_a_state_or_model_count_while_they_are_written_or_read(
     monkeypatch.setattr("rlhf_core.models.save.save_torch_state_dict", slowly)
     (actor.save_state if what == "state" else actor.export)(str(tmp_path))
     assert len(set(looks)) == 2
+    if what == "state":  # of a training stage
+        save_on_all_ranks(actor.engine, RunDir(tmp_path / "sft"), 1, 1, {})
+        assert len(set(looks[2:])) == 2
     looks.clear()
 
     def piecemeal(place: Path, **options: Any) -> dict[str, dict[str, Any]]:
@@ -132,5 +160,8 @@ def test_bytes_of_a_state_or_model_count_while_they_are_written_or_read(
     if what == "state":
         actor.load_state(str(tmp_path))
         assert len(looks) == len(set(looks)) == 4
+        with pytest.raises(KeyError, match="recent"):  # what `fit` needs besides, after it has read the state
+            fit(actor.engine, RunDir(tmp_path / "sft"), Task([1], Mock(), Mock(), Mock(), None, ()), SFT(data=Data(sources="none")), 0)
+        assert len(looks[4:]) == len(set(looks[4:])) == 4
     (tmp_path / "later").write_text("not this work's")
     assert (before := progress.seen()) and (tmp_path / "more").write_text("either") and progress.seen() == before
