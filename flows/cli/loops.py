@@ -85,14 +85,7 @@ def serve(
                 console.print(
                     f"schedule: {timing if when else 'none'}\nserving on {servants.ui} (Ctrl-C ends it)", markup=False, highlight=False
                 )
-                file = servants.home / AUTH
-                shown = servants.auth if console.is_terminal else f"what is in {file}"  # no log of a service manager is to have it
-                console.print(f"its pages ask once for the auth string: {shown}", markup=False, highlight=False)
-                console.print(
-                    f'from another shell: export PREFECT_API_URL={servants.api} PREFECT_API_AUTH_STRING="$(cat {shlex.quote(str(file))})"',
-                    markup=False,
-                    highlight=False,
-                )
+                show_auth(console, servants.api, servants.auth, servants.home / AUTH)
                 swept = time.monotonic()
                 while True:
                     time.sleep(CHECK_SECONDS)
@@ -109,6 +102,14 @@ def serve(
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             console.print("ending the worker, its runs and the server", markup=False)
             servants.stop()
+
+
+def show_auth(console: Console, api: str, auth: str, file: Path) -> None:
+    """Prints the auth string of a server on a terminal, and elsewhere, where a service manager keeps a log, only the file that holds it."""
+    shown = auth if console.is_terminal else f"what is in {file}"
+    console.print(f"its pages ask once for the auth string: {shown}", markup=False, highlight=False)
+    command = f'export PREFECT_API_URL={api} PREFECT_API_AUTH_STRING="$(cat {shlex.quote(str(file))})"'
+    console.print(f"from another shell: {command}", markup=False, highlight=False)
 
 
 @loop_app.command

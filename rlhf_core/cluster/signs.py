@@ -27,7 +27,8 @@ _last: dict[str, bytes] = {}  # what each rank reported when it was last looked 
 
 
 def report(key: str) -> None:
-    """From now on the progress of this process is in the cluster's store under `key`."""
+    """From now on the progress of this process and its children is in the cluster's store under `key`."""
+    progress.count_children()
     Thread(target=_report, args=(key,), name="progress", daemon=True).start()
 
 
@@ -51,7 +52,7 @@ class Silent(Exception):
 
 class Watch:
     """The wait for the work of several ranks, none of which may go without progress for `timeout` seconds. `keys`: what each rank reports
-    under, by the reference of its work."""
+    under, by the reference of its work; ranks with one key are silent when none of them makes progress."""
 
     def __init__(self, keys: Mapping[Any, str], timeout: float):
         self._keys, self._timeout = keys, timeout
@@ -73,11 +74,9 @@ class Watch:
         _, working = ray.wait(others, num_returns=len(others), timeout=0, fetch_local=False) if others else ([], [])
         now = time.monotonic()
         self._next_look = now + self._pause
-        for ref in working:
-            key = self._keys[ref]
-            report = _internal_kv_get(key, namespace=NAMESPACE)
-            if report != _last.get(key):
-                self._since[ref], _last[key] = now, report
+        reports = {key: _internal_kv_get(key, namespace=NAMESPACE) for key in {self._keys[ref] for ref in working}}
+        self._since |= {ref: now for ref in working if reports[self._keys[ref]] != _last.get(self._keys[ref])}
+        _last.update(reports)
         silent = [ref for ref in working if now - self._since[ref] >= self._timeout]
         if silent:
             raise Silent(silent)

@@ -24,6 +24,7 @@ from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 
 P = ParamSpec("P")
 R = TypeVar("R")
+SILENT_SECONDS = 3600  # longer than any work of a training stage that counts no progress
 
 
 class RoleFailed(RuntimeError):
@@ -90,16 +91,18 @@ def _silent(pending: Sequence[Pending[Any]], silent: Silent, timeout: float) -> 
         for work in pending
         if any(ref in silent.refs for ref in work.refs)
     )
-    return RoleFailed(f"{who} for {timeout:.0f} s; raise `timeout` if this is normal")
+    return RoleFailed(f"{who} for {timeout:.0f} s; raise `timeout` (of PPO) if this is normal, else start the stage again: it resumes")
 
 
 class Group:
     """All ranks of one role in their slots. An engine over several GPUs is one rank; the processes on its other GPUs only reserve them.
-    `growing`: whether their memory may be in segments that grow, where the user sets it (`rlhf_core.system.gpu_allocator`)."""
+    `growing`: whether their memory may be in segments that grow, where the user sets it (`rlhf_core.system.gpu_allocator`). `together`: the
+    ranks wait for each other in collectives, so that the progress of one is that of all."""
 
-    def __init__(self, name: str, reservation: Reservation, threads: int, span: int = 1, growing: bool = True):
+    def __init__(self, name: str, reservation: Reservation, threads: int, span: int = 1, growing: bool = True, together: bool = False):
         self.name, slots = name, reservation.slots[name]
-        self.world_size, keys = len(slots) // span, [uuid.uuid4().hex for _ in slots]
+        self.world_size, key = len(slots) // span, uuid.uuid4().hex
+        keys = [key if together else f"{key}-{i}" for i in range(len(slots))]
         # Processes of a cluster of our own have our environment anyway, and start at once where Ray need not make one for them.
         environment = None if is_ours() else {"env_vars": passed_environment()}
         self._processes = [
@@ -209,7 +212,7 @@ def run_on_group(
     """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `resolve` gives the request, from the
     bytes of the group's smallest GPU (0: there is none)."""
     connect()
-    group = Group(name, reserve(arrange({name: ranks}), timeout=600), cpu_threads(ranks.world_size))
+    group = Group(name, reserve(arrange({name: ranks}), timeout=600), cpu_threads(ranks.world_size), together=True)
     request = resolve(group.gpu_bytes(600))
     group.build(StageRank, work=work, request=request, path=str(run.path)).wait(600)
-    return group.call("train", StageRank.run).wait(timeout=7 * 24 * 3600)[0]
+    return group.call("train", StageRank.run).wait(SILENT_SECONDS)[0]

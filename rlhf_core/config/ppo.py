@@ -122,7 +122,8 @@ class PPO(Gated, Sampling):
         "that fits them, without GPUs 3",
     )
     timeout: Annotated[Positive, NotInDigest] = Field(
-        600, description="seconds any rank may make no progress (passes, tokens, weights, bytes written) before the run stops and names it"
+        600,
+        description="seconds any rank may make no progress (passes, tokens, weights, bytes of files) before the run stops and names it",
     )
 
     lora: Lora | None = Field(None, description="actor and critic train low-rank adapters; default: all weights")

@@ -18,6 +18,7 @@ from rlhf_core.data.document_files import Shape, Writer, stored
 from rlhf_core.data.documents import Document, Labelled, Message, Pair, Prompt, answered, reward_suffix, with_suffix
 from rlhf_core.data.rows import mixture_of, names, placed_rows, unusable
 from rlhf_core.data.survey import ANSWER_CUT, DataReport, Loaded, Made, Surveyor
+from rlhf_core.system import progress
 from rlhf_core.system.files import digest
 
 if TYPE_CHECKING:  # chat imports transformers, which checking columns does not need
@@ -123,6 +124,7 @@ def collect(
             truncated += made.cut
             if time.monotonic() - printed > PROGRESS_SECONDS:
                 printed = time.monotonic()
+                progress.made()
                 print(f"reading {names(data)}: {rows:,} rows, {writer.tokens:,} tokens", flush=True)
         if not writer.items:
             raise ValueError(f"{names(data)}: all {rows} rows were dropped ({why}): raise the token limit or correct the data")

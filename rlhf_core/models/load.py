@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -29,6 +30,7 @@ from rlhf_core.models.routing import Replay, replayed
 from rlhf_core.models.stored_head import has_scalar_head, no_reward_head
 from rlhf_core.models.token_logprobs import Entropy, logit_scale, token_logprobs
 from rlhf_core.objectives.masked import next_token_pairs
+from rlhf_core.system import progress
 
 
 class TokenLogprobs(NamedTuple):
@@ -235,7 +237,9 @@ def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, 
         config = AutoConfig.from_pretrained(path, trust_remote_code=options["trust_remote_code"])
         if config.get_text_config() is not config:
             raise ValueError(more_than_text(path, (config.architectures or [type(config).__name__])[0]))
-        return fuse(set_attention(load(path, **options | _gpu_device_map(path, options))))
+        with register_module_parameter_registration_hook(lambda module, name, parameter: progress.made()):  # each weight that is in place
+            model = load(path, **options | _gpu_device_map(path, options))
+        return fuse(set_attention(model))
     if "quantization_config" in options:
         raise ValueError(f"{path} is an adapter, which cannot be merged into 4-bit weights: start from a merged checkpoint")
     return merge_adapter(_merged(load, base, options), path)

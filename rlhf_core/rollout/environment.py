@@ -15,6 +15,7 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from rlhf_core.hub.model_config import experts_of_config
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
+from rlhf_core.system import progress
 from rlhf_core.system.machine import num_gpus
 from rlhf_core.system.processes import child_environment
 
@@ -58,7 +59,7 @@ def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str
         return
     from rlhf_core.models.save import save_merged
 
-    with TemporaryDirectory(prefix="alignflow-merged-") as folder:
+    with TemporaryDirectory(prefix="alignflow-merged-") as folder, progress.files(Path(folder)):
         save_merged(model, Path(folder) / "model", dtype, trust_remote_code)
         yield str(Path(folder) / "model")
 

@@ -1,8 +1,9 @@
-"""Patches private parts of vLLM to skip per-token Python work: with a small model on a fast GPU it takes longer than the GPU's own work.
+"""Patches private parts of vLLM, most to skip per-token Python work: with a small model on a fast GPU it takes longer than the GPU's own.
 
 - `gather_sampled_alone`: only the sampled token's log-prob is gathered; vLLM also ranks the token among the whole vocabulary.
 - `keep_rows`: the arrays of a step are kept whole; vLLM cuts them for each request.
 - `wait_for_whole_answers`: the output processor gets each answer once, when it is complete; vLLM's gets every token.
+- `count_loaded_weights`: each weight that is read at the start is progress.
 
 Made for the releases in MADE_FOR. With any other release no patch is applied: answers are the same, and slower.
 """
@@ -85,6 +86,21 @@ def wait_for_whole_answers(engine: Any) -> None:
         return process(list(complete(outputs)) if collect else outputs, *others, **named)
 
     engine.output_processor.process_outputs = process_outputs
+
+
+def count_loaded_weights() -> None:
+    """Makes each weight that vLLM reads of a checkpoint progress of this process."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    read = DefaultModelLoader.get_all_weights
+
+    def counted(*given: Any, **named: Any) -> Iterator[tuple[str, Tensor]]:
+        for weight in read(*given, **named):
+            progress.made()
+            yield weight
+
+    if applies():
+        DefaultModelLoader.get_all_weights = counted
 
 
 def gather_sampled_alone(sampler: Any) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from vllm.v1.worker import gpu_worker
 
+from rlhf_core.rollout.vllm_patches import count_loaded_weights
+
 BASE: Any = gpu_worker.Worker
 BESIDES = 2 * 2**30  # bytes besides PyTorch's: CUDA's own, NCCL's, graphs
 
@@ -17,6 +19,11 @@ class Worker(BASE):
     vLLM takes the GPU's free memory before and after a largest batch for its own doing, and stops when there is more of it
     afterwards: when another role has cut its model in shards or moved it to the host.
     """
+
+    def load_model(self, **options: Any) -> None:
+        """Loads the model; each weight that is read is progress."""
+        count_loaded_weights()
+        super().load_model(**options)
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache. Raises ValueError when nothing is left for it."""

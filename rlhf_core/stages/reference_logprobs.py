@@ -21,6 +21,7 @@ from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import Policy, masked_logprobs
 from rlhf_core.objectives.masked import document_mean, document_sum
 from rlhf_core.runs.run_dir import STATE, RunDir
+from rlhf_core.system import progress
 from rlhf_core.system.files import digest, write_bytes
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.train_loop import deal
@@ -73,6 +74,7 @@ def dealt_logprobs(
     with torch.no_grad():
         for index, weight in deal(len(micro_batches), engine.rank, engine.world_size):
             part, _ = answer_logprobs_and_balance(policy, micro_batches[index], pad_token_id, mean, engine.device, passes)
+            progress.made()
             if weight:
                 values[starts[index] : starts[index + 1]] = part.double()
     module.train()

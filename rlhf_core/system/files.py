@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.system import progress
+
 ABSENT = "absent"
 SETTLED_SECONDS = 2.0
 
@@ -97,6 +99,7 @@ def sync_to_disk(*places: Path) -> None:
                     raise
             finally:
                 os.close(handle)
+            progress.made()
 
 
 def file_digest(path: Path) -> str:

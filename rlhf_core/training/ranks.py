@@ -19,6 +19,7 @@ from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.system import progress
 from rlhf_core.training.engine import AdamW, Engine, TorchEngine, on_cpu
 from rlhf_core.training.train_loop import layout_of
 
@@ -91,7 +92,7 @@ def _engine(module: Policy | Scorer, config: Trainable) -> Engine:
         return TorchEngine(module, adamw)
     from rlhf_core.training.zero_engine import ZeroEngine
 
-    return ZeroEngine(module, adamw, zero_stage, config.dtype, config.micro_train_batch_size, timeout=1800)
+    return ZeroEngine(module, adamw, zero_stage, config.dtype, config.micro_train_batch_size)
 
 
 def finish_training(
@@ -108,11 +109,12 @@ def export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_r
     """Writes the model, or with `lora.export` its adapter, to `folder` on rank 0; a collective. `source`: the start model of training."""
     model = engine.module.model
     alone = lora is not None and lora.export == "adapter"
-    state = on_cpu(engine, (trained_weights if alone else checkpoint_weights)(model, engine.gathered))
-    if engine.rank != 0:
-        return
-    if alone:
-        save_adapter(model, state, source, folder)
-        save_tokenizer(source, folder, trust_remote_code)
-    else:
-        save_model(model, state, source, folder, trust_remote_code)
+    with progress.files(folder):
+        state = on_cpu(engine, (trained_weights if alone else checkpoint_weights)(model, engine.gathered))
+        if engine.rank != 0:
+            return
+        if alone:
+            save_adapter(model, state, source, folder)
+            save_tokenizer(source, folder, trust_remote_code)
+        else:
+            save_model(model, state, source, folder, trust_remote_code)

@@ -53,7 +53,8 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
     evaluation: dict[str, float] = {}
     trained = False
     if resume:
-        engine.load_state(resume.folder)
+        with progress.files(resume.folder):
+            engine.load_state(resume.folder)
         recent, evaluation, trained = resume.loop["recent"], resume.loop["evaluation"], resume.loop["trained"]
         print(f"resumed after step {first} of {total}", flush=True)
     tracker = Tracker(run, total, first) if engine.rank == 0 else None
@@ -175,7 +176,9 @@ def save_on_all_ranks(engine: Engine, run: RunDir, step: int, keep: int, loop: d
     if engine.rank == 0:
         resume_state.open_state(run, step, clear=True)
     engine.barrier()
-    engine.save_state(resume_state.open_state(run, step, clear=False))
+    folder = resume_state.open_state(run, step, clear=False)
+    with progress.files(folder):
+        engine.save_state(folder)
     engine.barrier()
     if engine.rank == 0:
         resume_state.close_state(run, step, keep, loop)

@@ -22,6 +22,9 @@ from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.training.deepspeed_patches import forget_order, patch_library, reduce_beside_host
 from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite
 
+# Ranks may wait in a barrier while one reads or writes. The wait for their group ends when none makes progress.
+COLLECTIVE_SECONDS = 24 * 3600
+
 
 def library() -> Any:
     """Imports and patches deepspeed."""
@@ -37,13 +40,11 @@ def library() -> Any:
 class ZeroEngine:
     """One rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set."""
 
-    def __init__(
-        self, module: nn.Module, adamw: AdamW, zero_stage: int, dtype: str, micro_batch_size: int, timeout: float, offload: bool = False
-    ):
+    def __init__(self, module: nn.Module, adamw: AdamW, zero_stage: int, dtype: str, micro_batch_size: int, offload: bool = False):
         """`offload`: the optimiser's state is in pinned host memory and its step runs on the CPU (ZeRO-Offload, Ren et al. 2021)."""
         self._deepspeed = deepspeed = library()
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout), verbose=False)
+        deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS), verbose=False)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.zero_stage = zero_stage
         self._trains = False

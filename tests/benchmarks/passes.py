@@ -45,7 +45,7 @@ def main() -> None:
     policy = trained_policy(str(arguments.model), "bfloat16", False, None, 0).to(device).train()
     size = sum(weight.numel() for weight in policy.parameters())
     adamw, stage = AdamW((0.9, 0.95), 0.0, 1.0), arguments.zero_stage
-    engine = ZeroEngine(policy, adamw, stage, "bfloat16", 1, 300) if stage else TorchEngine(policy, adamw)
+    engine = ZeroEngine(policy, adamw, stage, "bfloat16", 1) if stage else TorchEngine(policy, adamw)
     for tokens in arguments.tokens:
         measure(engine, tokens, size, arguments, device)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,11 +35,24 @@ class Role:
         return "done"
 
     def writes(self, folder: str, seconds: float) -> str:
-        with progress.writing(Path(folder)), (Path(folder) / f"{os.getpid()}.bin").open("wb") as file:
+        with progress.files(Path(folder)), (Path(folder) / f"{os.getpid()}.bin").open("wb") as file:
             for _ in range(int(seconds / 0.5)):
                 time.sleep(0.5)
                 file.write(b"x" * 1000)
                 file.flush()
+        return "done"
+
+    def waits_for_a_child(self, seconds: float) -> str:
+        """As an engine over several GPUs does, whose work is in processes of its own."""
+        work = f"import time\nfrom rlhf_core.system import progress\nfor _ in range({int(seconds / 0.5)}): time.sleep(0.5), progress.made()"
+        subprocess.run([sys.executable, "-c", work], check=True)
+        return "done"
+
+    def first_alone(self, seconds: float) -> str:
+        """As a rank that reads data or writes a model while the others wait for it in a barrier."""
+        if os.environ["RANK"] == "0":
+            return self.works(seconds)
+        time.sleep(seconds)
         return "done"
 
     def answers(self, seconds: float) -> Iterator[str]:
@@ -45,13 +60,22 @@ class Role:
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[Group]:
+def groups() -> Iterator[tuple[Group, Group]]:
+    """Ranks apart, and together."""
     ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Role"]))
     connect()
-    made = Group("actor", reserve(arrange({"actor": Ranks(num_ranks_per_node=2, cpus=0.25)}), 30), 1)
-    made.build(Role).wait(60)
+    two = Ranks(num_ranks_per_node=2, cpus=0.25)
+    reservation = reserve(arrange({"actor": two, "sft": two}), 30)
+    made = Group("actor", reservation, 1), Group("sft", reservation, 1, together=True)
+    for pending in [group.build(Role) for group in made]:
+        pending.wait(60)
     yield made
     ray.shutdown()
+
+
+@pytest.fixture
+def group(groups: tuple[Group, Group]) -> Group:
+    return groups[0]
 
 
 def test_work_that_makes_progress_may_take_longer_than_the_timeout(group: Group, tmp_path: Path) -> None:
@@ -59,7 +83,8 @@ def test_work_that_makes_progress_may_take_longer_than_the_timeout(group: Group,
     assert group.call("train", Role.works, LONG).wait(TIMEOUT) == ["done", "done"]
     assert group.call("save", Role.writes, str(tmp_path), LONG).wait(TIMEOUT) == ["done", "done"]
     assert list(group.stream("generate", TIMEOUT, Role.answers, LONG)) == ["done", "done"]
-    assert time.monotonic() - start > 3 * LONG
+    assert group.call("receive weights", Role.waits_for_a_child, LONG).wait(TIMEOUT) == ["done", "done"]
+    assert time.monotonic() - start > 4 * LONG
 
 
 def test_ranks_that_finished_may_wait_for_whoever_takes_their_answers(group: Group) -> None:
@@ -75,6 +100,16 @@ def test_a_rank_that_hangs_after_some_work_is_named_in_time(group: Group) -> Non
         group.call("train", Role.works, 2.0, 8.0).wait(TIMEOUT)
     assert 2 + TIMEOUT - 1 < time.monotonic() - start < 2 + TIMEOUT + 2
     assert group.call("again", Role.works, 0).wait(30) == ["done", "done"]
+
+
+def test_ranks_that_work_together_may_wait_for_one_of_them(groups: tuple[Group, Group]) -> None:
+    apart, together = groups
+    assert together.call("train", Role.first_alone, LONG).wait(TIMEOUT) == ["done", "done"]
+    with pytest.raises(RoleFailed, match=r"sft: ranks \[0, 1\] made no progress in 'train' for 3 s; .* start the stage again: it resumes"):
+        together.call("train", Role.works, 2.0, 6.0).wait(TIMEOUT)
+    with pytest.raises(RoleFailed, match=r"actor: ranks \[1\] made no progress in 'train' for 3 s"):
+        apart.call("train", Role.first_alone, LONG).wait(TIMEOUT)
+    assert apart.call("again", Role.works, 0).wait(30) == ["done", "done"]
 
 
 def test_a_rank_that_is_stopped_is_named_while_the_other_works(group: Group) -> None:

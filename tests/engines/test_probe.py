@@ -54,7 +54,7 @@ def cluster() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("role", "planted", "error", "message"),
     [
-        ("SamplerRole", OtherRotary, EngineDiffers, "before any training vLLM's log-probs differ .* no weight sync is at fault"),
+        ("SamplerRole", OtherRotary, EngineDiffers, "before any weight sync vLLM's log-probs differ .* no weight sync is at fault"),
         ("Actor", WrongNorm, WeightsDiffer, "after a weight sync vLLM's log-probs differ .* does not hold the actor's weights"),
     ],
 )

@@ -28,7 +28,7 @@ config = LlamaConfig(
     vocab_size=600, hidden_size=384, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4
 )
 model = LlamaForCausalLM(config).train()
-engine = zero_engine.ZeroEngine(model, AdamW((0.9, 0.95), 0.0, 1.0), 3, "float32", 1, 60)
+engine = zero_engine.ZeroEngine(model, AdamW((0.9, 0.95), 0.0, 1.0), 3, "float32", 1)
 config = engine._engine._config.zero_config
 tokens = torch.arange(16)[None]
 whole = []

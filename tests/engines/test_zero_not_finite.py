@@ -32,7 +32,7 @@ class Model(nn.Module):
     def forward(self, x):
         return self.layer(x).sum()
 
-engine = ZeroEngine(Model().train(), AdamW((0.9, 0.95), 0.0, 1.0), int(sys.argv[1]), "float32", 1, 60)
+engine = ZeroEngine(Model().train(), AdamW((0.9, 0.95), 0.0, 1.0), int(sys.argv[1]), "float32", 1)
 engine.backward(engine(torch.ones(1, 4)), True)
 print("norm", engine.step(1e-3))
 engine.backward((engine(torch.ones(1, 4)) * 0).sqrt(), True)  # 0, whose gradient is NaN

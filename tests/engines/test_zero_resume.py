@@ -17,12 +17,13 @@ import sys
 from pathlib import Path
 import torch
 from torch import nn
+from rlhf_core.training import zero_engine
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.zero_engine import ZeroEngine
 
 def engine(micro):
     torch.manual_seed(0)
-    return ZeroEngine(nn.Linear(8, 8).train(), AdamW((0.9, 0.95), 0.0, 1.0), int(sys.argv[1]), "float32", micro, 60)
+    return ZeroEngine(nn.Linear(8, 8).train(), AdamW((0.9, 0.95), 0.0, 1.0), int(sys.argv[1]), "float32", micro)
 
 def step(engine, micro):
     for part in range(0, 8, micro):
@@ -31,6 +32,8 @@ def step(engine, micro):
 
 data = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 first = engine(4)
+limit = torch.distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
+assert limit.total_seconds() == zero_engine.COLLECTIVE_SECONDS >= 24 * 3600, "one rank may write for hours"
 step(first, 4)
 first.save_state(Path(sys.argv[2]))
 whole = [step(first, 4) for _ in range(3)]

@@ -235,6 +235,7 @@ def test_the_auth_string_is_kept_and_in_no_log(tmp_path: Path) -> None:
         (string,) = strings
         assert running and not [line for line in running if string.partition(":")[2] in line]
     place = folder / "home" / "auth-string"
+    assert f"the auth string: what is in {place}\n" in (folder / "serve.txt").read_text()
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
     holding = [path for path in folder.rglob("*") if path.is_file() and string.partition(":")[2].encode() in path.read_bytes()]
     assert holding == [place], "neither a log nor the database, an artifact or a stage's directory has it"

@@ -73,7 +73,6 @@ class Training(NamedTuple):
     zero_stage: int
     micro_batch_size: int
     gradient_checkpointing: float
-    timeout: float
     lora: Lora | None = None
     seed: int = 0
     micro_tokens: int | None = None
@@ -154,11 +153,12 @@ class Trained(Resident):
         self.engine.release()
 
     def save_state(self, folder: str) -> None:
-        with progress.writing(Path(folder)):
+        with progress.files(Path(folder)):
             self.engine.save_state(Path(folder))
 
     def load_state(self, folder: str) -> None:
-        self.engine.load_state(Path(folder))
+        with progress.files(Path(folder)):
+            self.engine.load_state(Path(folder))
 
 
 class Actor(Trained):
@@ -222,8 +222,7 @@ class Actor(Trained):
 
     def export(self, folder: str) -> None:
         """Writes a transformers checkpoint on rank 0."""
-        with progress.writing(Path(folder)):
-            export(self.engine, Path(folder), self.model.path, self.lora, self.model.trust_remote_code)
+        export(self.engine, Path(folder), self.model.path, self.lora, self.model.trust_remote_code)
 
 
 class Critic(Trained):
@@ -287,7 +286,7 @@ def _engine(module: Policy | Scorer, model: Model, training: Training, offload: 
     if training.zero_stage == 0:
         engine = TorchEngine(module, training.adamw)
     else:
-        engine = ZeroEngine(module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, training.timeout, offload)
+        engine = ZeroEngine(module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, offload)
     try_rows(engine, module, engine.device, bool(model.micro_tokens or training.micro_tokens), engine.all_reduce)
     return engine
 

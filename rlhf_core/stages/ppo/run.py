@@ -37,7 +37,14 @@ def start_processes(config: PPO) -> dict[str, Group]:
     # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
     spans, alone = {"sampler": config.vllm.tensor_parallel_size}, () if config.one_step_off_policy else ("sampler",)
     groups = {
-        name: Group(name, reservation, cpu_threads(1 if name in alone else 2), spans.get(name, 1), growing=name != "sampler")
+        name: Group(
+            name,
+            reservation,
+            cpu_threads(1 if name in alone else 2),
+            spans.get(name, 1),
+            growing=name != "sampler",
+            together=name in ("actor", "critic"),
+        )
         for name in config.placed
     }
     for name, group in groups.items():

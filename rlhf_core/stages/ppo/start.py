@@ -19,8 +19,6 @@ from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.roles import Actor, Critic, Model, Reference, Reward, Training
 from rlhf_core.training.engine import AdamW
 
-COLLECTIVE_SECONDS = 24 * 3600  # ranks may wait in a barrier while one writes: the wait for the group knows which of them is silent
-
 
 def objective_of(config: PPO) -> Objective:
     """The constants of the actor's loss."""
@@ -83,7 +81,6 @@ def start_fleet(
         zero_stage=chosen.stage,
         micro_batch_size=config.micro_train_batch_size,
         gradient_checkpointing=config.gradient_checkpointing,
-        timeout=COLLECTIVE_SECONDS,
         lora=config.lora,
         seed=seed,
         micro_tokens=config.micro_train_tokens,

@@ -59,13 +59,14 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         first = resume.step if resume else 0
         kl = kl_controller(config.init_kl_coef, config.kl_target, config.kl_horizon)
         carried = Carried(0, {})
+        fleet.probe(setup.probe, synced=False)  # on the weights that engine and trainer have loaded
         if resume:
             fleet.load_state(resume.folder)
             fleet.publish_weights()
+            fleet.probe(setup.probe)
             kl, carried = restore(kl, resume.loop)
             carried = carried._replace(ahead=read_ahead(resume.folder, setup.order, setup.sampling.n))
             print(f"resumed after iteration {first} of {iterations}", flush=True)
-        fleet.probe(setup.probe, synced=resume is not None)
         tracker = Tracker(run, iterations, first)
         cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, 0 if config.lora else fleet.trained_parameters())
         for step in range(first, iterations):

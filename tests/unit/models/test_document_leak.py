@@ -207,7 +207,7 @@ def test_roles_of_ppo_score_what_would_leak_one_document_a_row(bases: Path, monk
     for tokens in (None, 30):
         policy, reward = (Model(str(places[name]), "float32", 0, 8, False, tokens) for name in ("policy", "rm"))
         trained = Policy(roles.load_policy(policy.path).model)
-        engine = roles._engine(trained, policy, Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 8, False, 60, micro_tokens=tokens), False)
+        engine = roles._engine(trained, policy, Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 8, False, micro_tokens=tokens), False)
         assert isinstance(engine, TorchEngine) and trained.apart is (True if tokens else None)
         own = roles._score(engine, documents(), policy, lambda batch, policy=trained: roles.masked_logprobs(policy, batch).logprobs)
         found.append([dict(own), dict(Reference(policy, 1.0).logprobs(documents())), dict(Reward(reward).scores(documents()))])

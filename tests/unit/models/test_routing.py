@@ -158,7 +158,7 @@ def test_the_actor_scores_and_trains_with_the_samplers_experts(material: Path, t
     base = make_family("qwen3-moe", material / "base", tmp_path / "base")
     model = roles.Model(str(base), "float32", 0, 4, False)
     objective = objective_of(PPO(prompts=Data(sources="none")))
-    training = roles.Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 4, 0.0, 60)
+    training = roles.Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 4, 0.0)
     replaying, plain = (roles.Actor(model, training, objective, 1.0, routing_replay=replay) for replay in (True, False))
     routed, without_experts = documents(), documents(with_experts=False)
     theirs, own = dict(replaying.logprobs(routed)), dict(plain.logprobs(without_experts))

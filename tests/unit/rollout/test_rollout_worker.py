@@ -1,16 +1,34 @@
-"""What vLLM's worker takes of a GPU on which other roles load and free their models."""
+"""What vLLM's worker takes of a GPU on which other roles load and free their models, and that it counts the weights it loads."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.worker import gpu_worker
 
 from rlhf_core.rollout.vllm_worker import BESIDES, Worker
+from rlhf_core.system import progress
 
 GIB = 2**30
+
+
+def test_each_weight_that_an_engine_reads_at_its_start_is_progress(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: Worker, **options: bool) -> None:
+        model: Any = SimpleNamespace(model=str(material / "base"), revision=None)
+        looks.extend(progress.seen() for _ in DefaultModelLoader(LoadConfig()).get_all_weights(model, torch.nn.Linear(1, 1)))
+
+    looks = [progress.seen()]
+    monkeypatch.setattr(DefaultModelLoader, "get_all_weights", DefaultModelLoader.get_all_weights)  # to be as it was at the end
+    monkeypatch.setattr(gpu_worker.Worker, "load_model", load)
+    Worker.__new__(Worker).load_model(load_dummy_weights=False)
+    assert len(set(looks)) == len(looks) == 1 + len(load_file(material / "base" / "model.safetensors"))
 
 
 def worker(monkeypatch: pytest.MonkeyPatch, before: int, peak: int, granted: int) -> Worker:

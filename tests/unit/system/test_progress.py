@@ -1,28 +1,40 @@
-"""Where progress is counted: each pass, group of weights and step of an engine, and bytes of states and models while they are written."""
+"""Where progress is counted: each pass, weight and step of an engine, and bytes of states and models while they are read or written."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.config import SFT, Data
+from rlhf_core.data import sources
+from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
-from rlhf_core.models.load import load_policy
+from rlhf_core.data.packing import Passes
+from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.actor_loss import Objective
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.rollout import vllm_patches
 from rlhf_core.rollout.weight_transfer import Broadcast, Rendezvous
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo import roles
+from rlhf_core.stages.reference_logprobs import dealt_logprobs
 from rlhf_core.system import progress
+from rlhf_core.system.files import sync_to_disk
 from rlhf_core.training.engine import AdamW
-from rlhf_core.training.train_loop import accumulate
+from rlhf_core.training.train_loop import Task, accumulate, fit, save_on_all_ranks
+from tests.support.tiny_models import reward_model
 
 
 def counted(work: Callable[[], Any]) -> int:
@@ -37,7 +49,7 @@ def actor(material: Path) -> roles.Actor:
         patch.setenv("RANK", "0")
         patch.setenv("WORLD_SIZE", "1")
         model = roles.Model(str(material / "base"), "float32", 0, 2, False)
-        training = roles.Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 2, 0.0, 60)
+        training = roles.Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 2, 0.0)
         return roles.Actor(model, training, Objective(0.2, 0.2, None, "token", "token", 8, None, 0.0, 0.0), 1.0)
 
 
@@ -51,6 +63,31 @@ def test_each_pass_counts(actor: roles.Actor) -> None:
     assert counted(lambda: actor.logprobs(documents)) >= 3
 
 
+def test_rows_that_are_read_count(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PROGRESS_SECONDS", -1.0)
+    renderer = Renderer(load_tokenizer(str(material / "base")), "chat")
+    data = Data(sources=str(material / "sft.jsonl"), max_samples=5)
+    assert counted(lambda: sources.sft_documents(data, renderer, 64, 0)) == 5
+
+
+def test_files_that_are_synced_count(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("1")
+    assert counted(lambda: sync_to_disk(tmp_path)) == 2, "the folder and its file"
+
+
+def test_passes_of_a_reference_count(actor: roles.Actor) -> None:
+    documents = [Document([5, 6, 7 + i], [False, True, True]) for i in range(4)]
+    assert counted(lambda: dealt_logprobs(actor.engine, actor.engine, [documents[:2], documents[2:]], Passes(2), 0, False)) == 2
+
+
+@pytest.mark.parametrize("load", [load_policy, lambda path: load_scorer(path, 0, on_host=True)])
+def test_weights_count_while_a_model_loads(load: Callable[[str], Policy | Scorer], material: Path, tmp_path: Path) -> None:
+    path = reward_model(material / "base", tmp_path / "reward_model")
+    loaded: list[Policy | Scorer] = []
+    count = counted(lambda: loaded.append(load(str(path))))
+    assert count >= 2 * len(list(loaded[0].parameters())), "each when its module is made, and when it is read"
+
+
 def test_weights_count_while_they_are_sent_and_received(material: Path) -> None:
     policy = load_policy(str(material / "base"))
     assert counted(lambda: list(checkpoint_weights(policy.model, lambda parameters: nullcontext()))) >= 1
@@ -59,6 +96,18 @@ def test_weights_count_while_they_are_sent_and_received(material: Path) -> None:
     sender.start()
     assert counted(lambda: list(Broadcast("gloo", 1, 2, rendezvous).receive())) == 1
     sender.join(30)
+
+
+def test_work_of_child_processes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(progress.CHILDREN, os.devnull)  # to be as it was at the end
+    work = [sys.executable, "-c", "from rlhf_core.system import progress; progress.made()"]
+    subprocess.run(work, check=True)
+    before = progress.seen()
+    progress.count_children()
+    assert progress.seen() == before
+    for _ in range(2):
+        subprocess.run(work, check=True)
+        assert before != (before := progress.seen())
 
 
 @pytest.mark.parametrize("patched", [True, False])
@@ -81,7 +130,7 @@ def test_steps_of_an_engine_that_sample_something_count(patched: bool, monkeypat
 
 
 @pytest.mark.parametrize("what", ["state", "model"])
-def test_bytes_of_a_state_or_model_count_while_they_are_written(
+def test_bytes_of_a_state_or_model_count_while_they_are_written_or_read(
     what: str, actor: roles.Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[str] = []
@@ -96,5 +145,23 @@ def test_bytes_of_a_state_or_model_count_while_they_are_written(
     monkeypatch.setattr("rlhf_core.models.save.save_torch_state_dict", slowly)
     (actor.save_state if what == "state" else actor.export)(str(tmp_path))
     assert len(set(looks)) == 2
+    if what == "state":  # of a training stage
+        save_on_all_ranks(actor.engine, RunDir(tmp_path / "sft"), 1, 1, {})
+        assert len(set(looks[2:])) == 2
+    looks.clear()
+
+    def piecemeal(place: Path, **options: Any) -> dict[str, dict[str, Any]]:
+        with place.open("rb", buffering=0) as file:
+            while file.read(500):
+                looks.append(progress.seen())
+        return {"model": actor.engine._optimised, "optimizer": actor.engine._optimizer.state_dict()}  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(torch, "load", piecemeal)
+    if what == "state":
+        actor.load_state(str(tmp_path))
+        assert len(looks) == len(set(looks)) == 4
+        with pytest.raises(KeyError, match="recent"):  # what `fit` needs besides, after it has read the state
+            fit(actor.engine, RunDir(tmp_path / "sft"), Task([1], Mock(), Mock(), Mock(), None, ()), SFT(data=Data(sources="none")), 0)
+        assert len(looks[4:]) == len(set(looks[4:])) == 4
     (tmp_path / "later").write_text("not this work's")
     assert (before := progress.seen()) and (tmp_path / "more").write_text("either") and progress.seen() == before

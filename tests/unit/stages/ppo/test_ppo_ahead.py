@@ -45,6 +45,7 @@ class Fleet:
         self.said: list[str] = []
         self.batches: list[tuple[int, int, list[list[int]]]] = []  # weights of actor and of engines, tokens of the answers scored
         self.weights: list[float] = []
+        self.probed: list[tuple[int, int, bool]] = []  # weights of actor and of engines, whether they were synced
 
     def trained_parameters(self) -> int:
         return 1
@@ -81,6 +82,7 @@ class Fleet:
         self.engine = self.actor
 
     def probe(self, documents: Sequence[Document], synced: bool = True) -> float:
+        self.probed.append((self.actor, self.engine, synced))
         return 0.0
 
     def iteration_metrics(self, *of: object) -> dict[str, float]:
@@ -179,6 +181,15 @@ def test_a_killed_run_trains_on_the_same_answers(killed_at: int, material: Path,
         return [{k: v for k, v in line.items() if k != "time" and "phase/" not in k} for line in read_metrics(tmp_path / name)]
 
     assert curve("run") == curve("whole")
+
+
+def test_a_resumed_run_probes_the_engine_before_and_after_the_first_sync(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for killed_at in (3, None):
+        fleet = ppo(material, RunDir(tmp_path), monkeypatch, killed_at, save_steps=2)
+        assert fleet.probed[0] == (0, 0, False), "on what both have loaded"
+        assert fleet.probed[1] == ((2, 2, True) if killed_at is None else (1, 1, True))
 
 
 def test_answers_wait_on_disk_bit_for_bit(tmp_path: Path) -> None:

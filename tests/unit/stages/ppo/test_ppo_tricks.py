@@ -98,7 +98,7 @@ def plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def training(micro: int = 8, max_norm: float = 1.0) -> Training:
-    return Training(AdamW((0.9, 0.95), 0.0, max_norm), 0, micro, False, 60)
+    return Training(AdamW((0.9, 0.95), 0.0, max_norm), 0, micro, False)
 
 
 def model(folder: Path) -> Model:

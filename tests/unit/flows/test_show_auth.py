@@ -1,0 +1,39 @@
+"""What `alignflow serve` prints of its server's auth string: the string on a terminal, the file's path to a log."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flows.cli.loops import show_auth
+
+API, AUTH = "http://127.0.0.1:4200/api", "alignflow:" + "x" * 43
+
+
+def printed(file: Path, terminal: bool) -> str:
+    end, other = pty.openpty() if terminal else os.pipe()
+    with os.fdopen(end, "rb", 0) as seen, os.fdopen(other, "w") as out:
+        show_auth(Console(file=out, soft_wrap=True), API, AUTH, file)
+        return bytes(seen.read(10_000)).decode()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_shows_the_auth_string_and_a_log_the_file_that_holds_it(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR"):  # rich takes them for a terminal's
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "a folder" / "auth-string"
+    file.parent.mkdir()
+    file.write_text(f"{AUTH}\n")
+    asked, shell = printed(file, terminal).splitlines()
+    assert asked == f"its pages ask once for the auth string: {AUTH if terminal else f'what is in {file}'}"
+    assert AUTH not in shell
+    command = shell.removeprefix("from another shell: ")
+    told = subprocess.run(["sh", "-c", f'{command}; echo "$PREFECT_API_URL $PREFECT_API_AUTH_STRING"'], capture_output=True, text=True)
+    assert told.stdout == f"{API} {AUTH}\n"
