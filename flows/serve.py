@@ -76,13 +76,7 @@ class Servants:
     def start_server(self) -> None:
         """Starts the server and waits until it answers. Raises MachineLacks when the port is taken or it does not answer."""
         host, port = self._address
-        with socket.socket() as listener:  # the server inherits it: no other process can answer at this port and get the auth string
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((host, port))
-                listener.listen()
-            except OSError as error:
-                raise MachineLacks(f"nothing can be served on {host}:{port} ({error.strerror}): give another --port or --host") from None
+        with listen(host, port) as listener:  # the server inherits it: no other process can answer at this port and get the auth string
             orphan_watcher.start()
             own = {"PREFECT__SERVER_FINAL": "1", "PREFECT_UI_API_URL": "/api"} | server_process.protected(self.auth, self.ui)
             command = server_process.command(listener.fileno(), self._hosts)
@@ -188,6 +182,15 @@ def auth_string(home: Path) -> str:
         file.write(f"{made}\n")
     os.replace(part, place)
     return made
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; port 0 takes a free one. Raises MachineLacks when there is none."""
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        why = str(error.strerror).partition(" (while ")[0]
+        raise MachineLacks(f"nothing can be served on {host}:{port} ({why}): give another --port or --host") from None
 
 
 def free_port(host: str) -> int:

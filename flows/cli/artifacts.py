@@ -117,15 +117,14 @@ def serve_reward(checkpoint: str, *, port: int = 8000, host: str = "127.0.0.1", 
     """
     if "{}" not in template and template != "chat":
         raise ValueError(f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt")
-    from rlhf_core.rewards.server import reward_server
+    import uvicorn
 
-    try:
-        server = reward_server(checkpoint, host, port, template, micro_batch_size)
-    except OSError as error:
-        raise MachineLacks(f"nothing can be served on {host}:{port} ({error.strerror}); give another --port or --host") from None
-    console.print(f"serving {checkpoint} on http://{host}:{server.server_address[1]}", markup=False)
-    with server:
-        server.serve_forever()
+    from flows.serve import listen
+    from rlhf_core.rewards.server import reward_application
+
+    application, listener = reward_application(checkpoint, template, micro_batch_size), listen(host, port)
+    console.print(f"serving {checkpoint} on http://{host}:{listener.getsockname()[1]}", markup=False)
+    uvicorn.Server(uvicorn.Config(application, log_level="error", lifespan="off")).run([listener])
     return OK
 
 
