@@ -80,11 +80,6 @@ class RewardReports(Frozen):
     models: tuple[RewardReport, ...]
     agreement: tuple[Agreement, ...]
 
-    @classmethod
-    def empty(cls) -> RewardReports:
-        """Returns reports of no models."""
-        return cls(models=(), agreement=())
-
 
 def evaluate(pairs: Pairs, differences: Mapping[str, Floats], bins: int, rounds: int, seed: int) -> RewardReports:
     """Evaluates all models; `differences[model]` (N,) is its score of the chosen minus that of the rejected answer."""

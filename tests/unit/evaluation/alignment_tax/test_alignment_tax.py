@@ -12,14 +12,14 @@ import pytest
 from evaluation.alignment_tax.harness import rows_of, scores_of
 from evaluation.alignment_tax.records import ModelScores, Score, TaskScores
 from evaluation.alignment_tax.report import TaxReport, compare, log_lines, loss_of, tax_metrics
-from rlhf_core.config import AlignmentTax, StageConfig
+from rlhf_core.config import KINDS, AlignmentTax, StageConfig
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.config.lm_eval_tasks import read_task, task_name
 from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.recipe.gates import meaning_of
 from rlhf_core.recipe.load import recipe_of
 from rlhf_core.recipe.plan import Plan, plan
-from tasks.stages import module_of, tax_table
+from tasks.stages import tax_table
 
 TASKS = Path(__file__).parents[4] / "deployments" / "tasks"
 
@@ -195,7 +195,7 @@ def planned(**changes: Any) -> Plan:
 
 def test_models_are_parents_and_the_task_files_content_decides_the_digest(tmp_path: Path) -> None:
     node = planned()["alignment_tax"]
-    assert node.parents == ("dpo", "sft") and module_of(node.kind) == "evaluation"
+    assert node.parents == ("dpo", "sft") and KINDS[node.kind].package == "evaluation"
     path = write_task(tmp_path)
     before = planned(tasks=[path])["alignment_tax"].digest
     assert before == planned(tasks=[path], concurrency=3, vllm={"start_timeout": 7})["alignment_tax"].digest
