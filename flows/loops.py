@@ -16,7 +16,7 @@ from rlhf_core.config import Recipe
 from rlhf_core.recipe.loop_record import alone, begin, check_judged, finish, folder_of, loop_of, loop_state
 from rlhf_core.runs.store import store_of
 from tasks.keys import provided, variables
-from tasks.served import own_recipe
+from tasks.served import recipe_of_run
 
 
 @flow(name="loop", flow_run_name=run_name, **SETTINGS)
@@ -32,7 +32,7 @@ def loop(
     Fetches rounds that only the recipe's store has first. `stage`: which loop, when a recipe has several. The loop ends after `max_rounds`
     rounds, or when the win rate of its last round is not more than `min_gain` above the round before it (needs an evaluation of the loop).
     """
-    loaded = own_recipe(recipe, overrides, runtime.deployment.id)
+    loaded = recipe_of_run(recipe, overrides, runtime.flow_run.id, runtime.deployment.id)
     require_type("stage", stage, str, None)
     require_type("max_rounds", max_rounds, int, None)
     require_type("min_gain", min_gain, float, int, None)

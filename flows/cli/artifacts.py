@@ -10,6 +10,8 @@ from flows.cli.show import OK, console, show_board, show_differences, show_garba
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
+from rlhf_core.runs.lineage import data_of, stage_of
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.files import write_text
 
 
@@ -62,15 +64,15 @@ def lineage(checkpoint: str, *, out: Path | None = None) -> int:
         checkpoint: a checkpoint, a stage's directory, or a Hub id.
         out: also draw it, to this SVG file.
     """
-    found = history.lineage_of(checkpoint)
-    show_lineage(console, found)
+    found, stage = history.lineage_of(checkpoint), stage_of(checkpoint)
+    data = data_of(found, RunDir(stage[0]).artifacts if stage else None)
+    show_lineage(console, found, data)
     if out is not None:
         from evaluation.report.dag import family_svg
-        from rlhf_core.runs.lineage import data_of
 
         if not out.absolute().parent.is_dir():
             raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file")
-        write_text(out, family_svg(found, data_of(found)))
+        write_text(out, family_svg(found, data))
         console.print(f"\ndrawn in {out}", markup=False, highlight=False)
     return OK
 

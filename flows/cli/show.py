@@ -22,7 +22,7 @@ from rlhf_core.recipe.dry_run import Outlook
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.load import models_in
 from rlhf_core.recipe.plan import Plan
-from rlhf_core.runs.lineage import Ancestor, data_of, stages, tree
+from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.markdown import table
 
@@ -132,10 +132,10 @@ def show_differences(console: Console, found: Sequence[Difference]) -> None:
     console.print(table)
 
 
-def show_lineage(console: Console, ancestor: Ancestor) -> None:
+def show_lineage(console: Console, ancestor: Ancestor, data: Sequence[Dataset]) -> None:
     """Prints the tree of ancestors, the data of its stages, and the versions they ran with."""
     console.print(tree(ancestor), markup=False, highlight=False)
-    if data := data_of(ancestor):
+    if data:
         console.print("\ndata, with the digest of its content today:")
     for stage, field, name, digest in data:
         console.print(f"  {stage}.{field}: {name} {digest or '(not here)'}", markup=False, highlight=False)
