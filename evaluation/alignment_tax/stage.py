@@ -35,7 +35,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     if missing := [name for name in names if name not in scores]:
         tasks = Tasks(config.tasks, config.trust_task_code)
         for name in missing:
-            start, model = time.monotonic(), _model(name, request, config)
+            start, where = time.monotonic(), f"alignment_tax of {name}"
+            model = local_model(where, request.inputs[name], config, run, request.trust_remote_code)
             if twin := next((known for known in scores.values() if known.identity == model.identity), None):
                 scores[name] = twin.model_copy(update={"model": name})
                 print(f"{name}: the same files as {twin.model}, whose scores count", flush=True)
@@ -68,11 +69,6 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     tracker.close()
     print("\n".join(log_lines(report)), flush=True)
     return Outcome(metrics, {"report": REPORT})
-
-
-def _model(name: str, request: StageRequest, config: AlignmentTax) -> LocalModel:
-    where = f"alignment_tax of {name}"
-    return local_model(where, request.inputs[name], config.dtype, config.max_model_len, request.trust_remote_code)
 
 
 def measure_one(name: str, model: LocalModel, request: StageRequest, config: AlignmentTax, tasks: Tasks, run: RunDir) -> Measured:

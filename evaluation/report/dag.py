@@ -156,4 +156,4 @@ def family_svg(ancestor: Ancestor, data: list[Dataset]) -> str:
         parents[key] = list(dict.fromkeys([*(keys[id(parent)] for _, parent in node.parents if id(parent) in keys), *used]))
     tip = f"tip-{short(ancestor.name + ancestor.digest)}"  # unique, because a page may have several drawings
     drawing = draw(parents)
-    return fill("family.svg.j2", name=ancestor.name, drawing=drawing, notes=notes, tip=tip, size=(WIDTH, HEIGHT), colours=COLOURS)
+    return fill("family.svg.j2", name=ancestor.name, drawing=drawing, notes=notes, tip=tip, size=(WIDTH, HEIGHT), colours=COLOURS) + "\n"
