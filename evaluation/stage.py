@@ -26,7 +26,7 @@ from evaluation.judges.sequential import battles_in_turns
 from evaluation.scores import over_optimisation, reward_accuracy
 from evaluation.scores.arena_files import judgment_lines, token_counter
 from evaluation.scores.reports import judging_metrics, make_reports, report_metrics
-from evaluation.scores.style import Style, markdown, style_of
+from evaluation.scores.style import style_of
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.columns import Located, preference_of
@@ -76,7 +76,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         use[name] = judging(judgments[name], judge, judge_config)
         del judge  # frees a reward model's memory before the next judge is loaded
 
-    styles = {(model, a.uid): _style(a) for model, given in answers.items() for a in given}
+    styles = {(model, answer.uid): style_of(answer.metadata) for model, given in answers.items() for answer in given}
     about = {
         "right": {model: fmean(map(rule.right, questions, given)) for model, given in texts.items()} if rule else {},
         "mean_tokens": {model: fmean(answer.tokens for answer in given) for model, given in answers.items()},
@@ -149,30 +149,16 @@ def answer_all(
         for model in dict.fromkeys((config.baseline, *config.models, *(config.parents or {}).values())):
             file = run / REPORT / "answers" / f"{file_name(model)}.jsonl"
             if model in config.endpoints:
-                answers[model], answering[model] = answer_remotely(
-                    model,
-                    config.endpoints[model],
-                    questions,
-                    run / REMOTE / f"{file_name(model)}.jsonl",
-                    temperature=config.temperature,
-                    max_tokens=config.generate_max_len,
-                    count=count,
-                )
+                known = run / REMOTE / f"{file_name(model)}.jsonl"
+                answers[model], answering[model] = answer_remotely(model, config, questions, known, count)
                 write_answers(file, model, questions, answers[model])
                 continue
             found = read_answers(file, questions)
             if found is None:
                 path, start = request.inputs[model], time.monotonic()
                 renderer = Renderer(load_tokenizer(path, trust), config.template, stored_suffix(path))
-                found = generate(
-                    engine.with_model(path, model_kind(model_config(path, max_len, trust), renderer)),
-                    renderer,
-                    questions,
-                    seed=request.seed,
-                    temperature=config.temperature,
-                    prompt_max_len=config.prompt_max_len,
-                    generate_max_len=config.generate_max_len,
-                )
+                sampler = engine.with_model(path, model_kind(model_config(path, max_len, trust), renderer))
+                found = generate(sampler, renderer, questions, config, request.seed)
                 if count is not None:
                     found = [replace(answer, tokens=count(answer.text)) for answer in found]
                 write_answers(file, model, questions, found)
@@ -192,14 +178,11 @@ def over_optimisation_of(
     report: EvalReport,
 ) -> over_optimisation.OverOptimisation:
     """Returns the proxy's scores and the KL of every judged model's answers, with the first judge's win rates."""
-    from evaluation.answers.kl import Reading, log_ratios  # imports torch's model code, so only when there is something to measure
+    from evaluation.answers.kl import log_ratios  # imports torch's model code, so only when there is something to measure
 
     assert config.proxy is not None
     models = [config.baseline, *(model for model in config.models if model != config.baseline)]
-    reading = Reading(
-        config.template, config.prompt_max_len, config.generate_max_len, config.micro_rollout_batch_size, request.trust_remote_code
-    )
-    ratios = log_ratios(questions, {model: texts[model] for model in models}, request.inputs, config.baseline, config.dtype, reading)
+    ratios = log_ratios(questions, {model: texts[model] for model in models}, request.inputs, config, request.trust_remote_code)
     scorer, renderer = load_reward_model(config.proxy, request, config, config.template)
     judge = RewardJudge("proxy", scorer.score, renderer, 0.0, config.prompt_max_len, config.generate_max_len)
     uids = [question.uid for question in questions]
@@ -242,7 +225,3 @@ def evaluate_reward_models(
             pairs = reward_accuracy.Pairs(prompts, subsets, tokens[:, 0], tokens[:, 1])
     assert pairs is not None
     return reward_accuracy.evaluate(pairs, differences, wanted.bins, config.bootstrap_rounds, request.seed)
-
-
-def _style(answer: ModelAnswer) -> Style:
-    return style_of({"token_len": answer.tokens, **markdown(answer.text)})

@@ -25,12 +25,12 @@ from tasks.gates import check_gates
 from tasks.keys import provided, variables
 from tasks.notify import notify_gates, notify_stage, notify_state
 from tasks.report import reported, statuses_of
-from tasks.served import own_recipe
+from tasks.served import recipe_of_run
 from tasks.stages import run_stage
 from tasks.store import bring_parents
 from tasks.temporary_server import watch_server
 
-# Options of every flow. The hooks send a run's states to the recipe's webhook; `own_recipe` checks parameters, with shorter messages.
+# Options of every flow. The hooks send a run's states to the recipe's webhook; `recipe_of_run` checks parameters, with shorter messages.
 SETTINGS: dict[str, Any] = {hook: [notify_state] for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")}
 SETTINGS |= {"persist_result": False, "validate_parameters": False}
 
@@ -50,7 +50,7 @@ def run_name() -> str:
 @flow(name="alignment", flow_run_name=run_name, **SETTINGS)
 def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: bool = False) -> None:
     """Runs all stages of a recipe (a path, URI, or Recipe), parents first, and writes its report. `latest`: see `refresh_hub_revisions`."""
-    loaded = own_recipe(recipe, overrides, runtime.deployment.id)
+    loaded = recipe_of_run(recipe, overrides, runtime.flow_run.id, runtime.deployment.id)
     require_type("latest", latest, bool)
     if latest:
         refresh_hub_revisions(loaded)
@@ -62,7 +62,7 @@ def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: boo
 @flow(name="stage", flow_run_name=run_name, **SETTINGS)
 def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> None:
     """Runs one stage of a recipe (or the stages of one loop or round) and no other."""
-    loaded = own_recipe(recipe, overrides, runtime.deployment.id)
+    loaded = recipe_of_run(recipe, overrides, runtime.flow_run.id, runtime.deployment.id)
     require_type("name", name, str)
     with provided(variables(loaded)):
         planned = plan_of(loaded)

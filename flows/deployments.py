@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from uuid import UUID
 from zoneinfo import available_timezones
 
+import psutil
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate, WorkPoolCreate, WorkPoolUpdate
@@ -190,11 +191,11 @@ def _is_alive(run: FlowRun) -> bool:
     if host and host != socket.gethostname():
         return True
     try:
-        return f"PREFECT__FLOW_RUN_ID={run.id}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except PermissionError:
+        return psutil.Process(int(pid)).environ().get("PREFECT__FLOW_RUN_ID") == str(run.id)
+    except psutil.AccessDenied:
         return True
-    except OSError:
-        return sys.platform != "linux"
+    except (psutil.Error, ValueError):
+        return False
 
 
 def _events() -> Iterator[str]:

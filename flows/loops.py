@@ -1,4 +1,4 @@
-"""Defines the flows of loops: `loop` trains the next round and ends, for a schedule; `iterative_preference` trains many rounds.
+"""Defines the flow `loop`: it trains the next round of a loop and ends, for a schedule.
 
 The loop's record on disk (rlhf_core/recipe/loop_record.py) has the finished rounds and the next one, also of other and of killed runs.
 """
@@ -16,7 +16,7 @@ from rlhf_core.config import Recipe
 from rlhf_core.recipe.loop_record import alone, begin, check_judged, finish, folder_of, loop_of, loop_state
 from rlhf_core.runs.store import store_of
 from tasks.keys import provided, variables
-from tasks.served import own_recipe
+from tasks.served import recipe_of_run
 
 
 @flow(name="loop", flow_run_name=run_name, **SETTINGS)
@@ -29,50 +29,33 @@ def loop(
 ) -> Any:
     """Trains, evaluates and publishes the next round of a recipe's loop. A run without work to do completes with the reason as its message.
 
-    Fetches rounds that only the recipe's store has first.
-    `stage`: which loop, when a recipe has several. `max_rounds`, `min_gain`: when to stop, as for `iterative_preference`.
+    Fetches rounds that only the recipe's store has first. `stage`: which loop, when a recipe has several. The loop ends after `max_rounds`
+    rounds, or when the win rate of its last round is not more than `min_gain` above the round before it (needs an evaluation of the loop).
     """
-    due = runtime.flow_run.scheduled_start_time or datetime.now(UTC)
-    return _rounds(
-        own_recipe(recipe, overrides, runtime.deployment.id), stage, max_rounds, min_gain, datetime.fromisoformat(str(due)), once=True
-    )
-
-
-@flow(name="iterative_preference", flow_run_name=run_name, **SETTINGS)
-def iterative_preference(
-    recipe: Recipe | str, overrides: tuple[str, ...] = (), rounds: int = 3, min_gain: float | None = None, stage: str | None = None
-) -> Any:
-    """Trains until `rounds` rounds are done, or until the win rate of the last round is not more than `min_gain` above the round before it.
-
-    `min_gain` needs an evaluation of the loop in the recipe. Finished rounds count.
-    """
-    return _rounds(own_recipe(recipe, overrides, runtime.deployment.id), stage, rounds, min_gain, None, once=False)
-
-
-def _rounds(recipe: Recipe, stage: str | None, max_rounds: int | None, min_gain: float | None, due: datetime | None, once: bool) -> Any:
+    loaded = recipe_of_run(recipe, overrides, runtime.flow_run.id, runtime.deployment.id)
     require_type("stage", stage, str, None)
-    require_type("the number of rounds", max_rounds, int, None)
+    require_type("max_rounds", max_rounds, int, None)
     require_type("min_gain", min_gain, float, int, None)
-    name = loop_of(recipe, stage)
-    with provided(variables(recipe)), alone(folder_of(recipe)) as mine:
+    name, due = loop_of(loaded, stage), datetime.fromisoformat(str(runtime.flow_run.scheduled_start_time or datetime.now(UTC)))
+    with provided(variables(loaded)), alone(folder_of(loaded)) as mine:
         if not mine:
-            return _completed(f"another run is training {name} of {recipe.name}: this one leaves it to that")
+            return _completed(f"another run is training {name} of {loaded.name}: this one leaves it to that")
         if min_gain is not None:
-            check_judged(recipe, name)
-        fetched, store = False, store_of(recipe)
+            check_judged(loaded, name)
+        fetched, store = False, store_of(loaded)
         while True:
-            found = loop_state(recipe, name)
+            found = loop_state(loaded, name)
             if why := found.why_not(max_rounds, min_gain, None if fetched else due):
-                return _completed(f"{name} of {recipe.name}: {why}")
+                return _completed(f"{name} of {loaded.name}: {why}")
             missing = [node for node in found.plan.stages_of(f"{name}.round{found.number}") if not node.done]
             fetched = store is not None and bool(missing) and all(store.has(node.run_dir.name) for node in missing)
             get_run_logger().info("%s: round %d %s", name, found.number, "is in the store" if fetched else "begins")
             begin(found)
             run_all(found.plan, found.plan.nodes)
             done = finish(found)
-            if once and not fetched:  # on an empty disk rounds of the store come first
+            if not fetched:  # on an empty disk rounds of the store come first
                 rate = "" if done.win_rate is None else f", win rate {done.win_rate:.3f}"
-                return _completed(f"{name} of {recipe.name}: round {found.number} is done{rate}")
+                return _completed(f"{name} of {loaded.name}: round {found.number} is done{rate}")
 
 
 def _completed(sentence: str) -> Any:

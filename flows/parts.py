@@ -9,32 +9,33 @@ from rlhf_core.config import KINDS, Recipe
 from rlhf_core.recipe.load import unknown
 from rlhf_core.recipe.plan import plan
 from tasks.keys import provided, variables
-from tasks.served import own_recipe
+from tasks.served import recipe_of_run
 
 
 @flow(name="evaluate", flow_run_name=run_name, **SETTINGS)
 def evaluate(recipe: Recipe | str, overrides: tuple[str, ...] = (), name: str | None = None) -> None:
     """Runs the evaluations and alignment taxes of a recipe, or one of them."""
-    _part(own_recipe(recipe, overrides, runtime.deployment.id), tuple(kind for kind in KINDS if KINDS[kind].package == "evaluation"), name)
+    _part(recipe, overrides, tuple(kind for kind in KINDS if KINDS[kind].package == "evaluation"), name)
 
 
 @flow(name="publish", flow_run_name=run_name, **SETTINGS)
 def publish(recipe: Recipe | str, overrides: tuple[str, ...] = (), name: str | None = None) -> None:
     """Runs the publications of a recipe, or one of them."""
-    _part(own_recipe(recipe, overrides, runtime.deployment.id), ("publication",), name)
+    _part(recipe, overrides, ("publication",), name)
 
 
-def _part(recipe: Recipe, kinds: tuple[str, ...], name: str | None) -> None:
+def _part(recipe: Recipe | str, overrides: tuple[str, ...], kinds: tuple[str, ...], name: str | None) -> None:
+    loaded = recipe_of_run(recipe, overrides, runtime.flow_run.id, runtime.deployment.id)
     require_type("name", name, str, None)
-    with provided(variables(recipe)):
-        planned = plan(recipe)
+    with provided(variables(loaded)):
+        planned = plan(loaded)
         nodes = tuple(node for node in planned.nodes if node.kind in kinds)
         if name is not None:
             here = tuple(node for node in nodes if node.name == name or node.name.startswith(f"{name}."))
             if not here:
-                raise ValueError(f"recipe {recipe.name}: {unknown(name, [node.name for node in nodes], ' or '.join(kinds))}")
+                raise ValueError(f"recipe {loaded.name}: {unknown(name, [node.name for node in nodes], ' or '.join(kinds))}")
             nodes = here
         if not nodes:
-            raise ValueError(f"recipe {recipe.name} has no stage of kind {' or '.join(kinds)}: add one")
+            raise ValueError(f"recipe {loaded.name} has no stage of kind {' or '.join(kinds)}: add one")
         require_parents(planned, nodes)
         run_all(planned, nodes)

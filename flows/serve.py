@@ -21,7 +21,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 from filelock import FileLock, Timeout
 
 from rlhf_core.preflight.inputs import MachineLacks
@@ -76,26 +75,15 @@ class Servants:
     def start_server(self) -> None:
         """Starts the server and waits until it answers. Raises MachineLacks when the port is taken or it does not answer."""
         host, port = self._address
-        with socket.socket() as listener:  # the server inherits it: no other process can answer at this port and get the auth string
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((host, port))
-                listener.listen()
-            except OSError as error:
-                raise MachineLacks(f"nothing can be served on {host}:{port} ({error.strerror}): give another --port or --host") from None
+        with listen(host, port) as listener:  # the server inherits it: no other process can answer at this port and get the auth string
             orphan_watcher.start()
             own = {"PREFECT__SERVER_FINAL": "1", "PREFECT_UI_API_URL": "/api"} | server_process.protected(self.auth, self.ui)
             command = server_process.command(listener.fileno(), self._hosts)
-            begin = self._start("server", command, self.environment() | own, [listener.fileno()]).stdin
-        assert begin is not None
-        with suppress(BrokenPipeError), begin:
-            begin.write(b"+")
-        deadline = time.monotonic() + START_SECONDS
-        while not _answers(self.api):
+            server = self._start("server", command, self.environment() | own, [listener.fileno()])
+        server_process.tell(server)
+        if not server_process.answers(server, self.api, START_SECONDS):
             self.check()
-            if time.monotonic() > deadline:
-                raise MachineLacks(f"Prefect's server did not answer at {self.api} for {START_SECONDS:.0f} s: see {self.home / LOG}")
-            time.sleep(0.2)
+            raise MachineLacks(f"Prefect's server did not answer at {self.api} for {START_SECONDS:.0f} s: see {self.home / LOG}")
         write_text(self.home / PLACE, json.dumps({"ui": self.ui, "api": self.api, "pid": os.getpid()}) + "\n")
 
     def start_worker(self) -> None:
@@ -190,6 +178,15 @@ def auth_string(home: Path) -> str:
     return made
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; port 0 takes a free one. Raises MachineLacks when there is none."""
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        why = str(error.strerror).partition(" (while ")[0]
+        raise MachineLacks(f"nothing can be served on {host}:{port} ({why}): give another --port or --host") from None
+
+
 def free_port(host: str) -> int:
     with socket.socket() as probe:
         try:
@@ -197,13 +194,6 @@ def free_port(host: str) -> int:
         except OSError as error:
             raise MachineLacks(f"nothing can be served on {host} ({error.strerror}): give another --host") from None
         return int(probe.getsockname()[1])
-
-
-def _answers(api: str) -> bool:
-    try:
-        return httpx.get(f"{api}/health", timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def _is_of(pid: int, leader: int) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args, get_origin
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -21,6 +22,14 @@ class Frozen(BaseModel):
     """Base of every record and config: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="constants")
+
+    @classmethod
+    def read(cls, file: Path) -> Self | None:
+        """Returns the record in a JSON file; None when the file is missing or damaged."""
+        try:
+            return cls.model_validate_json(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
 
 
 class Config(Frozen):

@@ -8,6 +8,7 @@ from prefect.artifacts import create_markdown_artifact
 from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.plan import Node
+from rlhf_core.system.markdown import table
 from tasks.stages import artifact_key
 
 
@@ -22,11 +23,7 @@ def check_gates(node: Node) -> tuple[Verdict, ...]:
             logger.info("gate passed: %s", verdict.summary)
         else:
             logger.warning("gate failed (%s): %s. %s", verdict.gate.on_fail, verdict.summary, verdict.meaning)
-    rows = [
-        f"| {v.gate.metric} | {'' if v.value is None else f'{v.value:.6g}'} | {v.gate.bound} | {'passed' if v.passed else 'failed'} "
-        f"| {v.gate.on_fail} | {v.meaning} |"
-        for v in verdicts
-    ]
-    head = "| metric | value | bound | verdict | if it fails | what that means |\n|---|---|---|---|---|---|\n"
-    create_markdown_artifact(head + "\n".join(rows) + "\n", key=f"{artifact_key(node.name)}-gates", description=f"gates of {node.name}")
+    rows = [(v.gate.metric, v.value, v.gate.bound, "passed" if v.passed else "failed", v.gate.on_fail, v.meaning) for v in verdicts]
+    shown = table(("metric", "value", "bound", "verdict", "if it fails", "what that means"), rows)
+    create_markdown_artifact(shown, key=f"{artifact_key(node.name)}-gates", description=f"gates of {node.name}")
     return verdicts

@@ -26,7 +26,7 @@ from rlhf_core.config import Event, Notify, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.plan import Node
 from rlhf_core.runs.run_dir import RunDir
-from tasks.served import own_recipe
+from tasks.served import recipe_of_run
 
 ATTEMPTS, PAUSE = 3, 1.0  # attempts for one message; seconds before the second, doubled for the third
 WAIT_AT_EXIT = 0.8  # seconds that an ending process waits for unsent messages
@@ -158,7 +158,7 @@ def notify_gates(recipe: Recipe, verdicts: Sequence[Verdict]) -> None:
 
 def notify_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Sends the state of a flow run; a hook of Prefect. Before `running` a scheduled run also sends `scheduled`, with its time."""
-    recipe = recipe_of_run(flow_run)
+    recipe = _notifying(flow_run)
     event = EVENT_OF.get(state.type)
     if recipe is None or event is None:
         return
@@ -169,12 +169,12 @@ def notify_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> 
     send(recipe, event, f"{event}{message}", about)
 
 
-def recipe_of_run(flow_run: FlowRun) -> Recipe | None:
+def _notifying(flow_run: FlowRun) -> Recipe | None:
     """Returns the recipe in a flow run's parameters; None when it has no `notify`, cannot be read or is refused (the flow reports that)."""
     given, overrides = flow_run.parameters.get("recipe"), flow_run.parameters.get("overrides") or ()
     if isinstance(given, dict) and not given.get("notify") and "notify" not in str(overrides):
         return None
     try:
-        return own_recipe(given, overrides, flow_run.deployment_id)
+        return recipe_of_run(given, overrides, flow_run.id, flow_run.deployment_id)
     except ValueError:
         return None

@@ -22,6 +22,16 @@ from rlhf_core.recipe.served import require_settings
 SERVED_ENV = "ALIGNFLOW_SERVED"
 
 
+_loaded: dict[str, Recipe] = {}  # by flow run
+
+
+def recipe_of_run(given: object, overrides: object, run: UUID | str | None, deployment: UUID | str | None) -> Recipe:
+    """Returns the recipe of a flow run, as `own_recipe`. A process reads it once for each run."""
+    if str(run) not in _loaded:
+        _loaded[str(run)] = own_recipe(given, overrides, deployment)
+    return _loaded[str(run)]
+
+
 def own_recipe(given: object, overrides: object, deployment: UUID | str | None) -> Recipe:
     """Returns the recipe in a run's parameters. `deployment`: the run's, if it has one.
 

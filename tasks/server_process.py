@@ -41,6 +41,25 @@ def protected(auth: str, origin: str) -> dict[str, str]:
     return {"PREFECT_SERVER_API_AUTH_STRING": auth, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": origin}
 
 
+def tell(process: subprocess.Popen[bytes]) -> None:
+    """Lets a loaded process open its database and serve."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as told:
+        told.write(b"+")
+
+
+def answers(process: subprocess.Popen[bytes], api: str, seconds: float) -> bool:
+    """Waits until the process answers at `api`; returns False when it ends, or does not answer in time."""
+    end = time.monotonic() + seconds
+    with httpx.Client(timeout=ANSWER_SECONDS, trust_env=False, verify=False) as client:  # loading certificates would take a while
+        while process.poll() is None and time.monotonic() < end:
+            with contextlib.suppress(httpx.TransportError):
+                if client.get(f"{api}/health").status_code == 200:
+                    return True
+            time.sleep(POLL_SECONDS)
+    return False
+
+
 class ServerProcess:
     """`server_process`, `running`, `api_url` and `start` mean what they mean in Prefect's own class. `begun`: it was told so once."""
 
@@ -60,10 +79,7 @@ class ServerProcess:
         if not self._port:
             atexit.register(self.stop)
         kept = {name: value for name, value in os.environ.items() if name not in ("PREFECT_API_URL", AUTH)}  # its own, when started again
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((LOOPBACK, self._port))
-            listener.listen()
+        with socket.create_server((LOOPBACK, self._port)) as listener:
             self._port = listener.getsockname()[1]
             environment = kept | MODE | protected(self.auth, f"http://{LOOPBACK}:{self._port}")
             self.server_process = subprocess.Popen(
@@ -74,25 +90,18 @@ class ServerProcess:
         """Lets the process open its database and serve: one that was prepared, else a new one."""
         if self.server_process is None or self.server_process.poll() is not None:
             self.prepare()
-        assert self.server_process is not None and self.server_process.stdin is not None
+        assert self.server_process is not None
         self.running = self.begun = True
-        with contextlib.suppress(BrokenPipeError), self.server_process.stdin as told:
-            told.write(b"+")
+        tell(self.server_process)
 
     def start(self, seconds: float) -> None:
         """Begins, unless it has, and waits until it answers. RuntimeError when its process ends or does not answer in time."""
         if not self.running:
             self.begin()
         assert self.server_process is not None
-        end = time.monotonic() + seconds
-        with httpx.Client(timeout=ANSWER_SECONDS, trust_env=False, verify=False) as client:  # loading certificates would take a while
-            while self.server_process.poll() is None and time.monotonic() < end:
-                with contextlib.suppress(httpx.TransportError):
-                    if client.get(f"{self.api_url}/health").status_code == 200:
-                        return
-                time.sleep(POLL_SECONDS)
-        self.stop()
-        raise RuntimeError(f"Prefect's temporary server at {self.api_url} ended, or did not answer within {seconds:.0f} s")
+        if not answers(self.server_process, self.api_url, seconds):
+            self.stop()
+            raise RuntimeError(f"Prefect's temporary server at {self.api_url} ended, or did not answer within {seconds:.0f} s")
 
     def stop(self) -> None:
         """Ends the process: at once while it has begun nothing, else as Prefect does."""

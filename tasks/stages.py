@@ -18,24 +18,20 @@ from prefect.artifacts import create_image_artifact, create_link_artifact, creat
 from prefect.cache_policies import NO_CACHE
 
 from evaluation.alignment_tax.report import TAX, TaxReport
-from evaluation.report.summary import StageView, read
+from evaluation.report.summary import curves_of
 from rlhf_core.config import KINDS
 from rlhf_core.data.report import MARKDOWN as DATA_REPORT
 from rlhf_core.records import EvalReport, StageResult
 from rlhf_core.runs.launch import StageFailed, launch
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.runs.store import Store
+from rlhf_core.system.markdown import table
 from tasks.slots import machine
 from tasks.store import bring, keep, states_kept
 from tasks.temporary_server import keep_server
 
 RETRIES, RETRY_DELAY_SECONDS = 1, 5
 LINES_PER_SECOND = 20
-
-
-def module_of(kind: str) -> str:
-    """Returns the package that runs stages of this kind as `python -m`."""
-    return KINDS[kind].package
 
 
 def can_retry(task: Any, task_run: Any, state: Any) -> bool:
@@ -70,7 +66,7 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
     run.prepare(request)
     logger.info("%s starts in %s", request.name, run.path)
     with machine(), states_kept(store, run, logger.warning):
-        result = launch(module_of(request.config.stage), run.path, request.name, Throttle(logger.info))
+        result = launch(KINDS[request.config.stage].package, run.path, request.name, Throttle(logger.info))
     keep_server()  # the next lines send requests to it
     logger.info("%s is done in %.0f s", request.name, result.seconds)
     show(result, run.path)
@@ -104,23 +100,22 @@ def show(result: StageResult, run_dir: Path) -> None:
     """Creates the artifacts of a finished stage: metrics, outputs, curves, data report, and the table of an evaluation or tax."""
     key = artifact_key(result.name)
     title = f"{result.name} ({result.stage}, {result.seconds:.0f} s)"
-    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(result.metrics.items()))
-    create_markdown_artifact(f"## {title}\n\n| metric | value |\n|---|---|\n{rows}\n", key=f"{key}-metrics", description=title)
+    texts = {"metrics": f"## {title}\n\n{table(('metric', 'value'), sorted(result.metrics.items()))}"}
+    if (run_dir / DATA_REPORT).is_file():
+        texts["data"] = (run_dir / DATA_REPORT).read_text()
+    if "report" in result.outputs:
+        if report := EvalReport.read(run_dir / result.outputs["report"] / "eval.json"):
+            texts["win-rates"] = evaluation_table(report)
+        if tax := TaxReport.read(run_dir / result.outputs["report"] / TAX):
+            texts["tax"] = tax_table(tax)
+    for name, text in texts.items():
+        create_markdown_artifact(text, key=f"{key}-{name}", description=f"{name} of {title}")
     for name, path in result.outputs.items():
         create_link_artifact(
             (run_dir / path).resolve().as_uri(), link_text=path, key=f"{key}-{artifact_key(name)}", description=f"{name} of {title}"
         )
     if picture := curves(result, run_dir):
         create_image_artifact(picture, key=f"{key}-curves", description=f"curves of {title}")
-    if (run_dir / DATA_REPORT).is_file():
-        text = (run_dir / DATA_REPORT).read_text()
-        create_markdown_artifact(text, key=f"{key}-data", description=f"data of {title}")
-    if result.stage == "evaluation":
-        report = EvalReport.model_validate_json((run_dir / result.outputs["report"] / "eval.json").read_text())
-        create_markdown_artifact(evaluation_table(report), key=f"{key}-win-rates", description=title)
-    if result.stage == "alignment_tax":
-        tax = TaxReport.model_validate_json((run_dir / result.outputs["report"] / TAX).read_text())
-        create_markdown_artifact(tax_table(tax), key=f"{key}-tax", description=title)
 
 
 def curves(result: StageResult, run_dir: Path) -> str | None:
@@ -129,9 +124,8 @@ def curves(result: StageResult, run_dir: Path) -> str | None:
         return None
     from evaluation.report.charts import Run, stage_chart  # matplotlib takes a second to import
 
-    evidence = read(StageView(result.name, result.stage, (), run_dir, "done"))
     try:
-        svg = stage_chart(result.name, result.stage, [Run("", evidence.curves)])
+        svg = stage_chart(result.name, result.stage, [Run("", curves_of(run_dir))])
     except Exception:  # an error in a chart must not fail the run
         get_run_logger().exception("the curves of %s could not be drawn", result.name)
         return None
@@ -140,14 +134,12 @@ def curves(result: StageResult, run_dir: Path) -> str | None:
 
 def tax_table(report: TaxReport) -> str:
     """Returns each model's loss on each task's main metric as a markdown table."""
-    columns = ("task", "metric", "model", "before", "after", "lost", "95 % interval")
-    head = f"Lost against {report.baseline}.\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
-    rows = [
-        f"| {row.task} | {row.metric} | {row.model} | {row.baseline_value:.3f} | {row.value:.3f} | {row.tax:+.3f} "
-        f"| {'' if row.ci_low is None else f'{row.ci_low:+.3f} to {row.ci_high:+.3f}'} |"
-        for row in report.main
-    ]
-    return head + "\n".join(rows) + "\n"
+    rows = []
+    for row in report.main:
+        interval = None if row.ci_low is None else f"{row.ci_low:+.3f} to {row.ci_high:+.3f}"
+        rows.append((row.task, row.metric, row.model, f"{row.baseline_value:.3f}", f"{row.value:.3f}", f"{row.tax:+.3f}", interval))
+    header = ("task", "metric", "model", "before", "after", "lost", "95 % interval")
+    return f"Lost against {report.baseline}.\n\n{table(header, rows)}"
 
 
 def artifact_key(name: str) -> str:
@@ -157,10 +149,9 @@ def artifact_key(name: str) -> str:
 
 def evaluation_table(report: EvalReport) -> str:
     """Returns the win rates of a report as a markdown table."""
-    head = f"Against {report.baseline}; {report.judge} decides.\n\n| model | judge | win rate | 95 % interval | questions | right |\n"
-    rows = [
-        f"| {rate.model} | {rate.judge} | {rate.win_rate:.3f} | {rate.ci_low:.3f} - {rate.ci_high:.3f} | {rate.num_questions} "
-        f"| {f'{report.right[rate.model]:.3f}' if rate.model in report.right else ''} |"
-        for rate in report.win_rates
-    ]
-    return head + "|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    rows = []
+    for rate in report.win_rates:
+        won, interval, right = f"{rate.win_rate:.3f}", f"{rate.ci_low:.3f} - {rate.ci_high:.3f}", report.right.get(rate.model)
+        rows.append((rate.model, rate.judge, won, interval, rate.num_questions, None if right is None else f"{right:.3f}"))
+    header = ("model", "judge", "win rate", "95 % interval", "questions", "right")
+    return f"Against {report.baseline}; {report.judge} decides.\n\n{table(header, rows)}"

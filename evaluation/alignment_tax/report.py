@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,13 +15,19 @@ TAX = "tax.json"
 Z95 = 1.959964
 
 
-class TaxRow(Frozen):
-    """One metric of one task on one model, and on the baseline.
-
-    `tax`: what the model lost, baseline minus model, or model minus baseline where less is better. `paired`: its 95 % interval is a
+class Loss(Frozen):
+    """`tax`: what a model lost, baseline minus model, or model minus baseline where less is better. `paired`: its 95 % interval is a
     bootstrap over the documents that both models answered; else it combines the two standard errors as independent (None: lm-eval gave
-    none). `main`: the task's first metric, which gates and the chart use.
-    """
+    none)."""
+
+    tax: float
+    ci_low: float | None
+    ci_high: float | None
+    paired: bool
+
+
+class TaxRow(Loss):
+    """One metric of one task on one model, and on the baseline. `main`: the task's first metric, which gates and the chart use."""
 
     task: str
     metric: str
@@ -32,10 +37,6 @@ class TaxRow(Frozen):
     stderr: float | None
     baseline_value: float
     baseline_stderr: float | None
-    tax: float
-    ci_low: float | None
-    ci_high: float | None
-    paired: bool
     documents: int
 
 
@@ -56,15 +57,6 @@ class TaxReport(Frozen):
         return tuple(row for row in self.rows if row.main)
 
 
-class Loss(NamedTuple):
-    """A difference to the baseline with its 95 % interval, None when that is unknown; `paired` as in TaxRow."""
-
-    value: float
-    low: float | None
-    high: float | None
-    paired: bool
-
-
 def compare(baseline: ModelScores, model: ModelScores, rounds: int, seed: int) -> list[TaxRow]:
     """Returns a row for each metric that both models have. `rounds` and `seed` are of the bootstrap."""
     rows = []
@@ -73,7 +65,6 @@ def compare(baseline: ModelScores, model: ModelScores, rounds: int, seed: int) -
         shared = [metric for metric in scores.metrics if metric in before.metrics]
         for metric in shared:
             one, other = before.metrics[metric], scores.metrics[metric]
-            loss = loss_of(one, other, rounds, seed)
             rows.append(
                 TaxRow(
                     task=task,
@@ -84,11 +75,8 @@ def compare(baseline: ModelScores, model: ModelScores, rounds: int, seed: int) -
                     stderr=other.stderr,
                     baseline_value=one.value,
                     baseline_stderr=one.stderr,
-                    tax=loss.value,
-                    ci_low=loss.low,
-                    ci_high=loss.high,
-                    paired=loss.paired,
                     documents=scores.documents,
+                    **loss_of(one, other, rounds, seed).model_dump(),
                 )
             )
     return rows
@@ -101,11 +89,11 @@ def loss_of(baseline: Score, model: Score, rounds: int, seed: int) -> Loss:
     if baseline.documents is not None and model.documents is not None and baseline.documents.keys() == model.documents.keys():
         differences = [(name, sign * (value - model.documents[name]), 1.0) for name, value in baseline.documents.items()]
         low, high = interval(clusters_of(differences), rounds, seed)
-        return Loss(lost, low, high, True)
+        return Loss(tax=lost, ci_low=low, ci_high=high, paired=True)
     if baseline.stderr is None or model.stderr is None:
-        return Loss(lost, None, None, False)
+        return Loss(tax=lost, ci_low=None, ci_high=None, paired=False)
     half = Z95 * math.hypot(baseline.stderr, model.stderr)
-    return Loss(lost, lost - half, lost + half, False)
+    return Loss(tax=lost, ci_low=lost - half, ci_high=lost + half, paired=False)
 
 
 def tax_metrics(report: TaxReport) -> dict[str, float]:

@@ -10,9 +10,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
-
-from pydantic import ValidationError
 
 from evaluation.alignment_tax.harness import Measured, Tasks, measure
 from evaluation.alignment_tax.records import ModelScores
@@ -34,11 +31,12 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     assert isinstance(config, AlignmentTax), f"alignment_tax got the config of a {config.stage} stage"
     names = list(dict.fromkeys((config.baseline, *config.models)))
     files = {name: run / REPORT / "scores" / f"{file_name(name)}.json" for name in names}
-    scores = {name: found for name in names if (found := read_scores(files[name])) is not None}
+    scores = {name: found for name in names if (found := ModelScores.read(files[name])) is not None}
     if missing := [name for name in names if name not in scores]:
         tasks = Tasks(config.tasks, config.trust_task_code)
         for name in missing:
-            start, model = time.monotonic(), _model(name, request, config)
+            start, where = time.monotonic(), f"alignment_tax of {name}"
+            model = local_model(where, request.inputs[name], config, run, request.trust_remote_code)
             if twin := next((known for known in scores.values() if known.identity == model.identity), None):
                 scores[name] = twin.model_copy(update={"model": name})
                 print(f"{name}: the same files as {twin.model}, whose scores count", flush=True)
@@ -73,11 +71,6 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     return Outcome(metrics, {"report": REPORT})
 
 
-def _model(name: str, request: StageRequest, config: AlignmentTax) -> LocalModel:
-    where = f"alignment_tax of {name}"
-    return local_model(where, request.inputs[name], config.dtype, config.max_model_len, request.trust_remote_code)
-
-
 def measure_one(name: str, model: LocalModel, request: StageRequest, config: AlignmentTax, tasks: Tasks, run: RunDir) -> Measured:
     """Serves one model and runs all tasks on it."""
     trust = request.trust_remote_code
@@ -85,11 +78,3 @@ def measure_one(name: str, model: LocalModel, request: StageRequest, config: Ali
         for variable in ("NO_PROXY", "no_proxy"):  # lm-eval's HTTP clients must not send these requests to a proxy
             os.environ[variable] = ",".join(filter(None, (os.environ.get(variable), "127.0.0.1")))
         return measure(name, model, server, tasks, config, request.seed, trust)
-
-
-def read_scores(file: Path) -> ModelScores | None:
-    """Reads the scores of a finished model; None when the file is missing or damaged."""
-    try:
-        return ModelScores.model_validate_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValidationError):
-        return None

@@ -77,11 +77,10 @@ class Pace:
 
 
 class ChatClient:
-    """Sends requests to `model` at an endpoint, at most `concurrency` at once.
+    """Sends requests to `model` at an endpoint, within the config's limits.
 
     `who` is the client's name in messages (`judge gpt`); `connect` is called when there is something to send, and may start a server;
-    `settings` are the request's further fields; `timeout`: seconds per request; `pause`: scale of the first pause, in seconds.
-    `requests` counts those sent.
+    `settings` are the request's further fields; `pause`: scale of the first pause, in seconds. `requests` counts those sent.
     """
 
     def __init__(
@@ -90,78 +89,55 @@ class ChatClient:
         model: str,
         connect: Callable[[], Connection],
         settings: Mapping[str, Any],
-        *,
-        concurrency: int,
-        timeout: float,
-        max_attempts: int,
-        requests_per_minute: float | None = None,
+        limits: configs.Remote | configs.ChatJudge,
         pause: float = 1.0,
     ):
-        self.who = who
-        self.model = model
-        self.connect = connect
-        self.settings = dict(settings)
-        self.concurrency = concurrency
-        self.timeout = timeout
-        self.max_attempts = max_attempts
+        self.who, self.model, self.connect, self.settings, self.limits = who, model, connect, dict(settings), limits
         self.backoff = wait_random_exponential(multiplier=pause, max=LONGEST_PAUSE)
-        self.pace = Pace(requests_per_minute)
+        self.pace = Pace(limits.requests_per_minute if isinstance(limits, configs.Remote) else None)
         self.requests = 0
 
-    def each(self, items: Mapping[str, Item], work: Callable[[Asking, Item], Awaitable[Found]], done: Callable[[str, Found], None]) -> None:
+    def each(self, items: Mapping[str, Item], work: Callable[[Item], Awaitable[Found]], done: Callable[[str, Found], None]) -> None:
         """Calls `work` for every item, and `done` with each key and result as it completes. An exception of either ends all."""
         if items:
-            connection = self.connect()
-            asyncio.run(self._each(connection, items, work, done))
+            self.connection = self.connect()
+            asyncio.run(self._each(items, work, done))
 
-    async def _each(
-        self,
-        connection: Connection,
-        items: Mapping[str, Item],
-        work: Callable[[Asking, Item], Awaitable[Found]],
-        done: Callable[[str, Found], None],
-    ) -> None:
-        asking = Asking(self, connection)
+    async def _each(self, items: Mapping[str, Item], work: Callable[[Item], Awaitable[Found]], done: Callable[[str, Found], None]) -> None:
+        http = DefaultAsyncHttpxClient(trust_env=False) if self.connection.local else None
+        self.api = AsyncOpenAI(base_url=self.connection.url, api_key=self.connection.key, max_retries=0, http_client=http)
         waiting, finished = iter(items.items()), 0  # one queue for all workers
 
         async def worker() -> None:
             nonlocal finished
             for key, item in waiting:
-                done(key, await work(asking, item))
+                done(key, await work(item))
                 finished += 1
                 if finished % PROGRESS == 0:
                     print(f"{self.who}: {finished} of {len(items)} done", flush=True)
 
-        tasks = [asyncio.ensure_future(worker()) for _ in range(min(self.concurrency, len(items)))]
+        tasks = [asyncio.ensure_future(worker()) for _ in range(min(self.limits.concurrency, len(items)))]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await asking.api.close()
-
-
-class Asking:
-    """The open connection of a client."""
-
-    def __init__(self, client: ChatClient, connection: Connection):
-        self.client, self.connection = client, connection
-        http = DefaultAsyncHttpxClient(trust_env=False) if connection.local else None
-        self.api = AsyncOpenAI(base_url=connection.url, api_key=connection.key, max_retries=0, http_client=http)
+            await self.api.close()
 
     async def ask(self, messages: Sequence[Mapping[str, str]]) -> Reply:
-        """Sends messages and returns the reply, with retries. Raises one of NO_REPLY, or ValueError when no attempt can succeed."""
-        client = self.client
-        attempts = AsyncRetrying(
-            retry=retry_if_exception(_passing), stop=stop_after_attempt(client.max_attempts), wait=self._pause, reraise=True
-        )
+        """Sends messages from inside `each` and returns the reply, with retries.
+
+        Raises one of NO_REPLY, or ValueError when no attempt can succeed.
+        """
+        stop = stop_after_attempt(self.limits.max_attempts)
+        attempts = AsyncRetrying(retry=retry_if_exception(_passing), stop=stop, wait=self._pause, reraise=True)
         try:
             return await attempts(self._once, list(messages))
         except APIStatusError as error:
             if error.status_code in REFUSED:
                 raise ValueError(
-                    f"{client.who}: {self.connection.url} answers {error.status_code} for model {client.model!r}: "
+                    f"{self.who}: {self.connection.url} answers {error.status_code} for model {self.model!r}: "
                     f"check the model's name{self.connection.hint}"
                 ) from None
             raise
@@ -171,18 +147,17 @@ class Asking:
         if isinstance(error, APIStatusError):  # a remote endpoint's message may contain the key, so only a local one's is shown
             return f"(no reply: HTTP {error.status_code}{f', {error.message[:300]}' if self.connection.local else ''})"
         if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
-            return f"(no reply within {self.client.timeout:g} s)"
+            return f"(no reply within {self.limits.timeout:g} s)"
         return f"(no reply: {type(error).__name__})"
 
     async def _once(self, messages: Any) -> Reply:
-        client = self.client
-        await client.pace.turn()
-        client.requests += 1
-        settings: dict[str, Any] = client.settings
+        await self.pace.turn()
+        self.requests += 1
+        settings = self.settings
         try:
-            async with asyncio.timeout(client.timeout):  # the library's own timeout restarts with every byte
+            async with asyncio.timeout(self.limits.timeout):  # the library's own timeout restarts with every byte
                 completion = await self.api.chat.completions.create(
-                    model=client.model, messages=messages, timeout=client.timeout, **_as_arguments(settings)
+                    model=self.model, messages=messages, timeout=self.limits.timeout, **_as_arguments(settings)
                 )
         except APIStatusError as error:
             if error.status_code not in WRONG_REQUEST or not self._adapt(settings, str(error)):
@@ -208,16 +183,15 @@ class Asking:
 
     def _adapt(self, sent: dict[str, Any], complaint: str) -> bool:
         """Changes the settings when the endpoint's error names one that was sent; returns whether to send the request again."""
-        client = self.client
-        if client.settings is not sent:
+        if self.settings is not sent:
             return True  # another request has changed the settings
         if "max_tokens" in sent and "max_tokens" in complaint and not self.connection.local:
-            client.settings = {"max_completion_tokens" if name == "max_tokens" else name: value for name, value in sent.items()}
+            self.settings = {"max_completion_tokens" if name == "max_tokens" else name: value for name, value in sent.items()}
         elif "temperature" in sent and "temperature" in complaint:
-            client.settings = {name: value for name, value in sent.items() if name != "temperature"}
+            self.settings = {name: value for name, value in sent.items() if name != "temperature"}
         else:
             return False
-        print(f"{client.who}: the endpoint refused a parameter, requests now have {', '.join(client.settings)}", flush=True)
+        print(f"{self.who}: the endpoint refused a parameter, requests now have {', '.join(self.settings)}", flush=True)
         return True
 
     def _pause(self, state: RetryCallState) -> float:
@@ -228,13 +202,13 @@ class Asking:
                 return min(float(error.response.headers["retry-after"]), LONGEST_PAUSE)
             except (KeyError, ValueError):
                 pass  # absent, or a date
-        return self.client.backoff(state)
+        return self.backoff(state)
 
 
-def remote(base_url: str, api_key_env: str) -> Connection:
+def remote(config: configs.Remote) -> Connection:
     """Returns the connection to an endpoint, with the key in an environment variable or "none", which servers without keys accept."""
-    hint = f", base_url and the key in the environment variable {api_key_env}"
-    return Connection(base_url, os.environ.get(api_key_env) or "none", hint)
+    hint = f", base_url and the key in the environment variable {config.api_key_env}"
+    return Connection(config.base_url, os.environ.get(config.api_key_env) or "none", hint)
 
 
 @contextmanager

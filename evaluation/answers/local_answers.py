@@ -21,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from evaluation.answers.questions import Question
 from evaluation.scores.style import markdown
+from rlhf_core.config import Evaluation
 from rlhf_core.data.chat import Renderer
 from rlhf_core.models.lora import base_of
 from rlhf_core.system.files import digest, write_text
@@ -39,25 +40,21 @@ class ModelAnswer:
     prompt_truncated: bool
     answer_truncated: bool
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Its length and its counts of markdown, under arena-hard-auto's names."""
+        return {"token_len": self.tokens, **markdown(self.text)}
 
-def generate(
-    sampler: Sampler,
-    renderer: Renderer,
-    questions: Sequence[Question],
-    *,
-    seed: int,
-    temperature: float,
-    prompt_max_len: int,
-    generate_max_len: int,
-) -> list[ModelAnswer]:
+
+def generate(sampler: Sampler, renderer: Renderer, questions: Sequence[Question], config: Evaluation, seed: int) -> list[ModelAnswer]:
     """Generates one answer to each question, in order. Each has a seed made of `seed` and its uid, so the order has no effect."""
     from rlhf_core.rollout.engine import Sampling
 
-    prompts = [renderer.prompt_within(question.messages, prompt_max_len) for question in questions]
+    prompts = [renderer.prompt_within(question.messages, config.prompt_max_len) for question in questions]
     samples = sampler.generate(
         [tokens for tokens, _ in prompts],
         [int(digest([seed, question.uid])[:8], 16) for question in questions],
-        Sampling(1, temperature, generate_max_len, renderer.stop_token_ids, logprobs=False),
+        Sampling(1, config.temperature, config.generate_max_len, renderer.stop_token_ids, logprobs=False),
     )
     answers = []
     for question, (_, cut), (sample,) in zip(questions, prompts, samples, strict=True):
@@ -123,10 +120,7 @@ def _row(model: str, question: Question, answer: ModelAnswer) -> dict[str, Any]:
         "uid": answer.uid,
         "model": model,
         "messages": [*question.messages, {"role": "assistant", "content": {"answer": answer.text}}],
-        "metadata": {
-            "token_len": answer.tokens,
-            **markdown(answer.text),
-        },
+        "metadata": answer.metadata,
         "prompt_truncated": answer.prompt_truncated,
         "answer_truncated": answer.answer_truncated,
     }

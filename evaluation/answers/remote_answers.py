@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from evaluation.answers.chat_client import NO_REPLY, Asking, ChatClient, Reply, appending, cost_of, records_of, remote
+from evaluation.answers.chat_client import NO_REPLY, ChatClient, Reply, appending, cost_of, records_of, remote
 from evaluation.answers.local_answers import ModelAnswer
 from evaluation.answers.questions import Question
-from rlhf_core.config import Endpoint
+from rlhf_core.config import Evaluation
 from rlhf_core.records import Answering, Frozen
 from rlhf_core.system.files import digest
 
@@ -27,42 +27,33 @@ class Given(Frozen):
 
 def answer_remotely(
     name: str,
-    endpoint: Endpoint,
+    config: Evaluation,
     questions: Sequence[Question],
     file: Path,
-    *,
-    temperature: float,
-    max_tokens: int,
     count: Callable[[str], int] | None,
     pause: float = 1.0,
 ) -> tuple[list[ModelAnswer], Answering]:
-    """Returns one answer to each question, in order, empty ones for failed requests, and their settings, tokens and cost.
+    """Returns one answer of the endpoint `name` to each question, in order, empty ones for failed requests, and settings, tokens and cost.
 
     `file` keeps replies by a digest of the request. `count` counts the tokens of a text; None: the endpoint's count, without reasoning.
     Raises ValueError when the endpoint refuses the model, or more than the share `max_failed` of the questions has no answer.
     """
-    settings = {
-        "max_tokens": endpoint.max_tokens or max_tokens,
-        "temperature": temperature if endpoint.temperature is None else endpoint.temperature,
-        **endpoint.more,
-    }
+    endpoint = config.endpoints[name]
+    temperature = config.temperature if endpoint.temperature is None else endpoint.temperature
+    settings = {"max_tokens": endpoint.max_tokens or config.generate_max_len, "temperature": temperature, **endpoint.more}
     messages = [_messages(question, endpoint.system) for question in questions]
     keys = [digest([list(sent), endpoint.model, endpoint.base_url, settings]) for sent in messages]
-    known = read_given(file)
+    known = {given.key: given.reply for given in records_of(file, Given)}
     missing = {key: sent for key, sent in zip(keys, messages, strict=True) if key not in known}
     print(f"{name}: {len(questions)} questions, {len(missing)} to ask", flush=True)
-    client = ChatClient(
-        name,
-        endpoint.model,
-        lambda: remote(endpoint.base_url, endpoint.api_key_env),
-        settings,
-        concurrency=endpoint.concurrency,
-        timeout=endpoint.timeout,
-        max_attempts=endpoint.max_attempts,
-        requests_per_minute=endpoint.requests_per_minute,
-        pause=pause,
-    )
-    failed = 0
+    client, failed = ChatClient(name, endpoint.model, lambda: remote(endpoint), settings, endpoint, pause), 0
+
+    async def answer(sent: Messages) -> Reply | str:
+        try:
+            return await client.ask(sent)
+        except NO_REPLY as error:
+            return client.reason(error)
+
     with appending(file) as out:
 
         def done(key: str, found: Reply | str) -> None:
@@ -79,7 +70,7 @@ def answer_remotely(
                     f"allows (the last: {found}): look at the endpoint, then run again; the answers so far are kept"
                 )
 
-        client.each(missing, _answer, done)
+        client.each(missing, answer, done)
     used = [known[key] for key in dict.fromkeys(keys) if key in known]
     tokens = sum(reply.input_tokens for reply in used), sum(reply.output_tokens for reply in used)
     answering = Answering(
@@ -104,18 +95,6 @@ def answering_metrics(answering: dict[str, Answering]) -> dict[str, float]:
         values = {what: getattr(use, what) for what in ("requests", "failed", "input_tokens", "output_tokens", "cost")}
         found |= {f"answer_{what}/{name}": float(value) for what, value in values.items() if value is not None}
     return found
-
-
-def read_given(file: Path) -> dict[str, Reply]:
-    """Reads the replies of a file, by key."""
-    return {given.key: given.reply for given in records_of(file, Given)}
-
-
-async def _answer(asking: Asking, messages: Messages) -> Reply | str:
-    try:
-        return await asking.ask(messages)
-    except NO_REPLY as error:
-        return asking.reason(error)
 
 
 def _messages(question: Question, system: str | None) -> Messages:

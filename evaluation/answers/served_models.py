@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from transformers import AutoConfig
 
-from rlhf_core.config import Vllm
+from rlhf_core.config import AlignmentTax, Vllm, VllmJudge
 from rlhf_core.models.dtype import stored_dtype
 from rlhf_core.models.lora import base_of
 from rlhf_core.rollout.server import Server, serving
@@ -28,21 +28,24 @@ class LocalModel(NamedTuple):
     identity: str
 
 
-def local_model(where: str, path: str, dtype: str, max_model_len: int | None, trust_remote_code: bool) -> LocalModel:
+def local_model(where: str, path: str, config: VllmJudge | AlignmentTax, run: RunDir, trust_remote_code: bool) -> LocalModel:
     """Returns the model to serve. `dtype` auto: as stored; `max_model_len` None: the model's own number of positions.
 
+    The digests of its files are cached in the artifacts folder that the run directory is in.
     Raises ValueError, beginning with `where`, when that number is not known or smaller than `max_model_len`.
     """
-    config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if max_model_len is None and positions is None:
+    model_config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    length: int | None = config.max_model_len or positions
+    if length is None:
         raise ValueError(f"{where}: the model's config has no max_position_embeddings: set max_model_len")
-    if max_model_len is not None and positions is not None and max_model_len > positions:
-        raise ValueError(f"{where}: max_model_len is {max_model_len}, and the model has {positions} positions: lower it")
-    length = max_model_len or positions
-    assert length is not None
-    identity = identity_of(path, getattr(config, "_commit_hash", None))
-    return LocalModel(path, stored_dtype(config) if dtype == "auto" else dtype, length, identity)
+    if positions is not None and length > positions:
+        raise ValueError(f"{where}: max_model_len is {length}, and the model has {positions} positions: lower it")
+    dtype = stored_dtype(model_config) if config.dtype == "auto" else config.dtype
+    digests = Digests(run.artifacts)
+    identity = identity_of(path, digests, getattr(model_config, "_commit_hash", None))
+    digests.save()
+    return LocalModel(path, dtype, length, identity)
 
 
 @contextmanager
@@ -53,19 +56,16 @@ def served(model: LocalModel, name: str, log: Path, vllm: Vllm, seed: int, trust
         model.path,
         name,
         log,
+        vllm,
         seed=seed,
         dtype=model.dtype,
         max_model_len=model.max_model_len,
-        kv_cache_gib=vllm.kv_cache_gib,
-        tensor_parallel_size=vllm.tensor_parallel_size,
-        gpu_memory_utilization=vllm.gpu_memory_utilization,
         trust_remote_code=trust_remote_code,
-        start_timeout=vllm.start_timeout,
     ) as server:
         yield server
 
 
-def identity_of(path: str, commit: str | None = None) -> str:
+def identity_of(path: str, digests: Digests, commit: str | None = None) -> str:
     """Returns a digest of a checkpoint's files (of an adapter and its base), from the manifest of the stage that wrote it if there is one.
 
     Returns a Hub id unchanged, with the commit when it is known.
@@ -73,18 +73,18 @@ def identity_of(path: str, commit: str | None = None) -> str:
     if not Path(path).is_dir():
         return f"{path}@{commit}" if commit else path
     base = base_of(path)
-    return digest([_files(Path(path)), identity_of(base) if base else None])
+    return digest([_files(Path(path), digests), identity_of(base, digests) if base else None])
 
 
-def _files(folder: Path) -> object:
+def _files(folder: Path, digests: Digests) -> str:
     found = stage_of(folder)
     result = RunDir(found[0]).result() if found else None
     if found and result:
         inside = folder.resolve().relative_to(found[0].resolve()).as_posix() + "/"
-        digests = {name.removeprefix(inside): info.sha256 for name, info in result.files.items() if name.startswith(inside)}
-        if digests:
-            return digest(digests)  # equal to `Digests.of` of the folder
-    return Digests().of(folder)
+        known = {name.removeprefix(inside): info.sha256 for name, info in result.files.items() if name.startswith(inside)}
+        if known:
+            return digest(known)  # equal to `Digests.of` of the folder
+    return digests.of(folder)
 
 
 def _free_gpu() -> None:

@@ -8,9 +8,10 @@ above the share `max_failed`. Requests and retries: `answers/chat_client.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from evaluation.answers.chat_client import NO_REPLY, Asking, ChatClient, Reply, appending, records_of
+from evaluation.answers.chat_client import NO_REPLY, ChatClient, Reply, appending, records_of
 from evaluation.judges.judge_prompt import PROMPT_VERSION, REMINDER, judge_prompt, parse_verdict
 from evaluation.judges.offline import Match
 from rlhf_core.records import Frozen, Game
@@ -26,36 +27,27 @@ class Entry(Frozen):
     output_tokens: int
 
 
+@dataclass
 class OpenAIJudge:
     """Requests a verdict on each match.
 
     `cache`: file of verdicts; `identity`: the judge in the cache's keys, a remote model's name or the digest of a local one's files.
-    `requests` counts those sent; tokens are those of all verdicts used, also of cached ones.
+    `used`: all verdicts used, also cached ones; `games` and `failed` count them.
     """
 
-    def __init__(self, name: str, client: ChatClient, cache: Path, *, identity: str, max_failed: float):
-        self.name = name
-        self.client = client
-        self.cache = cache
-        self.identity = identity
-        self.max_failed = max_failed
-        self.used: dict[str, Entry] = {}
-        self.games = self.failed = 0
+    name: str
+    client: ChatClient
+    cache: Path
+    identity: str
+    max_failed: float
+    used: dict[str, Entry] = field(default_factory=dict)
+    games: int = 0
+    failed: int = 0
 
     @property
-    def requests(self) -> int:
-        """Number of requests sent."""
-        return self.client.requests
-
-    @property
-    def input_tokens(self) -> int:
-        """Input tokens of all verdicts used."""
-        return sum(entry.input_tokens for entry in self.used.values())
-
-    @property
-    def output_tokens(self) -> int:
-        """Output tokens of all verdicts used."""
-        return sum(entry.output_tokens for entry in self.used.values())
+    def tokens(self) -> tuple[int, int]:
+        """Input and output tokens of all verdicts used."""
+        return sum(entry.input_tokens for entry in self.used.values()), sum(entry.output_tokens for entry in self.used.values())
 
     def judge(self, matches: Sequence[Match]) -> list[Game]:
         """Returns one game for each match, in order.
@@ -63,7 +55,7 @@ class OpenAIJudge:
         Raises ValueError when the endpoint refuses the request, or more than the share `max_failed` of all games so far has no verdict.
         """
         keys = [self._key(match) for match in matches]
-        known = read_cache(self.cache)
+        known = {entry.key: entry for entry in records_of(self.cache, Entry)}
         missing = {key: match for key, match in zip(keys, matches, strict=True) if key not in known}
         print(f"judge {self.name}: {len(matches)} games, {len(missing)} to ask", flush=True)
         self.games += len(keys)
@@ -91,26 +83,21 @@ class OpenAIJudge:
     def _key(self, match: Match) -> str:
         return digest([list(match.question.messages), match.answer_a, match.answer_b, self.identity, PROMPT_VERSION])
 
-    async def _game(self, asking: Asking, match: Match) -> Entry:
+    async def _game(self, match: Match) -> Entry:
         prompt = judge_prompt(match)
         replies: list[Reply] = []
         try:
-            replies.append(await asking.ask(prompt))
+            replies.append(await self.client.ask(prompt))
             if parse_verdict(replies[0].text) is None:
                 first = ({"role": "assistant", "content": replies[0].text},) if replies[0].text.strip() else ()
-                replies.append(await asking.ask((*prompt, *first, {"role": "user", "content": REMINDER})))
+                replies.append(await self.client.ask((*prompt, *first, {"role": "user", "content": REMINDER})))
             words = "\n".join(reply.text for reply in replies)
             score = parse_verdict(replies[-1].text)
         except NO_REPLY as error:
-            words, score = "\n".join([*(reply.text for reply in replies), asking.reason(error)]), None
+            words, score = "\n".join([*(reply.text for reply in replies), self.client.reason(error)]), None
         return Entry(
             key="",
             game=Game(score=score, judgment={"answer": words}, prompt=prompt),
             input_tokens=sum(reply.input_tokens for reply in replies),
             output_tokens=sum(reply.output_tokens for reply in replies),
         )
-
-
-def read_cache(file: Path) -> dict[str, Entry]:
-    """Reads the verdicts of a cache, by key."""
-    return {entry.key: entry for entry in records_of(file, Entry)}

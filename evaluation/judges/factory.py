@@ -58,7 +58,7 @@ def make_judge(name: str, judge: configs.Judge, request: StageRequest, config: c
         from evaluation.answers.served_models import local_model, served  # slow to import, and only local judges need it
 
         trust = request.trust_remote_code
-        model = local_model(f"judge {name}", request.inputs[judge.model], judge.dtype, judge.max_model_len, trust)
+        model = local_model(f"judge {name}", request.inputs[judge.model], judge, run, trust)
         _check_judge(name, judge, model.max_model_len, model.path, trust)
         cache_name, identity = f"{file_name(name)}-{digest(model.identity)[:8]}.jsonl", model.identity
 
@@ -68,24 +68,15 @@ def make_judge(name: str, judge: configs.Judge, request: StageRequest, config: c
             server = stack.enter_context(served(model, name, log, judge.vllm, request.seed, trust))
             return Connection(server.url, server.key, "", server.check, local=True)
 
-        model_name, per_minute = name, None
+        model_name = name
     else:  # the cache is named by model and endpoint, so that recipes with other judge names share it
         cache_name, identity = f"{file_name(judge.model)}-{digest(judge.base_url)[:8]}.jsonl", judge.model
-        model_name, per_minute = judge.model, judge.requests_per_minute
-        connect = functools.cache(functools.partial(remote, judge.base_url, judge.api_key_env))
+        model_name = judge.model
+        connect = functools.cache(functools.partial(remote, judge))
     shared = Path(judge.verdict_cache).expanduser() if judge.verdict_cache is not None else None
     cache = shared / cache_name if shared else run / CACHE / f"{file_name(name)}.jsonl"
-    client = ChatClient(
-        f"judge {name}",
-        model_name,
-        connect,
-        {"max_tokens": judge.max_tokens, "temperature": 0},
-        concurrency=judge.concurrency,
-        timeout=judge.timeout,
-        max_attempts=judge.max_attempts,
-        requests_per_minute=per_minute,
-    )
-    return OpenAIJudge(name, client, cache, identity=identity, max_failed=judge.max_failed)
+    client = ChatClient(f"judge {name}", model_name, connect, {"max_tokens": judge.max_tokens, "temperature": 0}, judge)
+    return OpenAIJudge(name, client, cache, identity, judge.max_failed)
 
 
 def _check_judge(name: str, judge: configs.VllmJudge, max_model_len: int, path: str, trust_remote_code: bool) -> None:
@@ -115,6 +106,6 @@ def judging(judged: Sequence[Judgment], judge: Judge, config: configs.Judge) -> 
     )
     if not isinstance(judge, OpenAIJudge):
         return found
-    cost = cost_of(config, judge.input_tokens, judge.output_tokens) if isinstance(config, configs.Remote) else None
-    tokens = {"requests": judge.requests, "input_tokens": judge.input_tokens, "output_tokens": judge.output_tokens}
-    return found.model_copy(update={**tokens, "cost": cost})
+    cost = cost_of(config, *judge.tokens) if isinstance(config, configs.Remote) else None
+    tokens = dict(zip(("input_tokens", "output_tokens"), judge.tokens, strict=True))
+    return found.model_copy(update={"requests": judge.client.requests, **tokens, "cost": cost})

@@ -56,12 +56,12 @@ def battles(
     ]
 
 
+@dataclass(frozen=True)
 class RuleJudge:
     """A right answer beats a wrong one; two right or two wrong answers tie. Right: equal to the known answer, up to whitespace."""
 
-    def __init__(self, name: str, answer_key: str):
-        self.name = name
-        self.answer_key = answer_key
+    name: str
+    answer_key: str
 
     def known(self, question: Question) -> str:
         """Returns the known answer of a question. Raises ValueError when it has none."""
@@ -86,6 +86,7 @@ class RuleJudge:
         return Game(score="A=B" if a == b else "A>B" if a else "B>A", judgment={"answer": words})
 
 
+@dataclass(frozen=True)
 class RewardJudge:
     """The higher score of a reward model wins; a difference of at most `tie` is a tie.
 
@@ -93,21 +94,12 @@ class RewardJudge:
     first `answer_max_len` tokens, end of turn included, so that one cut at the limit has no end of turn.
     """
 
-    def __init__(
-        self,
-        name: str,
-        score: Callable[[list[Document]], list[float]],
-        renderer: Renderer,
-        tie: float,
-        prompt_max_len: int,
-        answer_max_len: int,
-    ):
-        self.name = name
-        self.score = score
-        self.renderer = renderer
-        self.tie = tie
-        self.prompt_max_len = prompt_max_len
-        self.answer_max_len = answer_max_len
+    name: str
+    score: Callable[[list[Document]], list[float]]
+    renderer: Renderer
+    tie: float
+    prompt_max_len: int
+    answer_max_len: int
 
     def judge(self, matches: Sequence[Match]) -> list[Game]:
         texts = {(m.question.uid, text): m.question for m in matches for text in (m.answer_a, m.answer_b)}

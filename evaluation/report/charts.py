@@ -11,9 +11,11 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from evaluation.alignment_tax.report import TaxReport
 from evaluation.report.chart_style import COLOURS, DASHED, INK, RED, STYLE, WIDTH, short, svg
 from evaluation.report.summary import Curve
 from evaluation.scores.over_optimisation import OverOptimisation
+from evaluation.scores.reward_accuracy import RewardReports
 from rlhf_core.config import KINDS
 from rlhf_core.config.shown import Panel
 from rlhf_core.records import WinRate
@@ -30,6 +32,7 @@ class Run(NamedTuple):
     curves: Mapping[str, Curve]
 
 
+@matplotlib.rc_context(STYLE)
 def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
     """Small multiples of one stage, or of the rounds of one loop. None when there is nothing to draw."""
     panels = [panel for panel in KINDS[kind].panels if any(_points(run.curves.get(m, [])) for run in runs for m in panel.lines)]
@@ -39,14 +42,13 @@ def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
     count = len(panels) + bool(phases)
     columns = 2 if count == 4 else min(3, count)
     rows = math.ceil(count / columns)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, ROW * rows))
-        grid = figure.add_gridspec(rows, columns, **_margins(columns, rows))
-        for i, panel in enumerate(panels):
-            _draw(figure.add_subplot(grid[i // columns, i % columns]), panel, runs)
-        if phases:  # last; takes the rest of its row
-            _stack(figure.add_subplot(grid[len(panels) // columns, len(panels) % columns :]), phases)
-        return svg(figure, f"curves of {name}")
+    figure = Figure(figsize=(WIDTH, ROW * rows))
+    grid = figure.add_gridspec(rows, columns, **_margins(columns, rows))
+    for i, panel in enumerate(panels):
+        _draw(figure.add_subplot(grid[i // columns, i % columns]), panel, runs)
+    if phases:  # last; takes the rest of its row
+        _stack(figure.add_subplot(grid[len(panels) // columns, len(panels) % columns :]), phases)
+    return svg(figure, f"curves of {name}")
 
 
 def _margins(columns: int, rows: int) -> dict[str, float]:
@@ -141,6 +143,7 @@ class Mark(NamedTuple):
     high: float
 
 
+@matplotlib.rc_context(STYLE)
 def win_rate_chart(rates: Sequence[WinRate], final: str, parents: Mapping[str, WinRate] | None = None) -> str:
     """Draws win rates of every model with their 95 % intervals as SVG; the dashed line is 50 %.
 
@@ -149,29 +152,28 @@ def win_rate_chart(rates: Sequence[WinRate], final: str, parents: Mapping[str, W
     rows = {rate.model: _marks(rate, (parents or {}).get(rate.model)) for rate in rates}
     marks = [mark for row in rows.values() for mark in row]
     count = max(map(len, rows.values()))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.5, max(2.4, 0.95 + (0.28 + 0.16 * count) * len(rates))), layout="constrained")
-        ax = figure.add_subplot()
-        ax.axvline(50, **DASHED)
-        labelled: set[str] = set()
-        for row, model in enumerate(reversed(rows)):
-            for nth, mark in enumerate(rows[model]):
-                at = row + 0.68 * ((len(rows[model]) - 1) / 2 - nth) / max(1, count)
-                alpha = 1.0 if model == final or len(rows) == 1 else 0.6
-                ax.hlines(at, 100 * mark.low, 100 * mark.high, color=mark.colour, linewidth=3.5, alpha=0.3 * alpha)
-                face = mark.colour if mark.filled else "white"
-                label = None if mark.label in labelled else mark.label
-                ax.plot([100 * mark.value], [at], "o", color=mark.colour, markerfacecolor=face, markersize=5, alpha=alpha, label=label)
-                labelled.add(mark.label)
-                ax.annotate(f"{100 * mark.value:.0f} %", (100 * mark.high, at), (6, 0), textcoords="offset points", va="center", fontsize=7)
-        ax.set_yticks(range(len(rows)), [short(model) for model in reversed(rows)])
-        ax.set_ylim(-0.6, len(rows) - 0.4)
-        ax.set_xlim(max(0, 100 * min(0.5, *(mark.low for mark in marks)) - 4), min(106, 100 * max(0.5, *(mark.high for mark in marks)) + 9))
-        ax.grid(axis="y", visible=False)
-        ax.set_title(f"Battles won against {rates[0].baseline} (%)" if len(labelled) == 1 else "Battles won (%)")
-        if len(labelled) > 1:
-            figure.legend(loc="outside lower center", ncols=2, handlelength=1, columnspacing=1.4)
-        return svg(figure, "win rates")
+    figure = Figure(figsize=(5.5, max(2.4, 0.95 + (0.28 + 0.16 * count) * len(rates))), layout="constrained")
+    ax = figure.add_subplot()
+    ax.axvline(50, **DASHED)
+    labelled: set[str] = set()
+    for row, model in enumerate(reversed(rows)):
+        for nth, mark in enumerate(rows[model]):
+            at = row + 0.68 * ((len(rows[model]) - 1) / 2 - nth) / max(1, count)
+            alpha = 1.0 if model == final or len(rows) == 1 else 0.6
+            ax.hlines(at, 100 * mark.low, 100 * mark.high, color=mark.colour, linewidth=3.5, alpha=0.3 * alpha)
+            face = mark.colour if mark.filled else "white"
+            label = None if mark.label in labelled else mark.label
+            ax.plot([100 * mark.value], [at], "o", color=mark.colour, markerfacecolor=face, markersize=5, alpha=alpha, label=label)
+            labelled.add(mark.label)
+            ax.annotate(f"{100 * mark.value:.0f} %", (100 * mark.high, at), (6, 0), textcoords="offset points", va="center", fontsize=7)
+    ax.set_yticks(range(len(rows)), [short(model) for model in reversed(rows)])
+    ax.set_ylim(-0.6, len(rows) - 0.4)
+    ax.set_xlim(max(0, 100 * min(0.5, *(mark.low for mark in marks)) - 4), min(106, 100 * max(0.5, *(mark.high for mark in marks)) + 9))
+    ax.grid(axis="y", visible=False)
+    ax.set_title(f"Battles won against {rates[0].baseline} (%)" if len(labelled) == 1 else "Battles won (%)")
+    if len(labelled) > 1:
+        figure.legend(loc="outside lower center", ncols=2, handlelength=1, columnspacing=1.4)
+    return svg(figure, "win rates")
 
 
 def _marks(rate: WinRate, parent: WinRate | None) -> list[Mark]:
@@ -186,102 +188,91 @@ def _marks(rate: WinRate, parent: WinRate | None) -> list[Mark]:
     return marks
 
 
-def calibration_chart(models: Mapping[str, Sequence[tuple[float, float, int]]]) -> str:
-    """Draws reward models' calibration as SVG. Points: (predicted probability, share that was right, pairs); the dashed line is a
-    calibrated model."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.5, 3.2), layout="constrained")
-        ax = figure.add_subplot()
-        ax.plot([50, 100], [50, 100], **DASHED)
-        for colour, (model, points) in zip(COLOURS * len(models), models.items(), strict=False):
-            most = max(pairs for *_, pairs in points)
-            ax.plot([100 * p for p, *_ in points], [100 * a for _, a, _ in points], color=colour, linewidth=1.2, label=short(model))
-            sizes = [8 + 50 * pairs / most for *_, pairs in points]
-            ax.scatter([100 * p for p, *_ in points], [100 * a for _, a, _ in points], s=sizes, color=colour, alpha=0.6)
-        ax.set_title("Reward models: right (%) by how sure they were (%)")
-        ax.legend(loc="best", handlelength=1.4)
-        return svg(figure, "calibration of reward models")
+@matplotlib.rc_context(STYLE)
+def calibration_chart(reports: RewardReports) -> str:
+    """Draws reward models' calibration as SVG; the dashed line is a calibrated model, larger points are of more pairs."""
+    figure = Figure(figsize=(5.5, 3.2), layout="constrained")
+    ax = figure.add_subplot()
+    ax.plot([50, 100], [50, 100], **DASHED)
+    for colour, report in zip(COLOURS * len(reports.models), reports.models, strict=False):
+        sure, right = [100 * part.confidence for part in report.calibration], [100 * part.accuracy for part in report.calibration]
+        most = max(part.pairs for part in report.calibration)
+        ax.plot(sure, right, color=colour, linewidth=1.2, label=short(report.model))
+        ax.scatter(sure, right, s=[8 + 50 * part.pairs / most for part in report.calibration], color=colour, alpha=0.6)
+    ax.set_title("Reward models: right (%) by how sure they were (%)")
+    ax.legend(loc="best", handlelength=1.4)
+    return svg(figure, "calibration of reward models")
 
 
-class Lost(NamedTuple):
-    """A model's loss on a task, with its 95 % interval if known."""
-
-    task: str
-    model: str
-    value: float
-    low: float | None
-    high: float | None
-
-
-def tax_chart(losses: Sequence[Lost], baseline: str, unit: str) -> str:
+@matplotlib.rc_context(STYLE)
+def tax_chart(report: TaxReport) -> str:
     """Draws losses against the baseline by task as SVG, a colour for each model; right of the dashed line the model is worse."""
-    tasks, models = list(dict.fromkeys(loss.task for loss in losses)), list(dict.fromkeys(loss.model for loss in losses))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.5, max(2.0, 0.95 + (0.2 + 0.16 * len(models)) * len(tasks))), layout="constrained")
-        ax = figure.add_subplot()
-        ax.axvline(0, **DASHED)
-        for nth, model in enumerate(models):
-            colour = COLOURS[nth % len(COLOURS)]
-            rows = [(len(tasks) - 1 - tasks.index(loss.task), loss) for loss in losses if loss.model == model]
-            at = [row + 0.6 * ((len(models) - 1) / 2 - nth) / len(models) for row, _ in rows]
-            for height, (_, loss) in zip(at, rows, strict=True):
-                if loss.low is not None and loss.high is not None:
-                    ax.hlines(height, loss.low, loss.high, color=colour, linewidth=3.5, alpha=0.3)
-            ax.plot([loss.value for _, loss in rows], at, "o", color=colour, markersize=5, label=short(model))
-        ax.set_yticks(range(len(tasks)), [short(task) for task in reversed(tasks)])
-        ax.set_ylim(-0.6, len(tasks) - 0.4)
-        ax.margins(x=0.08)
-        ax.grid(axis="y", visible=False)
-        ax.set_title(f"Lost against {short(baseline)} ({unit})")
-        if len(models) > 1:
-            figure.legend(loc="outside lower center", ncols=3, handlelength=1, columnspacing=1.4)
-        return svg(figure, "alignment tax")
+    tasks, models = list(dict.fromkeys(row.task for row in report.main)), list(dict.fromkeys(row.model for row in report.main))
+    shares = all(0 <= value <= 1 for row in report.main for value in (row.value, row.baseline_value))
+    scale, unit = (100, "percentage points") if shares else (1, "in the metric's own unit")
+    figure = Figure(figsize=(5.5, max(2.0, 0.95 + (0.2 + 0.16 * len(models)) * len(tasks))), layout="constrained")
+    ax = figure.add_subplot()
+    ax.axvline(0, **DASHED)
+    for nth, model in enumerate(models):
+        colour = COLOURS[nth % len(COLOURS)]
+        rows = [row for row in report.main if row.model == model]
+        at = [len(tasks) - 1 - tasks.index(row.task) + 0.6 * ((len(models) - 1) / 2 - nth) / len(models) for row in rows]
+        for height, row in zip(at, rows, strict=True):
+            if row.ci_low is not None and row.ci_high is not None:
+                ax.hlines(height, scale * row.ci_low, scale * row.ci_high, color=colour, linewidth=3.5, alpha=0.3)
+        ax.plot([scale * row.tax for row in rows], at, "o", color=colour, markersize=5, label=short(model))
+    ax.set_yticks(range(len(tasks)), [short(task) for task in reversed(tasks)])
+    ax.set_ylim(-0.6, len(tasks) - 0.4)
+    ax.margins(x=0.08)
+    ax.grid(axis="y", visible=False)
+    ax.set_title(f"Lost against {short(report.baseline)} ({unit})")
+    if len(models) > 1:
+        figure.legend(loc="outside lower center", ncols=3, handlelength=1, columnspacing=1.4)
+    return svg(figure, "alignment tax")
 
 
+@matplotlib.rc_context(STYLE)
 def over_optimisation_chart(found: OverOptimisation) -> str:
     """Draws proxy reward and win rate over the square root of the KL from the baseline, as Gao et al. (2022), as SVG. A ring marks points
     of suspicion (see `over_optimisation.Point`), a thick one those that are sure."""
     start, *points = found.points
     chains = {name: [start, *(p for p in points if p.chain == name)] for name in dict.fromkeys(point.chain for point in points)}
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        right.axhline(50, **DASHED)
-        for colour, (name, chain) in zip(COLOURS * len(chains), chains.items(), strict=False):
-            chain = sorted(chain, key=lambda point: point.kl)
-            x = [math.sqrt(max(point.kl, 0.0)) for point in chain]  # an estimate of a KL near zero may be negative
-            won = [(100 * p.ci_low, 100 * p.win_rate, 100 * p.ci_high) for p in chain]
-            liked = [(p.proxy - 1.96 * p.proxy_error, p.proxy, p.proxy + 1.96 * p.proxy_error) for p in chain]
-            for ax, bands in ((left, liked), (right, won)):
-                low, middle, high = zip(*bands, strict=True)
-                ax.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-                ax.plot(x, middle, "o-", color=colour, markersize=4, linewidth=1.4, label=short(name))
-                rings = [(at, y, p.suspicion == "sure") for at, y, p in zip(x, middle, chain, strict=True) if p.suspicion != "none"]
-                for at, y, sure in rings:
-                    ax.plot(
-                        [at], [y], "o", markersize=11, markerfacecolor="none", markeredgecolor=RED, markeredgewidth=1.8 if sure else 0.8
-                    )
-        left.set_title(f"Trained on: mean score of {short(found.proxy)}")
-        right.set_title(f"Goal: battles won against {short(found.baseline)} (%)")
-        for ax in (left, right):
-            ax.set_xlabel(f"square root of the KL from {short(found.baseline)} (nats an answer)", fontsize=7.5)
-        if len(chains) > 1:
-            right.legend(loc="best", handlelength=1.4)
-        return svg(figure, "over-optimisation")
+    figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    right.axhline(50, **DASHED)
+    for colour, (name, chain) in zip(COLOURS * len(chains), chains.items(), strict=False):
+        chain = sorted(chain, key=lambda point: point.kl)
+        x = [math.sqrt(max(point.kl, 0.0)) for point in chain]  # an estimate of a KL near zero may be negative
+        won = [(100 * p.ci_low, 100 * p.win_rate, 100 * p.ci_high) for p in chain]
+        liked = [(p.proxy - 1.96 * p.proxy_error, p.proxy, p.proxy + 1.96 * p.proxy_error) for p in chain]
+        for ax, bands in ((left, liked), (right, won)):
+            low, middle, high = zip(*bands, strict=True)
+            ax.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+            ax.plot(x, middle, "o-", color=colour, markersize=4, linewidth=1.4, label=short(name))
+            rings = [(at, y, p.suspicion == "sure") for at, y, p in zip(x, middle, chain, strict=True) if p.suspicion != "none"]
+            for at, y, sure in rings:
+                ax.plot([at], [y], "o", markersize=11, markerfacecolor="none", markeredgecolor=RED, markeredgewidth=1.8 if sure else 0.8)
+    left.set_title(f"Trained on: mean score of {short(found.proxy)}")
+    right.set_title(f"Goal: battles won against {short(found.baseline)} (%)")
+    for ax in (left, right):
+        ax.set_xlabel(f"square root of the KL from {short(found.baseline)} (nats an answer)", fontsize=7.5)
+    if len(chains) > 1:
+        right.legend(loc="best", handlelength=1.4)
+    return svg(figure, "over-optimisation")
 
 
+@matplotlib.rc_context(STYLE)
 def rounds_chart(chains: Sequence[Sequence[tuple[str, float, float, float]]], training: str) -> str:
     """Draws the win rate of each round of iterative `training` as SVG. Each chain is a list of (label, win rate, ci_low, ci_high)."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.5, 2.4), layout="constrained")
-        ax = figure.add_subplot()
-        ax.axhline(50, **DASHED)
-        for colour, chain in zip(COLOURS * len(chains), chains, strict=False):
-            at = list(range(len(chain)))
-            ax.fill_between(at, [100 * p[2] for p in chain], [100 * p[3] for p in chain], color=colour, alpha=0.15, linewidth=0)
-            ax.plot(at, [100 * p[1] for p in chain], "o-", color=colour, markersize=5)
-        longest = max(chains, key=len)
-        ax.set_xticks(range(len(longest)), [short(point[0]) for point in longest])
-        ax.margins(x=0.08)
-        ax.set_title(f"Battles won, round by round of iterative {training} (%)")
-        return svg(figure, "win rate per round")
+    figure = Figure(figsize=(5.5, 2.4), layout="constrained")
+    ax = figure.add_subplot()
+    ax.axhline(50, **DASHED)
+    for colour, chain in zip(COLOURS * len(chains), chains, strict=False):
+        at = list(range(len(chain)))
+        ax.fill_between(at, [100 * p[2] for p in chain], [100 * p[3] for p in chain], color=colour, alpha=0.15, linewidth=0)
+        ax.plot(at, [100 * p[1] for p in chain], "o-", color=colour, markersize=5)
+    longest = max(chains, key=len)
+    ax.set_xticks(range(len(longest)), [short(point[0]) for point in longest])
+    ax.margins(x=0.08)
+    ax.set_title(f"Battles won, round by round of iterative {training} (%)")
+    return svg(figure, "win rate per round")

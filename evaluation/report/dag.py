@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import NamedTuple
 
+from evaluation.report.template import fill
 from rlhf_core.runs.lineage import Ancestor, Dataset, nodes
 from rlhf_core.system.files import digest as short
 
@@ -19,6 +19,13 @@ WIDTH, HEIGHT, GAP_X, GAP_Y = 110.0, 72.0, 28.0, 20.0
 WAYPOINT = 6.0  # height of a waypoint
 SWEEPS = 16
 LINE, MAX_LINES = 14, 3  # most characters of a line in a box, most lines
+COLOURS = {
+    "data": "#b7791f",
+    "hub": "#6b46c1",
+    "folder": "#6b46c1",
+    "file": "#b7791f",
+    "unknown": "#c0392b",
+}  # of a lineage; others: stages
 
 
 class Box(NamedTuple):
@@ -125,15 +132,6 @@ def _wrap(name: str) -> tuple[str, ...]:
     return tuple(line if len(line) <= LINE else line[: LINE - 1] + "…" for line in lines)
 
 
-SHORT = 10  # hex digits of a digest
-
-
-COLOURS = {"data": "#b7791f", "hub": "#6b46c1", "folder": "#6b46c1", "file": "#b7791f", "unknown": "#c0392b"}
-
-
-STAGE = "#2f7d4f"
-
-
 def family_svg(ancestor: Ancestor, data: list[Dataset]) -> str:
     """Draws a lineage as an SVG document, origins on the left, the checkpoint on the right. `data`: result of `lineage.data_of`."""
     keys: dict[int, str] = {}
@@ -156,28 +154,6 @@ def family_svg(ancestor: Ancestor, data: list[Dataset]) -> str:
         key = keys[id(node)] = new(node.name, node.kind, node.digest)
         used = [sets[item.name, item.digest] for item in data if node.is_stage and item.stage == node.name]
         parents[key] = list(dict.fromkeys([*(keys[id(parent)] for _, parent in node.parents if id(parent) in keys), *used]))
-    drawing = draw(parents)
-    size = f"{drawing.width:.0f} {drawing.height:.0f}"
     tip = f"tip-{short(ancestor.name + ancestor.digest)}"  # unique, because a page may have several drawings
-    marker = f'<marker id="{tip}" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="lineage of {escape(ancestor.name)}" viewBox="0 0 {size}" '
-        f'style="max-width: {drawing.width:.0f}px" font-family="system-ui, sans-serif">',
-        f'<defs>{marker}<path d="M0 .8L8 4L0 7.2z" fill="#8b98a5"/></marker></defs>',
-    ]
-    for edge in drawing.edges:
-        end = f' marker-end="url(#{tip})"' if edge.arrow else ""
-        parts.append(f'<path d="{edge.path}" fill="none" stroke="#b4bec8" stroke-width="1.4"{end}/>')
-    for box in drawing.boxes:
-        kind, digest = notes[box.name]
-        colour = COLOURS.get(kind, STAGE)
-        title = f"{box.name} ({kind.replace('_', ' ')}) {digest}".strip()
-        parts += [
-            f'<g transform="translate({box.x:.1f},{box.y:.1f})"><title>{escape(title)}</title>',
-            f'<rect width="{WIDTH:g}" height="{HEIGHT:g}" rx="8" fill="#fff" stroke="{colour}" stroke-width="1.3"/>',
-        ]
-        for row, line in enumerate(box.lines):
-            parts.append(f'<text x="8" y="{17 + 13.5 * row:g}" font-size="11.5" font-weight="600" fill="#1f2933">{escape(line)}</text>')
-        note = digest[:SHORT] or {"data": "not here", "hub": "Hub, no commit"}.get(kind, kind.replace("_", " "))
-        parts.append(f'<text x="8" y="{HEIGHT - 8:g}" font-size="10" fill="#5f6c78">{escape(note)}</text></g>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    drawing = draw(parents)
+    return fill("family.svg.j2", name=ancestor.name, drawing=drawing, notes=notes, tip=tip, size=(WIDTH, HEIGHT), colours=COLOURS) + "\n"

@@ -13,13 +13,16 @@ from markupsafe import Markup
 
 from evaluation.report import models as page_models
 from evaluation.report import stages as page_stages
-from evaluation.report.charts import calibration_chart, over_optimisation_chart
+from evaluation.report.charts import calibration_chart, over_optimisation_chart, win_rate_chart
 from evaluation.report.dag import HEIGHT, WIDTH, draw
 from evaluation.report.example_battles import examples
 from evaluation.report.models import rounds, rounds_svg
 from evaluation.report.summary import Evidence, StageView, as_json, read, read_evaluation, summary_of
-from evaluation.report.template import fill, percent
+from evaluation.report.template import fill
 from evaluation.report.verdict import suspects, tiles, verdict
+from evaluation.scores.over_optimisation import FILE as OVER_OPTIMISATION
+from evaluation.scores.over_optimisation import OverOptimisation
+from evaluation.scores.reward_accuracy import REWARD_MODELS, RewardReports
 from rlhf_core.system.files import write_text
 
 
@@ -36,10 +39,8 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
     """Returns the page as text."""
     evaluated = read_evaluation(stages)
     chains = rounds(stages)
-    agreement = [f"{judge} in {percent(share)}" for judge, share in evaluated.report.agreement.items()] if evaluated else []
-    reward_models = page_models.reward_models(evaluated)
-    calibrations = {m.model: [(b.confidence, b.accuracy, b.pairs) for b in m.calibration] for m in reward_models.models}
-    over = page_models.over_optimisation(evaluated)
+    reward_models = RewardReports.read(evaluated.folder / REWARD_MODELS) if evaluated else None
+    over = OverOptimisation.read(evaluated.folder / OVER_OPTIMISATION) if evaluated else None
     return fill(
         "page.html.j2",
         recipe=recipe_name,
@@ -55,17 +56,15 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         gates=[verdict for stage in stages for verdict in stage.view.gates],
         suspects=suspects(stages),
         families=page_stages.families(stages),
-        win_rates=page_models.win_rates(evaluated) if evaluated else None,
-        agreement="; ".join(agreement),
+        win_rates=Markup(win_rate_chart(list(evaluated.decided.values()), evaluated.final, evaluated.against_parent))
+        if evaluated
+        else None,
         rounds=rounds_svg(chains, evaluated, stages),
-        rows=page_models.rows(evaluated) if evaluated else [],
         categories=sorted({category for rate in evaluated.decided.values() for category in rate.by_category}) if evaluated else [],
-        judges=page_models.judges(evaluated) if evaluated else [],
         judge_descriptions=page_models.judge_descriptions(evaluated),
         reward_models=reward_models,
-        answering=page_models.answering(evaluated),
         taxes=page_models.taxes(stages),
-        calibration=Markup(calibration_chart(calibrations)) if calibrations else None,
+        calibration=Markup(calibration_chart(reward_models)) if reward_models and reward_models.models else None,
         over_optimisation=over,
         over_optimisation_chart=Markup(over_optimisation_chart(over)) if over else None,
         groups=examples(evaluated) if evaluated else [],

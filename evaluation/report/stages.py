@@ -106,10 +106,10 @@ def published(stages: Sequence[Evidence]) -> list[PublishedRow]:
     """Returns every finished publication."""
     rows = []
     for stage in stages:
-        if stage.view.kind != "publication" or stage.result is None or stage.request is None:
+        config = stage.request.config if stage.request else None
+        if stage.result is None or not isinstance(config, Publication):
             continue
-        config, metrics = stage.request.config, stage.result.metrics
-        assert isinstance(config, Publication)
+        metrics = stage.result.metrics
         try:
             receipt = json.loads((stage.view.run_dir / stage.result.outputs["hub"]).read_text())
             where = f"{receipt['repo_id']}, branch {config.branch}, tag {receipt['tag']}, commit {receipt['commit'][:12]}"

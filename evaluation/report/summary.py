@@ -54,6 +54,12 @@ class Evidence:
         return self.result.digest if self.result else self.view.run_dir.name.rpartition("-")[2]
 
     @property
+    def report(self) -> Path | None:
+        """The folder of reports of a finished evaluation or alignment tax; None for other stages."""
+        output = self.result.outputs.get("report") if self.result else None
+        return self.view.run_dir / output if output else None
+
+    @property
     def checkpoint(self) -> str | None:
         """The model folder, relative to the artifacts folder (`stages/<name>-<digest>/...`); None when there is none."""
         output = self.result.outputs.get("checkpoint") if self.result else None
@@ -69,19 +75,27 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A finished evaluation: its stage, the report of the first judge, which decides, those of the `others`, and the final model (the
-    config's last)."""
+    """A finished evaluation: its stage, the judges' reports, of which the first decides, and the final model (the config's last)."""
 
     stage: Evidence
-    report: EvalReport
-    others: tuple[EvalReport, ...]
+    reports: tuple[EvalReport, ...]
     final: str
     folder: Path
 
     @property
-    def opinions(self) -> tuple[WinRate, ...]:
+    def report(self) -> EvalReport:
+        """The report of the judge that decides."""
+        return self.reports[0]
+
+    @property
+    def models(self) -> list[str]:
+        """The judged models, with the baseline first unless it was judged itself."""
+        return list(dict.fromkeys([*(() if self.report.baseline in self.decided else [self.report.baseline]), *self.decided]))
+
+    @property
+    def opinions(self) -> list[WinRate]:
         """Win rates by the other judges."""
-        return tuple(rate for other in self.others for rate in other.win_rates)
+        return [rate for other in self.reports[1:] for rate in other.win_rates]
 
     @property
     def against_parent(self) -> dict[str, WinRate]:
@@ -101,25 +115,19 @@ def read(view: StageView) -> Evidence:
         request = run.request()
     except (OSError, ValidationError):
         request = None
-    return Evidence(view, request, run.result(), _curves(view.run_dir))
+    return Evidence(view, request, run.result(), curves_of(view.run_dir))
 
 
 def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
     """Returns the recipe's last finished evaluation; None when there is none."""
     for stage in reversed(stages):
-        if stage.view.kind != "evaluation" or stage.result is None:
-            continue
-        folder = stage.view.run_dir / stage.result.outputs.get("report", "report")
-        try:
-            report = EvalReport.model_validate_json((folder / "eval.json").read_text())
-        except (OSError, ValidationError):
-            continue
-        others = tuple(_opinions(folder / "second_opinions.json"))
-        models = [rate.model for rate in report.win_rates if rate.judge == report.judge]
+        report = EvalReport.read(stage.report / "eval.json") if stage.report else None
+        models = [rate.model for rate in report.win_rates if rate.judge == report.judge] if report else []
         config = stage.request.config if stage.request else None
         named = config.models[-1] if isinstance(config, Evaluation) else None
-        if models:
-            return Evaluated(stage, report, others, named if named in models else models[-1], folder)
+        if stage.report and report and models:
+            reports = (report, *_opinions(stage.report / "second_opinions.json"))
+            return Evaluated(stage, reports, named if named in models else models[-1], stage.report)
     return None
 
 
@@ -184,7 +192,8 @@ def trend(curve: Curve) -> Trend | None:
     return Trend(fmean(first), fmean(last), (fmean(last) - fmean(first)) / error if error > 0 else None)
 
 
-def _curves(run_dir: Path) -> dict[str, Curve]:
+def curves_of(run_dir: Path) -> dict[str, Curve]:
+    """Returns the curves in a run directory's metrics."""
     found: dict[str, dict[float, float]] = {}
     for line in read_metrics(run_dir):
         if not isinstance(line, dict) or not isinstance(line.get("step"), int | float):

@@ -8,6 +8,7 @@ from pathlib import Path
 import jinja2
 
 from rlhf_core.records import WinRate
+from rlhf_core.system.redaction import without_passwords
 
 
 def fill(template: str, **values: object) -> str:
@@ -19,7 +20,8 @@ def fill(template: str, **values: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(percent=percent, duration=duration, number=number, interval=interval, controlled=controlled)
+    filters = (percent, duration, number, interval, controlled, without_passwords)
+    environment.filters.update({function.__name__: function for function in filters})
     page = environment.get_template(template).render(**values)
     return page.encode("utf-8", "replace").decode()  # replaces unpaired surrogates in answers
 

@@ -43,7 +43,7 @@ def verdict(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
 
 
 def tiles(stages: Sequence[Evidence], evaluated: Evaluated | None) -> list[Tile]:
-    """Returns the main numbers of the evaluation, of PPO's reward, and of the reward models."""
+    """Returns the main numbers of the evaluation, of the reward while training, and of the reward models."""
     found = []
     if evaluated:
         rate, right = evaluated.decided[evaluated.final], evaluated.report.right
@@ -52,23 +52,19 @@ def tiles(stages: Sequence[Evidence], evaluated: Evaluated | None) -> list[Tile]
             value = f"{percent(right[rate.baseline])} → {percent(right[rate.model])}"
             found.append(Tile("Right answers", value, f"{_title(rate.baseline)} → {rate.model}"))
     for stage in stages:
-        name = "" if stage.view.name == stage.view.kind else f" ({stage.view.name})"
-        rise = trend(stage.curves.get("reward/mean", []))
-        if stage.view.kind == "ppo" and rise:
-            note = "first → last fifth of the run"
-            found.append(Tile(f"PPO reward{name}", f"{number(rise.first)} → {number(rise.last)}", _errors(note, rise.errors)))
+        kind, name = KINDS[stage.view.kind], "" if stage.view.name == stage.view.kind else f" ({stage.view.name})"
+        if rise := trend(stage.curves.get("reward/mean", [])):
+            errors = "" if rise.errors is None else f", {rise.errors:+.1f} standard errors"
+            value = f"{number(rise.first)} → {number(rise.last)}"
+            found.append(Tile(f"{kind.shown_as} reward{name}", value, f"first → last fifth of the run{errors}"))
         accuracy = stage.result.metrics.get("eval/accuracy") if stage.result else None
-        if stage.view.kind == "reward_model" and accuracy is not None:
-            found.append(Tile(f"Reward model{name}", percent(accuracy), "held-out pairs ranked right"))
+        if kind.makes == "reward" and accuracy is not None:
+            found.append(Tile(f"{kind.shown_as.capitalize()}{name}", percent(accuracy), "held-out pairs ranked right"))
     return found
 
 
 def _title(model: str) -> str:
-    return "SFT" if model == "sft" else model
-
-
-def _errors(note: str, errors: float | None) -> str:
-    return note if errors is None else f"{note}, {errors:+.1f} standard errors"
+    return KINDS[model].shown_as if model in KINDS else model
 
 
 class Suspect(NamedTuple):

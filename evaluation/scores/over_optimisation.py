@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.scores.scoring import CELLS
+from evaluation.scores.scoring import Clusters, interval
 from rlhf_core.records import Frozen, Judgment, WinRate
 
 FILE = "over_optimisation.json"
@@ -115,8 +115,4 @@ def _point(model: str, chain: str, values: Measured, rate: WinRate | None) -> Po
 
 def _low(values: Floats, rounds: int, seed: int) -> float:
     """Returns the lower end of the 95 % bootstrap interval of a mean over questions."""
-    generator, means = np.random.default_rng(seed), []
-    step = max(1, CELLS // len(values))
-    for begin in range(0, rounds, step):
-        means.append(values[generator.integers(len(values), size=(min(step, rounds - begin), len(values)))].mean(1))
-    return float(np.quantile(np.concatenate(means), 0.025))
+    return interval(Clusters(values, np.ones(len(values))), rounds, seed)[0]

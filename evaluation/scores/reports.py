@@ -62,14 +62,8 @@ def report_metrics(report: EvalReport) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     for rate, suffix in [(rate, "") for rate in report.win_rates] + [(rate, "_vs_parent") for rate in report.against_parent]:
-        values = {
-            "win_rate": rate.win_rate,
-            "ci_low": rate.ci_low,
-            "ci_high": rate.ci_high,
-            "length_controlled": rate.length_controlled,
-            "swap_consistency": rate.swap_consistency,
-            "failed_games": float(rate.num_failed),
-        }
+        names = ("win_rate", "ci_low", "ci_high", "length_controlled", "swap_consistency")
+        values = {name: getattr(rate, name) for name in names} | {"failed_games": float(rate.num_failed)}
         metrics |= {f"{name}{suffix}/{rate.model}": value for name, value in values.items() if value is not None}
     for name, shares in (("right", report.right), ("length", report.mean_tokens), ("truncated", report.truncated)):
         metrics |= {f"{name}/{model}": value for model, value in shares.items()}
@@ -84,10 +78,5 @@ def judging_metrics(report: EvalReport) -> dict[str, float]:
     use = report.judging
     if use is None or not use.input_tokens:
         return {}
-    cost = {} if use.cost is None else {f"judge_cost/{report.judge}": use.cost}
-    return {
-        f"judge_input_tokens/{report.judge}": float(use.input_tokens),
-        f"judge_output_tokens/{report.judge}": float(use.output_tokens),
-        f"judge_failed_games/{report.judge}": float(use.failed),
-        **cost,
-    }
+    values = {"input_tokens": use.input_tokens, "output_tokens": use.output_tokens, "failed_games": use.failed, "cost": use.cost}
+    return {f"judge_{name}/{report.judge}": float(value) for name, value in values.items() if value is not None}

@@ -80,11 +80,6 @@ class RewardReports(Frozen):
     models: tuple[RewardReport, ...]
     agreement: tuple[Agreement, ...]
 
-    @classmethod
-    def empty(cls) -> RewardReports:
-        """Returns reports of no models."""
-        return cls(models=(), agreement=())
-
 
 def evaluate(pairs: Pairs, differences: Mapping[str, Floats], bins: int, rounds: int, seed: int) -> RewardReports:
     """Evaluates all models; `differences[model]` (N,) is its score of the chosen minus that of the rejected answer."""
@@ -105,14 +100,8 @@ def metrics(reports: RewardReports) -> dict[str, float]:
     """Returns `reward_accuracy/<model>`, its interval, `reward_calibration_error/<model>`, ... for the stage's result."""
     found: dict[str, float] = {}
     for report in reports.models:
-        values = {
-            "accuracy": report.overall.accuracy,
-            "ci_low": report.overall.ci_low,
-            "ci_high": report.overall.ci_high,
-            "calibration_error": report.calibration_error,
-            "longer_preferred": report.longer_preferred,
-            "longer_chosen": report.longer_chosen,
-        }
+        values = {name: getattr(report.overall, name) for name in ("accuracy", "ci_low", "ci_high")}
+        values |= {name: getattr(report, name) for name in ("calibration_error", "longer_preferred", "longer_chosen")}
         found |= {f"reward_{name}/{report.model}": value for name, value in values.items() if value is not None}
     return found | {f"reward_agreement/{pair.first}/{pair.second}": pair.agreement for pair in reports.agreement}
 

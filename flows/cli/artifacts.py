@@ -10,6 +10,8 @@ from flows.cli.show import OK, console, show_board, show_differences, show_garba
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
+from rlhf_core.runs.lineage import data_of, stage_of
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.files import write_text
 
 
@@ -62,15 +64,15 @@ def lineage(checkpoint: str, *, out: Path | None = None) -> int:
         checkpoint: a checkpoint, a stage's directory, or a Hub id.
         out: also draw it, to this SVG file.
     """
-    found = history.lineage_of(checkpoint)
-    show_lineage(console, found)
+    found, stage = history.lineage_of(checkpoint), stage_of(checkpoint)
+    data = data_of(found, RunDir(stage[0]).artifacts if stage else None)
+    show_lineage(console, found, data)
     if out is not None:
         from evaluation.report.dag import family_svg
-        from rlhf_core.runs.lineage import data_of
 
         if not out.absolute().parent.is_dir():
             raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file")
-        write_text(out, family_svg(found, data_of(found)))
+        write_text(out, family_svg(found, data))
         console.print(f"\ndrawn in {out}", markup=False, highlight=False)
     return OK
 
@@ -117,15 +119,14 @@ def serve_reward(checkpoint: str, *, port: int = 8000, host: str = "127.0.0.1", 
     """
     if "{}" not in template and template != "chat":
         raise ValueError(f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt")
-    from rlhf_core.rewards.server import reward_server
+    import uvicorn
 
-    try:
-        server = reward_server(checkpoint, host, port, template, micro_batch_size)
-    except OSError as error:
-        raise MachineLacks(f"nothing can be served on {host}:{port} ({error.strerror}); give another --port or --host") from None
-    console.print(f"serving {checkpoint} on http://{host}:{server.server_address[1]}", markup=False)
-    with server:
-        server.serve_forever()
+    from flows.serve import listen
+    from rlhf_core.rewards.server import reward_application
+
+    application, listener = reward_application(checkpoint, template, micro_batch_size), listen(host, port)
+    console.print(f"serving {checkpoint} on http://{host}:{listener.getsockname()[1]}", markup=False)
+    uvicorn.Server(uvicorn.Config(application, log_level="error", lifespan="off")).run([listener])
     return OK
 
 

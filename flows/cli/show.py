@@ -22,8 +22,9 @@ from rlhf_core.recipe.dry_run import Outlook
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.load import models_in
 from rlhf_core.recipe.plan import Plan
-from rlhf_core.runs.lineage import Ancestor, data_of, stages, tree
+from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree
 from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.system.markdown import table
 
 if TYPE_CHECKING:  # imports scipy, which most commands do not need
     from evaluation.scores.arena_hard import Estimate
@@ -131,10 +132,10 @@ def show_differences(console: Console, found: Sequence[Difference]) -> None:
     console.print(table)
 
 
-def show_lineage(console: Console, ancestor: Ancestor) -> None:
+def show_lineage(console: Console, ancestor: Ancestor, data: Sequence[Dataset]) -> None:
     """Prints the tree of ancestors, the data of its stages, and the versions they ran with."""
     console.print(tree(ancestor), markup=False, highlight=False)
-    if data := data_of(ancestor):
+    if data:
         console.print("\ndata, with the digest of its content today:")
     for stage, field, name, digest in data:
         console.print(f"  {stage}.{field}: {name} {digest or '(not here)'}", markup=False, highlight=False)
@@ -200,21 +201,16 @@ def _section(title: str, model: type[BaseModel], parts: dict[str, type[BaseModel
         parts.setdefault(base.__name__, base)
     if bases:
         about += [f"Takes the fields of {', '.join(f'[{base.__name__}](#{base.__name__.lower()})' for base in bases)} as well.", ""]
-    own = {name: info for name, info in model.model_fields.items() if name in model.__annotations__}
-    lines = [f"## {title}\n", *about, *(["| field | type | default | meaning |", "|---|---|---|---|"] if own else [])]
-    for name, info in own.items():
-        if name == "stages":
-            kind = "stages by name"
-        else:
-            for part in models_in(info.annotation):
-                parts.setdefault(part.__name__, part)
-            kind = _type(info)
-        lines.append(f"| `{name}` | {kind} | {_default(info)} | {_text(info.description or '')} |")
-    return "\n".join(lines) + "\n"
-
-
-def _type(info: FieldInfo) -> str:
-    return _text(_type_text(info.annotation))
+    rows = []
+    for name, info in model.model_fields.items():
+        if name not in model.__annotations__:
+            continue
+        for part in models_in(info.annotation) if name != "stages" else ():
+            parts.setdefault(part.__name__, part)
+        kind = "stages by name" if name == "stages" else _text(_type_text(info.annotation))
+        rows.append((f"`{name}`", kind, _default(info), _text(info.description or "")))
+    fields = [table(("field", "type", "default", "meaning"), rows)] if rows else []
+    return "\n".join([f"## {title}\n", *about, *fields])
 
 
 def _type_text(annotation: Any) -> str:
@@ -244,4 +240,4 @@ def _default(info: FieldInfo) -> str:
 
 
 def _text(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("{}", "`{}`")
+    return " ".join(text.split()).replace("{}", "`{}`")

@@ -10,6 +10,7 @@ from pathlib import Path
 from rlhf_core.data.survey import BALANCE, LIMITS, DataReport, Survey, shared_prompts
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.files import write_text
+from rlhf_core.system.markdown import table
 
 JSON, MARKDOWN, CHART = "data_report.json", "data_report.md", "data_report.svg"
 NUMBERS = ("margin ", "reward ")  # prefixes of facts that are not shares
@@ -64,13 +65,12 @@ def markdown(surveys: Mapping[str, Survey]) -> str:
         counts = [f"{survey.rows:,} rows", f"{survey.kept:,} of {survey.items:,} {_items(survey.kind)} kept"]
         counts += [f"{count:,} left out: {why}" for why, count in survey.dropped.items()]
         lines = [f"## {field}", "", f"{'; '.join(counts)}. At most {survey.limit} tokens.", "", *warned, ""]
-        lines += ["| tokens of the | p5 | p50 | p95 | max |", "|---|---|---|---|---|"]
-        lines += [f"| {part} | {' | '.join(f'{value:,}' for value in at.values())} |" for part, at in survey.lengths.items()]
-        lines += ["", "| source | share in the recipe | rows used | share of the rows |", "|---|---|---|---|"]
-        lines += [f"| {use.path} | {use.asked:.3g} | {use.rows:,} | {use.rows / survey.rows:.3f} |" for use in survey.sources]
-        lines += ["", "| fact | value | warns |", "|---|---|---|"]
-        lines += [f"| {name} | {_value(name, value)} | {_limit(name)} |" for name, value in survey.facts.items()]
-        pages.append("\n".join(lines) + "\n")
+        lengths = [(part, *(f"{value:,}" for value in at.values())) for part, at in survey.lengths.items()]
+        sources = [(use.path, f"{use.asked:.3g}", f"{use.rows:,}", f"{use.rows / survey.rows:.3f}") for use in survey.sources]
+        lines += [table(("tokens of the", "p5", "p50", "p95", "max"), lengths)]
+        lines += [table(("source", "share in the recipe", "rows used", "share of the rows"), sources)]
+        lines += [table(("fact", "value", "warns"), ((name, _value(name, value), _limit(name)) for name, value in survey.facts.items()))]
+        pages.append("\n".join(lines))
     return "\n".join(pages)
 
 

@@ -7,19 +7,26 @@ Left out: authentication and TLS, which belong to a proxy in front; by default o
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import traceback
-from collections.abc import Callable, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Any, NamedTuple
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Message
 from rlhf_core.models.scoring import RewardScorer
 
 LARGEST_REQUEST = 64 << 20  # bytes
+SEND_SECONDS = 60.0  # for a client to send its request
 
 
 class AnswerToScore(NamedTuple):
@@ -51,10 +58,8 @@ def document(renderer: Renderer, answer: AnswerToScore) -> Document:
     return whole if answer.finished else whole.cut(len(whole) - 1)
 
 
-def reward_server(
-    checkpoint: str, host: str, port: int, template: str = "chat", micro_batch_size: int = 8, trust_remote_code: bool = False
-) -> ThreadingHTTPServer:
-    """A server ready to `serve_forever`; port 0 takes a free one. ValueError when the checkpoint or its tokenizer cannot be used."""
+def reward_application(checkpoint: str, template: str = "chat", micro_batch_size: int = 8, trust_remote_code: bool = False) -> Starlette:
+    """Returns the application that serves a reward model. ValueError when the checkpoint or its tokenizer cannot be used."""
     renderer = Renderer(load_tokenizer(checkpoint, trust_remote_code), template)
     scorer = RewardScorer(checkpoint, "auto", micro_batch_size, trust_remote_code)
     lock = Lock()
@@ -63,46 +68,37 @@ def reward_server(
         with lock:
             return scorer.score([document(renderer, answer) for answer in answers])
 
-    return ThreadingHTTPServer((host, port), handler(score, {"model": checkpoint, "template": template}))
+    return application(score, {"model": checkpoint, "template": template})
 
 
-def handler(score: Callable[[Sequence[AnswerToScore]], list[float]], about: dict[str, Any]) -> type[BaseHTTPRequestHandler]:
-    """The HTTP side of a scoring function."""
+def application(score: Callable[[Sequence[AnswerToScore]], list[float]], about: dict[str, Any]) -> Starlette:
+    """Returns the HTTP side of a scoring function, which is called in a thread."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        timeout = 60  # seconds a client may take to send its request
+    async def reply(request: Request) -> JSONResponse:
+        if request.method != "POST":
+            return JSONResponse(about)
+        length = request.headers.get("content-length", "")
+        if not length.isdigit() or int(length) > LARGEST_REQUEST:
+            return _error(413, f"the request needs a content-length of at most {LARGEST_REQUEST} bytes", {"connection": "close"})
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                body = await request.body()
+        except (TimeoutError, ClientDisconnect):
+            return _error(408, f"the request was not sent within {SEND_SECONDS:g} s", {"connection": "close"})
+        try:
+            rewards = await run_in_threadpool(lambda: score(read_request(body)))
+        except ValueError as error:
+            return _error(400, str(error))
+        except Exception:
+            traceback.print_exc()
+            return _error(500, "the model failed; see the server's log")
+        return JSONResponse({"rewards": [reward if math.isfinite(reward) else None for reward in rewards]})
 
-        def do_GET(self) -> None:
-            self._send(200, about)
+    return Starlette(routes=[Route("/{path:path}", reply, methods=["GET", "POST"])])
 
-        def do_POST(self) -> None:
-            length = self.headers.get("content-length", "")
-            if not length.isdigit() or int(length) > LARGEST_REQUEST:
-                self.close_connection = True
-                return self._send(413, {"error": f"the request needs a content-length of at most {LARGEST_REQUEST} bytes"})
-            try:
-                answers = read_request(self.rfile.read(int(length)))
-                rewards = score(answers)
-            except ValueError as error:
-                return self._send(400, {"error": str(error)})
-            except Exception:
-                traceback.print_exc()
-                return self._send(500, {"error": "the model failed; see the server's log"})
-            self._send(200, {"rewards": [reward if math.isfinite(reward) else None for reward in rewards]})
 
-        def _send(self, status: int, reply: dict[str, Any]) -> None:
-            body = json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Requests are not logged: a rollout makes thousands."""
-
-    return Handler
+def _error(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": sentence}, status, headers)
 
 
 def _messages(prompt: Any) -> list[Message]:

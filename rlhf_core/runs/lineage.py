@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.config import KINDS
 from rlhf_core.hub.ids import is_hub_id, parted, pulled, shown, snapshot_of_hub
-from rlhf_core.runs.run_dir import REQUEST, RESULT
+from rlhf_core.runs.run_dir import REQUEST, RESULT, RunDir
 from rlhf_core.system.files import Digests, digest, read_json
 
 
@@ -58,7 +58,7 @@ def lineage(checkpoint: str | Path) -> Ancestor:
     The digests of models outside of run directories are kept in the `Digests` file of the checkpoint's artifacts.
     """
     found = stage_of(checkpoint)
-    digests = Digests(found[0].parents[1] if found and found[0].parent.name == "stages" else None)
+    digests = Digests(RunDir(found[0]).artifacts if found else None)
     ancestor = _ancestor(str(checkpoint), {}, digests)
     digests.save()
     return ancestor

@@ -65,6 +65,11 @@ class RunDir:
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
+    @property
+    def artifacts(self) -> Path | None:
+        """The artifacts folder that the directory is in; None when it is elsewhere."""
+        return self.path.parents[1] if self.path.parent.name == "stages" else None
+
     def result(self) -> StageResult | None:
         """Returns the result when the stage is done; None when it is not, or when a file of the manifest is missing or cut."""
         try:

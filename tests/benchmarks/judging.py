@@ -23,6 +23,7 @@ from evaluation.answers.chat_client import ChatClient, remote
 from evaluation.answers.questions import Question
 from evaluation.judges.chat_judge import OpenAIJudge
 from evaluation.judges.offline import Match
+from rlhf_core import config as configs
 
 ANSWER = "word " * 300  # of about the length of a real one
 
@@ -70,9 +71,11 @@ def main() -> int:
         url = f"http://127.0.0.1:{ours.recv()}/v1"
         questions = [Question(f"q{n}", "hard_prompt", ({"role": "user", "content": f"Question {n}"},), {}) for n in range(options.games)]
         with tempfile.TemporaryDirectory() as folder:
-            limits = {"concurrency": options.concurrency, "timeout": 30.0, "max_attempts": 3}
-            client = ChatClient("judge mock", "mock", lambda: remote(url, "NO_KEY"), {"max_tokens": 64, "temperature": 0}, **limits)
-            judge = OpenAIJudge("mock", client, Path(folder) / "cache.jsonl", identity="mock", max_failed=0.0)
+            limits = configs.Remote(
+                model="mock", base_url=url, api_key_env="NO_KEY", concurrency=options.concurrency, timeout=30.0, max_attempts=3
+            )
+            client = ChatClient("judge mock", "mock", lambda: remote(limits), {"max_tokens": 64, "temperature": 0}, limits)
+            judge = OpenAIJudge("mock", client, Path(folder) / "cache.jsonl", "mock", 0.0)
             start, busy = time.perf_counter(), time.process_time()
             games = judge.judge([Match(question, ANSWER, ANSWER + question.uid) for question in questions])
             seconds, busy = time.perf_counter() - start, time.process_time() - busy

@@ -14,6 +14,7 @@ import flows.cli.run
 import tasks.stages
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.load import load_recipe
+from rlhf_core.runs.launch import launch
 from tests.support.writing_stages import STAGE, TEXT
 
 
@@ -35,7 +36,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rec
     (tmp_path / "modules" / "stage_for_flows.py").write_text(STAGE)
     (tmp_path / "recipe.yaml").write_text(TEXT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
-    monkeypatch.setattr(tasks.stages, "module_of", lambda kind: "stage_for_flows")
+    monkeypatch.setattr(tasks.stages, "launch", lambda package, *rest: launch("stage_for_flows", *rest))
     monkeypatch.setattr(tasks.stages.run_stage, "retry_delay_seconds", 0)
     monkeypatch.setattr(flows.alignment, "require_here", lambda planned, nodes: None)
     monkeypatch.setattr(flows.cli.run, "require_here", lambda planned, nodes: None)

@@ -66,7 +66,7 @@ def test_the_command_line_plans_and_checks_a_recipe_once(
     for module in (flows.alignment, flows.cli.run):
         monkeypatch.setattr(module, "plan", lambda given: calls.append("plan") or plan(given))
         monkeypatch.setattr(module, "require_here", lambda planned, nodes: calls.append("require_here"))
-    monkeypatch.setattr(tasks.notify, "own_recipe", lambda *_: calls.append("own_recipe"))
+    monkeypatch.setattr(tasks.notify, "recipe_of_run", lambda *_: calls.append("recipe_of_run"))
     assert flows.cli.main(command) == 0
     assert calls == ["plan", "require_here"]
 

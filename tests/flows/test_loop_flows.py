@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.loops import iterative_preference
+from flows.loops import loop
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.load import given_recipe, load_recipe
 from tests.support import micro
@@ -20,7 +20,7 @@ CALL = """
 import json, sys
 from prefect import flow
 from flows.alignment import alignment
-from flows.loops import iterative_preference, loop
+from flows.loops import loop
 from flows.parts import evaluate, publish
 name, parameters = sys.argv[1], json.loads(sys.argv[2])
 state = globals()[name](**parameters, return_state=True)
@@ -75,7 +75,10 @@ def test_rounds_stop_when_the_win_rate_does_and_parts_run(here: tuple[Path, dict
     end = Called(folder, environment, "publish", recipe="recipe.yaml").ended()
     assert "recipe micro has no stage of kind publication: add one" in end
     uri = f"file://{folder}/recipe.yaml"
-    end = Called(folder, environment, "iterative_preference", recipe=uri, rounds=9, min_gain=0.0).ended()  # rates: 0.5, 0.6, 0.7, 0.7
+    for number, rate in ((1, 0.5), (2, 0.6), (3, 0.7), (4, 0.7)):
+        end = Called(folder, environment, "loop", recipe=uri, max_rounds=9, min_gain=0.0).ended()
+        assert end == f"COMPLETED loop of micro: round {number} is done, win rate {rate:.3f}"
+    end = Called(folder, environment, "loop", recipe=uri, max_rounds=9, min_gain=0.0).ended()
     assert end == "COMPLETED loop of micro: the win rate went from 0.700 to 0.700 in round 4: it does not rise by more than 0"
     rounds = [name for name in micro.begun(folder) if name.endswith(".dpo")]
     assert rounds == [f"loop.round{k}.dpo" for k in (1, 2, 3, 4)] and len({made(folder, k) for k in (1, 2, 3, 4)}) == 4
@@ -91,7 +94,7 @@ def test_wrong_parameters_are_one_sentence(here: tuple[Path, dict[str, str]]) ->
     folder, environment = here
     for name, parameters, sentence in (
         ("alignment", {"recipe": 5}, "parameter recipe: give the path or URI of a YAML file, or a recipe as a mapping, not 5"),
-        ("loop", {"recipe": "recipe.yaml", "max_rounds": "two"}, "parameter the number of rounds: give int or nothing, not 'two'"),
+        ("loop", {"recipe": "recipe.yaml", "max_rounds": "two"}, "parameter max_rounds: give int or nothing, not 'two'"),
     ):
         end = Called(folder, environment, name, **parameters).ended()
         assert end == f"FAILED Flow run encountered an exception: ValueError: {sentence}"
@@ -101,7 +104,7 @@ def test_min_gain_without_an_evaluation_of_the_loop_is_refused_before_training(p
     text = Path("recipe.yaml").read_text()
     Path("recipe.yaml").write_text(text.replace("models: [loop]", "models: [sft], baseline: base"))
     with pytest.raises(ValueError, match="min_gain needs an evaluation that judges loop: add one, or leave min_gain out"):
-        iterative_preference("recipe.yaml", rounds=1, min_gain=0.0)
+        loop("recipe.yaml", max_rounds=1, min_gain=0.0)
     assert not attempts()
 
 

@@ -10,6 +10,7 @@ from evaluation.answers.chat_client import ChatClient, remote
 from evaluation.answers.questions import Question
 from evaluation.judges.chat_judge import OpenAIJudge
 from evaluation.judges.offline import Match
+from rlhf_core import config as configs
 from rlhf_core.records import Game
 
 
@@ -18,14 +19,12 @@ def question(uid: str = "q1", prompt: str = "What is 2 + 2?", category: str = "s
 
 
 def openai_judge(url: str, folder: Path, **changes: Any) -> OpenAIJudge:
-    settings: dict[str, Any] = {
-        "max_tokens": 64, "concurrency": 4, "max_failed": 0.0, "timeout": 5.0, "max_attempts": 4, "pause": 0.01, "api_key_env": "JUDGE_KEY",
-    }  # fmt: skip
-    settings |= changes
-    limits = {"max_tokens": settings.pop("max_tokens"), "temperature": 0}
-    max_failed, key = settings.pop("max_failed"), settings.pop("api_key_env")
-    client = ChatClient("judge judge", "judge", lambda: remote(url, key), limits, **settings)
-    return OpenAIJudge("judge", client, folder / "cache.jsonl", identity="judge", max_failed=max_failed)
+    settings: dict[str, Any] = {"max_tokens": 64, "concurrency": 4, "max_failed": 0.0, "timeout": 5.0, "max_attempts": 4}
+    settings |= {"api_key_env": "JUDGE_KEY", "pause": 0.01, **changes}
+    pause = settings.pop("pause")
+    config = configs.OpenAIJudge(model="judge", base_url=url, **settings)
+    client = ChatClient("judge judge", "judge", lambda: remote(config), {"max_tokens": config.max_tokens, "temperature": 0}, config, pause)
+    return OpenAIJudge("judge", client, folder / "cache.jsonl", "judge", config.max_failed)
 
 
 def matches(count: int) -> list[Match]:

@@ -43,7 +43,8 @@ class Hook(importlib.abc.MetaPathFinder):
         def exec_module(module):
             execute(module)
             if name == "tasks.stages":
-                module.module_of = lambda kind: "micro_stage"
+                launch = module.launch
+                module.launch = lambda package, *rest: launch("micro_stage", *rest)
             else:
                 module.require_here = lambda planned, nodes: None
         spec.loader.exec_module = exec_module

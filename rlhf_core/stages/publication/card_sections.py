@@ -11,6 +11,7 @@ import yaml
 from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.ids import shown
 from rlhf_core.runs.lineage import Ancestor, sources, stages
+from rlhf_core.system.markdown import table
 
 GATE_COLUMNS = ("stage", "metric", "value", "required", "verdict")
 PLAIN_KEYS = ("template",)  # a text with slashes in it, not a place
@@ -35,7 +36,7 @@ def gate_section(gates: Sequence[Verdict]) -> list[str]:
         (
             verdict.stage,
             verdict.gate.metric,
-            "" if verdict.value is None else f"{verdict.value:.6g}",
+            verdict.value,
             verdict.gate.bound,
             "passed" if verdict.passed else f"**failed**: {verdict.meaning}".rstrip(": "),
         )
@@ -67,13 +68,6 @@ def configuration(model: Ancestor) -> str:
         text = yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
         parts.append(f"<details><summary>{stage.name} ({stage.digest})</summary>\n\n```yaml\n{text}```\n\n</details>\n")
     return "\n".join(parts) or "None is recorded.\n"
-
-
-def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    """A markdown table."""
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
-    cells.insert(1, ["---"] * len(cells[0]))
-    return "".join("| " + " | ".join(row) + " |\n" for row in cells)
 
 
 def _public(value: Any, key: str = "") -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from rlhf_core.data.documents import Document
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.rewards.contract import Sample
 from rlhf_core.rewards.remote import Server
-from rlhf_core.rewards.server import reward_server
+from rlhf_core.rewards.server import application, reward_application
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.asgi import served
 
 PROMPTS = [[{"role": "user", "content": text}] for text in ("Copy this number: 123", "Reverse this number: 42")]
 
@@ -38,10 +39,8 @@ def checkpoint(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def url(checkpoint: Path) -> Iterator[str]:
-    with reward_server(str(checkpoint), "127.0.0.1", 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with served(reward_application(str(checkpoint))) as url:
+        yield url
 
 
 def test_it_speaks_the_contract_and_scores_as_the_model_does(url: str, checkpoint: Path) -> None:
@@ -83,6 +82,22 @@ def test_a_request_without_a_length_is_refused(url: str) -> None:
     assert httpx.post(url, content=iter([b"{}"])).status_code == 413
 
 
+def test_a_failure_of_the_model_is_not_the_clients_fault(capfd: pytest.CaptureFixture[str]) -> None:
+    with served(application(lambda answers: [1 / 0], {})) as url:
+        reply = httpx.post(url, json={"prompts": ["1 + 1"], "responses": ["2"]})
+    assert reply.status_code == 500 and reply.json() == {"error": "the model failed; see the server's log"}
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_a_request_that_is_not_sent_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.rewards.server.SEND_SECONDS", 0.2)
+    with served(application(lambda answers: [], {})) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+        client.settimeout(20)
+        whole = b"".join(iter(lambda: client.recv(4096), b""))
+    assert whole.startswith(b"HTTP/1.1 408") and b"the request was not sent within 0.2 s" in whole
+
+
 def test_the_command_says_what_it_cannot_do(checkpoint: Path, url: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["serve-reward", str(checkpoint), "--port", url.rpartition(":")[2]]) == 3
     assert "nothing can be served on 127.0.0.1:" in capfd.readouterr().err
@@ -92,4 +107,4 @@ def test_the_command_says_what_it_cannot_do(checkpoint: Path, url: str, capfd: p
 
 def test_no_reward_model_no_server(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no tokenizer can be loaded"):
-        reward_server(str(tmp_path), "127.0.0.1", 0)
+        reward_application(str(tmp_path))

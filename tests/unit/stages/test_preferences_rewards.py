@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,10 @@ from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.models.scoring import STATISTICS, RewardScorer
 from rlhf_core.rewards.contract import RewardsFailed
-from rlhf_core.rewards.server import handler
+from rlhf_core.rewards.server import application
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from tests.support.asgi import served
 from tests.support.tiny_models import reward_model
 
 ANSWERS = ("3", "44", "555", "6666")
@@ -54,11 +53,8 @@ def score(self: RewardScorer, documents: list[Document]) -> list[float]:
 @pytest.fixture
 def server() -> Iterator[str]:
     """A reward server that gives ten for each character."""
-    made = ThreadingHTTPServer(("127.0.0.1", 0), handler(lambda requested: [10.0 * len(answer.response) for answer in requested], {}))
-    threading.Thread(target=made.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{made.server_address[1]}"
-    made.shutdown()
-    made.server_close()
+    with served(application(lambda requested: [10.0 * len(answer.response) for answer in requested], {})) as url:
+        yield url
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import pytest
 from prefect.client.schemas.objects import State, StateType
 
 import tasks.notify
+import tasks.served
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.config import EVENTS, Recipe
 from rlhf_core.preflight.inputs import check_machine
@@ -133,19 +134,31 @@ def test_each_state_of_a_scheduled_run(state: StateType, events: list[str], monk
             assert receiver.got[0]["at"] == "2026-01-02T03:00:00+00:00"
         if state == StateType.FAILED:
             assert receiver.got[0]["text"] == "tiny: failed: because of this"
-        run.parameters = {"recipe": own["recipe"] | {"name": "another"}}
+        run.id, run.parameters = uuid4(), {"recipe": own["recipe"] | {"name": "another"}}
         notify_state(flow, run, State(type=state))
         assert tasks.notify._senders[receiver.url].flush(10) and receiver.events == events, "a recipe that the run is refused tells nobody"
 
 
 def test_a_recipe_without_notify_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
-    monkeypatch.setattr(tasks.notify, "own_recipe", lambda given, *_: calls.append(given))
+    monkeypatch.setattr(tasks.notify, "recipe_of_run", lambda given, *_: calls.append(given))
     flow: Any = SimpleNamespace(name="alignment")
     for parameters in ({"recipe": {"name": "tiny", "notify": None}}, {"recipe": "recipe.yaml"}):
-        run: Any = SimpleNamespace(deployment_id=None, parameters=parameters)
+        run: Any = SimpleNamespace(id=uuid4(), deployment_id=None, parameters=parameters)
         notify_state(flow, run, State(type=StateType.COMPLETED))
     assert calls == ["recipe.yaml"]
+
+
+def test_a_recipe_given_as_a_path_is_read_once_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(tasks.served, "given_recipe", lambda given, *_: calls.append(given) or recipe(events=["gate"]))
+    flow: Any = SimpleNamespace(name="alignment")
+    runs: list[Any] = [
+        SimpleNamespace(id=uuid4(), name="x", deployment_id=None, run_count=1, parameters={"recipe": str(i)}) for i in (1, 2)
+    ]
+    for run in (runs[0], runs[0], runs[1], runs[0]):
+        notify_state(flow, run, State(type=StateType.RUNNING))
+    assert calls == ["1", "2"]
 
 
 def test_only_configured_events_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:

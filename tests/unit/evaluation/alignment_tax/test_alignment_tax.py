@@ -12,14 +12,14 @@ import pytest
 from evaluation.alignment_tax.harness import rows_of, scores_of
 from evaluation.alignment_tax.records import ModelScores, Score, TaskScores
 from evaluation.alignment_tax.report import TaxReport, compare, log_lines, loss_of, tax_metrics
-from rlhf_core.config import AlignmentTax, StageConfig
+from rlhf_core.config import KINDS, AlignmentTax, StageConfig
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.config.lm_eval_tasks import read_task, task_name
 from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.recipe.gates import meaning_of
 from rlhf_core.recipe.load import recipe_of
 from rlhf_core.recipe.plan import Plan, plan
-from tasks.stages import module_of, tax_table
+from tasks.stages import tax_table
 
 TASKS = Path(__file__).parents[4] / "deployments" / "tasks"
 
@@ -38,29 +38,29 @@ def answers(right: int, of: int = 100) -> dict[str, float]:
 
 def test_a_loss_is_what_the_baseline_had_more_and_its_interval_is_paired() -> None:
     loss = loss_of(score(answers(80)), score(answers(70)), 2000, 0)
-    assert loss.value == pytest.approx(0.1) and loss.paired
+    assert loss.tax == pytest.approx(0.1) and loss.paired
     # Ten documents of a hundred changed: the standard error of their share is 0.03, that of two independent models would be 0.061.
-    assert loss.low is not None and loss.high is not None
-    assert 0.1 - 1.96 * 0.03 == pytest.approx(loss.low, abs=0.012) and 0.1 + 1.96 * 0.03 == pytest.approx(loss.high, abs=0.012)
+    assert loss.ci_low is not None and loss.ci_high is not None
+    assert 0.1 - 1.96 * 0.03 == pytest.approx(loss.ci_low, abs=0.012) and 0.1 + 1.96 * 0.03 == pytest.approx(loss.ci_high, abs=0.012)
 
 
 def test_the_same_answers_lose_nothing_and_swapped_models_gain_what_was_lost() -> None:
     same = loss_of(score(answers(60)), score(answers(60)), 200, 0)
-    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+    assert (same.tax, same.ci_low, same.ci_high) == (0.0, 0.0, 0.0)
     there, back = (loss_of(score(answers(a)), score(answers(b)), 500, 3) for a, b in ((80, 60), (60, 80)))
-    assert there.value == -back.value and there.low == pytest.approx(-back.high, abs=0.03)  # type: ignore[operator]
+    assert there.tax == -back.tax and there.ci_low == pytest.approx(-back.ci_high, abs=0.03)  # type: ignore[operator]
 
 
 def test_less_can_be_better() -> None:
     loss = loss_of(score({"a": 2.0, "b": 3.0}, higher=False), score({"a": 4.0, "b": 5.0}, higher=False), 100, 0)
-    assert loss.value == 2.0 and loss.low == loss.high == 2.0
+    assert loss.tax == 2.0 and loss.ci_low == loss.ci_high == 2.0
 
 
 def test_metrics_that_are_no_mean_and_other_documents_are_compared_by_their_errors() -> None:
     for one, other in ((score(None, 10.0, 0.3), score(None, 8.0, 0.4)), (score({"a": 10.0}, stderr=0.3), score({"b": 8.0}, stderr=0.4))):
         loss = loss_of(one, other, 100, 0)
-        assert not loss.paired and (loss.low, loss.high) == pytest.approx((2 - 1.96 * 0.5, 2 + 1.96 * 0.5), abs=1e-3)
-    assert loss_of(score(None, 10.0, None), score(None, 8.0), 100, 0).low is None
+        assert not loss.paired and (loss.ci_low, loss.ci_high) == pytest.approx((2 - 1.96 * 0.5, 2 + 1.96 * 0.5), abs=1e-3)
+    assert loss_of(score(None, 10.0, None), score(None, 8.0), 100, 0).ci_low is None
 
 
 def scores(model: str, right: int, second: float = 0.5) -> ModelScores:
@@ -195,7 +195,7 @@ def planned(**changes: Any) -> Plan:
 
 def test_models_are_parents_and_the_task_files_content_decides_the_digest(tmp_path: Path) -> None:
     node = planned()["alignment_tax"]
-    assert node.parents == ("dpo", "sft") and module_of(node.kind) == "evaluation"
+    assert node.parents == ("dpo", "sft") and KINDS[node.kind].package == "evaluation"
     path = write_task(tmp_path)
     before = planned(tasks=[path])["alignment_tax"].digest
     assert before == planned(tasks=[path], concurrency=3, vllm={"start_timeout": 7})["alignment_tax"].digest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from evaluation.answers.served_models import identity_of, local_model
 from evaluation.judges.factory import judge_names, make_judge
 from rlhf_core.config import Evaluation, RuleJudge, Source, VllmJudge
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.system.files import Digests
 
 TASKS = Path(__file__).parents[4] / "deployments" / "tasks"
 
@@ -27,10 +29,10 @@ def checkpoint(folder: Path, weights: bytes = b"weights", **config: Any) -> Path
 
 def test_an_identity_follows_the_files_and_not_their_place(tmp_path: Path) -> None:
     one, same, other = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "same"), checkpoint(tmp_path / "other", b"weighted")
-    assert identity_of(str(one)) == identity_of(str(same)) != identity_of(str(other))
+    assert identity_of(str(one), Digests()) == identity_of(str(same), Digests()) != identity_of(str(other), Digests())
     (same / "chat_template.jinja").write_text("{{ messages }}")
-    assert identity_of(str(one)) != identity_of(str(same))
-    assert identity_of("org/judge", "abc") == "org/judge@abc" and identity_of("org/judge") == "org/judge"
+    assert identity_of(str(one), Digests()) != identity_of(str(same), Digests())
+    assert identity_of("org/judge", Digests(), "abc") == "org/judge@abc" and identity_of("org/judge", Digests()) == "org/judge"
 
 
 def test_a_stages_manifest_gives_the_identity_without_reading_the_weights(tmp_path: Path) -> None:
@@ -39,11 +41,11 @@ def test_a_stages_manifest_gives_the_identity_without_reading_the_weights(tmp_pa
     request = StageRequest(name="judged", digest="0", config=config, inputs={}, seed=0)
     run.prepare(request)
     folder = checkpoint(run / "checkpoint")
-    read = identity_of(str(folder))
+    read = identity_of(str(folder), Digests())
     run.finish(request, Outcome({}, {"checkpoint": "checkpoint"}), 1.0)
-    assert identity_of(str(folder)) == read
+    assert identity_of(str(folder), Digests()) == read
     (folder / "model.safetensors").write_bytes(b"WEIGHTS")  # as long as before, so the manifest still holds
-    assert identity_of(str(folder)) == read
+    assert identity_of(str(folder), Digests()) == read
 
 
 def test_an_adapter_is_itself_and_its_base(tmp_path: Path) -> None:
@@ -52,16 +54,25 @@ def test_an_adapter_is_itself_and_its_base(tmp_path: Path) -> None:
         adapter = tmp_path / f"adapter-{base.name}"
         adapter.mkdir()
         (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(base)}))
-        found.append(identity_of(str(adapter)))
+        found.append(identity_of(str(adapter), Digests()))
     assert found[0] != found[1]
 
 
 def test_dtype_and_length_are_the_models_own_unless_said(tmp_path: Path) -> None:
-    path = str(checkpoint(tmp_path / "model"))
-    assert local_model("here", path, "auto", None, False)[1:3] == ("bfloat16", 256)
-    assert local_model("here", path, "float32", 64, False)[1:3] == ("float32", 64)
+    path, run = str(checkpoint(tmp_path / "model")), RunDir(tmp_path / "stages" / "x-0")
+    assert local_model("here", path, VllmJudge(model="m"), run, False)[1:3] == ("bfloat16", 256)
+    assert local_model("here", path, VllmJudge(model="m", dtype="float32", max_model_len=64), run, False)[1:3] == ("float32", 64)
     with pytest.raises(ValueError, match=r"^here: max_model_len is 300, and the model has 256 positions: lower it$"):
-        local_model("here", path, "auto", 300, False)
+        local_model("here", path, VllmJudge(model="m", max_model_len=300), run, False)
+
+
+def test_the_digests_of_a_model_are_kept_with_the_artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, run = checkpoint(tmp_path / "model"), RunDir(tmp_path / "stages" / "x-0")
+    for file in folder.iterdir():
+        os.utime(file, (1e9, 1e9))  # settled: a file that has just changed is not remembered
+    first = local_model("here", str(folder), VllmJudge(model="m"), run, False)
+    monkeypatch.setattr("rlhf_core.system.files.file_digest", lambda path: pytest.fail(f"{path} is read again"))
+    assert local_model("here", str(folder), VllmJudge(model="m"), run, False) == first
 
 
 def test_a_judge_without_room_for_a_prompt_is_refused_before_a_server_starts(tmp_path: Path) -> None:

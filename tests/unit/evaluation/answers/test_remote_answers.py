@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from evaluation.answers.chat_client import records_of
 from evaluation.answers.questions import Question
-from evaluation.answers.remote_answers import answer_remotely, answering_metrics, read_given
-from rlhf_core.config import Endpoint
+from evaluation.answers.remote_answers import Given, answer_remotely, answering_metrics
+from rlhf_core.config import Endpoint, Evaluation, Source
 from rlhf_core.recipe.digest import deciding
 from rlhf_core.recipe.load import recipe_of
 from rlhf_core.system.files import Digests
@@ -33,8 +34,10 @@ def endpoint(url: str, **changes: Any) -> Endpoint:
 
 
 def ask(folder: Path, asked: Endpoint, number: int = 6, **changes: Any) -> Any:
-    options: dict[str, Any] = {"temperature": 0.5, "max_tokens": 40, "count": None, "pause": 0.01}
-    return answer_remotely("remote", asked, questions(number), folder / "answers.jsonl", **(options | changes))
+    fields = {"models": ("remote",), "questions": Source(path="q.jsonl"), "temperature": 0.5, "generate_max_len": 40}
+    config = Evaluation.model_validate(fields | {"endpoints": {"remote": asked}})
+    options: dict[str, Any] = {"count": None, "pause": 0.01}
+    return answer_remotely("remote", config, questions(number), folder / "answers.jsonl", **(options | changes))
 
 
 def echo(_: int, request: dict[str, Any]) -> Reply:
@@ -72,7 +75,7 @@ def test_what_was_answered_is_not_asked_again_even_after_a_kill(tmp_path: Path) 
         ask(tmp_path, endpoint(server.url), 4)
         written = file.read_bytes()
         file.write_bytes(written[:-9])  # the process died within the last line
-        assert len(read_given(file)) == 3
+        assert len(list(records_of(file, Given))) == 3
         answers, use = ask(tmp_path, endpoint(server.url), 4)
         assert use.requests == 1 and use.input_tokens == 40 and len(answers) == 4
         assert ask(tmp_path, endpoint(server.url), 4)[1].requests == 0
@@ -90,7 +93,7 @@ def test_a_busy_endpoint_is_asked_again_and_a_dead_one_keeps_what_came(tmp_path:
         pytest.raises(ValueError, match=r"^remote: 1 of 6 questions have no answer, more than max_failed=0 allows \(the last: .*500\)"),
     ):
         ask(tmp_path, endpoint(server.url, concurrency=1), 6)
-    assert len(read_given(tmp_path / "answers.jsonl")) == 2 + 5  # another url, other keys
+    assert len(list(records_of(tmp_path / "answers.jsonl", Given))) == 2 + 5  # another url, other keys
 
 
 def test_failures_within_the_allowed_share_are_empty_answers_and_asked_again_next_time(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_an_endpoint_is_asked_as_configured_and_its_verdicts_come_back_in_order(
     assert endpoint.most_busy <= 3
     assert {(r["model"], r["temperature"], r["max_tokens"]) for r in endpoint.requests} == {("judge", 0, 64)}
     assert set(endpoint.keys) == {f"Bearer {SECRET}"}
-    assert (judge.input_tokens, judge.output_tokens) == (100, 30)
+    assert judge.tokens == (100, 30)
     assert games[0].prompt == judge_prompt(matches(1)[0])
 
 
@@ -43,7 +43,7 @@ def test_a_reply_without_verdict_is_asked_for_one_once(tmp_path: Path) -> None:
         (game,) = judge.judge(matches(1))
     assert game.score == "A=B" and game.judgment == {"answer": "Both are fine.\nthen [[a=b]]"}
     assert [message["role"] for message in endpoint.requests[1]["messages"]] == ["system", "user", "assistant", "user"]
-    assert judge.input_tokens == 20
+    assert judge.tokens[0] == 20
 
 
 def test_the_key_reaches_no_file(tmp_path: Path, capfd: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -103,7 +103,7 @@ def test_requests_are_spaced_as_the_limit_asks(tmp_path: Path, monkeypatch: pyte
         judge = openai_judge(endpoint.url, tmp_path, concurrency=16, requests_per_minute=600)
         judge.judge(matches(6))
         judge.judge(matches(8))  # two more: the pace goes on
-    assert judge.requests == len(endpoint.requests) == len(times) == 8
+    assert judge.client.requests == len(endpoint.requests) == len(times) == 8
     assert all(later - earlier > 0.09 for earlier, later in pairwise(times)), times  # 600 a minute: one every 0.1 s
 
 
@@ -115,8 +115,8 @@ def test_tokens_of_all_verdicts_are_counted_also_of_failed_ones(tmp_path: Path) 
         judge = openai_judge(endpoint.url, tmp_path, max_failed=1.0)
         judge.judge(matches(2))
         judge.judge(matches(3))
-    assert (judge.games, judge.failed, judge.requests) == (5, 2, 2 + 1 + 2 + 1)
-    assert (judge.input_tokens, judge.output_tokens) == (10 * (2 + 1 + 1), 3 * (2 + 1 + 1))
+    assert (judge.games, judge.failed, judge.client.requests) == (5, 2, 2 + 1 + 2 + 1)
+    assert judge.tokens == (10 * (2 + 1 + 1), 3 * (2 + 1 + 1))
 
 
 def test_nothing_to_ask_connects_to_nobody(tmp_path: Path) -> None:

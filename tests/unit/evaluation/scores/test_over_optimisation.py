@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from evaluation.answers.kl import Reading, log_ratios
+from evaluation.answers.kl import log_ratios
 from evaluation.answers.questions import Question
 from evaluation.report.charts import over_optimisation_chart
 from evaluation.scores.over_optimisation import FILE, Measured, OverOptimisation, battle_scores, curve, metrics, suspicion_of
+from rlhf_core.config import Evaluation, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.recipe.load import load_recipe
@@ -135,14 +136,21 @@ def language_model(folder: Path, seed: int) -> str:
     return str(folder)
 
 
-READING = Reading("chat", 128, 24, 3, False)
+CONFIG = Evaluation(
+    models=("ppo",),
+    questions=Source(path="q.jsonl"),
+    prompt_max_len=128,
+    generate_max_len=24,
+    micro_rollout_batch_size=3,
+    dtype="float32",
+)
 ASKED = [Question(f"q{n}", "x", ({"role": "user", "content": f"Reverse w{n}"},), {}) for n in range(5)]
 
 
 def test_log_ratios_are_those_of_the_models_token_by_token(tmp_path: Path) -> None:
     places = {name: language_model(tmp_path / name, seed) for seed, name in enumerate(("sft", "ppo"))}
     answers = {"sft": ["one"] * 5, "ppo": [f"two {n}" * (n + 1) for n in range(5)]}
-    found = log_ratios(ASKED, answers, places, "sft", "float32", READING)
+    found = log_ratios(ASKED, answers, places, CONFIG)
     assert set(found) == {"sft", "ppo"} and not found["sft"].any()
     renderer = Renderer(load_tokenizer(places["sft"]), "chat")
     models = {name: Qwen2ForCausalLM.from_pretrained(place).eval() for name, place in places.items()}
@@ -160,7 +168,7 @@ def test_log_ratios_are_those_of_the_models_token_by_token(tmp_path: Path) -> No
 def test_the_mean_log_ratio_is_the_kl(tmp_path: Path) -> None:
     """One token of answer, sampled: the mean of the ratios comes near the sum over the vocabulary, which is the definition."""
     places = {name: language_model(tmp_path / name, seed) for seed, name in enumerate(("sft", "ppo"))}
-    reading = READING._replace(generate_max_len=1, micro_batch_size=64)
+    config = CONFIG.model_copy(update={"generate_max_len": 1, "micro_rollout_batch_size": 64})
     renderer = Renderer(load_tokenizer(places["sft"]), "chat")
     prompt, _ = renderer.prompt_within(ASKED[0].messages, 128)
     with torch.no_grad():
@@ -174,7 +182,7 @@ def test_the_mean_log_ratio_is_the_kl(tmp_path: Path) -> None:
     drawn = torch.multinomial(chances, 3000, replacement=True).tolist()
     texts = ["abcdefghij"[i] for i in drawn]
     questions = [Question(str(n), "x", ASKED[0].messages, {}) for n in range(len(texts))]
-    ratios = log_ratios(questions, {"sft": texts, "ppo": texts}, places, "sft", "float32", reading)["ppo"]
+    ratios = log_ratios(questions, {"sft": texts, "ppo": texts}, places, config)["ppo"]
     exact = (chances * (ppo - sft)[letters]).sum().item()
     assert ratios.mean() == pytest.approx(exact, abs=4 * ratios.std() / math.sqrt(len(ratios)))
     assert ratios.std() > 0.1
@@ -186,7 +194,7 @@ def test_models_that_encode_answers_differently_have_no_kl(tmp_path: Path) -> No
     tokenizer.add_tokens(["two"])
     tokenizer.save_pretrained(places["ppo"])
     with pytest.raises(ValueError, match=r"^ppo and sft encode answers differently, so there is no KL between them: leave"):
-        log_ratios(ASKED, {"sft": ["two"] * 5, "ppo": ["two"] * 5}, places, "sft", "float32", READING)
+        log_ratios(ASKED, {"sft": ["two"] * 5, "ppo": ["two"] * 5}, places, CONFIG)
 
 
 # The stage and the plan
