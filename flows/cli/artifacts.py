@@ -1,4 +1,4 @@
-"""Commands on results (`alignflow report`, `runs`, `diff`, `lineage`, `gc`, `leaderboard`) and on models (`pull`, `serve-reward`)."""
+"""Commands on results (`alignflow report`, `runs`, `diff`, `lineage`, `gc`, `leaderboard`) and on reward models (`serve-reward`)."""
 
 from __future__ import annotations
 
@@ -85,23 +85,6 @@ def gc(artifacts: Path = Path("artifacts"), *, delete: bool = False) -> int:
     found = history.garbage(artifacts)
     show_garbage(console, found, {item.path for item in found if history.remove(item)} if delete else None)
     show_stores(console, history.stores(artifacts))
-    return OK
-
-
-def pull(model: str, folder: Path) -> int:
-    """Download a model of the Hub at one commit, to start a stage from. A private one needs a token in HF_TOKEN.
-
-    Args:
-        model: owner/name, or owner/name@REVISION with a branch, a tag or a commit.
-        folder: target; give it as base_model, or as a stage's model.
-    """
-    from rlhf_core.hub.pull import pull as fetch
-
-    try:
-        commit = fetch(model, folder)
-    except ConnectionError as error:
-        raise MachineLacks(str(error)) from None
-    console.print(f"{folder}: {model.partition('@')[0]} at {commit}", markup=False, highlight=False)
     return OK
 
 

@@ -30,7 +30,9 @@ class Vllm(Config):
     num_engines: Annotated[Positive, NotInDigest] = Field(1, description="engines")
     cpus: Annotated[float, NotInDigest] = Field(1.0, gt=0, description="CPUs of one engine")
     tensor_parallel_size: Annotated[Positive, NotInDigest] = Field(1, description="GPUs that share one engine's model, all of one node")
-    gpus: Annotated[float, NotInDigest] = Field(0.0, ge=0, description="GPUs of one engine; with tensor_parallel_size, of each of its processes")
+    gpus: Annotated[float, NotInDigest] = Field(
+        0.0, ge=0, description="GPUs of one engine; with tensor_parallel_size, of each of its processes"
+    )
     gpu_memory_utilization: Annotated[float, NotInDigest] = Field(0.9, gt=0, le=1, description="share of a GPU's memory")
     kv_cache_gib: Annotated[float, NotInDigest] = Field(1.0, gt=0, description="KV cache on a CPU machine, GiB")
     seed_answers: bool = Field(
