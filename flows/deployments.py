@@ -151,18 +151,20 @@ def deploy(api: str, one: Served, schedule: Schedule | None, ends: Mapping[str, 
 
     `schedule`: of its loop, or of the whole recipe when it has no single loop. `ends`: more parameters of its loop.
     """
-    kinds = {config.stage for config in one.recipe.stages.values()}
+    made = {KINDS[config.stage].makes for config in one.recipe.stages.values()}
     loops = [config for config in one.recipe.stages.values() if isinstance(config, Loop)]
     flows: list[tuple[Flow[..., Any], str]] = [(alignment, "flows.alignment.alignment")]
     flows += [(loop, "flows.loops.loop")] if len(loops) == 1 else []
-    flows += [(evaluate, "flows.parts.evaluate")] if "evaluation" in {KINDS[kind].package for kind in kinds} else []
-    flows += [(publish, "flows.parts.publish")] if "publication" in kinds else []
+    flows += [(evaluate, "flows.parts.evaluate")] if "report" in made else []
+    flows += [(publish, "flows.parts.publish")] if "published" in made else []
     with temporary_settings({PREFECT_API_URL: api}):
-        made = [_apply(flow, entrypoint, one, one.recipe.name, ASKED, None, ends if flow is loop else {}) for flow, entrypoint in flows]
+        deployed = [_apply(flow, entrypoint, one, one.recipe.name, ASKED, None, ends if flow is loop else {}) for flow, entrypoint in flows]
         if schedule is not None:
             flow, entrypoint = flows[1] if len(loops) == 1 else flows[0]
-            made.append(_apply(flow, entrypoint, one, f"{one.recipe.name}-scheduled", SCHEDULED, schedule, ends if flow is loop else {}))
-    return dict(made)
+            deployed.append(
+                _apply(flow, entrypoint, one, f"{one.recipe.name}-scheduled", SCHEDULED, schedule, ends if flow is loop else {})
+            )
+    return dict(deployed)
 
 
 def _apply(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from prefect import flow, runtime
 
 from flows.alignment import SETTINGS, require_parents, require_type, run_all, run_name
-from rlhf_core.config import KINDS, Recipe
+from rlhf_core.config import Recipe
+from rlhf_core.config.kinds import named
 from rlhf_core.recipe.load import unknown
 from rlhf_core.recipe.plan import plan
 from tasks.keys import provided, variables
@@ -15,13 +16,13 @@ from tasks.served import recipe_of_run
 @flow(name="evaluate", flow_run_name=run_name, **SETTINGS)
 def evaluate(recipe: Recipe | str, overrides: tuple[str, ...] = (), name: str | None = None) -> None:
     """Runs the evaluations and alignment taxes of a recipe, or one of them."""
-    _part(recipe, overrides, tuple(kind for kind in KINDS if KINDS[kind].package == "evaluation"), name)
+    _part(recipe, overrides, named("report"), name)
 
 
 @flow(name="publish", flow_run_name=run_name, **SETTINGS)
 def publish(recipe: Recipe | str, overrides: tuple[str, ...] = (), name: str | None = None) -> None:
     """Runs the publications of a recipe, or one of them."""
-    _part(recipe, overrides, ("publication",), name)
+    _part(recipe, overrides, named("published"), name)
 
 
 def _part(recipe: Recipe | str, overrides: tuple[str, ...], kinds: tuple[str, ...], name: str | None) -> None:

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 
 from prefect.blocks.system import Secret
 
-from rlhf_core.config import PPO, Evaluation, Loop, OpenAIJudge, Preferences, Recipe
-from rlhf_core.config.rewards import HttpReward
+from rlhf_core.config import Recipe
 
 AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
@@ -23,12 +22,7 @@ def variables(recipe: Recipe) -> tuple[str, ...]:
     """Returns the environment variables that a recipe may need: the Hub's token, and keys of store, W&B, judges, endpoints and rewards."""
     names = ["HF_TOKEN", *(AWS_KEYS if (recipe.store or "").startswith(("s3:", "s3a:")) else ())]
     names += ["WANDB_API_KEY"] if recipe.wandb else []
-    for config in recipe.stages.values():
-        if isinstance(config, Evaluation):
-            names += [judge.api_key_env for judge in config.judges if isinstance(judge, OpenAIJudge)]
-            names += [endpoint.api_key_env for endpoint in config.endpoints.values()]
-        if isinstance(config, PPO | Preferences | Loop):
-            names += [source.api_key_env for source in config.reward if isinstance(source, HttpReward) and source.api_key_env]
+    names += [key.variable for config in recipe.stages.values() for key in config.keys]
     return tuple(dict.fromkeys(names))
 
 

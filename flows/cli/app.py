@@ -44,7 +44,6 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "lineage": cli_artifacts.lineage,
     "gc": cli_artifacts.gc,
     "serve-reward": cli_artifacts.serve_reward,
-    "pull": cli_artifacts.pull,
     "leaderboard": cli_artifacts.leaderboard,
     "config-docs": cli_prepare.config_docs,
 }

@@ -1,4 +1,4 @@
-"""Commands on results (`alignflow report`, `runs`, `diff`, `lineage`, `gc`, `leaderboard`) and on models (`pull`, `serve-reward`)."""
+"""Commands on results (`alignflow report`, `runs`, `diff`, `lineage`, `gc`, `leaderboard`) and on reward models (`serve-reward`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Literal
 
 from flows.cli import history
 from flows.cli.show import OK, console, show_board, show_differences, show_garbage, show_lineage, show_runs, show_stores
-from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of, stage_of
@@ -87,23 +86,6 @@ def gc(artifacts: Path = Path("artifacts"), *, delete: bool = False) -> int:
     found = history.garbage(artifacts)
     show_garbage(console, found, {item.path for item in found if history.remove(item)} if delete else None)
     show_stores(console, history.stores(artifacts))
-    return OK
-
-
-def pull(model: str, folder: Path) -> int:
-    """Download a model of the Hub at one commit, to start a stage from. A private one needs a token in HF_TOKEN.
-
-    Args:
-        model: owner/name, or owner/name@REVISION with a branch, a tag or a commit.
-        folder: target; give it as base_model, or as a stage's model.
-    """
-    from rlhf_core.hub.pull import pull as fetch
-
-    try:
-        commit = fetch(model, folder)
-    except ConnectionError as error:
-        raise MachineLacks(str(error)) from None
-    console.print(f"{folder}: {model.partition('@')[0]} at {commit}", markup=False, highlight=False)
     return OK
 
 

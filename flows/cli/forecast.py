@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf_core.config import KINDS, PPO, RewardModel, Trainable
+from rlhf_core.config import KINDS, PPO, Optimised, Trainable
 from rlhf_core.config.rewards import FunctionReward, HttpReward, ModelReward
 from rlhf_core.forecast.memory import GIB, USABLE
 from rlhf_core.forecast.passes import alternatives, fields_of
@@ -118,7 +118,7 @@ def _what_fits(config: Trainable, size: Size, stage: int, gpu: Gpu) -> str:
         peaks = {each: peak_of_training(config, size, tried, gpu.memory, each) for each in alternatives(config)}
         fitting = [each for each, held in peaks.items() if held <= USABLE * gpu.memory]
         if fitting:
-            head = not isinstance(config, RewardModel)
+            head = KINDS[config.stage].has_vocabulary
             best = min(fitting, key=lambda each: seconds_of_pass(size, each, tried, head, gpu) / each.tokens)
             fields = fields_of(best, config) | ({} if tried == stage else {"zero_stage": tried})
             return f"with {', '.join(f'{field}: {value}' for field, value in fields.items())} it is {peaks[best] / GIB:.1f}"
@@ -127,7 +127,7 @@ def _what_fits(config: Trainable, size: Size, stage: int, gpu: Gpu) -> str:
     return f"no pass is short enough: more ranks, {'lora, ' if config.lora is None else ''}or a smaller model"
 
 
-def _too_large(config: PPO | Trainable, sizes: Mapping[str, Size], gpu: Gpu) -> str:
+def _too_large(config: Optimised, sizes: Mapping[str, Size], gpu: Gpu) -> str:
     """Returns what to do about a model that a GPU cannot even load; "" when each of `sizes`, the trained models, fits."""
     needed = max(starts(config.model_copy(update={"dtype": BF16}), sizes).values())
     if needed <= USABLE * gpu.memory:

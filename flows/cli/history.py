@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,6 @@ import yaml
 from filelock import FileLock, Timeout
 
 from rlhf_core.config import KINDS
-from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.recipe import loop_record
 from rlhf_core.runs.lineage import Ancestor, lineage, stage_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, RunDir
@@ -161,22 +160,13 @@ def _stages(artifacts: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _found(folder: Path, record: Mapping[str, Any]) -> Found:
     result = RunDir(folder).result()
     config = record["config"]
-    names = _main(config)
+    kind = KINDS.get(config["stage"])
+    names = () if kind is None else kind.main_of(config) if kind.main_of else kind.main
     metrics = result.metrics if result else {}
     metric = next((f"{name} {metrics[name]:.4g}" for name in names if name in metrics), "")
     state = "done" if result else "running" if is_locked(folder) else "unfinished"
     when = datetime.fromtimestamp((folder / (RESULT if result else REQUEST)).stat().st_mtime)
     return Found(folder, record["name"], config["stage"], record["digest"], state, when, result.seconds if result else None, metric)
-
-
-def _main(config: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the candidates for a stage's main metric; the first one that its result has is used."""
-    if config["stage"] == "evaluation":
-        return (f"win_rate/{config['models'][-1]}",)
-    if config["stage"] == "alignment_tax":
-        return [f"tax/{task_name(task)}" for task in config["tasks"]]
-    kind = KINDS.get(config["stage"])
-    return kind.main if kind else ()
 
 
 def _recipe_differences(before: Path, after: Path) -> Iterator[Difference]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlhf_core.config import Vllm
-from rlhf_core.config.loops import Wanted, check_together, processes
+from rlhf_core.config.processes import Wanted, check_together, processes
 
 
 class Slot(NamedTuple):

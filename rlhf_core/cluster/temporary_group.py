@@ -12,7 +12,7 @@ import psutil
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, is_ours, leave, reserve
 from rlhf_core.cluster.worker_group import Group, cpu_threads
-from rlhf_core.config.loops import Wanted, processes
+from rlhf_core.config.processes import Wanted, processes
 
 ENDING_SECONDS = 30.0
 

@@ -32,9 +32,20 @@ from rlhf_core.config.evaluation import (
 )
 from rlhf_core.config.gates import Gate, Gated
 from rlhf_core.config.kinds import KINDS
-from rlhf_core.config.loops import POST_PROCESSOR_FIELDS, Iterative, IterativeDPO, Loop, PostProcessor, Preferences, Rounds, Sampling, Vllm
+from rlhf_core.config.loops import (
+    POST_PROCESSOR_FIELDS,
+    Iterative,
+    IterativeDPO,
+    Loop,
+    PostProcessor,
+    Preferences,
+    Rewarded,
+    Rounds,
+    Sampling,
+)
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
-from rlhf_core.config.training import DPO, KTO, REFERENCE_FREE, SFT, Lora, PreferenceLoss, RewardModel, Trainable, UnpairedLoss
+from rlhf_core.config.processes import Vllm
+from rlhf_core.config.training import DPO, KTO, REFERENCE_FREE, SFT, Lora, Optimised, PreferenceLoss, RewardModel, Trainable, UnpairedLoss
 from rlhf_core.records import RECIPE_ONLY, Config, Frozen, Ranks, Rate
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
@@ -56,3 +56,13 @@ class Data(Config):
         if self.template != "chat" and self.template.count("{}") != 1:
             raise ValueError(f"template {self.template!r} must be 'chat' or hold exactly one {{}} for the prompt")
         return self
+
+
+class Text(NamedTuple):
+    """A data set of a stage: its config field, what its rows must hold (None: the stage checks it), and its token limit."""
+
+    field: str
+    data: Data
+    rows: Rows | None
+    limit_field: str
+    limit: int

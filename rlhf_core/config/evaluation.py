@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.data import Data, Source
-from rlhf_core.config.gates import Gated
+from rlhf_core.config.data import Data, Source, Text
+from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.lm_eval_tasks import task_name
-from rlhf_core.config.loops import Vllm, check_server
+from rlhf_core.config.loops import Sampling
+from rlhf_core.config.processes import Groups, Served
 from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, Share
 
 
@@ -85,19 +87,11 @@ class OpenAIJudge(Remote, ChatJudge):
     kind: Literal["openai"] = "openai"
 
 
-class VllmJudge(ChatJudge):
+class VllmJudge(ChatJudge, Served):
     """A chat model as judge, on a vLLM server that this stage starts and stops."""
 
     kind: Literal["vllm"] = "vllm"
     model: str = Field(description="the judge")
-    max_model_len: Positive | None = Field(None, description="longest prompt and verdict together, in tokens; default: the model's own")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: that of the checkpoint")
-    vllm: Vllm = Vllm()
-
-    @model_validator(mode="after")
-    def _check_server(self) -> VllmJudge:
-        check_server(self.vllm)
-        return self
 
 
 Judge = Annotated[RuleJudge | RewardJudge | OpenAIJudge | VllmJudge, Field(discriminator="kind")]
@@ -124,7 +118,7 @@ class RewardEvaluation(Config):
     bins: Positive = Field(10, description="bins of the calibration curve")
 
 
-class Evaluation(Gated):
+class Evaluation(Gated, Sampling):
     """Pairwise battles of each model against the baseline, two games a question with the answers swapped."""
 
     stage: Literal["evaluation"] = "evaluation"
@@ -136,11 +130,8 @@ class Evaluation(Gated):
     template: str = Field("chat", description="'chat' or a plain template with one {}")
     judges: tuple[Judge, ...] = Field((RuleJudge(),), description="the first judge decides, the others are second opinions", min_length=1)
     temperature: float = Field(0.0, ge=0, description="sampling temperature of the answers")
-    prompt_max_len: Positive = Field(1024, description="longest prompt in tokens")
-    generate_max_len: Positive = Field(1024, description="longest answer in tokens")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of the models that answer; auto: that of each checkpoint")
     bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the questions")
-    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="documents of one reward-judge pass")
     parents: dict[str, str] | None = Field(
         None, description="model: the model it is also judged against; default: the stage each was trained from; {}: none"
     )
@@ -153,7 +144,6 @@ class Evaluation(Gated):
         description="reward model that was optimised: its mean score and the judge's win rate over the KL from the baseline make the "
         "over-optimisation curve (models: a loop, or STAGE.iterationN of ppo's export_at); needs temperature 1",
     )
-    vllm: Vllm = Vllm()
 
     @model_validator(mode="after")
     def _check_engine(self) -> Evaluation:
@@ -182,6 +172,29 @@ class Evaluation(Gated):
         if self.proxy is not None and isinstance(self.judges[0], RewardJudge) and self.judges[0].reward == self.proxy:
             raise ValueError(f"the proxy {self.proxy} is also the judge that decides, and would agree with itself: put another judge first")
         return self
+
+    @property
+    def asked(self) -> Data:
+        """The questions as a data set."""
+        return Data(sources=(self.questions,), template=self.template)
+
+    @property
+    def turns(self) -> Sequence[Groups]:
+        return [{"sampler": self.vllm}, *({"judge": judge.vllm} for judge in self.judges if isinstance(judge, VllmJudge))]
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        pairs = [self.reward_evaluation.data] if self.reward_evaluation else []
+        return [
+            Text("questions", self.asked, None, "prompt_max_len", self.prompt_max_len),
+            *(Text("reward_evaluation.data", data, "preference", "prompt_max_len", self.prompt_max_len) for data in pairs),
+        ]
+
+    @property
+    def keys(self) -> Sequence[Key]:
+        judges = ((f"the judge {judge.model}", judge) for judge in self.judges if isinstance(judge, Remote))
+        endpoints = ((f"the endpoint {name}", endpoint) for name, endpoint in self.endpoints.items())
+        return [Key(name, one.api_key_env, "api.openai.com" in one.base_url) for name, one in (*judges, *endpoints)]
 
 
 class Publication(Gated):
@@ -238,8 +251,12 @@ class Publication(Gated):
             raise ValueError("evaluation and base_repo are for models: leave them out of the publication of a dataset")
         return self
 
+    @property
+    def keys(self) -> Sequence[Key]:
+        return [Key(f"the repository {self.repo_id}", "HF_TOKEN")] if self.repo_id and not self.dry_run else []
 
-class AlignmentTax(Gated):
+
+class AlignmentTax(Gated, Served):
     """Tasks of lm-eval (IFEval, GSM8K, MMLU, your own) on each model and on the baseline, on a vLLM server that the stage starts."""
 
     stage: Literal["alignment_tax"] = "alignment_tax"
@@ -249,24 +266,24 @@ class AlignmentTax(Gated):
     limit: Positive | None = Field(None, description="at most this many documents of each task, the first ones; default: all")
     num_fewshot: int | None = Field(None, ge=0, description="worked examples before each question; default: those of each task")
     chat_template: bool = Field(False, description="questions in the models' chat template; default: plain text, as in lm-eval")
-    max_model_len: Positive | None = Field(None, description="longest prompt and answer together, in tokens; default: the model's own")
     max_gen_toks: Positive = Field(256, description="longest answer in tokens, where a task sets none")
     batch_size: Annotated[Positive, NotInDigest] = Field(8, description="prompts in one request")
     concurrency: Annotated[Positive, NotInDigest] = Field(8, description="requests in flight")
-    timeout: Annotated[Rate, NotInDigest] = Field(300.0, description="seconds one request may take")
+    timeout: Annotated[Rate, NotInDigest] = Field(300.0, description="seconds lm-eval waits for one request")
     trust_task_code: bool = Field(
         False, description="allow a local task YAML to run the Python that it names (`!function`)", json_schema_extra=RECIPE_ONLY
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: that of each checkpoint")
     bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the documents")
-    vllm: Vllm = Vllm()
 
     @model_validator(mode="after")
     def _check(self) -> AlignmentTax:
-        check_server(self.vllm)
         if set(self.models) == {self.baseline}:
             raise ValueError(f"models names only the baseline {self.baseline!r}, which loses nothing against itself: name another model")
         names = [task_name(task) for task in self.tasks]
         if doubled := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"tasks names {doubled!r} twice: give each task once, and YAML files different names")
         return self
+
+    @property
+    def turns(self) -> Sequence[Groups]:
+        return [{"sampler": self.vllm}]

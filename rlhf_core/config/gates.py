@@ -1,12 +1,15 @@
-"""What a stage must reach before those that depend on it start."""
+"""The base of every stage's config, and what a stage must reach before those that depend on it start."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from rlhf_core.config.data import Text
+from rlhf_core.config.processes import Groups
 from rlhf_core.records import Config, Frozen, NotInDigest
 
 OnFail = Literal["stop", "warn", "branch"]
@@ -64,6 +67,14 @@ class Verdict(Frozen):
         return {**self.gate.model_dump(), "value": self.value, "passed": self.passed, "meaning": self.meaning}
 
 
+class Key(NamedTuple):
+    """A key that a stage reads from the environment. `reader` needs it, for messages; not `required`: only if it is set."""
+
+    reader: str
+    variable: str
+    required: bool = True
+
+
 class Gated(Config):
     """A stage with gates. Gates change no result and are not in its digest."""
 
@@ -71,3 +82,23 @@ class Gated(Config):
     gates: Annotated[tuple[Gate, ...], NotInDigest] = Field(
         (), description="bounds on this stage's metrics, checked before a stage that depends on it starts"
     )
+
+    @property
+    def turns(self) -> Sequence[Groups]:
+        """Its groups of processes by name; only those of one turn run at the same time."""
+        return [{}]
+
+    @property
+    def together(self) -> Sequence[Sequence[str]]:
+        """Names of groups that share GPUs."""
+        return ()
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        """The data sets that it reads from files."""
+        return ()
+
+    @property
+    def keys(self) -> Sequence[Key]:
+        """The keys that it reads from the environment."""
+        return ()

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from rlhf_core.config import metrics, shown
-from rlhf_core.config.data import Rows
 from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication
 from rlhf_core.config.gates import Gated
+from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Iterative, IterativeDPO, PostProcessor, Preferences
 from rlhf_core.config.ppo import PPO
 from rlhf_core.config.training import DPO, KTO, SFT, RewardModel
@@ -30,8 +30,8 @@ class Kind(NamedTuple):
     names: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # fields that name models or stages: allowed kinds, or what they make
     given_tokens: tuple[str, ...] = ()  # fields of models that get the token ids of the start model
     takes: tuple[PostProcessor, ...] = ()  # of a preferences stage: what it must make of its answers for this stage to train on them
-    rows: Rows | None = None  # what the rows of `data` and `eval_data` hold
     main: tuple[str, ...] = ()  # main metrics for lists of runs: the first one that the result has
+    main_of: Callable[[Mapping[str, Any]], Iterable[str]] | None = None  # in place of `main`, by the configuration as JSON
     metrics: Callable[[Any], Iterable[str]] | None = None  # those that gates may name, by the configuration; default: `main`
     means: Mapping[str, str] = MappingProxyType({})  # what a failed gate on a metric usually means
     charts: tuple[shown.Panel, ...] | None = ()  # its curves on the page; (): those of `main`; None: no curves
@@ -50,6 +50,11 @@ class Kind(NamedTuple):
         return self.module.partition(".")[0]
 
     @property
+    def has_vocabulary(self) -> bool:
+        """Whether the model that it trains has the vocabulary as its output, not one score."""
+        return self.makes != "reward"
+
+    @property
     def output(self) -> str:
         """The output of its result that other stages read."""
         return "checkpoint" if self.makes in ("policy", "reward") else self.makes
@@ -63,7 +68,6 @@ KINDS = {
         makes="policy",
         names={"model": ("policy",), "answers": ("pairs",)},
         takes=("rejection_sampling", "conditional_sft"),
-        rows="sft",
         metrics=metrics.trained("loss", held_out=("loss",)),
         means=shown.SFT_MEANS,
         main=("eval/loss", "loss"),
@@ -74,7 +78,6 @@ KINDS = {
         f"{STAGES}.reward_model",
         makes="reward",
         names={"model": ("policy",)},
-        rows="preference",
         metrics=metrics.trained(*metrics.REWARD_LOSS, held_out=metrics.REWARD_HELD_OUT, after=("score/mean", "score/std")),
         means=shown.REWARD_MODEL_MEANS,
         main=("eval/accuracy", "accuracy"),
@@ -89,7 +92,6 @@ KINDS = {
         names={"policy": ("policy",), "reference": ("policy",), "pairs": ("pairs",)},
         given_tokens=("reference",),
         takes=("dpo",),
-        rows="preference",
         metrics=metrics.trained(*metrics.PAIRS),
         means=shown.DPO_MEANS,
         main=("eval/accuracy", "accuracy"),
@@ -103,7 +105,6 @@ KINDS = {
         names={"policy": ("policy",), "reference": ("policy",), "answers": ("pairs",)},
         given_tokens=("reference",),
         takes=("kto", "dpo"),
-        rows="labelled",
         metrics=metrics.trained(*metrics.LABELLED, after=("data/desirable",)),
         means=shown.KTO_MEANS,
         main=("eval/accuracy", "accuracy"),
@@ -141,6 +142,7 @@ KINDS = {
         start="baseline",
         names={"models": ("policy",), "baseline": ("policy",), "proxy": ("reward",)},
         metrics=metrics.judged,
+        main_of=lambda config: (f"win_rate/{config['models'][-1]}",),
         means=shown.EVALUATION_MEANS,
         charts=None,
     ),
@@ -151,6 +153,7 @@ KINDS = {
         start="baseline",
         names={"models": ("policy",), "baseline": ("policy",)},
         metrics=metrics.taxed,
+        main_of=lambda config: (f"tax/{task_name(task)}" for task in config["tasks"]),
         means=shown.ALIGNMENT_TAX_MEANS,
         charts=None,
     ),

@@ -2,82 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.data import Data
-from rlhf_core.config.gates import Gated
-from rlhf_core.config.rewards import ModelReward, RewardSources, check_titles
-from rlhf_core.config.training import ROUTER, PreferenceLoss, Trainable, UnpairedLoss
-from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, Share
+from rlhf_core.config.data import Data, Text
+from rlhf_core.config.gates import Gated, Key
+from rlhf_core.config.processes import Groups, Vllm
+from rlhf_core.config.rewards import HttpReward, ModelReward, RewardSources
+from rlhf_core.config.training import PreferenceLoss, Routed, Trainable, UnpairedLoss
+from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share
 
 PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]
 
 
 class Sampling(Config):
-    """How answers are sampled by vLLM."""
+    """How answers are sampled by vLLM, and how many are scored at once."""
 
-    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0 is greedy")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0 is greedy. Of ppo above 0: it divides the trainer's logits")
     prompt_max_len: Positive = Field(1024, description="longest prompt in tokens; longer ones keep their end and are counted")
     generate_max_len: Positive = Field(1024, description="longest answer in tokens; cut answers are counted")
+    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="documents of one scoring pass on one rank")
+    vllm: Vllm = Field(Vllm(), description="the engines that answer")
 
 
-class Vllm(Config):
-    """The vLLM engines of a stage."""
+class Rewarded(Gated, Sampling):
+    """Fields of stages whose sampled answers get rewards."""
 
-    num_engines: Annotated[Positive, NotInDigest] = Field(1, description="engines")
-    cpus: Annotated[float, NotInDigest] = Field(1.0, gt=0, description="CPUs of one engine")
-    tensor_parallel_size: Annotated[Positive, NotInDigest] = Field(1, description="GPUs that share one engine's model, all of one node")
-    gpus: Annotated[float, NotInDigest] = Field(
-        0.0, ge=0, description="GPUs of one engine; with tensor_parallel_size, of each of its processes"
-    )
-    gpu_memory_utilization: Annotated[float, NotInDigest] = Field(0.9, gt=0, le=1, description="share of a GPU's memory")
-    kv_cache_gib: Annotated[float, NotInDigest] = Field(1.0, gt=0, description="KV cache on a CPU machine, GiB")
-    seed_answers: bool = Field(
-        False,
-        description="sampling on a GPU: a random stream for each answer, which then depends on no other; slower. On CPU always",
-    )
-    sleep: Annotated[bool, NotInDigest] = Field(
-        False, description="in ppo: free the GPU's memory while the models score and train (the next sync sends the weights again)"
-    )
-    start_timeout: Annotated[Rate, NotInDigest] = Field(
-        900.0, description="of a server (a vllm judge, alignment_tax): seconds until it must be ready"
-    )
-
-    @model_validator(mode="after")
-    def _check_sleep(self) -> Vllm:
-        if self.sleep and not self.gpus:
-            raise ValueError("vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out")
-        return self
-
-
-def check_server(vllm: Vllm) -> None:
-    """Raises ValueError unless there is one engine without sleep."""
-    if vllm.num_engines > 1 or vllm.sleep:
-        raise ValueError("a server is one engine that never sleeps: leave num_engines and sleep out (tensor_parallel_size splits a model)")
-
-
-class Rounds(Config):
-    """Fields that a preferences stage and a loop share."""
-
-    policy: str = Field("sft", description="model that answers; in a loop, the one that the first round starts from")
     reward: RewardSources = Field(
         (ModelReward(),), description="a reward model, path.py:function, http://..., or a list of these with weights; they are summed"
     )
     max_failed_rewards: Annotated[Share, NotInDigest] = Field(
-        0.02, description="share of a round's answers a source may leave without a reward"
+        0.02, description="share of the answers of a round (of ppo: an iteration) that a source may leave without a reward"
     )
     prompts: Data = Field(description="rows with a prompt")
+
+    @property
+    def reward_models(self) -> tuple[ModelReward, ...]:
+        return tuple(source for source in self.reward if isinstance(source, ModelReward))
+
+    @property
+    def turns(self) -> Sequence[Groups]:
+        return [{"sampler": self.vllm}]
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        return [Text("prompts", self.prompts, "prompt", "prompt_max_len", self.prompt_max_len)]
+
+    @property
+    def keys(self) -> Sequence[Key]:
+        servers = (source for source in self.reward if isinstance(source, HttpReward))
+        return [Key(f"the reward {source.title}", source.api_key_env) for source in servers if source.api_key_env]
+
+
+class Rounds(Rewarded):
+    """Fields that a preferences stage and a loop share."""
+
+    policy: str = Field("sft", description="model that answers; in a loop, the one that the first round starts from")
     n_samples_per_prompt: Positive = Field(4, description="answers per prompt")
     min_reward: float | None = Field(
         None,
         description="rejection_sampling: a prompt whose best answer scores lower is dropped (of the weighed sum; with one reward model "
         "alone, in its own units)",
     )
-    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="documents of one scoring pass")
-    vllm: Vllm = Vllm()
     post_processor: PostProcessor = Field(
         "dpo",
         description="what a prompt's answers become. dpo: the best against the worst; kto: each answer, desirable when it scores above "
@@ -86,9 +74,8 @@ class Rounds(Config):
 
     @model_validator(mode="after")
     def _check_reward(self) -> Rounds:
-        check_titles(self.reward)
-        for source in self.reward:
-            if isinstance(source, ModelReward) and source.ranks is not None:
+        for source in self.reward_models:
+            if source.ranks is not None:
                 raise ValueError(f"the reward model {source.title} scores in the stage's own process: leave out its ranks")
         return self
 
@@ -103,7 +90,7 @@ class Rounds(Config):
         return self
 
 
-class Preferences(Gated, Sampling, Rounds):
+class Preferences(Rounds):
     """Sample n answers a prompt, score them, and write a data set: pairs, labelled answers, the best, or all with their rewards."""
 
     stage: Literal["preferences"] = "preferences"
@@ -114,14 +101,13 @@ class Preferences(Gated, Sampling, Rounds):
     num_prompts: Positive | None = Field(None, description="prompts used; default all")
 
 
-class Loop(Sampling, Rounds, Trainable):
+class Loop(Rounds, Trainable, Routed):
     """Rounds of sampling and training; round k starts from round k-1. Expands into stages of its own in the plan."""
 
     rounds: Positive = Field(2, description="rounds")
     max_len: int = Field(0, ge=0, description="longest sequence in training, in tokens; 0: prompt_max_len + generate_max_len")
     prompts_per_round: Positive = Field(1024, description="each round takes the next slice of the prompts")
     learning_rate: Rate = Field(5e-7, description="peak learning rate of each round")
-    router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
 
 
 class IterativeDPO(Loop, PreferenceLoss):
@@ -157,24 +143,3 @@ POST_PROCESSOR_FIELDS: dict[str, tuple[PostProcessor, ...]] = {
     **dict.fromkeys(UnpairedLoss.model_fields, ("kto",)),
     "packing": ("rejection_sampling", "conditional_sft"),
 }
-
-
-Wanted = Ranks | Vllm
-
-
-def processes(wanted: Wanted) -> int:
-    return wanted.world_size if isinstance(wanted, Ranks) else wanted.num_engines * wanted.tensor_parallel_size
-
-
-def check_together(groups: Mapping[str, Wanted]) -> None:
-    """Raises ValueError unless groups on the same GPUs have one process on each of them."""
-    counts = {name: processes(wanted) for name, wanted in groups.items()}
-    if len(set(counts.values())) > 1:
-        found = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise ValueError(
-            f"groups that share GPUs need equally many processes, there are: {found}. Set num_nodes x num_ranks_per_node to the same "
-            f"(and vllm.num_engines x tensor_parallel_size)"
-        )
-    if len({bool(wanted.gpus) for wanted in groups.values()}) > 1:
-        without = ", ".join(name for name, wanted in groups.items() if not wanted.gpus)
-        raise ValueError(f"groups that share GPUs all need one: set gpus of {without}")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.data import Data
-from rlhf_core.config.gates import Gated
-from rlhf_core.config.loops import Sampling, Vllm, Wanted, check_together
-from rlhf_core.config.rewards import ModelReward, RewardSources, check_titles
-from rlhf_core.config.training import PASS_TOKENS, RECOMPUTED, ROUTER, SAVE_MINUTES, Lora, Recomputed, check_batch, check_lora, check_zero
+from rlhf_core.config.loops import Rewarded
+from rlhf_core.config.processes import Groups, Wanted, check_together
+from rlhf_core.config.training import Optimised, Routed
 from rlhf_core.records import NotInDigest, Positive, Ranks, Rate, Share
 
 AdvantageEstimator = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
@@ -19,21 +18,13 @@ AGGREGATIONS: dict[str, Aggregation] = {"grpo": "sequence", "dr_grpo": "constant
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")  # they compare the answers to one prompt
 
 
-class PPO(Gated, Sampling):
+class PPO(Optimised, Rewarded, Routed):
     """Proximal policy optimisation (Schulman et al. 2017) and its critic-free relatives; each model on its own Ray group, vLLM rollouts."""
 
     stage: Literal["ppo"] = "ppo"
-    temperature: float = Field(1.0, ge=0, description="sampling temperature, above 0; the trainer divides its logits by it too")
     actor: str = Field("sft", description="model to train")
     critic: str | None = Field(None, description="value model; default: starts from the first reward model; only for gae")
     reference: str | None = Field(None, description="KL anchor; default: the actor before training")
-    reward: RewardSources = Field(
-        (ModelReward(),), description="a reward model, path.py:function, http://..., or a list of these with weights; they are summed"
-    )
-    max_failed_rewards: Annotated[Share, NotInDigest] = Field(
-        0.02, description="share of an iteration's answers a source may leave without a reward"
-    )
-    prompts: Data = Field(description="rows with a prompt")
 
     advantage_estimator: AdvantageEstimator = Field(
         "gae", description="gae: PPO with a critic; grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline: no critic is started"
@@ -47,22 +38,14 @@ class PPO(Gated, Sampling):
 
     rollout_batch_size: Positive = Field(512, description="prompts of one iteration")
     n_samples_per_prompt: Positive = Field(1, description="answers per prompt")
-    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="documents of one scoring pass on one rank")
-    train_batch_size: Positive = Field(128, description="documents of one optimiser step, all ranks together")
-    micro_train_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="documents of one training pass on one rank")
-    micro_rollout_tokens: Annotated[Positive | None, NotInDigest] = Field(None, description=PASS_TOKENS.format("micro_rollout_batch_size"))
-    micro_train_tokens: Annotated[Positive | None, NotInDigest] = Field(None, description=PASS_TOKENS.format("micro_train_batch_size"))
+    micro_rollout_tokens: Annotated[Positive | None, NotInDigest] = Field(
+        None, description="tokens of one scoring pass on one rank, in place of micro_rollout_batch_size; as micro_train_tokens"
+    )
     num_episodes: Positive = Field(1, description="passes over the prompts")
     max_steps: Positive | None = Field(None, description="stop after this many iterations")
-    max_epochs: Positive = Field(1, description="passes over each rollout")
 
     actor_learning_rate: Rate = Field(1e-6, description="peak learning rate of the actor")
     critic_learning_rate: Rate = Field(9e-6, description="peak learning rate of the critic")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW")
-    warmup_ratio: Share = Field(0.03, description="share of the optimiser steps with a linear warm-up")
-    min_lr_ratio: Share = Field(0.1, description="the cosine ends at this share of the peak")
-    max_norm: Rate = Field(1.0, description="gradient norm clip")
 
     init_kl_coef: float = Field(0.01, ge=0, description="coefficient of the per-token KL")
     kl_in: Literal["reward", "loss"] = Field("reward", description="the KL is subtracted from the reward, or added to the loss (k2, k3)")
@@ -107,27 +90,14 @@ class PPO(Gated, Sampling):
     sampler_is_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight")
     sampler_is_clamp: tuple[float, float] = Field((0.5, 5.0), description="bounds of the clamped importance weight")
 
-    logging_steps: Annotated[Positive, NotInDigest] = Field(1, description="iterations between two lines of metrics.jsonl")
-    save_steps: Annotated[int, NotInDigest] = Field(0, ge=0, description="iterations between two resume checkpoints; 0: by save_minutes")
-    save_minutes: Annotated[float, NotInDigest] = Field(30.0, ge=0, description=SAVE_MINUTES)
     export_at: tuple[Positive, ...] = Field(
         (), description="iterations after which the actor is also exported as a model, which other stages name STAGE.iterationN"
-    )
-    keep_checkpoints: Annotated[Positive, NotInDigest] = Field(1, description="resume checkpoints kept")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
-    gradient_checkpointing: Annotated[Recomputed, NotInDigest] = Field(0.0, description=RECOMPUTED)
-    zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], NotInDigest] = Field(
-        "auto",
-        description="of actor and critic, 0: plain torch, one rank each; 1-3: DeepSpeed ZeRO; auto: 0 on a GPU each, on several the lowest "
-        "that fits them, without GPUs 3",
     )
     timeout: Annotated[Positive, NotInDigest] = Field(
         600,
         description="seconds any rank may make no progress (passes, tokens, weights, bytes of files) before the run stops and names it",
     )
 
-    lora: Lora | None = Field(None, description="actor and critic train low-rank adapters; default: all weights")
-    router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
     routing_replay: bool = Field(
         True,
         description="mixtures of experts, on GPUs: the actor sends each token to the experts to which vLLM sent it (R3, Ma et al. 2025)",
@@ -137,7 +107,6 @@ class PPO(Gated, Sampling):
     critic_ranks: Annotated[Ranks, NotInDigest] = Ranks()
     reference_ranks: Annotated[Ranks, NotInDigest] = Ranks()
     reward_ranks: Annotated[Ranks, NotInDigest] = Ranks()
-    vllm: Vllm = Vllm()
     colocate_actor_ref: Annotated[bool, NotInDigest] = Field(False, description="actor and reference share their GPUs, rank by rank")
     colocate_critic_reward: Annotated[bool, NotInDigest] = Field(
         False, description="critic and reward models share their GPUs, rank by rank"
@@ -162,8 +131,12 @@ class PPO(Gated, Sampling):
         return self.loss_aggregation or ("sequence" if self.ratio == "sequence" else AGGREGATIONS.get(self.advantage_estimator, "token"))
 
     @property
-    def reward_models(self) -> tuple[ModelReward, ...]:
-        return tuple(source for source in self.reward if isinstance(source, ModelReward))
+    def longest(self) -> int:
+        return self.prompt_max_len + self.generate_max_len
+
+    @property
+    def trained_ranks(self) -> dict[str, Ranks]:
+        return {"actor_ranks": self.actor_ranks} | ({"critic_ranks": self.critic_ranks} if self.has_critic else {})
 
     @property
     def groups(self) -> dict[str, Ranks]:
@@ -178,8 +151,11 @@ class PPO(Gated, Sampling):
         return {**self.groups, "sampler": self.vllm}
 
     @property
+    def turns(self) -> Sequence[Groups]:
+        return [self.placed]
+
+    @property
     def together(self) -> list[list[str]]:
-        """Groups that share GPUs."""
         if self.colocate_all:
             return [[*self.groups, "sampler"]]
         critic_reward = [name for name in self.groups if name == "critic" or name.startswith("reward:")]
@@ -194,7 +170,6 @@ class PPO(Gated, Sampling):
     @model_validator(mode="after")
     def _check_family(self) -> PPO:
         estimator = self.advantage_estimator
-        check_titles(self.reward)
         if self.temperature == 0:
             raise ValueError("temperature=0 gives the same answer every time, there is nothing to compare: set it above 0, usually to 1")
         if self.has_critic and self.critic is None and not self.reward_models:
@@ -251,12 +226,9 @@ class PPO(Gated, Sampling):
 
     @model_validator(mode="after")
     def _check(self) -> PPO:
-        check_lora(self.lora, self.zero_stage)
         if self.zero_stage == 0 and self.adam_offload:
             raise ValueError("zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host: set zero_stage to 2, 3 or auto")
-        for name, ranks in (("actor_ranks", self.actor_ranks), ("critic_ranks", self.critic_ranks)):
-            check_zero(self.zero_stage, ranks, name)
-            check_batch("train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, ranks.world_size)
+        self.check_batch()
         samples = self.rollout_batch_size * self.n_samples_per_prompt
         if samples % self.train_batch_size:
             raise ValueError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate
 
@@ -115,11 +115,14 @@ def _reward_source(value: Any) -> Any:
 
 
 RewardSource = Annotated[ModelReward | FunctionReward | HttpReward, Field(discriminator="kind")]
-RewardSources = Annotated[tuple[RewardSource, ...], BeforeValidator(_reward_sources), Field(min_length=1)]
 
 
-def check_titles(sources: tuple[RewardSource, ...]) -> None:
+def _named_apart(sources: tuple[RewardSource, ...]) -> tuple[RewardSource, ...]:
     """Raises ValueError when two sources have the same name in the metrics."""
     repeated = [title for title, count in Counter(source.title for source in sources).items() if count > 1]
     if repeated:
         raise ValueError(f"two reward sources are called {repeated[0]!r}: give one of them another `name`")
+    return sources
+
+
+RewardSources = Annotated[tuple[RewardSource, ...], BeforeValidator(_reward_sources), Field(min_length=1), AfterValidator(_named_apart)]

@@ -1,22 +1,18 @@
-"""SFT, the reward model, DPO and its relatives, KTO, and the fields that they share."""
+"""SFT, the reward model, DPO and its relatives, KTO, and the fields that they share with each other and with PPO."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rlhf_core.config.data import Data
+from rlhf_core.config.data import Data, Rows, Text
 from rlhf_core.config.gates import Gated
+from rlhf_core.config.processes import Groups
 from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, Share
 
-ROUTER = "mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
-
-RECOMPUTED = "share of the layers whose activations are recomputed in the backward pass (above 0: logits too); true: all"
 Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]
-
-SAVE_MINUTES = "where save_steps is 0: minutes between two resume checkpoints; 0: none"
-PASS_TOKENS = "tokens of one forward pass on one rank, in place of {}: documents packed without padding, passes equally full"
 
 
 class Lora(Config):
@@ -35,75 +31,128 @@ class Lora(Config):
     )
 
 
-class Trainable(Gated):
-    """Fields that all training stages share: optimiser, schedule, checkpoints, precision, ranks."""
+class Optimised(Gated):
+    """Fields that PPO and all training stages share: optimiser, schedule, checkpoints, precision."""
 
-    max_len: Positive = Field(512, description="longest sequence in tokens; longer ones are cut and counted")
     train_batch_size: Positive = Field(128, description="documents (pairs for preferences) of one optimiser step, all ranks together")
-    micro_train_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="rows of one forward pass on one rank")
-    micro_train_tokens: Annotated[Positive | None, NotInDigest] = Field(None, description=PASS_TOKENS.format("micro_train_batch_size"))
-    max_epochs: Positive = Field(1, description="passes over the data")
-    learning_rate: Rate = Field(1e-5, description="peak learning rate")
+    micro_train_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="rows of one training pass on one rank")
+    micro_train_tokens: Annotated[Positive | None, NotInDigest] = Field(
+        None,
+        description="tokens of one training pass on one rank, in place of micro_train_batch_size: documents packed without padding, "
+        "passes equally full",
+    )
+    max_epochs: Positive = Field(1, description="passes over the data; of ppo over each rollout")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
     weight_decay: float = Field(0.0, ge=0, description="AdamW")
-    warmup_ratio: Share = Field(0.03, description="share of the steps with a linear warm-up")
+    warmup_ratio: Share = Field(0.03, description="share of the optimiser steps with a linear warm-up")
     min_lr_ratio: Share = Field(0.1, description="the cosine ends at this share of the peak")
     max_norm: Rate = Field(1.0, description="gradient norm clip")
-    logging_steps: Annotated[Positive, NotInDigest] = Field(1, description="optimiser steps between two lines of metrics.jsonl")
-    eval_steps: Annotated[int, NotInDigest] = Field(0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end")
-    save_steps: Annotated[int, NotInDigest] = Field(0, ge=0, description="steps between two resume checkpoints; 0: by save_minutes")
-    save_minutes: Annotated[float, NotInDigest] = Field(30.0, ge=0, description=SAVE_MINUTES)
+    logging_steps: Annotated[Positive, NotInDigest] = Field(
+        1, description="optimiser steps (of ppo: iterations) between two lines of metrics.jsonl"
+    )
+    save_steps: Annotated[int, NotInDigest] = Field(
+        0, ge=0, description="optimiser steps (of ppo: iterations) between two resume checkpoints; 0: by save_minutes"
+    )
+    save_minutes: Annotated[float, NotInDigest] = Field(
+        30.0, ge=0, description="where save_steps is 0: minutes between two resume checkpoints; 0: none"
+    )
     keep_checkpoints: Annotated[Positive, NotInDigest] = Field(1, description="resume checkpoints kept")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
-    gradient_checkpointing: Annotated[Recomputed, NotInDigest] = Field(0.0, description=RECOMPUTED)
-    zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], NotInDigest] = Field(
-        "auto", description="0: plain torch, one rank; 1-3: DeepSpeed ZeRO; auto: 0 on one rank, on several the lowest that fits their GPUs"
+    gradient_checkpointing: Annotated[Recomputed, NotInDigest] = Field(
+        0.0, description="share of the layers whose activations are recomputed in the backward pass (above 0: logits too); true: all"
     )
-    lora: Lora | None = Field(None, description="train low-rank adapters; default: all weights")
-    ranks: Annotated[Ranks, NotInDigest] = Field(Ranks(), description="processes of this stage")
+    zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], NotInDigest] = Field(
+        "auto",
+        description="0: plain torch, one rank (of ppo: one of actor and of critic); 1-3: DeepSpeed ZeRO; auto: 0 on one rank, on several "
+        "the lowest that fits their GPUs, of ppo without GPUs 3",
+    )
+    lora: Lora | None = Field(None, description="train low-rank adapters (of ppo: of actor and critic); default: all weights")
+
+    @property
+    def trained_ranks(self) -> dict[str, Ranks]:
+        """The processes of each trained model, by their field."""
+        raise NotImplementedError
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, or pair of them: no pass is shorter."""
+        raise NotImplementedError
+
+    def check_batch(self) -> None:
+        """Raises ValueError unless every rank makes the same number of full passes."""
+        for ranks in self.trained_ranks.values():
+            micro, whole = self.micro_train_batch_size, self.micro_train_batch_size * ranks.world_size
+            if self.train_batch_size % whole:
+                raise ValueError(
+                    f"train_batch_size={self.train_batch_size} must be a multiple of micro_train_batch_size x ranks = "
+                    f"{micro} x {ranks.world_size} = {whole}: every rank makes the same number of full forward passes"
+                )
 
     @model_validator(mode="after")
-    def _check_batch(self) -> Trainable:
-        if self.micro_train_tokens is None:
-            check_batch(
-                "train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, self.ranks.world_size
+    def _check_zero(self) -> Optimised:
+        for name, ranks in self.trained_ranks.items():
+            if self.zero_stage == 0 and ranks.world_size > 1:
+                raise ValueError(f"zero_stage=0 trains on one rank, {name} are {ranks.world_size}: set zero_stage to 1, 2, 3 or auto")
+        if self.lora is not None and self.lora.quantize != "none" and self.zero_stage == 3:
+            raise ValueError(
+                f"lora.quantize={self.lora.quantize} cannot be trained with zero_stage=3, which would cut 4-bit weights into shards: "
+                f"set zero_stage to 2 or less, or quantize to none"
             )
-        check_zero(self.zero_stage, self.ranks)
-        check_lora(self.lora, self.zero_stage)
         return self
 
 
-def check_batch(whole_name: str, whole: int, micro_name: str, micro: int, ranks: int) -> None:
-    if whole % (micro * ranks):
-        raise ValueError(
-            f"{whole_name}={whole} must be a multiple of {micro_name} x ranks = {micro} x {ranks} = {micro * ranks}: "
-            f"every rank makes the same number of full forward passes"
-        )
+class Routed(Config):
+    """Loss of stages that train a policy with a mixture of experts."""
+
+    router_aux_coef: float = Field(
+        0.0, ge=0, description="mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
+    )
 
 
-def check_zero(zero_stage: int | str, ranks: Ranks, name: str = "ranks") -> None:
-    if zero_stage == 0 and ranks.world_size > 1:
-        raise ValueError(f"zero_stage=0 trains on one rank, {name} are {ranks.world_size}: set zero_stage to 1, 2, 3 or auto")
+class Trainable(Optimised):
+    """Fields that all training stages share."""
+
+    rows: ClassVar[Rows | None] = None  # what the rows of `data` and `eval_data` hold
+
+    max_len: Positive = Field(512, description="longest sequence in tokens; longer ones are cut and counted")
+    learning_rate: Rate = Field(1e-5, description="peak learning rate")
+    eval_steps: Annotated[int, NotInDigest] = Field(0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end")
+    ranks: Annotated[Ranks, NotInDigest] = Field(Ranks(), description="processes of this stage")
+
+    @model_validator(mode="after")
+    def _check_passes(self) -> Trainable:
+        if self.micro_train_tokens is None:
+            self.check_batch()
+        return self
+
+    @property
+    def trained_ranks(self) -> dict[str, Ranks]:
+        return {"ranks": self.ranks}
+
+    @property
+    def longest(self) -> int:
+        return self.max_len * (2 if self.rows == "preference" else 1)
+
+    @property
+    def turns(self) -> Sequence[Groups]:
+        return [{"ranks": self.ranks}]
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        found = {field: getattr(self, field, None) for field in ("data", "eval_data")}
+        return [Text(field, data, self.rows, "max_len", self.max_len) for field, data in found.items() if data is not None]
 
 
-def check_lora(lora: Lora | None, zero_stage: int | str) -> None:
-    if lora is not None and lora.quantize != "none" and zero_stage == 3:
-        raise ValueError(
-            f"lora.quantize={lora.quantize} cannot be trained with zero_stage=3, which would cut 4-bit weights into shards: "
-            f"set zero_stage to 2 or less, or quantize to none"
-        )
-
-
-class SFT(Trainable):
+class SFT(Trainable, Routed):
     """Supervised fine-tuning: token-mean NLL over assistant tokens."""
 
+    rows = "sft"
     stage: Literal["sft"] = "sft"
     model: str = Field("base", description="model to train")
     data: Data | None = Field(None, description="rows with messages, or prompt and response (condition reward: these); or set answers")
     answers: str | None = Field(None, description="a preferences stage whose answers are the data (rejection_sampling, conditional_sft)")
     template: str = Field("chat", description="template of those answers: 'chat' or a plain one with one {}")
     eval_data: Data | None = Field(None, description="held-out rows for the evaluation loss")
-    router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
     packing: bool = Field(True, description="pack documents into rows of max_len (best fit); attention never crosses them")
     condition: Literal["none", "reward"] = Field(
         "none", description="reward: conditional SFT, the prompt ends with the standardised reward of its answer (column reward_key)"
@@ -115,10 +164,15 @@ class SFT(Trainable):
             raise ValueError("an sft stage needs exactly one of data (files) and answers (the name of a preferences stage)")
         return self
 
+    @property
+    def texts(self) -> Sequence[Text]:
+        return [text._replace(rows="scored") if self.condition == "reward" else text for text in super().texts]
+
 
 class RewardModel(Trainable):
     """Bradley-Terry reward model (Ouyang et al. 2022, eq. 1) with an optional margin (Llama 2, eq. 2)."""
 
+    rows = "preference"
     stage: Literal["reward_model"] = "reward_model"
     model: str = Field("sft", description="backbone; the scalar head starts at zero")
     data: Data = Field(description="rows with prompt, chosen and rejected")
@@ -173,18 +227,23 @@ class UnpairedLoss(Config):
 REFERENCE_FREE = ("simpo", "orpo")
 
 
-class DPO(Trainable, PreferenceLoss):
-    """Direct preference optimisation against the model it starts from (or `reference`)."""
+class Anchored(Trainable, Routed):
+    """Fields that dpo and kto share."""
 
-    stage: Literal["dpo"] = "dpo"
     policy: str = Field("sft", description="model to train")
     reference: str | None = Field(None, description="reference model; default: the policy before training")
+    template: str = Field("chat", description="template of pairs or answers: 'chat' or a plain one with one {}")
+    learning_rate: Rate = Field(5e-7, description="peak learning rate")
+
+
+class DPO(Anchored, PreferenceLoss):
+    """Direct preference optimisation against the model it starts from (or `reference`)."""
+
+    rows = "preference"
+    stage: Literal["dpo"] = "dpo"
     data: Data | None = Field(None, description="preference pairs; or set pairs")
     pairs: str | None = Field(None, description="a preferences stage whose pairs are the data")
-    template: str = Field("chat", description="template of those pairs: 'chat' or a plain one with one {}")
     eval_data: Data | None = Field(None, description="held-out pairs")
-    learning_rate: Rate = Field(5e-7, description="peak learning rate")
-    router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
 
     @model_validator(mode="after")
     def _check_data(self) -> DPO:
@@ -195,24 +254,20 @@ class DPO(Trainable, PreferenceLoss):
         return self
 
 
-class KTO(Trainable, UnpairedLoss):
+class KTO(Anchored, UnpairedLoss):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): answers that are desirable or not, in no pairs."""
 
+    rows = "labelled"
     stage: Literal["kto"] = "kto"
-    policy: str = Field("sft", description="model to train")
-    reference: str | None = Field(None, description="reference model; default: the policy before training")
     data: Data | None = Field(
         None, description="rows with prompt, response and label; preference pairs count as two answers; or set answers"
     )
     answers: str | None = Field(None, description="a preferences stage whose labelled answers (or pairs) are the data")
-    template: str = Field("chat", description="template of those answers: 'chat' or a plain one with one {}")
     eval_data: Data | None = Field(None, description="held-out answers, or pairs")
     beta: Rate = Field(0.1, description="strength of the KL anchor")
     train_batch_size: Annotated[int, Field(ge=2)] = Field(
         128, description="answers of one optimiser step, all ranks together; the KL is estimated over them"
     )
-    learning_rate: Rate = Field(5e-7, description="peak learning rate")
-    router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
 
     @model_validator(mode="after")
     def _check_data(self) -> KTO:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO, Lora
-from rlhf_core.forecast.passes import longest, recipe_pass
+from rlhf_core.forecast.passes import recipe_pass
 from rlhf_core.hub.model_config import Size
 
 GIB = 2**30
@@ -103,7 +103,7 @@ def engine_needs(size: Size, tensor_parallel_size: int) -> float:
 
 def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str, Held]:
     """What each process of each group holds. `sizes` gives the model of each group of models."""
-    scoring = config.micro_rollout_tokens or config.micro_rollout_batch_size * longest(config)
+    scoring = config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest
     held: dict[str, Held] = {}
     for name, ranks in config.groups.items():
         head = name in ("actor", "reference")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from rlhf_core.config import DPO, PPO, RewardModel, Trainable
+from rlhf_core.config import Optimised
 
 
 class Pass(NamedTuple):
@@ -19,29 +19,22 @@ class Pass(NamedTuple):
         return f"{self.tokens:,} tokens a pass, {layers} recomputed"
 
 
-def longest(config: PPO | Trainable) -> int:
-    """Tokens of the longest document, or pair of them: less is in no pass."""
-    if isinstance(config, PPO):
-        return config.prompt_max_len + config.generate_max_len
-    return config.max_len * (2 if isinstance(config, DPO | RewardModel) else 1)
-
-
-def recipe_pass(config: PPO | Trainable, ranks: int) -> Pass:
+def recipe_pass(config: Optimised, ranks: int) -> Pass:
     """The passes of a recipe on each of `ranks`, of documents of full length; none is longer than an optimiser step."""
-    tokens = config.micro_train_tokens or config.micro_train_batch_size * longest(config)
-    return Pass(max(longest(config), min(tokens, _most(config, ranks))), config.gradient_checkpointing)
+    tokens = config.micro_train_tokens or config.micro_train_batch_size * config.longest
+    return Pass(max(config.longest, min(tokens, _most(config, ranks))), config.gradient_checkpointing)
 
 
-def as_laid(config: PPO, ranks: int) -> tuple[Pass, int]:
+def as_laid(config: Optimised, ranks: int) -> tuple[Pass, int]:
     """The passes of an optimiser step on each of `ranks` as whole documents of full length fill them, and how many."""
     configured, documents = recipe_pass(config, ranks), max(1, config.train_batch_size // ranks)
-    passes = math.ceil(documents / (configured.tokens // longest(config)))
-    return configured._replace(tokens=documents * longest(config) // passes), passes
+    passes = math.ceil(documents / (configured.tokens // config.longest))
+    return configured._replace(tokens=documents * config.longest // passes), passes
 
 
-def alternatives(config: PPO | Trainable) -> list[Pass]:
+def alternatives(config: Optimised) -> list[Pass]:
     """The recipe's passes first, then others: longer and shorter ones, with fewer and with more layers recomputed."""
-    ranks, least = min(_ranks(config)), longest(config)
+    ranks, least = min(_ranks(config)), config.longest
     configured, most = recipe_pass(config, ranks), _most(config, ranks)
     doubled = [longer for n in range(1, 12) if (longer := configured.tokens << n) <= most]
     halved = [shorter for n in range(1, 12) if (shorter := configured.tokens >> n) >= least]
@@ -49,21 +42,19 @@ def alternatives(config: PPO | Trainable) -> list[Pass]:
     return [Pass(tokens, share) for share in dict.fromkeys((configured.recomputed, 0.0, 0.5, 1.0)) for tokens in lengths]
 
 
-def fields_of(what: Pass, config: PPO | Trainable) -> dict[str, Any]:
+def fields_of(what: Pass, config: Optimised) -> dict[str, Any]:
     """How a recipe says them: by documents where this one counts those, and they divide its optimiser step, else by tokens."""
-    documents, rest = divmod(what.tokens, longest(config))
+    documents, rest = divmod(what.tokens, config.longest)
     counted = config.micro_train_tokens is None and not rest
     divides = counted and all(config.train_batch_size % (documents * ranks) == 0 for ranks in _ranks(config))
     length = {"micro_train_batch_size": documents} if divides else {"micro_train_tokens": what.tokens}
     return length | {"gradient_checkpointing": what.recomputed}
 
 
-def _ranks(config: PPO | Trainable) -> list[int]:
-    if isinstance(config, PPO):
-        return [ranks.world_size for name, ranks in config.groups.items() if name in ("actor", "critic")]
-    return [config.ranks.world_size]
+def _ranks(config: Optimised) -> list[int]:
+    return [ranks.world_size for ranks in config.trained_ranks.values()]
 
 
-def _most(config: PPO | Trainable, ranks: int) -> int:
+def _most(config: Optimised, ranks: int) -> int:
     """Tokens of an optimiser step on one rank."""
-    return max(1, config.train_batch_size // ranks) * longest(config)
+    return max(1, config.train_batch_size // ranks) * config.longest

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO
 from rlhf_core.forecast.memory import GIB, engine_needs
-from rlhf_core.forecast.passes import Pass, as_laid, longest
+from rlhf_core.forecast.passes import Pass, as_laid
 from rlhf_core.hub.model_config import Size
 
 # Seen on H200s with 1.5B and 7.6B models: share of the matrix ceiling that executed operations reach.
@@ -42,7 +42,7 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> 
     """Seconds by phase for full-length answers: an upper bound where answers end early. Of generation that runs beside scoring and
     training, what those do not cover."""
     answers = config.rollout_batch_size * config.n_samples_per_prompt
-    tokens = answers * longest(config)
+    tokens = answers * config.longest
     assert config.zero_stage != "auto", "decided before (zero_stage.py)"
     scoring, training, host = {}, {}, [0.0]
     for name in config.groups:
@@ -79,7 +79,7 @@ def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:
     time, the largest first."""
     over = config.vllm.tensor_parallel_size
     answers = min(SEQUENCES, math.ceil(config.rollout_batch_size * config.n_samples_per_prompt / config.vllm.num_engines))
-    wanted = [engine_needs(size, over) + SPARE + answers / part * longest(config) * size.kv / over for part in (1, 2, 4, 8)]
+    wanted = [engine_needs(size, over) + SPARE + answers / part * config.longest * size.kv / over for part in (1, 2, 4, 8)]
     return list(dict.fromkeys(min(0.9, math.ceil(20 * 1.1 * each / gpu.memory) / 20) for each in wanted))
 
 
@@ -96,7 +96,7 @@ def _generate(config: PPO, size: Size, processes: int, gpu: Gpu) -> float:
     answers, over = config.rollout_batch_size * config.n_samples_per_prompt, config.vllm.tensor_parallel_size
     prompt, said = config.prompt_max_len, config.generate_max_len
     space = over * (config.vllm.gpu_memory_utilization * gpu.memory - engine_needs(size, over))
-    at_once = min(SEQUENCES, max(1.0, space // (size.kv * longest(config)))) if space > 0 else SEQUENCES  # answers in an engine
+    at_once = min(SEQUENCES, max(1.0, space // (size.kv * config.longest))) if space > 0 else SEQUENCES  # answers in an engine
     steps = said * math.ceil(answers * over / processes / at_once)
     weights = steps * 2 * size.parameters / over
     keys = answers * said * (prompt + said / 2) * size.kv / processes

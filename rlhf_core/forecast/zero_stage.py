@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import DPO, KTO, PPO, RewardModel, Trainable
+from rlhf_core.config import KINDS, PPO, Optimised, Trainable
 from rlhf_core.forecast.memory import GIB, USABLE, Training, bytes_of_weights, gpu_peaks, roles, stage_peak, whole
 from rlhf_core.forecast.passes import Pass, recipe_pass
 from rlhf_core.hub.ids import is_remote
@@ -35,16 +35,14 @@ class Chosen(NamedTuple):
 
 def layout_of(config: PPO) -> dict[str, int | str]:
     """What a resume state must have in common with the ranks that read it: of the roles that are trained."""
-    trained = {name: config.groups[name].world_size for name in ("actor", "critic") if name in config.groups}
-    return {**{f"{name}_ranks": size for name, size in trained.items()}, "zero_stage": config.zero_stage}
+    return {**{name: ranks.world_size for name, ranks in config.trained_ranks.items()}, "zero_stage": config.zero_stage}
 
 
 def uses_deepspeed(config: PPO) -> bool:
     """Whether actor and critic need it, where the recipe does not say: several ranks of one, or Adam on the host. Without GPUs always."""
     if config.zero_stage != "auto":
         return config.zero_stage > 0
-    ranks = [ranks for name, ranks in config.groups.items() if name in ("actor", "critic")]
-    return bool(config.adam_offload) or any(group.world_size > 1 or not group.gpus for group in ranks)
+    return bool(config.adam_offload) or any(ranks.world_size > 1 or not ranks.gpus for ranks in config.trained_ranks.values())
 
 
 def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, gpu_bytes: float) -> Chosen:
@@ -63,25 +61,25 @@ def peak_of_ppo(config: PPO, sizes: Mapping[str, Size], stage: int, gpu_bytes: f
 
 
 def stage_of_training(config: Trainable, size: Size | None, gpu_bytes: float) -> Chosen:
-    """For SFT, reward model, DPO and KTO; as `stage_of_ppo`."""
+    """As `stage_of_ppo`, for a training stage."""
     alone = config.ranks.world_size == 1
     return _choose(config, alone, size, (1, 2, 3), lambda known, stage: peak_of_training(config, known, stage, gpu_bytes), gpu_bytes)
 
 
 def peak_of_training(config: Trainable, size: Size, stage: int, gpu_bytes: float, what: Pass | None = None) -> float:
-    """Bytes of a GPU of SFT, reward model, DPO or KTO under a ZeRO stage, with passes as the recipe has them or others."""
+    """Bytes of a GPU of a training stage under a ZeRO stage, with passes as the recipe has them or others."""
     tokens, recomputed = what or recipe_pass(config, config.ranks.world_size)
     adapters, weight = config.lora is not None, bytes_of_weights(config.lora)
     how = Training(config.ranks.world_size, stage, recomputed, tokens, False, adapters, gpu_bytes, weight)
-    return stage_peak(size, how, isinstance(config, DPO | KTO), not isinstance(config, RewardModel))
+    return stage_peak(size, how, "reference" in KINDS[config.stage].names, KINDS[config.stage].has_vocabulary)
 
 
-def starts(config: PPO | Trainable, sizes: Mapping[str, Size]) -> dict[str, float]:
+def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
     """Bytes that each of `sizes`, the models that are trained by their roles, takes on every GPU of its ranks while it is loaded."""
     quantized = config.lora is not None and config.lora.quantize != "none"
     weight = 4.0 if config.dtype == "float32" and not quantized else bytes_of_weights(config.lora)
-    without_head = isinstance(config, RewardModel)
-    return {role: whole(size, role != "critic" and not without_head, weight) for role, size in sizes.items()}
+    head = KINDS[config.stage].has_vocabulary
+    return {role: whole(size, role != "critic" and head, weight) for role, size in sizes.items()}
 
 
 def require_start(needed: Mapping[str, float], gpu_bytes: float) -> None:
@@ -121,7 +119,7 @@ def size_of_folder(place: str) -> Size:
 
 
 def _choose(
-    config: PPO | Trainable, alone: bool, known: T | None, stages: Sequence[int], peak: Callable[[T, int], float], gpu_bytes: float
+    config: Optimised, alone: bool, known: T | None, stages: Sequence[int], peak: Callable[[T, int], float], gpu_bytes: float
 ) -> Chosen:
     """The recipe's stage; 0 for one rank (`alone`); else the lowest of `stages` whose `peak` (bytes, of the `known` sizes) fits."""
     if config.zero_stage != "auto":

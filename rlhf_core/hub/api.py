@@ -6,9 +6,10 @@ The token is read from HF_TOKEN and passed to the client; it is in no command-li
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is its client library's, whichever that is
     HfHubHTTPError,
@@ -34,6 +35,12 @@ class Retries(NamedTuple):
 
 
 RETRIES = Retries()
+
+
+def client_options() -> dict[str, Any]:
+    """Returns the arguments of every call of the Hub's client. Without a token it sends none, also not one stored by `hf auth login`."""
+    token = os.environ.get(TOKEN_ENV, "").strip() or False
+    return {"endpoint": os.environ.get("HF_ENDPOINT"), "token": token, "library_name": "alignflow"}
 
 
 def with_retries(what: str, repo_id: str, call: Callable[[], T], retries: Retries, refusal: Refusal) -> T:

@@ -5,15 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rlhf_core.system.files import read_json
-
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 AT_REVISION = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)@([\w.-]+)")
-
-
-PULLED = "pulled.json"  # what `alignflow pull` writes into the folder of a model: its repository, commit and files
 
 
 HUB_CACHE = re.compile(r"(models|datasets)--(.+?)--(.+)")
@@ -53,13 +48,3 @@ def snapshot_of_hub(path: str | Path) -> tuple[str, str] | None:
         if cached and "snapshots" in parts:
             return f"{cached[2]}/{cached[3]}", parts[parts.index("snapshots") + 1]
     return None
-
-
-def pulled(folder: Path) -> tuple[str, str] | None:
-    """Returns the Hub repository and commit of a folder made by `alignflow pull`; None for another, or when a file's size has changed."""
-    record = read_json(folder / PULLED)
-    files = record.get("files")
-    if not isinstance(files, dict) or not {"repo_id", "commit"} <= record.keys():
-        return None
-    whole = all((folder / path).is_file() and (folder / path).stat().st_size == info["size"] for path, info in files.items())
-    return (record["repo_id"], record["commit"]) if whole else None

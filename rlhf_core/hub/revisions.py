@@ -8,7 +8,6 @@ the same commit, until `forget`. A Hub id without @ is not resolved: its default
 from __future__ import annotations
 
 import json
-import os
 import re
 from contextlib import suppress
 from functools import partial
@@ -88,10 +87,10 @@ def _pinned(value: Any, pins: Pins) -> Any:
 def _look_up(repo_id: str, revision: str, repo_type: RepoType) -> str:
     from huggingface_hub import HfApi, constants  # takes half a second to import, and only branches and tags need it
 
-    from rlhf_core.hub.api import TOKEN_ENV, Retries, read_refusal, with_retries
+    from rlhf_core.hub.api import Retries, client_options, read_refusal, with_retries
 
     what = "data set" if repo_type == "dataset" else "model"
-    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=os.environ.get(TOKEN_ENV, "").strip() or False, library_name="alignflow")
+    api = HfApi(**client_options())
     try:
         if not constants.is_offline_mode():
             read = partial(api.repo_info, repo_id, revision=revision, repo_type=repo_type)

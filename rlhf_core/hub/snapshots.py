@@ -7,7 +7,6 @@ the commit that the adapter names. Complete files in the cache are not fetched a
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from rlhf_core.hub.api import RETRIES, TOKEN_ENV, read_refusal, with_retries
+from rlhf_core.hub.api import RETRIES, client_options, read_refusal, with_retries
 from rlhf_core.hub.ids import is_hub_id, parted
 from rlhf_core.hub.model_files import ADAPTER_CONFIG, MODEL_FILES, TOKENIZER, WEIGHTS, check_loads
 
@@ -69,7 +68,6 @@ def cached(place: str, trust_remote_code: bool = False) -> Path:
 
 def _download(place: str, patterns: tuple[str, ...]) -> Path:
     repo_id, revision = parted(place)
-    token = os.environ.get(TOKEN_ENV, "").strip() or False
 
     def send() -> str:
         return snapshot_download(
@@ -77,16 +75,15 @@ def _download(place: str, patterns: tuple[str, ...]) -> Path:
             revision=revision,
             allow_patterns=list(patterns),
             ignore_patterns=[f"*/{pattern}" for pattern in (*WEIGHTS, *TOKENIZER)],  # other formats of the model, in subfolders
-            endpoint=os.environ.get("HF_ENDPOINT"),
-            token=token,
-            library_name="alignflow",
             local_files_only=constants.is_offline_mode(),
+            **client_options(),
         )
 
     try:
         return Path(with_retries("send the files", repo_id, send, RETRIES, read_refusal(revision or "main", "model")))
     except LocalEntryNotFoundError:
+        at = f" --revision {revision}" if revision else ""
         raise ValueError(
-            f"{place} is not on this machine and the Hub cannot be reached: run `alignflow pull {place} FOLDER` where it can, and name "
-            f"that folder"
+            f"{place} is not on this machine and the Hub cannot be reached: run `hf download {repo_id}{at}` where it can, with "
+            f"HF_HOME on a disk that this machine reads"
         ) from None

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_core.config import Evaluation
+from rlhf_core.config.data import Text
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.report import surveys_of
 from rlhf_core.data.sources import answer_documents, labelled_answers, preference_pairs, prompts, sft_documents
 from rlhf_core.data.survey import DataReport, Survey
-from rlhf_core.preflight.inputs import Text, texts, tokenizer_of
+from rlhf_core.preflight.inputs import tokenizer_of
 from rlhf_core.recipe.plan import Node, Plan
 
 
@@ -20,7 +21,7 @@ def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey]]]:
     """
     seen: set[str] = set()
     for node in plan.nodes:
-        parts = () if isinstance(node.config, Evaluation) else tuple(texts(node.config))
+        parts = () if isinstance(node.config, Evaluation) else tuple(node.config.texts)
         place = tokenizer_of(plan, node) if parts else None
         key = repr((place, parts))
         if place is not None and key not in seen:
@@ -31,13 +32,13 @@ def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey]]]:
 def _report(plan: Plan, node: Node, text: Text, place: str) -> DataReport:
     renderer, seed = Renderer(load_tokenizer(place, plan.recipe.trust_remote_code), text.data.template), plan.recipe.seed
     try:
-        if text.kind == "prompt":
+        if text.rows == "prompt":
             return prompts(text.data, renderer, text.limit, seed).report
-        if text.kind == "scored":
+        if text.rows == "scored":
             return answer_documents(text.data, renderer, text.limit, seed, "reward").documents.report
-        if text.kind == "labelled":
+        if text.rows == "labelled":
             return labelled_answers(text.data, renderer, text.limit, seed).report
-        load = sft_documents if text.kind == "sft" else preference_pairs
+        load = sft_documents if text.rows == "sft" else preference_pairs
         return load(text.data, renderer, text.limit, seed).report
     except ValueError as error:
         raise ValueError(f"stages.{node.name}.{text.field}: {error}") from error

@@ -11,32 +11,15 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import (
-    KINDS,
-    PPO,
-    SFT,
-    AlignmentTax,
-    Data,
-    Evaluation,
-    Preferences,
-    Publication,
-    Ranks,
-    Remote,
-    RuleJudge,
-    StageConfig,
-    Trainable,
-    VllmJudge,
-)
+from rlhf_core.config import KINDS, PPO, AlignmentTax, Evaluation, Preferences, Publication, Ranks, Rewarded, RuleJudge, StageConfig
 from rlhf_core.config.lm_eval_tasks import is_path, read_task
-from rlhf_core.config.loops import Wanted
-from rlhf_core.config.rewards import FunctionReward, HttpReward
-from rlhf_core.data.columns import Kind
+from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.documents import check_limit
 from rlhf_core.data.rows import check_columns, load_rows
 from rlhf_core.hub.ids import is_remote
@@ -51,16 +34,6 @@ from rlhf_core.system.machine import MachineLacks as MachineLacks  # for those w
 from rlhf_core.system.machine import num_cpus, num_gpus
 
 LONG_PROMPT = 2**12  # bytes: files with more than this for each prompt of an iteration hold enough of them
-
-
-class Text(NamedTuple):
-    """A data set of a stage: its config field, what its rows must contain, and the field and value of its token limit."""
-
-    field: str
-    data: Data
-    kind: Kind | None
-    limit_field: str
-    limit: int
 
 
 class Needs(NamedTuple):
@@ -101,9 +74,9 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         start = tokenizer_of(plan, node)
         problems += packing_problem(f"stages.{node.name}", node.config, start)
         problems += vocabulary_problems(node, partial(_start_of, plan, node), unlike)
-        for text in texts(node.config):
+        for text in node.config.texts:
             where = f"stages.{node.name}.{text.field}"
-            problems += _refused(where, check_columns, text.data, text.kind) if text.kind else []
+            problems += _refused(where, check_columns, text.data, text.rows) if text.rows else []
             frame = frames.get((start or "", text.data.template))
             if isinstance(frame, str):
                 problems.append(f"{where}: {frame}")
@@ -132,14 +105,9 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             if need.gpus > gpus + 1e-6:
                 problems.append(f"{where} asks for {need.gpus:g} GPUs in all, this machine has {gpus}; lower ranks or gpus of its roles")
         problems += _quantisation_problem(node, gpus) if not cluster else []
-        if isinstance(node.config, Publication) and node.config.repo_id and not node.config.dry_run and not os.environ.get("HF_TOKEN"):
-            problems.append(f"{where}: repo_id is {node.config.repo_id}, and the environment variable HF_TOKEN is empty; set it")
-        for source in node.config.reward if isinstance(node.config, PPO | Preferences) else ():
-            if isinstance(source, HttpReward) and source.api_key_env and not os.environ.get(source.api_key_env):
-                problems.append(f"{where}: the reward {source.title} needs a key in the environment variable {source.api_key_env}; set it")
-        for role, remote in _remotes(node.config):
-            if "api.openai.com" in remote.base_url and not os.environ.get(remote.api_key_env):
-                problems.append(f"{where}: {role} needs a key in the environment variable {remote.api_key_env}; set it")
+        for key in node.config.keys:
+            if key.required and not os.environ.get(key.variable):
+                problems.append(f"{where}: {key.reader} needs a key in the environment variable {key.variable}; set it")
         if isinstance(node.config, AlignmentTax) and importlib.util.find_spec("lm_eval") is None:
             problems.append(f"{where} needs the package lm_eval, which is not installed; install alignflow's extra `tax`")
     return list(dict.fromkeys(problems))
@@ -188,45 +156,10 @@ def _quantisation_problem(node: Node, gpus: float) -> list[str]:
 
 def needs(config: StageConfig) -> Needs:
     """Returns what a stage uses at once: PPO all its roles and engines, the others their ranks or engines."""
-    turns: list[dict[str, Wanted]] = [{}]  # groups of processes; only those of one dict run at the same time
-    if isinstance(config, Trainable):
-        turns = [{"ranks": config.ranks}]
-    elif isinstance(config, PPO):
-        turns = [config.placed]
-    elif isinstance(config, Preferences | AlignmentTax):
-        turns = [{"sampler": config.vllm}]
-    elif isinstance(config, Evaluation):
-        turns = [{"sampler": config.vllm}, *_servers(config)]
-    layouts = [arrange(groups, config.together if isinstance(config, PPO) else ()) for groups in turns]
+    layouts = [arrange(groups, config.together) for groups in config.turns]
     sums = [{resource: sum(b.get(resource, 0.0) for b in layout.bundles) for resource in ("CPU", "GPU")} for layout in layouts]
-    nodes = (group.num_nodes for groups in turns for group in groups.values() if isinstance(group, Ranks))
+    nodes = (group.num_nodes for groups in config.turns for group in groups.values() if isinstance(group, Ranks))
     return Needs(max(found["CPU"] for found in sums), max(found["GPU"] for found in sums), max(nodes, default=1))
-
-
-def _servers(config: Evaluation) -> list[dict[str, Wanted]]:
-    return [{"judge": judge.vllm} for judge in config.judges if isinstance(judge, VllmJudge)]
-
-
-def texts(config: StageConfig) -> Iterator[Text]:
-    """Yields the data sets that a stage reads from files."""
-    if isinstance(config, Evaluation):
-        # The columns of an evaluation's questions are checked by _question_problems.
-        yield Text("questions", _questions(config), None, "prompt_max_len", config.prompt_max_len)
-        if config.reward_evaluation:
-            pairs = config.reward_evaluation.data
-            yield Text("reward_evaluation.data", pairs, "preference", "prompt_max_len", config.prompt_max_len)
-    elif isinstance(config, PPO | Preferences):
-        yield Text("prompts", config.prompts, "prompt", "prompt_max_len", config.prompt_max_len)
-    elif isinstance(config, Trainable):
-        kind = "scored" if isinstance(config, SFT) and config.condition == "reward" else KINDS[config.stage].rows
-        for field in ("data", "eval_data"):
-            data = getattr(config, field, None)
-            if data is not None:
-                yield Text(field, data, kind, "max_len", config.max_len)
-
-
-def _questions(config: Evaluation) -> Data:
-    return Data(sources=(config.questions,), template=config.template)
 
 
 def tokenizer_of(plan: Plan, node: Node) -> str | None:
@@ -247,7 +180,7 @@ def _start_of(plan: Plan, node: Node, name: str) -> str | None:
 def _frames(plan: Plan, nodes: Sequence[Node], broken: Collection[str]) -> dict[tuple[str, str], int | str]:
     """Maps (tokenizer, template) to the template's own length in tokens, or to the reason why they cannot be used."""
     starts = {node.name: start for node in nodes if (start := tokenizer_of(plan, node)) is not None and start not in broken}
-    pairs = {(starts[node.name], text.data.template): None for node in nodes if node.name in starts for text in texts(node.config)}
+    pairs = {(starts[node.name], text.data.template): None for node in nodes if node.name in starts for text in node.config.texts}
     apart = not plan.recipe.trust_remote_code and "transformers" not in sys.modules
     found = frame_lengths(pair for pair in pairs if not is_remote(pair[0])) if apart else {}
     return {pair: found[pair] if pair in found else _frame(*pair, plan.recipe.trust_remote_code) for pair in pairs}
@@ -274,12 +207,12 @@ def _refused(where: str, check: object, *values: object) -> list[str]:
 def _prompt_problems(node: Node, seed: int) -> list[str]:
     """Checks that there are prompts for one iteration of PPO, or for the round of a loop. Large files are not counted for PPO."""
     config = node.config
-    if not isinstance(config, PPO | Preferences) or any(is_remote(source.path) for source in config.prompts.sources):
+    if not isinstance(config, Rewarded) or any(is_remote(source.path) for source in config.prompts.sources):
         return []
     if isinstance(config, PPO):
         large = sum(Path(source.path).stat().st_size for source in config.prompts.sources) > config.rollout_batch_size * LONG_PROMPT
         return [] if large else _refused(f"stages.{node.name}.prompts", lambda: config.iterations(len(load_rows(config.prompts, seed))))
-    if config.first_prompt == 0:
+    if not isinstance(config, Preferences) or config.first_prompt == 0:
         return []
     rows = len(load_rows(config.prompts, seed))
     if rows > config.first_prompt:
@@ -297,9 +230,9 @@ def _question_problems(node: Node) -> list[str]:
         return []
     source, where = config.questions, f"stages.{node.name}.questions"
     if is_remote(source.path):
-        return _refused(where, check_columns, _questions(config), "prompt")
+        return _refused(where, check_columns, config.asked, "prompt")
     try:
-        rows = load_rows(_questions(config), 0)
+        rows = load_rows(config.asked, 0)
     except ValueError as error:
         return [f"{where}: {error}"]
     problems = []
@@ -314,7 +247,7 @@ def _question_problems(node: Node) -> list[str]:
 def _function_problems(node: Node) -> list[str]:
     """Checks that the files and functions of rewards exist. The file is parsed, not run."""
     problems = []
-    for source in node.config.reward if isinstance(node.config, PPO | Preferences) else ():
+    for source in node.config.reward if isinstance(node.config, Rewarded) else ():
         if not isinstance(source, FunctionReward):
             continue
         where, name = f"stages.{node.name}.reward", source.function_name
@@ -343,13 +276,6 @@ def _task_problems(node: Node) -> list[str]:
     for task in filter(is_path, config.tasks):
         problems += _refused(f"stages.{node.name}.tasks", read_task, task, config.trust_task_code)
     return problems
-
-
-def _remotes(config: StageConfig) -> Iterator[tuple[str, Remote]]:
-    """Yields the remote judges and endpoints of an evaluation, with a title for messages."""
-    if isinstance(config, Evaluation):
-        yield from ((f"the judge {judge.model}", judge) for judge in config.judges if isinstance(judge, Remote))
-        yield from ((f"the endpoint {name}", endpoint) for name, endpoint in config.endpoints.items())
 
 
 def _folder_problem(folder: Path) -> list[str]:

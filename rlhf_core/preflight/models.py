@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import KINDS, PPO, SFT, Evaluation, StageConfig, Trainable
+from rlhf_core.config import KINDS, Evaluation, Optimised, StageConfig
 from rlhf_core.config.kinds import named
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import more_than_text, stateful_by_config, wraps_text_by_config
@@ -65,7 +65,7 @@ def _lacks_head(folder: Path) -> bool:
 
 def _loads(config: StageConfig, reference: Reference) -> bool:
     """Whether the stage has the model in PyTorch. Elsewhere vLLM alone answers with it, or its files are published."""
-    if reference.kinds == REWARD or isinstance(config, Trainable | PPO):
+    if reference.kinds == REWARD or isinstance(config, Optimised):
         return True
     return isinstance(config, Evaluation) and config.proxy is not None and reference.place.partition(".")[0] in ("models", "baseline")
 
@@ -115,7 +115,4 @@ def packing_problem(where: str, config: StageConfig, place: str | None) -> list[
 
 def _packs(config: StageConfig) -> list[str]:
     """Returns the config fields that put several documents into a row."""
-    if not isinstance(config, Trainable | PPO):
-        return []
-    fields = ("micro_train_tokens", "micro_rollout_tokens", *(["packing"] if isinstance(config, SFT) else []))
-    return [field for field in fields if getattr(config, field, None)]
+    return [field for field in ("micro_train_tokens", "micro_rollout_tokens", "packing") if getattr(config, field, None)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_core.config import KINDS
-from rlhf_core.hub.ids import is_hub_id, parted, pulled, shown, snapshot_of_hub
+from rlhf_core.hub.ids import is_hub_id, parted, shown, snapshot_of_hub
 from rlhf_core.runs.run_dir import REQUEST, RESULT, RunDir
 from rlhf_core.system.files import Digests, digest, read_json
 
@@ -183,8 +183,6 @@ def _here(place: str, run_dir: Path) -> str:
 def _leaf(place: str, path: Path, digests: Digests) -> Ancestor:
     if in_cache := snapshot_of_hub(path):
         return Ancestor(in_cache[0], "hub", in_cache[1])
-    if found := pulled(path):
-        return Ancestor(found[0], "hub", found[1])
     if path.is_file():
         return Ancestor(path.name, "file", digests.of(path)[:16])
     if path.is_dir():

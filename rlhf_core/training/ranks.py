@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, free_port, set_rank_environment
-from rlhf_core.config import DPO, KINDS, KTO, SFT, Lora, RewardModel, Trainable
+from rlhf_core.config import KINDS, Lora, Trainable
 from rlhf_core.data.report import JSON
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_training, require_start, size_at, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
@@ -32,7 +32,7 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
     On a group `zero_stage: auto` is resolved after its start. Raises ValueError for a resume state that these ranks cannot read.
     """
     config = request.config
-    assert isinstance(config, (SFT, RewardModel, DPO, KTO))
+    assert isinstance(config, Trainable)
     resume_state.require_layout(run, layout_of(config))
     if config.ranks.world_size == 1:
         set_rank_environment(0, 1, "127.0.0.1", free_port())

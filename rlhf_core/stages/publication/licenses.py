@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import try_to_load_from_cache
 
-from rlhf_core.hub.ids import is_hub_id, parted, pulled, shown
+from rlhf_core.hub.ids import is_hub_id, parted, shown
 from rlhf_core.runs.lineage import lineage, sources, stage_of
 
 UNKNOWN = "unknown"
@@ -96,7 +96,7 @@ def _leaves(place: str, seen: set[str]) -> list[str]:
 
 def _local(folder: Path) -> str | None:
     readme = folder / "README.md"
-    return license_of(readme.read_text()) if readme.is_file() and (pulled(folder) or (folder / "config.json").is_file()) else None
+    return license_of(readme.read_text()) if readme.is_file() and (folder / "config.json").is_file() else None
 
 
 def _hub(place: str, repo_type: str, read_card: ReadCard | None) -> str | None:

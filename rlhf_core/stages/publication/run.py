@@ -25,7 +25,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import logging as hub_logging
 
 from rlhf_core.config import Publication
-from rlhf_core.hub.api import RETRIES, TOKEN_ENV, Retries, with_retries, write_refusal
+from rlhf_core.hub.api import RETRIES, TOKEN_ENV, Retries, client_options, with_retries, write_refusal
 from rlhf_core.hub.ids import HUB_ID
 from rlhf_core.hub.model_files import ADAPTER_CONFIG, MODEL_FILES
 from rlhf_core.records import EvalReport
@@ -63,7 +63,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     output = Path(request.inputs[config.dataset or config.model or ""])
     if made := stage_of(output):
         RunDir(made[0]).remember_digests()
-    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="alignflow") if token else None
+    api = HfApi(**client_options()) if token else None
     license = inherited(config.license, upstream_licenses(output, config.licenses, partial(_card, api) if api else None))
     folder = Path(config.folder).expanduser().resolve() if config.folder and not config.dry_run else run / "published"
     if config.dataset:

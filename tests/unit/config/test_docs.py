@@ -52,6 +52,11 @@ def test_the_list_of_config_fields_is_current() -> None:
     assert page.read_text() == config_docs() + "\n", "run: alignflow config-docs > docs/reference/config.md"
 
 
+def test_a_field_that_stages_share_is_listed_once() -> None:
+    rows = [line for line in config_docs().splitlines() if line.startswith("| `")]
+    assert [row for row in set(rows) if rows.count(row) > 1] == [], "put it into a class that both stages extend"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [path.as_posix() for path in named(page) if not path.exists()] == []

@@ -184,7 +184,8 @@ def test_without_a_network_the_cache_answers_and_without_both_one_sentence(
         nobody_knows("main", "HF_HUB_OFFLINE keeps everything off the Hub")
         inputs = fetched(found.request(found["sft"]).inputs)
         assert Path(inputs["base"]).name == commit and (Path(inputs["base"]) / "model.safetensors").is_file()
-        with pytest.raises(ValueError, match=rf"^{REPO}@{OTHER} is not on this machine and the Hub cannot be reached: run `alignflow pull"):
+        nowhere = f"^{REPO}@{OTHER} is not on this machine and the Hub cannot be reached: run `hf download {REPO} --revision {OTHER}`"
+        with pytest.raises(ValueError, match=nowhere):
             snapshot(f"{REPO}@{OTHER}")
     (found.folder / PINS).unlink()
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

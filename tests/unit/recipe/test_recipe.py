@@ -99,7 +99,7 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
         ("ppo.actor_learning_rat=1", "ppo.actor_learning_rat: unknown key 'actor_learning_rat'; did you mean actor_learning_rate"),
         ("pppo.gamma=1", "unknown stage 'pppo'; did you mean ppo?"),
         ("sede=1", "unknown key 'sede'; did you mean seed?"),
-        ("ppo.xyzzy=1", "valid: temperature, "),
+        ("ppo.xyzzy=1", "valid: router_aux_coef, "),
         ("ppo.gamma", "write <stage>.<field>=<value>"),
         ("sft.data.sources.4.path=x", "sft.data.sources has 1 entries"),
         ("sft.eval_data.max_samples=3", "sft.eval_data is None"),

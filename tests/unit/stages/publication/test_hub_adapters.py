@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rlhf_core.stages.dpo
 import rlhf_core.stages.sft
 from rlhf_core.config import Recipe
-from rlhf_core.hub.pull import pull
 from rlhf_core.hub.snapshots import snapshot
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.lora import base_of
+from rlhf_core.preflight.inputs import require_here
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.lineage import lineage, tree
 from rlhf_core.runs.run_dir import RunDir, run_stage
@@ -72,6 +75,14 @@ def publish_adapter(material: Path, place: Path) -> Path:
     return checkpoint
 
 
+def hf_download(place: str, cache: Path, server: Hub) -> None:
+    """Runs `hf download` as a user does, on a machine with a network that shares the cache folder."""
+    repo_id, commit = place.split("@")
+    ours = {"HF_HUB_CACHE": str(cache), "HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    command = [str(Path(sys.executable).with_name("hf")), "download", repo_id, "--revision", commit]
+    subprocess.run(command, env=os.environ | ours, check=True, capture_output=True)
+
+
 def commit_of(server: Hub, repo_id: str) -> str:
     return server.repositories[repo_id].branches["main"]
 
@@ -90,7 +101,7 @@ def test_an_adapter_trained_on_a_pinned_base_names_repository_and_commit(materia
     assert base_of(str(checkpoint)) == str(snapshot(f"{BASE}@{commit}"))
 
 
-@pytest.mark.parametrize("how", ["pinned", "pulled"])
+@pytest.mark.parametrize("how", ["online", "offline"])
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_training_starts_from_an_adapter_and_its_base_as_it_was(
     material: Path, tmp_path: Path, server: Hub, monkeypatch: pytest.MonkeyPatch, kind: str, how: str
@@ -101,19 +112,23 @@ def test_training_starts_from_an_adapter_and_its_base_as_it_was(
     moved.commit("main", "other weights", other | {"config.json": Blob(b"{}", False)})  # nobody must read this
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "another-machine"))
 
-    base = f"{ADAPTER}@main"
-    if how == "pulled":
-        base = str(tmp_path / "pulled")
-        assert pull(ADAPTER, Path(base), ONCE) == commit_of(server, ADAPTER)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # base and adapter are here: nothing else is needed
+    adapter = f"{ADAPTER}@{commit_of(server, ADAPTER)}"
+    if how == "offline":
+        hf_download(adapter, tmp_path / "another-machine", server)
+        hf_download(f"{BASE}@{moved.tags['v1']}", tmp_path / "another-machine", server)
+        server.heal()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     model, rows = ("model", "sft.jsonl") if kind == "sft" else ("policy", "preferences.jsonl")
+    base = adapter if how == "offline" else f"{ADAPTER}@main"
     planned = chain(material, tmp_path / "artifacts", base, **{kind: training(material, rows, **{model: "base"})})
+    require_here(planned, planned.nodes)
     out = run(planned, planned[kind])
+    assert bool(server.requests) == (how == "online")
 
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(material / "base")
         expected = PeftModel.from_pretrained(plain, checkpoint).merge_and_unload()(TOKENS).logits
-        start = load_policy(base if how == "pulled" else str(snapshot(f"{ADAPTER}@{commit_of(server, ADAPTER)}"))).model(TOKENS).logits
+        start = load_policy(str(snapshot(adapter))).model(TOKENS).logits
         trained = AutoModelForCausalLM.from_pretrained(out)(TOKENS).logits
     assert torch.equal(start, expected), "what training starts from is the base with its adapter"
     assert 1e-3 < (trained - expected).abs().max() and not (out / "adapter_config.json").exists()

@@ -1,0 +1,78 @@
+"""Processes of a stage: groups of ranks, vLLM engines and servers, and which of them can share GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate
+
+
+class Vllm(Config):
+    """The vLLM engines of a stage."""
+
+    num_engines: Annotated[Positive, NotInDigest] = Field(1, description="engines")
+    cpus: Annotated[float, NotInDigest] = Field(1.0, gt=0, description="CPUs of one engine")
+    tensor_parallel_size: Annotated[Positive, NotInDigest] = Field(1, description="GPUs that share one engine's model, all of one node")
+    gpus: Annotated[float, NotInDigest] = Field(
+        0.0, ge=0, description="GPUs of one engine; with tensor_parallel_size, of each of its processes"
+    )
+    gpu_memory_utilization: Annotated[float, NotInDigest] = Field(0.9, gt=0, le=1, description="share of a GPU's memory")
+    kv_cache_gib: Annotated[float, NotInDigest] = Field(1.0, gt=0, description="KV cache on a CPU machine, GiB")
+    seed_answers: bool = Field(
+        False,
+        description="sampling on a GPU: a random stream for each answer, which then depends on no other; slower. On CPU always",
+    )
+    sleep: Annotated[bool, NotInDigest] = Field(
+        False, description="in ppo: free the GPU's memory while the models score and train (the next sync sends the weights again)"
+    )
+    start_timeout: Annotated[Rate, NotInDigest] = Field(
+        900.0, description="of a server (a vllm judge, alignment_tax): seconds until it must be ready"
+    )
+
+    @model_validator(mode="after")
+    def _check_sleep(self) -> Vllm:
+        if self.sleep and not self.gpus:
+            raise ValueError("vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out")
+        return self
+
+
+class Served(Config):
+    """A model on a vLLM server that the stage starts and stops."""
+
+    max_model_len: Positive | None = Field(None, description="longest prompt and answer together, in tokens; default: the model's own")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: that of the checkpoint")
+    vllm: Vllm = Field(Vllm(), description="the server's engine")
+
+    @model_validator(mode="after")
+    def _check_server(self) -> Served:
+        if self.vllm.num_engines > 1 or self.vllm.sleep:
+            raise ValueError(
+                "a server is one engine that never sleeps: leave num_engines and sleep out (tensor_parallel_size splits a model)"
+            )
+        return self
+
+
+Wanted = Ranks | Vllm
+Groups = Mapping[str, Wanted]
+
+
+def processes(wanted: Wanted) -> int:
+    """Returns the number of processes of a group."""
+    return wanted.world_size if isinstance(wanted, Ranks) else wanted.num_engines * wanted.tensor_parallel_size
+
+
+def check_together(groups: Groups) -> None:
+    """Raises ValueError unless groups on the same GPUs have one process on each of them."""
+    counts = {name: processes(wanted) for name, wanted in groups.items()}
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise ValueError(
+            f"groups that share GPUs need equally many processes, there are: {found}. Set num_nodes x num_ranks_per_node to the same "
+            f"(and vllm.num_engines x tensor_parallel_size)"
+        )
+    if len({bool(wanted.gpus) for wanted in groups.values()}) > 1:
+        without = ", ".join(name for name, wanted in groups.items() if not wanted.gpus)
+        raise ValueError(f"groups that share GPUs all need one: set gpus of {without}")
