@@ -37,6 +37,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+import rlhf_core.cluster  # noqa: E402  (sets what Ray reads at its import; some tests import Ray first)
 os.environ.setdefault("MPLBACKEND", "Agg")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -151,7 +151,7 @@ class Fleet:
         key = secrets.token_bytes(16)
         sockets = self.actor.call("start", Actor.open_listener, key).wait(self.timeout) if route.kind == "gpus" else []
         by_gpu = {gpu: socket for gpu, socket in zip(trainer, sockets, strict=False) if gpu is not None}
-        rendezvous = Rendezvous(self.actor.address(route.source, self.timeout), by_gpu, key, self.timeout)
+        rendezvous = Rendezvous(self.actor.store_address(route.source, self.timeout), by_gpu, key, self.timeout)
         opening = [
             self.actor.call("open the weight channel", Actor.open_channel, route, rendezvous, [engines.count(gpu) for gpu in trainer]),
             self.sampler.call("open the weight channel", SamplerRole.open_channel, route, rendezvous),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.cluster.rank_environment import store_address
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.weights import checkpoint_weights
@@ -54,7 +54,7 @@ def test_each_pass_counts(actor: roles.Actor) -> None:
 def test_weights_count_while_they_are_sent_and_received(material: Path) -> None:
     policy = load_policy(str(material / "base"))
     assert counted(lambda: list(checkpoint_weights(policy.model, lambda parameters: nullcontext()))) >= 1
-    rendezvous = Rendezvous(("127.0.0.1", free_port()), {}, b"", 30)
+    rendezvous = Rendezvous(store_address(), {}, b"", 30)
     sender = threading.Thread(target=lambda: Broadcast("gloo", 0, 2, rendezvous).send(iter([("w", torch.ones(5))])))
     sender.start()
     assert counted(lambda: list(Broadcast("gloo", 1, 2, rendezvous).receive())) == 1
