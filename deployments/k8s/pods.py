@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from values import Values
+from values import SecretKey, Values
+
+NODE = {"alignflow/part": "node"}  # label of pods that train; 60-network.yaml names it
 
 
 def pod(v: Values, name: str, command: list[str] | None = None) -> dict[str, Any]:
@@ -45,20 +47,25 @@ def environment(v: Values) -> list[dict[str, Any]]:
 
 def ray_cluster(v: Values) -> dict[str, Any]:
     """Returns a Ray cluster: a head that also trains, and a worker for each further node."""
-    gpus = {"num-gpus": str(v.gpus_per_node)}
+    gpus, labels = {"num-gpus": str(v.gpus_per_node)}, {"labels": NODE}
+    head = {"metadata": labels, "spec": pod(v, "ray-head")}
     spec: dict[str, Any] = {
-        "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0", **gpus}, "template": {"spec": pod(v, "ray-head")}}
+        "authOptions": {"mode": "token"},  # KubeRay makes the token and gives it to the pods
+        "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0", **gpus}, "template": head},
     }
     if v.nodes > 1:
         count = {"replicas": v.nodes - 1, "minReplicas": v.nodes - 1, "maxReplicas": v.nodes - 1}
-        spec["workerGroupSpecs"] = [{"groupName": "gpu", **count, "rayStartParams": gpus, "template": {"spec": pod(v, "ray-worker")}}]
+        spec["workerGroupSpecs"] = [
+            {"groupName": "gpu", **count, "rayStartParams": gpus, "template": {"metadata": labels, "spec": pod(v, "ray-worker")}}
+        ]
     return spec
 
 
 def numbered_pod(v: Values, service: str, job: str, command: list[str]) -> dict[str, Any]:
-    """Returns a pod of an Indexed Job with the number of nodes and the host of node 0 in its environment, for ray-node.sh."""
+    """Returns a pod of an Indexed Job with the number of nodes, the host of node 0 and Ray's token in its environment, for ray-node.sh."""
     ray = {"RAY_NODES": str(v.nodes), "RAY_HEAD_HOST": f"{job}-0.{service}"}
-    return pod(v.model_copy(update={"env": v.env | ray}), "node", command)
+    token = {"RAY_AUTH_TOKEN": SecretKey(secret="alignflow-ray", key="token")}
+    return pod(v.model_copy(update={"env": v.env | ray, "secrets": v.secrets | token}), "node", command)
 
 
 def work_pool(v: Values) -> dict[str, Any]:

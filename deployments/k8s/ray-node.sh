@@ -5,6 +5,7 @@
 #
 # RAY_NODE_RANK (or JOB_COMPLETION_INDEX), RAY_NODES, RAY_HEAD_HOST and RAY_PORT (6379) say who is who. A worker tries to join
 # JOIN_ATTEMPTS times (60), JOIN_PAUSE seconds (10) apart, and ends with the head. The head waits as long for its workers.
+# RAY_AUTH_TOKEN is a secret that all nodes share: without it Ray answers nobody, and these nodes do not start.
 # Exit code: that of COMMAND; a worker's is 0 when the head ended after it had joined; 3 when a node did not join in time.
 set -euo pipefail
 
@@ -14,12 +15,13 @@ host="${RAY_HEAD_HOST:-127.0.0.1}"
 port="${RAY_PORT:-6379}"
 attempts="${JOIN_ATTEMPTS:-60}"
 pause="${JOIN_PAUSE:-10}"
-export RAY_USAGE_STATS_ENABLED=0 RAY_memory_monitor_refresh_ms=0
+export RAY_USAGE_STATS_ENABLED=0 RAY_memory_monitor_refresh_ms=0 RAY_AUTH_MODE=token
 
 say() { echo "ray-node ${rank}: $*" >&2; }
 fail() { say "$*"; exit 3; }
 
 [ -n "$rank" ] || fail "set RAY_NODE_RANK or JOB_COMPLETION_INDEX to this node's number; the head has 0"
+[ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ] || fail "set RAY_AUTH_TOKEN to one secret on all nodes (openssl rand -hex 32)"
 
 count_nodes() {
     python -c 'import ray; ray.init(address="auto", logging_level="ERROR"); print(sum(n["Alive"] for n in ray.nodes()))' 2>/dev/null || echo 0

@@ -45,6 +45,7 @@ class Values(Record):
     rdma: Rdma = Rdma()
     storage: Storage = Storage()
     recipe: str = Field("/artifacts/recipes/recipe.yaml", description="recipe on the shared volume, which is mounted at /artifacts")
+    operator_namespace: str = Field("kuberay-system", pattern=NAME, description="where KubeRay's operator runs; it may reach Ray's heads")
     secrets: dict[str, SecretKey] = Field({}, description="environment variables whose values come from Secrets, by reference")
     env: dict[str, str] = Field({}, description="other environment variables of the trainer")
 

@@ -1,9 +1,22 @@
-"""What a process must know to be one rank of several."""
+"""Connects the ranks of a group: their environment, and the store in which they find each other."""
 
 from __future__ import annotations
 
 import os
 import socket
+import tempfile
+import uuid
+from datetime import timedelta
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from rlhf_core.cluster import LOOPBACK
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+STORE = "ALIGNFLOW_STORE"  # environment variable: address of the store of this rank's group
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE)
 
 # What helps a role or a stage whose GPU has no memory left.
 LESS_MEMORY = (
@@ -13,15 +26,38 @@ LESS_MEMORY = (
 )
 
 
-def set_rank_environment(rank: int, world_size: int, address: str, port: int, local_rank: int = 0) -> None:
-    """What torch.distributed and DeepSpeed read from the environment."""
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(local_rank),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-    }
+_listening: dict[str, socket.socket] = {}  # by address: sockets of stores that this process will open
+
+
+def set_rank_environment(rank: int, world_size: int, store: str, local_rank: int = 0) -> None:
+    """Sets what DeepSpeed and our engines read from the environment."""
+    os.environ |= dict(zip(RANK_VARIABLES, (str(rank), str(world_size), str(local_rank), store), strict=True))
+
+
+def store_address(host: str = LOOPBACK) -> str:
+    """Returns the address of a new store on this machine: a file of this user on a single node, a port of `host` on several.
+
+    PyTorch's TCP store asks nobody for a password and listens on all interfaces by itself: this one listens on `host` alone.
+    """
+    if host == LOOPBACK:
+        return f"file://{tempfile.gettempdir()}/alignflow-ranks-{uuid.uuid4().hex}"
+    listener = socket.create_server((host, 0))
+    address = f"tcp://{host}:{listener.getsockname()[1]}"
+    _listening[address] = listener
+    return address
+
+
+def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Opens the store at an address of `store_address`; for a port, rank 0 must be the process that made the address."""
+    import torch.distributed as dist
+
+    place = urlsplit(address)
+    if place.scheme == "file":
+        store = dist.FileStore(place.path, world_size)  # type: ignore[attr-defined]
+        store.set_timeout(timeout)
+        return store
+    listener = _listening.pop(address).detach() if rank == 0 else None
+    return dist.TCPStore(place.hostname, place.port, world_size, rank == 0, timeout, master_listen_fd=listener)  # type: ignore[attr-defined]
 
 
 def free_port(host: str = "") -> int:

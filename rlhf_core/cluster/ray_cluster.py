@@ -13,6 +13,7 @@ from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group
 
 from rlhf_core.cluster.layout import Layout, Slot, by_node, shortage
+from rlhf_core.runs.launch import SECRET_NAME
 from rlhf_core.system.machine import num_gpus
 
 # Settings of the libraries, by how their names begin.
@@ -50,6 +51,12 @@ def connect() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the work, not a guest of it
     if os.environ.get("RAY_ADDRESS"):
+        if os.environ.get("RAY_AUTH_MODE") != "token":
+            print(
+                f"warning: whoever reaches the Ray cluster at {os.environ['RAY_ADDRESS']} can run code on it: start it with "
+                "RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN on all nodes, and set both here",
+                flush=True,
+            )
         ray.init(job_config=SafePathJob(), log_to_driver=True, logging_level="WARNING")
         return
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
@@ -78,9 +85,12 @@ def is_ours() -> bool:
 
 
 def passed_environment() -> dict[str, str]:
-    """Variables every worker inherits: libraries' settings, among them those that keep NVLink multicast off."""
-    kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT) and name != "RAY_ADDRESS"}
-    for noise in ("RAY_JOB_ID", "RAY_RAYLET_PID", "CUDA_VISIBLE_DEVICES"):
+    """Returns the variables that workers of another cluster get: libraries' settings, among them those that keep NVLink multicast off.
+
+    Keys and tokens are left out, since Ray writes these variables to its logs: they must be set on the nodes.
+    """
+    kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT) and not SECRET_NAME.search(name)}
+    for noise in ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_RAYLET_PID", "CUDA_VISIBLE_DEVICES"):
         kept.pop(noise, None)
     return kept
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from rlhf_core.cluster.rank_environment import free_port, set_rank_environment
+from rlhf_core.cluster.rank_environment import set_rank_environment, store_address
 from rlhf_core.cluster.signs import report
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
@@ -72,8 +72,9 @@ class Worker:
             self._unprepared = error
         self._imports = time.monotonic() - start
 
-    def address(self) -> tuple[str, int]:
-        return ray.util.get_node_ip_address(), free_port()
+    def store_address(self) -> str:
+        """Address of a store for the ranks of a group of which this one is the first."""
+        return store_address(ray.util.get_node_ip_address())
 
     def gpu_ids(self) -> list[str]:
         """The GPUs of this process, as its node counts them."""
@@ -85,17 +86,15 @@ class Worker:
 
         return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
 
-    def build(
-        self, rank: int, world_size: int, local_rank: int, rendezvous: tuple[str, int], factory: Any, options: Any, *gpus: list[str]
-    ) -> Up:
-        """`rendezvous`: address and port at which the ranks connect. `gpus`: the GPUs that an engine over several sees, by slot."""
+    def build(self, rank: int, world_size: int, local_rank: int, store: str, factory: Any, options: Any, *gpus: list[str]) -> Up:
+        """`store`: address of the store in which the ranks find each other. `gpus`: the GPUs that an engine over several sees, by slot."""
         start = time.monotonic()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for place in gpus for gpu in place)
         if self._unprepared is not None:
             with mark_library_errors():
                 raise self._unprepared
-        set_rank_environment(rank, world_size, *rendezvous, local_rank)
+        set_rank_environment(rank, world_size, store, local_rank)
         with mark_library_errors():
             self.role = factory(**options)
         return Up(os.getpid(), self._imports, time.monotonic() - start)

@@ -127,20 +127,20 @@ class Group:
                 worker.prepare.remote(function, *args)
 
     def build(self, factory: Callable[..., Any], **options: Any) -> Pending[Up]:
-        """Makes the role's object on every rank; ranks connect at the first one's address. The results are `Up`."""
-        rendezvous = self._workers[0].address.remote()  # Ray passes the result of a reference, so this does not wait
+        """Makes the role's object on every rank; ranks find each other in the first one's store. The results are `Up`."""
+        store = self._workers[0].store_address.remote()  # Ray passes the result of a reference, so this does not wait
         gpus = [worker.gpu_ids.remote() for worker in self._processes] if self._span > 1 else []
         refs = []
         for rank, worker in enumerate(self._workers):
             # Ray shows each worker only its own GPUs, so the device index is always 0 there.
             local_rank = 0 if ray.cluster_resources().get("GPU") else rank
             seen = gpus[rank * self._span : (rank + 1) * self._span]
-            refs.append(worker.build.remote(rank, self.world_size, local_rank, rendezvous, factory, options, *seen))
+            refs.append(worker.build.remote(rank, self.world_size, local_rank, store, factory, options, *seen))
         return Pending(self.name, "load", refs, self._keys)
 
-    def address(self, rank: int, timeout: float) -> tuple[str, int]:
-        """The node of a rank and a free port there."""
-        return Pending[tuple[str, int]](self.name, "address", [self._workers[rank].address.remote()], [self._keys[rank]]).wait(timeout)[0]
+    def store_address(self, rank: int, timeout: float) -> str:
+        """Address of a store that this rank opens."""
+        return Pending[str](self.name, "address", [self._workers[rank].store_address.remote()], [self._keys[rank]]).wait(timeout)[0]
 
     def gpu_bytes(self, timeout: float) -> int:
         """Memory of the smallest GPU of the group; 0 without GPUs."""

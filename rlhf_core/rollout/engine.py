@@ -18,7 +18,7 @@ import torch
 
 from rlhf_core.models.routing import vllm_returns_routing
 from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, config_of, set_vllm_environment, whole_model
-from rlhf_core.rollout.vllm_patches import keep_rows, sampled_logprobs, wait_for_whole_answers
+from rlhf_core.rollout.vllm_patches import find_ranks_in_a_file, keep_rows, sampled_logprobs, wait_for_whole_answers
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system.gc_pause import uncollected
 
@@ -59,6 +59,7 @@ def library(kv_cache_gib: float) -> Any:
         import vllm
         import vllm.entrypoints.llm  # `vllm.LLM` would import it later
 
+    find_ranks_in_a_file()
     return vllm
 
 

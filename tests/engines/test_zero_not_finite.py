@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.cluster.rank_environment import STORE, store_address
 from rlhf_core.config import SFT, Data
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.sft import run
@@ -42,7 +42,7 @@ engine.step(1e-3)
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_a_gradient_norm_that_is_not_finite(zero_stage: int) -> None:
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", STORE: store_address()}
     run = subprocess.run([sys.executable, "-c", RANK, str(zero_stage)], env=os.environ | rank, capture_output=True, text=True, timeout=200)
     assert "norm 2.0" in run.stdout, run.stderr[-3000:]
     assert run.returncode == 1 and "FloatingPointError: the gradient norm is" in run.stderr.splitlines()[-1]

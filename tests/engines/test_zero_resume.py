@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.cluster.rank_environment import STORE, store_address
 
 pytestmark = pytest.mark.slow
 RANK = """
@@ -46,7 +46,7 @@ print("the same", whole)
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_a_state_goes_on_with_shorter_passes(zero_stage: int, tmp_path: Path) -> None:
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", STORE: store_address()}
     command = [sys.executable, "-c", RANK, str(zero_stage), str(tmp_path)]
     run = subprocess.run(command, env=os.environ | rank, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0 and "the same" in run.stdout, run.stderr[-3000:]

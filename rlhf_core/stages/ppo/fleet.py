@@ -151,7 +151,7 @@ class Fleet:
         key = secrets.token_bytes(16)
         sockets = self.actor.call("start", Actor.open_listener, key).wait(self.timeout) if route.kind == "gpus" else []
         by_gpu = {gpu: socket for gpu, socket in zip(trainer, sockets, strict=False) if gpu is not None}
-        rendezvous = Rendezvous(self.actor.address(route.source, self.timeout), by_gpu, key, self.timeout)
+        rendezvous = Rendezvous(self.actor.store_address(route.source, self.timeout), by_gpu, key, self.timeout)
         opening = [
             self.actor.call("open the weight channel", Actor.open_channel, route, rendezvous, [engines.count(gpu) for gpu in trainer]),
             self.sampler.call("open the weight channel", SamplerRole.open_channel, route, rendezvous),
@@ -237,6 +237,6 @@ def check_gap(gap: float, tolerance: float, most: bool = False, synced: bool = T
     if synced:
         raise WeightsDiffer(f"after a weight sync {differ}: the engine does not hold the actor's weights")
     raise EngineDiffers(
-        f"before any weight sync {differ}, both on the checkpoint of the actor: this version of vLLM computes the model in another way than "
+        f"before any weight sync {differ}, both on the checkpoint of the actor: this release of vLLM computes the model otherwise than "
         "transformers does, no weight sync is at fault; install a version of vLLM that supports the model, or train another one"
     )

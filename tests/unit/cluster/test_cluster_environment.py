@@ -14,10 +14,13 @@ def test_workers_inherit_what_keeps_nvlink_multicast_off(monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("HOME_GROWN", "1")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     passed = passed_environment()
     assert wanted.items() <= passed.items()
     assert "CUDA_VISIBLE_DEVICES" not in passed, "Ray gives each worker its own devices"
     assert "HOME_GROWN" not in passed
+    assert not {"HF_TOKEN", "RAY_AUTH_TOKEN"} & passed.keys(), "Ray writes these variables to its logs"
 
 
 def test_a_shortage_names_the_request_and_what_is_available() -> None:

@@ -210,6 +210,7 @@ def node(tmp_path: Path) -> Nodes:
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
             "LOG": str(tmp_path / "log"),
             "RAY_HEAD_HOST": "head",
+            "RAY_AUTH_TOKEN": "secret",
             "JOIN_ATTEMPTS": "3",
             "JOIN_PAUSE": "0",
             "HEALTHY": "",
@@ -257,6 +258,25 @@ def test_the_head_gives_up_on_missing_workers(node: Nodes) -> None:
 def test_a_node_that_does_not_know_its_number(node: Nodes) -> None:
     done = node("train")
     assert done.returncode == 3 and "set RAY_NODE_RANK or JOB_COMPLETION_INDEX" in done.stderr
+
+
+def test_nodes_without_a_token_do_not_start(node: Nodes, tmp_path: Path) -> None:
+    done = node("train", RAY_NODE_RANK="0", RAY_AUTH_TOKEN="")
+    assert done.returncode == 3 and "set RAY_AUTH_TOKEN to one secret on all nodes" in done.stderr
+    assert not (tmp_path / "log").read_text(), "Ray was not started"
+
+
+def test_policies_let_nodes_reach_nodes_and_nobody_else(tmp_path: Path) -> None:
+    documents = rendered(tmp_path, "--nodes", "4")
+    assert one(documents, "NetworkPolicy", "nobody")["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    chosen = one(documents, "NetworkPolicy", "nodes")["spec"]["podSelector"]["matchLabels"]
+    cluster = one(documents, "RayCluster", "alignflow")["spec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    job = one(documents, "Job", "alignflow-run-nodes")["spec"]["template"]
+    for pod in (cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"][0]["template"], job):
+        assert chosen.items() <= pod["metadata"]["labels"].items()
+    token = [variable for variable in job["spec"]["containers"][0]["env"] if variable["name"] == "RAY_AUTH_TOKEN"]
+    assert token[0]["valueFrom"]["secretKeyRef"]["name"] == "alignflow-ray"
 
 
 def test_the_node_script_is_sound_shell() -> None:

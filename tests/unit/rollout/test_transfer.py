@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.cluster.rank_environment import store_address
 from rlhf_core.rollout import weight_transfer
 from rlhf_core.rollout.weight_receiver import _with_head
 from rlhf_core.rollout.weight_transfer import (
@@ -64,8 +64,7 @@ def test_a_transposed_weight_arrives_as_it_is_read() -> None:
 
 
 def test_one_sender_reaches_all_receivers_and_the_channel_serves_again() -> None:
-    weights, port = some([(40, 3), (7,), (), (5, 5)]), free_port()
-    rendezvous = Rendezvous(("127.0.0.1", port), {}, b"", 30)
+    weights, rendezvous = some([(40, 3), (7,), (), (5, 5)]), Rendezvous(store_address(), {}, b"", 30)
     received: dict[int, list[list[tuple[str, Tensor]]]] = {1: [], 2: []}
 
     def receive(rank: int) -> None:
@@ -176,7 +175,7 @@ def test_a_bucket_may_begin_anywhere() -> None:
 
 
 def test_a_bucket_that_changes_on_its_way_ends_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, rendezvous = some([(40, 3), (7,), (5, 5)]), Rendezvous(("127.0.0.1", free_port()), {}, b"", 30)
+    weights, rendezvous = some([(40, 3), (7,), (5, 5)]), Rendezvous(store_address(), {}, b"", 30)
     monkeypatch.setattr(Broadcast, "_broadcast", flipping(Broadcast._broadcast))
     errors: list[str] = []
 

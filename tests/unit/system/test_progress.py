@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.cluster.rank_environment import store_address
 from rlhf_core.config import SFT, Data
 from rlhf_core.data import sources
 from rlhf_core.data.chat import Renderer, load_tokenizer
@@ -91,7 +91,7 @@ def test_weights_count_while_a_model_loads(load: Callable[[str], Policy | Scorer
 def test_weights_count_while_they_are_sent_and_received(material: Path) -> None:
     policy = load_policy(str(material / "base"))
     assert counted(lambda: list(checkpoint_weights(policy.model, lambda parameters: nullcontext()))) >= 1
-    rendezvous = Rendezvous(("127.0.0.1", free_port()), {}, b"", 30)
+    rendezvous = Rendezvous(store_address(), {}, b"", 30)
     sender = threading.Thread(target=lambda: Broadcast("gloo", 0, 2, rendezvous).send(iter([("w", torch.ones(5))])))
     sender.start()
     assert counted(lambda: list(Broadcast("gloo", 1, 2, rendezvous).receive())) == 1

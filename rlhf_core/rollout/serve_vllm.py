@@ -1,0 +1,15 @@
+"""Runs vLLM's API server, as `python -m vllm.entrypoints.openai.api_server`, with its patch that opens no port between ranks.
+
+The engine's own process imports this module again when it is spawned, so the patch is applied at import.
+"""
+
+from __future__ import annotations
+
+import runpy
+
+from rlhf_core.rollout.vllm_patches import find_ranks_in_a_file
+
+find_ranks_in_a_file()
+
+if __name__ == "__main__":
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
