@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from pydantic import ValidationError
 
 from rlhf_core.config import Recipe
 from rlhf_core.migrate.draft import Note
@@ -17,7 +16,6 @@ from rlhf_core.migrate.stages import stages_of
 from rlhf_core.recipe.load import recipe_of
 from rlhf_core.recipe.plan import plan
 
-MAX_REFUSED = 50
 HEADINGS = {
     "translated": "Translated, flag -> field:",
     "approximated": "Approximated; check these:",
@@ -38,7 +36,7 @@ def migrate(path: Path, gpus: int = 8) -> Migrated:
     """Converts a script to a recipe; executes nothing of it.
 
     `gpus`: number of GPUs of one machine, for launchers that take all. Raises ValueError, one sentence, when it is no text file, a quote
-    is not closed, it has no training command, or a command has no model or data.
+    is not closed, it has no training command, a command has no model or data, or a recipe refuses a value.
     """
     try:
         text = path.read_text()
@@ -54,7 +52,6 @@ def migrate(path: Path, gpus: int = 8) -> Migrated:
             )
         raw, notes = stages_of(found.launches, gpus)
         raw = {"name": _recipe_name(path), **raw}
-        notes += _leave_out_refused(raw)
         recipe = recipe_of(raw)
         plan(recipe)
     except ValueError as error:
@@ -64,31 +61,6 @@ def migrate(path: Path, gpus: int = 8) -> Migrated:
 
 def _recipe_name(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "migrated"
-
-
-def _leave_out_refused(raw: dict[str, Any]) -> list[Note]:
-    """Removes fields whose values a recipe refuses, one after the other. Returns the notes about them."""
-    notes: list[Note] = []
-    for _ in range(MAX_REFUSED):
-        try:
-            Recipe.model_validate(raw)
-            break
-        except ValidationError as error:
-            item = next((i for i in error.errors() if i["loc"][:1] == ("stages",) and len(i["loc"]) > 3 and i["type"] != "missing"), None)
-            if item is None:
-                break
-            stage, path = str(item["loc"][1]), item["loc"][3:]
-            node, parent, key = raw["stages"][stage], None, ""
-            for part in path:  # pydantic also puts in tags of unions, which are in no dictionary
-                if isinstance(node, dict) and part in node:
-                    node, parent, key = node[part], node, str(part)
-                elif isinstance(node, list) and isinstance(part, int):
-                    node = node[part]
-            if parent is None:
-                break
-            del parent[key]
-            notes.append(Note("dropped", stage, f"{'.'.join(map(str, path))}: {node}", f"a recipe refuses it: {item['msg']}", 0))
-    return notes
 
 
 def _text(path: Path, raw: dict[str, Any], notes: list[Note], remarks: list[Remark]) -> str:

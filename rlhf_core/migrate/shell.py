@@ -1,7 +1,8 @@
 """Parses a shell script into its commands, with quotes, continuations, comments, heredocs and variables.
 
 Nothing is executed and no condition is evaluated: the commands of all branches are listed. An assignment inside a condition or a loop
-is used only when its variable has no value yet; `Script.remarks` lists such places and others that could not be followed.
+is used only when its variable has no value yet; `Script.remarks` lists such places and others that could not be followed. What only a
+shell can compute (`$(...)`, `$((...))`, `${A%.*}`) stays as it is written, so that the caller can report it.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ from typing import NamedTuple
 from rlhf_core.migrate.variables import Variables
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-HERE_SUBSTITUTION = re.compile(r"\s*cat\s*<<(-?)\s*(['\"]?)(\w+)\2[^\n]*\n(.*?)\n?[ \t]*\3\s*", re.S)
-QUOTED_DEFAULT = re.compile(r"\w+:?[-=](['\"]).*\1", re.S)  # its value is not split into words
 NAME_ALONE = re.compile(r"\$([A-Za-z_]\w*|\d|[@*#?$!-])")
-QUOTED_ARRAY = re.compile(r"\"\$\{([A-Za-z_]\w*\[@\])\}\"")
+QUOTED_ARRAY = re.compile(r"\"\$\{([A-Za-z_]\w*)\[@\]\}\"")
 BLANKS = re.compile(r"(?:[ \t\r]|\\\n)*(?:#[^\n]*)?")  # with the comment after them
-HEREDOC = re.compile(r"\d*<<(?!<)(-?)[ \t]*(?:'([^'\n]*)'|\"([^\"\n]*)\"|(\\?)([^\s;&|<>()]*))")
+HEREDOC = re.compile(r"\d*<<(-?)[ \t]*(['\"\\]?)(\w+)['\"]?")  # dash, quote, delimiter
 REDIRECTION = re.compile(r"\d*(?:<<<|&>>?|[<>]&|>\||>>?|<)[ \t]*")
-OPERATOR = re.compile(r"&&|\|\||;;|\|&|[;&|()\n]")
-LITERAL = re.compile(r"'([^']*)'|\\([^\n])|([^ \t\n;&|<>()'\"\\$`]+)")
+OPERATOR = re.compile(r"&&|\|\||[;&|()\n]")
+LITERAL = re.compile(r"'([^']*)'|\\\n|\\([^\n])|([^ \t\n;&|<>()'\"\\$`]+)")
 ANSI = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.S)
 OPENING, CLOSING, JOINING = {"if", "while", "until", "for", "case", "select"}, {"fi", "done", "esac"}, {"then", "else", "elif", "do"}
 DECLARING = {"export", "declare", "typeset", "local", "readonly"}
-ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v", "0": "\0"}
+ESCAPES = {"n": "\n", "t": "\t"}
+BORDER = "\0"  # between the words of an expansion
 
 
 class Command(NamedTuple):
@@ -62,7 +62,6 @@ class _Reader:
         self.text, self.variables, self.first_line = text, variables, line
         self.at, self.depth, self.guarded = 0, 0, False
         self.words: list[str] = []
-        self.quoted_first = False
         self.start = 0
         self.pending: list[re.Match[str]] = []  # heredocs whose text comes after this line
         self.script = Script()
@@ -89,17 +88,13 @@ class _Reader:
             elif match := self.take(HEREDOC):
                 self.pending.append(match)
             elif self.take(REDIRECTION):
-                if self.text.startswith("(", self.at):  # a process substitution
-                    self.inside("()")
-                else:
-                    self.word()
+                self.word()
             elif match := self.take(OPERATOR):
                 self.end_command(match[0], self.heredocs() if match[0] == "\n" else "")
             else:
-                if not self.words:
-                    self.start, self.quoted_first = self.at, self.text[self.at] in "'\"\\"
+                self.start = self.start if self.words else self.at
                 found = self.word()
-                if self.words or not found or self.quoted_first or not self.reserved(found[0]):
+                if self.words or not found or not self.reserved(found[0]):
                     self.words += found
         self.end_command("\n", self.heredocs())
 
@@ -121,7 +116,7 @@ class _Reader:
             self.assign(words[-1], "", stdin.strip(), guarded)
         elif words[0] in ("source", "."):
             self.remark(f"{' '.join(words)} is not read: what it sets is unknown here")
-        elif not self.quoted_first:
+        else:
             rest = words[1:] if words[0] in DECLARING else words
             found = [match for word in rest if (match := ASSIGNMENT.match(word))]
             if len(found) == len(rest) or words[0] in DECLARING:
@@ -135,8 +130,7 @@ class _Reader:
             if values[name] != value:
                 self.remark(f"{name} is set again in a condition or a loop; its first value is used")
         elif plus and isinstance(value, list):
-            old = values.get(name, [])
-            values[name] = [*(old if isinstance(old, list) else [old]), *value]
+            values[name] = [*(self.variables.words(name) or []), *value]
         elif plus and isinstance(value, str):
             values[name] = (self.variables.text(name) or "") + value
         else:
@@ -149,57 +143,46 @@ class _Reader:
         """Reads the heredocs of the line that has ended; returns the text of the last one, expanded when its delimiter has no quotes."""
         text = ""
         for match in self.pending:
-            dash, single, double, backslash, bare = match.groups()
-            delimiter, tabs = single or double or bare or "", r"\t*" if dash else ""
+            dash, quote, delimiter = match.groups()
+            tabs = r"\t*" if dash else ""
             body = self.take(re.compile(rf"(.*?)^{tabs}{re.escape(delimiter)}(?:\n|\Z)", re.S | re.M))
-            if not delimiter or not body:
+            if not body:
                 raise self.fail(f"the heredoc {delimiter} is never closed", match.start())
             text = re.sub(r"^\t+", "", body[1], flags=re.M) if dash else body[1]
-            if bare and not backslash:
-                text = _Reader(text, self.variables, self.line(body.start())).quoted("")
+            text = text if quote else _Reader(text, self.variables, self.line(body.start())).quoted("")
         self.pending = []
         return text
 
     def word(self) -> list[str]:
         """Reads one word of the script; an expansion without quotes may turn it into none or several."""
-        done: list[str] = []
-        current: str | None = None  # no word has begun yet
+        text, quoted = "", False
         while self.more() and self.text[self.at] not in " \t\n;&|<>()":
             begin, char = self.at, self.text[self.at]
-            parts: list[str] = []
             if match := self.take(LITERAL):
-                current = (current or "") + "".join(filter(None, match.groups()))
+                text += "".join(filter(None, match.groups()))
+                quoted = quoted or char in "'\\"
             elif match := self.take(ANSI):
-                plain = re.sub(r"\\(.)", lambda m: ESCAPES.get(m[1], m[1] if m[1] in "\\'\"?" else m[0]), match[1], flags=re.S)
-                current = (current or "") + plain
-            elif opening := re.compile(r"\$?'").match(self.text, begin):
-                raise self.fail(f"the quote {opening[0]} is never closed", begin)
-            elif (match := QUOTED_ARRAY.match(self.text, begin)) and (parts := self.variables.words(match[1]) or []):
+                text += re.sub(r"\\(.)", lambda m: ESCAPES.get(m[1], m[1]), match[1], flags=re.S)
+                quoted = True
+            elif (match := QUOTED_ARRAY.match(self.text, begin)) and (words := self.variables.words(match[1])) is not None:
+                text += BORDER.join(words)
                 self.at = match.end()
-                done += [(current or "") + parts[0], *parts[1:]]
-                current = done.pop()
             elif char == '"':
                 self.at += 1
-                current = (current or "") + self.quoted('"')
+                text += self.quoted('"')
                 if not self.more():
                     raise self.fail('the quote " is never closed', begin)
                 self.at += 1
-            elif char == "\\":
-                self.at += 2
-                if self.at > len(self.text):
-                    raise self.fail("it ends in a backslash", begin)
+                quoted = True
+            elif char in "$`" and not self.text.startswith("$'", begin):
+                value, known = self.dollar()
+                text += re.sub(r"\s+", BORDER, value) if known and not ASSIGNMENT.match(text) else value
             else:
-                known, text = self.dollar()
-                whole = not known or (current is not None and ASSIGNMENT.match(current))
-                for at, part in enumerate([text] if whole else re.split(r"\s+", text)):
-                    if at and current is not None:
-                        done.append(current)
-                        current = None
-                    current = (current or "") + part if part else current
-        if current is not None and self.text.startswith("(", self.at) and (match := ASSIGNMENT.fullmatch(current)):
+                raise self.fail("it ends in a backslash" if char == "\\" else "the quote ' is never closed", begin)
+        if self.text.startswith("(", self.at) and (match := ASSIGNMENT.fullmatch(text)):
             self.assign(match[1], match[2], self.array(), self.guarded or self.depth > 0)
-            return done
-        return done if current is None else [*done, current]
+            return []
+        return [part for part in text.split(BORDER) if part] or [""] * quoted
 
     def array(self) -> list[str]:
         begin, self.at = self.at, self.at + 1
@@ -215,45 +198,37 @@ class _Reader:
 
     def quoted(self, mark: str) -> str:
         """Reads a text as between double quotes, up to the quote `mark`; up to the end when that is ''."""
-        pieces: list[str] = []
+        text = ""
         escaped = re.compile(rf"\\([$`\\\n{mark}])")
         while self.more() and self.text[self.at] != mark:
             if match := self.take(escaped):
-                pieces.append(match[1].strip("\n"))
+                text += match[1].strip("\n")
             elif self.text[self.at] in "$`":
-                pieces.append(self.dollar()[1])
+                text += self.dollar()[0]
             else:
-                pieces.append(self.text[self.at])
+                text += self.text[self.at]
                 self.at += 1
-        return "".join(pieces)
+        return text
 
-    def dollar(self) -> tuple[bool, str]:
-        """Expands `$...` or backquotes; returns whether the value is known (and so is split into words), and the text."""
-        begin, text = self.at, self.text
-        if text[begin] == "`":
-            self.at = text.find("`", begin + 1) + 1
+    def dollar(self) -> tuple[str, bool]:
+        """Expands `$A` and `${A}`; returns the text, and whether it is known. Commands and arithmetic stay as they are written."""
+        begin, closing = self.at, {"(": "()", "{": "{}"}.get(self.text[self.at + 1 : self.at + 2])
+        if self.text[begin] == "`":
+            self.at = self.text.find("`", begin + 1) + 1
             if not self.at:
                 raise self.fail("the quote ` is never closed", begin)
-            return False, text[begin : self.at]
-        self.at += 1
-        if text.startswith("(", self.at):
-            body = self.inside("()")
-            if body.startswith("("):
-                value = self.variables.arithmetic(body[1:-1])
-                return not value.startswith("$"), value
-            if here := HERE_SUBSTITUTION.fullmatch(body):
-                return True, here[4] if here[2] else _Reader(here[4], self.variables, self.line(begin)).quoted("")
-            return False, f"$({body})"
-        if text.startswith("{", self.at):
-            body = self.inside("{}")
+        elif closing:
+            self.at += 1
+            body = self.inside(closing)
+            if closing == "{}":
+                value = self.variables.expand(body)
+                return value, not value.startswith("$")
+        elif match := self.take(NAME_ALONE):
+            value = self.variables.expand(match[1])
+            return value, not value.startswith("$")
         else:
-            self.at = begin
-            if not (match := self.take(NAME_ALONE)):
-                self.at += 1
-                return True, "$"
-            body = match[1]
-        value = self.variables.expand(body)
-        return not value.startswith("$") and not QUOTED_DEFAULT.fullmatch(body), value
+            self.at += 1
+        return self.text[begin : self.at], False
 
     def inside(self, brackets: str) -> str:
         """Moves behind the bracket that closes the one at this place, and returns what is between; skips quotes inside."""

@@ -15,7 +15,7 @@ def number(words: Words) -> float:
     if len(words) != 1:
         raise ValueError("one number is expected" if words else "it has no value")
     if "$" in words[0] or "`" in words[0]:
-        raise ValueError("the value of this variable is not in the script")
+        raise ValueError("only a shell knows this value: write the number into the recipe")
     try:
         value = float(words[0])
     except ValueError:

@@ -41,7 +41,7 @@ ARGS=(
    --reward.num_nodes 1 --reward.num_gpus_per_node $NGPU
    --critic.num_nodes 1 --critic.num_gpus_per_node $NGPU
    --actor.num_nodes 1 --actor.num_gpus_per_node $NGPU
-   --vllm.num_engines $((NGPU / TP)) --vllm.tensor_parallel_size $TP --vllm.gpu_memory_utilization 0.5 --vllm.enable_sleep
+   --vllm.num_engines $NGPU --vllm.tensor_parallel_size $TP --vllm.gpu_memory_utilization 0.5 --vllm.enable_sleep
    --train.colocate_all --ds.enable_sleep --ds.adam_offload --ref.offload --reward.offload
    --actor.adam.lr 5e-7 --critic.adam.lr 9e-6 --actor.adam.betas 0.9 0.98 --critic.max_norm 0.5
    --algo.kl.init_coef 0.01 --algo.kl.use_loss --algo.advantage.lambd 0.95

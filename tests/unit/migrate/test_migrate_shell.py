@@ -21,16 +21,13 @@ SCRIPTS = {
     "continuation": "show --a 1 \\\n  --b 2 \\\n\n show c\\\nd",
     "comments": "show a # b\nshow c#d '#e'\n# show f\nshow g",
     "variables": 'A=1; B="x y"; export C=$A$B\nshow $A "$B" $B ${A} pre${A}post "$C" $C',
-    "defaults": 'show ${D:-five} ${D:-"a b"} ${D-x}; D=6; show ${D:-five} ${D:+set} ${E:+set} "${D:-no}"; show ${F:=7} $F',
-    "cutting": 'P=/a/b/model.bin; show ${P##*/} ${P%.bin} ${P%/*} ${P#/a} ${P/b/c} ${P%%/*}"x"',
+    "defaults": 'show ${D:-five} "${D:-"a b"}" ${D-x}; D=6; show ${D:-five} "${D:-no}"; show ${F:=7} $F; E=; show "${E-x}" ${E:-$D}',
     "arrays": 'A=(--one 1 # first\n  --two "a b")\nA+=(--three)\nshow "${A[@]}"; show ${A[@]}; show ${A[1]} "${A[*]}"; show "pre${A[0]}"',
-    "arithmetic": "N=4; M=$((N * 2 + 1)); show $((M/2)) $M $(( 7 % 4 )) $((-7 / 2))",
     "plus": "A=x; A+=y; show $A",
     "ansi": r"""show $'a\nb' $'it\'s'"z" """,
     "heredoc": "X=5\nread -r -d '' CMD <<EOF\nmodule.name \\\n  --path ./x/$X \\\n  --cost \\$5 --q \"z w\"\nEOF\nshow $CMD\n",
     "quoted heredoc": "X=5\nread -r -d '' CMD <<'EOF'\n--path $X\nEOF\nshow $CMD",
     "dashed heredoc": "cat <<-EOF >/dev/null\n\tshow no\n\tEOF\nshow yes",
-    "heredoc in a substitution": 'CMD=$(cat <<EOF\n--a 1\n--b 2\nEOF\n)\nshow $CMD "$CMD"',
     "redirections": "show a >/dev/null 2>&1; show b 2>/dev/null; show c &>/dev/null; show d </dev/null",
     "splitting": 'A=\' x  y \'; show a$A.b; show $A; show "$A"; E=; show $E end "$E"',
     "grammar": "if [ 1 = 1 ]; then\n  show a\nfi\nfor x in 1 2; do :; done; { show b; } && ! show c; (show d)",
@@ -72,10 +69,11 @@ def test_quotes_and_backslashes_as_shlex_reads_them(text: str) -> None:
 
 
 def test_what_a_script_does_not_say_stays_visible() -> None:
-    script = read_script('run $A "x$B" ${C} ${D?no} $(date +%s) `id -u` $1 "$((N * 2))" $$\n')
-    assert script.commands[0].words == (
-        "run", "$A", "x$B", "$C", "${D?no}", "$(date +%s)", "`id -u`", "$1", "$((N * 2))", "${$}",
-    )  # fmt: skip
+    script = read_script('run $A "x$B" ${C} ${D?no} $(date +%s) `id -u` $1 "$((N * 2))" $$; A=a.bin; run ${A%.bin} $((1 + 1))\n')
+    assert [command.words for command in script.commands if command.words[0] == "run"] == [
+        ("run", "$A", "x$B", "$C", "${D?no}", "$(date +%s)", "`id -u`", "$1", "$((N * 2))", "${$}"),
+        ("run", "${A%.bin}", "$((1 + 1))"),
+    ]
 
 
 def test_an_assignment_in_a_condition_counts_only_for_an_unset_variable() -> None:
