@@ -44,7 +44,7 @@ class Route(NamedTuple):
 
 
 class Rendezvous(NamedTuple):
-    """How the two sides connect: the address of the source's store; for `gpus`, the socket of the trainer rank on each GPU and their key."""
+    """How the two sides connect: the address of the source's store; for `gpus`, the socket of the trainer rank on each GPU and a key."""
 
     address: str
     sockets: Mapping[str, str]
