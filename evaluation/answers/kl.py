@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evaluation.answers.questions import Question
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, stored_suffix
-from rlhf_core.models.document_leak import try_rows
+from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load import Policy, load_policy
 from rlhf_core.stages.reference_logprobs import answer_logprobs
 
@@ -65,7 +65,7 @@ def _logprobs(place: str, dtype: str, documents: Sequence[Document], how: Readin
     """Returns the log-probs of the answers, summed over tokens, (N,)."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy: Policy = load_policy(place, dtype, how.trust_remote_code).eval().to(device)
-    try_rows(policy, policy, device, packed=False)
+    detect_document_leak(policy, policy, device, packed=False)
     pad = load_tokenizer(place, how.trust_remote_code).pad_token_id
     parts = []
     with torch.no_grad():

@@ -56,11 +56,8 @@ def served(model: LocalModel, name: str, log: Path, vllm: Vllm, seed: int, trust
         seed=seed,
         dtype=model.dtype,
         max_model_len=model.max_model_len,
-        kv_cache_gib=vllm.kv_cache_gib,
-        tensor_parallel_size=vllm.tensor_parallel_size,
-        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        vllm=vllm,
         trust_remote_code=trust_remote_code,
-        start_timeout=vllm.start_timeout,
     ) as server:
         yield server
 

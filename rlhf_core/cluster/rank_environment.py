@@ -1,4 +1,4 @@
-"""What a process must know to be one rank of several."""
+"""Sets the environment of a process that is one rank of several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LESS_MEMORY = (
 
 
 def set_rank_environment(rank: int, world_size: int, address: str, port: int, local_rank: int = 0) -> None:
-    """What torch.distributed and DeepSpeed read from the environment."""
+    """Sets the variables that torch.distributed and DeepSpeed read."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -25,7 +25,7 @@ def set_rank_environment(rank: int, world_size: int, address: str, port: int, lo
 
 
 def free_port(host: str = "") -> int:
-    """A TCP port of an address of this machine that was free a moment ago."""
+    """Returns a TCP port of an address of this machine that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A Ray cluster (the one at RAY_ADDRESS, or one of this process) and the reservation of it for every rank of a stage."""
+"""Joins the Ray cluster at RAY_ADDRESS, or starts one for this process, and reserves a place on it for every rank of a stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _started = ""  # address of the cluster that `connect` started last
 
 
 class Reservation(NamedTuple):
-    """Reserved places: `slots[name]` are those of a group's processes, node by node."""
+    """Holds what `reserve` has reserved: `slots[name]` are those of a group's processes, node by node."""
 
     group: PlacementGroup
     slots: Mapping[str, Sequence[Slot]]
@@ -48,7 +48,7 @@ def connect() -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the work, not a guest of it
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would give them a lower priority
     if os.environ.get("RAY_ADDRESS"):
         ray.init(job_config=SafePathJob(), log_to_driver=True, logging_level="WARNING")
         return
@@ -68,17 +68,17 @@ def connect() -> None:
 
 
 def leave() -> None:
-    """Ends a cluster of our own, or the connection to another; nothing of its processes is printed any more."""
+    """Ends the cluster if `connect` started it, else leaves it. Nothing that its processes print is shown after that."""
     ray.shutdown()
 
 
 def is_ours() -> bool:
-    """Whether the cluster is one that `connect` started."""
+    """Returns whether `connect` started the cluster."""
     return ray.is_initialized() and ray.get_runtime_context().gcs_address == _started
 
 
 def passed_environment() -> dict[str, str]:
-    """Variables every worker inherits: libraries' settings, among them those that keep NVLink multicast off."""
+    """Returns the variables that every worker inherits: settings of libraries, for example those that turn NVLink multicast off."""
     kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT) and name != "RAY_ADDRESS"}
     for noise in ("RAY_JOB_ID", "RAY_RAYLET_PID", "CUDA_VISIBLE_DEVICES"):
         kept.pop(noise, None)

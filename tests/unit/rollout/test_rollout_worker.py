@@ -8,7 +8,8 @@ import pytest
 import torch
 from vllm.v1.worker import gpu_worker
 
-from rlhf_core.rollout.vllm_worker import BESIDES, Worker
+from rlhf_core.rollout.vllm_patches import BESIDES
+from rlhf_core.rollout.vllm_worker import Worker
 
 GIB = 2**30
 
