@@ -135,10 +135,8 @@ def answer_all(
             seed=request.seed,
             max_model_len=max_len,
             dtype=dtype,
-            kv_cache_gib=config.vllm.kv_cache_gib,
-            gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+            vllm=config.vllm,
             trust_remote_code=trust,
-            tensor_parallel_size=config.vllm.tensor_parallel_size,
         )
 
     count = token_counter(config.style_tokenizer) if config.style_tokenizer else None

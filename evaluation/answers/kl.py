@@ -12,7 +12,7 @@ from evaluation.answers.questions import Question
 from rlhf_core.config import Evaluation
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, stored_suffix
-from rlhf_core.models.document_leak import try_rows
+from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load import Policy, load_policy
 from rlhf_core.stages.reference_logprobs import answer_logprobs
 
@@ -61,7 +61,7 @@ def _logprobs(place: str, documents: Sequence[Document], config: Evaluation, tru
     """Returns the log-probs of the answers, summed over tokens, (N,)."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy: Policy = load_policy(place, config.dtype, trust_remote_code).eval().to(device)
-    try_rows(policy, policy, device, packed=False)
+    detect_document_leak(policy, policy, device, packed=False)
     pad, size = load_tokenizer(place, trust_remote_code).pad_token_id, config.micro_rollout_batch_size
     batches = [documents[start : start + size] for start in range(0, len(documents), size)]
     with torch.no_grad():

@@ -15,7 +15,7 @@ from rlhf_core.config.processes import Wanted, check_together, processes
 
 
 class Slot(NamedTuple):
-    """The place of one process: a bundle, and how much of it the process takes."""
+    """Places one process: its bundle, and how much of that it takes."""
 
     bundle: int
     cpus: float
@@ -24,14 +24,14 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Bundles, and the slots of each group in them. An engine over several GPUs has a slot on each; `spans` is their number."""
+    """Holds the bundles and the slots of each group in them. An engine over several GPUs has a slot on each; `spans` is their number."""
 
     bundles: Sequence[Mapping[str, float]]
     slots: Mapping[str, Sequence[Slot]]
     spans: Mapping[str, int]
 
     def gpus(self) -> dict[str, list[str]]:
-        """The GPU of each process of each group: `GPU 0` for a whole one, else `shared`, `shared 2`, ..., filled one after the other."""
+        """Returns the GPU of each process, by group: `GPU 0` for a whole one, else `shared`, `shared 2`, ..., which are filled in turn."""
         filled: list[float] = []
         names = []
         for i, bundle in enumerate(self.bundles):
@@ -51,7 +51,7 @@ class Layout:
 
 
 def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()) -> Layout:
-    """A bundle for each process, or for each set of processes that share a GPU; those each count as an equal part of it in Ray.
+    """Makes a bundle for each process, or for each set of processes that share a GPU; in Ray each of those takes an equal part of it.
 
     Raises ValueError when groups that share GPUs differ in their number of processes or only some of them have GPUs.
     """
@@ -72,7 +72,7 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
 
 
 def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]:
-    """The slots of each group, node by node, so that ranks next to each other are on one node.
+    """Returns the slots of each group, sorted by node, so that neighbouring ranks are on one node.
 
     Raises ValueError when the GPUs of one engine would be on two nodes.
     """
@@ -91,7 +91,7 @@ def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]
 
 
 def shortage(bundles: Sequence[Mapping[str, float]], there: Mapping[str, float]) -> str:
-    """What the cluster does not have at all, in words; empty when everything fits."""
+    """Returns in words what the cluster does not have at all; empty when everything fits."""
     parts = []
     for resource in ("CPU", "GPU"):
         requested = sum(bundle.get(resource, 0.0) for bundle in bundles)

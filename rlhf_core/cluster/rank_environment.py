@@ -61,7 +61,7 @@ def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> 
 
 
 def free_port(host: str = "") -> int:
-    """A TCP port of an address of this machine that was free a moment ago."""
+    """Returns a TCP port of an address of this machine that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A Ray cluster (the one at RAY_ADDRESS, or one of this process) and the reservation of it for every rank of a stage."""
+"""Joins the Ray cluster at RAY_ADDRESS, or starts one for this process, and reserves a place on it for every rank of a stage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _started = ""  # address of the cluster that `connect` started last
 
 
 class Reservation(NamedTuple):
-    """Reserved places: `slots[name]` are those of a group's processes, node by node."""
+    """Holds what `reserve` has reserved: `slots[name]` are those of a group's processes, node by node."""
 
     group: PlacementGroup
     slots: Mapping[str, Sequence[Slot]]
@@ -49,7 +49,7 @@ def connect() -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the work, not a guest of it
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would give them a lower priority
     if os.environ.get("RAY_ADDRESS"):
         if os.environ.get("RAY_AUTH_MODE") != "token":
             print(
@@ -75,12 +75,12 @@ def connect() -> None:
 
 
 def leave() -> None:
-    """Ends a cluster of our own, or the connection to another; nothing of its processes is printed any more."""
+    """Ends the cluster if `connect` started it, else leaves it. Nothing that its processes print is shown after that."""
     ray.shutdown()
 
 
 def is_ours() -> bool:
-    """Whether the cluster is one that `connect` started."""
+    """Returns whether `connect` started the cluster."""
     return ray.is_initialized() and ray.get_runtime_context().gcs_address == _started
 
 

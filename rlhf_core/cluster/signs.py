@@ -1,4 +1,4 @@
-"""Which of the awaited ranks make progress: each reports its own (`rlhf_core.system.progress`), and the waiting process reads the reports.
+"""Checks which ranks make progress: each reports its own (`rlhf_core.system.progress`), and the process that waits reads the reports.
 
 A rank that works cannot answer a call, so a thread of its process puts the report into the cluster's key-value store. Ray's concurrency
 groups would answer calls beside the work, but move the work off the main thread, where libraries set their signal handlers.
@@ -43,7 +43,7 @@ def _report(key: str) -> None:
 
 
 class Silent(Exception):
-    """Ranks made no progress for too long; `refs` are those of their work."""
+    """Says that ranks made no progress for too long; `refs` are the references of their work."""
 
     def __init__(self, refs: Sequence[Any]):
         super().__init__(refs)
@@ -61,7 +61,7 @@ class Watch:
         self._since, self._next_look = dict.fromkeys(keys, now), now + self._pause
 
     def next(self, waiting: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """What is ready first, and the others. Raises Silent."""
+        """Returns the reference that is ready first, and the others. Raises Silent."""
         while True:
             pause = max(0.0, self._next_look - time.monotonic())
             ready, others = ray.wait(list(waiting), num_returns=1, timeout=pause, fetch_local=False)

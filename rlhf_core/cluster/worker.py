@@ -1,4 +1,4 @@
-"""One rank of a worker group, inside its own process: holds the role's object and runs its methods."""
+"""Runs one rank of a worker group in a process of its own: makes the object of its role and calls its methods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf_core.system.processes import raised_by_us
 
 
 class LibraryError(RuntimeError):
-    """A library's ValueError: not about what the user gave, as ours are."""
+    """Stands for a ValueError that a library raised. Unlike one of ours it does not say what the user must change."""
 
 
 @contextmanager
@@ -36,8 +36,8 @@ def mark_library_errors() -> Iterator[None]:
         raise LibraryError(f"{type(error).__name__}: {error}") from error
 
 
-class Up(NamedTuple):
-    """A rank that is ready: its process, and the seconds that its imports and its loading took."""
+class RankReady(NamedTuple):
+    """Says that a rank is ready: the id of its process, and the seconds that its imports and its loading took."""
 
     process: int
     imports: float
@@ -45,14 +45,14 @@ class Up(NamedTuple):
 
 
 class Worker:
-    """One rank. `build` makes the role's object in this process; `call` runs one of its methods. `key`: what it reports progress under."""
+    """Runs one rank: `build` makes the role's object, `call` runs one of its methods. `key`: under which the rank reports progress."""
 
-    def __init__(self, name: str, threads: int, growing: bool, key: str):
+    def __init__(self, name: str, threads: int, expandable_segments: bool, key: str):
         self._name = name
         self._unprepared: Exception | None = None
         self._imports = 0.0
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before anything is imported that reads it
-        if not growing:
+        if not expandable_segments:
             give_up_segments(os.environ)
         report(key)
 
@@ -77,17 +77,18 @@ class Worker:
         return store_address(ray.util.get_node_ip_address())
 
     def gpu_ids(self) -> list[str]:
-        """The GPUs of this process, as its node counts them."""
+        """Returns the GPUs of this process, as its node counts them."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def gpu_bytes(self) -> int:
-        """Memory of this process's GPU; 0 without one."""
+        """Returns the bytes of this process's GPU; 0 without one."""
         import torch
 
         return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
 
-    def build(self, rank: int, world_size: int, local_rank: int, store: str, factory: Any, options: Any, *gpus: list[str]) -> Up:
-        """`store`: address of the store in which the ranks find each other. `gpus`: the GPUs that an engine over several sees, by slot."""
+    def build(self, rank: int, world_size: int, local_rank: int, store: str, factory: Any, options: Any, *gpus: list[str]) -> RankReady:
+        """Makes the role's object. `store`: address of the store in which the ranks find each other. `gpus`: for an engine over several
+        GPUs, the ids of its GPUs, by slot."""
         start = time.monotonic()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for place in gpus for gpu in place)
@@ -97,17 +98,17 @@ class Worker:
         set_rank_environment(rank, world_size, store, local_rank)
         with mark_library_errors():
             self.role = factory(**options)
-        return Up(os.getpid(), self._imports, time.monotonic() - start)
+        return RankReady(os.getpid(), self._imports, time.monotonic() - start)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, float]:
-        """The method's result and the seconds it took; results are in host memory, so the device has finished too."""
+        """Returns the method's result and the seconds it took. Results are in host memory, so the GPU has finished too."""
         start = time.monotonic()
         with mark_library_errors():
             result = getattr(self.role, method)(*args, **kwargs)
         return result, time.monotonic() - start
 
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, float]]:
-        """What the method yields, each with the seconds since it began."""
+        """Yields what the method yields, each with the seconds since its start."""
         start = time.monotonic()
         with mark_library_errors():
             for item in getattr(self.role, method)(*args, **kwargs):

@@ -1,7 +1,7 @@
-"""Worker groups: the ranks of one role, each a Ray actor that holds a plain object of ours.
+"""Starts and calls worker groups, the ranks of one role. Each rank is a Ray actor that holds one Python object.
 
-A call goes to every rank and returns at once; waiting ends when a rank makes no progress for a time, and names role and phase. Arguments
-may be references from `share`, so that a batch crosses to each node once.
+A call goes to every rank and returns at once. The wait for it ends with an error, which names role and phase, when a rank makes no progress
+for a time. Arguments may be references from `put_on_nodes`, so that a batch is sent to each node once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.rank_environment import LESS_MEMORY
 from rlhf_core.cluster.ray_cluster import Reservation, connect, is_ours, passed_environment, reserve
 from rlhf_core.cluster.signs import Silent, Watch
-from rlhf_core.cluster.worker import Up, Worker
+from rlhf_core.cluster.worker import RankReady, Worker
 from rlhf_core.config import Ranks
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 
@@ -28,12 +28,13 @@ SILENT_SECONDS = 3600  # longer than any work of a training stage that counts no
 
 
 class RoleFailed(RuntimeError):
-    """A role died, raised or stayed silent; the message names role and phase."""
+    """Says that a rank died, raised an error or made no progress; the message names role and phase."""
 
 
 class Pending(NamedTuple, Generic[R]):
-    """Work under way on ranks of a group, `keys` their reports. `spent`, if there is one, takes the seconds of the slowest rank under the
-    phase's name."""
+    """Holds the references of work that ranks of a group are doing.
+
+    `keys`: where each rank reports progress. `spent`: dict to which the slowest rank's seconds are added, under the name of the phase."""
 
     role: str
     phase: str
@@ -42,11 +43,11 @@ class Pending(NamedTuple, Generic[R]):
     spent: dict[str, float] | None = None
 
     def wait(self, timeout: float) -> list[R]:
-        """The results by rank. Raises RoleFailed as soon as one rank failed, or made no progress for `timeout` seconds."""
+        """Waits; returns the results by rank. Raises RoleFailed as soon as one rank failed, or made no progress for `timeout` seconds."""
         return wait_all([self], timeout)[0]
 
     def results(self) -> list[Any]:
-        """The results of finished work, by rank."""
+        """Returns the results of finished work, by rank."""
         results = [self.get(ref) for ref in self.refs]
         if self.spent is None:
             return results
@@ -70,7 +71,7 @@ class Pending(NamedTuple, Generic[R]):
 
 
 def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]:
-    """The results of several groups that work at once, by group and rank. Raises RoleFailed as soon as one rank of any failed, or made no
+    """Waits for groups that work at once; returns the results by group and rank. Raises RoleFailed as soon as any rank failed, or made no
     progress for `timeout` seconds."""
     owner = {ref: work for work in pending for ref in work.refs}
     watch = Watch({ref: key for work in pending for ref, key in zip(work.refs, work.keys, strict=True)}, timeout)
@@ -95,11 +96,13 @@ def _silent(pending: Sequence[Pending[Any]], silent: Silent, timeout: float) -> 
 
 
 class Group:
-    """All ranks of one role in their slots. An engine over several GPUs is one rank; the processes on its other GPUs only reserve them.
-    `growing`: whether their memory may be in segments that grow, where the user sets it (`rlhf_core.system.gpu_allocator`). `together`: the
+    """Starts all ranks of one role. An engine over several GPUs is one rank; the processes on its other GPUs only reserve these.
+    `expandable_segments`: whether PyTorch may use them, where the user turns them on (`rlhf_core.system.gpu_allocator`). `together`: the
     ranks wait for each other in collectives, so that the progress of one is that of all."""
 
-    def __init__(self, name: str, reservation: Reservation, threads: int, span: int = 1, growing: bool = True, together: bool = False):
+    def __init__(
+        self, name: str, reservation: Reservation, threads: int, span: int = 1, expandable_segments: bool = True, together: bool = False
+    ):
         self.name, slots = name, reservation.slots[name]
         self.world_size, key = len(slots) // span, uuid.uuid4().hex
         keys = [key if together else f"{key}-{i}" for i in range(len(slots))]
@@ -113,7 +116,7 @@ class Group:
                 runtime_env=environment,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=slot.bundle),
             )
-            .remote(f"{name}{i // span}" if self.world_size > 1 else name, threads, growing, key)
+            .remote(f"{name}{i // span}" if self.world_size > 1 else name, threads, expandable_segments, key)
             for i, (slot, key) in enumerate(zip(slots, keys, strict=True))
         ]
         self._span, self._workers, self._keys = span, self._processes[::span], keys[::span]
@@ -126,8 +129,8 @@ class Group:
             for worker in self._workers:
                 worker.prepare.remote(function, *args)
 
-    def build(self, factory: Callable[..., Any], **options: Any) -> Pending[Up]:
-        """Makes the role's object on every rank; ranks find each other in the first one's store. The results are `Up`."""
+    def build(self, factory: Callable[..., Any], **options: Any) -> Pending[RankReady]:
+        """Makes the role's object on every rank; ranks find each other in the first one's store. The results are `RankReady`."""
         store = self._workers[0].store_address.remote()  # Ray passes the result of a reference, so this does not wait
         gpus = [worker.gpu_ids.remote() for worker in self._processes] if self._span > 1 else []
         refs = []
@@ -139,22 +142,22 @@ class Group:
         return Pending(self.name, "load", refs, self._keys)
 
     def store_address(self, rank: int, timeout: float) -> str:
-        """Address of a store that this rank opens."""
+        """Returns the address of a store that this rank opens."""
         return Pending[str](self.name, "address", [self._workers[rank].store_address.remote()], [self._keys[rank]]).wait(timeout)[0]
 
     def gpu_bytes(self, timeout: float) -> int:
-        """Memory of the smallest GPU of the group; 0 without GPUs."""
+        """Returns the bytes of the smallest GPU of the group; 0 without GPUs."""
         return min(Pending[int](self.name, "start", [worker.gpu_bytes.remote() for worker in self._workers], self._keys).wait(timeout))
 
     def call(self, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
-        """Runs a method of the role's class on every rank's object, or what a subclass has under its name."""
+        """Starts a method of the role's class on every rank's object; of a subclass its own method of that name."""
         refs = [worker.call.remote(method.__name__, *args, **kwargs) for worker in self._workers]
         return Pending(self.name, phase, refs, self._keys, self._spent)
 
     def stream(
         self, phase: str, timeout: float, method: Callable[Concatenate[Any, P], Iterator[R]], *args: P.args, **kwargs: P.kwargs
     ) -> Iterator[R]:
-        """What the method, as for `call`, yields on the ranks, as it comes. Raises RoleFailed, as `wait_all` does."""
+        """Yields what the method, as for `call`, yields on the ranks, in the order in which it arrives. Raises RoleFailed as `wait_all`."""
         working = [worker.stream.options(num_returns="streaming").remote(method.__name__, *args, **kwargs) for worker in self._workers]
         waiting, slowest = list(working), 0.0
         work = Pending[Any](self.name, phase, working, self._keys)
@@ -173,31 +176,31 @@ class Group:
             yield item
         self._spent[phase] = self._spent.get(phase, 0.0) + slowest
 
-    def spent(self) -> dict[str, float]:
-        """Seconds of work by phase since the last call: the slowest rank's, without waiting for other groups."""
+    def take_seconds(self) -> dict[str, float]:
+        """Returns the seconds of work by phase, and starts to count anew: those of the slowest rank, without waits for other groups."""
         spent = dict(self._spent)
         self._spent.clear()
         return spent
 
 
-def share(value: Any) -> Any:
-    """Puts a value where every worker can read it once per node; pass the result as an argument."""
+def put_on_nodes(value: Any) -> Any:
+    """Stores a value so that Ray sends it to each node only once; pass the result as an argument."""
     return ray.put(value)
 
 
 def in_order(by_rank: Sequence[Sequence[tuple[int, R]]]) -> list[R]:
-    """Joins the ranks' (index, value) shares into one list."""
+    """Joins the (index, value) pairs of all ranks into one list."""
     found = {index: value for share_of_rank in by_rank for index, value in share_of_rank}
     return [found[index] for index in range(len(found))]
 
 
 def cpu_threads(roles_at_once: int) -> int:
-    """Threads of one worker when `roles_at_once` of them work side by side on this machine."""
+    """Returns how many threads one worker gets when `roles_at_once` of them work side by side on this machine."""
     return max(1, (os.cpu_count() or 1) // roles_at_once)
 
 
 class StageRank:
-    """One rank of a training stage that runs the same function everywhere (SFT, reward model, DPO)."""
+    """Runs one rank of a training stage (SFT, reward model, DPO, KTO): every rank calls the same function."""
 
     def __init__(self, work: Callable[[StageRequest, RunDir], Outcome], request: StageRequest, path: str):
         self._work, self._request, self._path = work, request, path

@@ -18,23 +18,23 @@ BEFORE, AFTER = 12, 4  # tokens of the two documents: with a leak most keys of t
 LEAK = 0.1  # relative to the effect inside one document: a leak is about 1, rounding under 0.01 in bf16 and 0 in fp32
 
 
-def try_rows(
+def detect_document_leak(
     forward: Callable[..., object],
     module: Policy | Scorer,
     device: torch.device,
     packed: bool,
     all_reduce: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> None:
-    """Sets `module.apart`, once. `forward` runs the module or an engine around it; a collective if that is one.
+    """Sets `module.document_leak`, once. `forward` runs the module or an engine around it; a collective if that is one.
 
     Skipped where no row has two documents (neither `packed` nor concatenated by the attention), and for layers that carry state along a
     row, which refuse packed rows. `all_reduce` sums over the ranks, so that all take the same decision.
     """
     model = module.model
-    if module.apart is not None or is_stateful(model) or not (packed or takes_varlen(model)):
+    if module.document_leak is not None or is_stateful(model) or not (packed or takes_varlen(model)):
         return
-    module.apart = bool(all_reduce(torch.tensor(float(leaks(forward, module, device)), device=device)) > 0)
-    if not module.apart:
+    module.document_leak = bool(all_reduce(torch.tensor(float(leaks(forward, module, device)), device=device)) > 0)
+    if not module.document_leak:
         return
     if model.config._attn_implementation == VARLEN:  # takes only one row
         model.set_attn_implementation("sdpa")

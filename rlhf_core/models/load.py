@@ -50,7 +50,7 @@ class Policy(nn.Module):
     Raises ValueError for a model whose logits are more than a multiple of its head's outputs, or that reads more than text.
     """
 
-    apart: bool | None = None  # whether each document needs a row of its own (`document_leak`); None: not tried
+    document_leak: bool | None = None  # whether each document needs a row of its own (`document_leak`); None: not tried
 
     def __init__(self, model: PreTrainedModel, balanced: bool = False):
         super().__init__()
@@ -85,7 +85,7 @@ class Policy(nn.Module):
         """
         if self._replay is not None:  # until the next pass: layers may be computed again for the backward pass
             self._replay.table = None if experts is None else experts.flatten(0, 1)
-        hidden, router_logits = _hidden(self.model, tokens, positions, self.balanced, bool(self.apart))
+        hidden, router_logits = _hidden(self.model, tokens, positions, self.balanced, bool(self.document_leak))
         wanted = next_token_pairs(positions, mask)
         count = wanted.shape[1]
         sources, places = sent(F.pad(wanted, (0, rounded(count) - count)), tokens.device)
@@ -110,14 +110,14 @@ class Scorer(nn.Module):
     token; the critic's `V(tokens[<t])` is `before` of this.
     """
 
-    apart: bool | None = None  # as `Policy.apart`
+    document_leak: bool | None = None  # as `Policy.document_leak`
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden, _ = _hidden(self.model, tokens, positions, apart=bool(self.apart))
+        hidden, _ = _hidden(self.model, tokens, positions, apart=bool(self.document_leak))
         return self.model.score(hidden).squeeze(-1).float()
 
 

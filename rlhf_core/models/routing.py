@@ -1,4 +1,4 @@
-"""Rollout routing replay (R3; Ma et al. 2025, arXiv:2510.11370): the policy routes each token to the experts that the sampler chose.
+"""Replays routing (R3; Ma et al. 2025, arXiv:2510.11370): the policy routes each token to the experts that the sampler chose.
 
 Engine and trainer round differently, so a token near the decision boundary of two experts may get different ones, and log-probs differ.
 The weights of the chosen experts are computed by the policy's router, with gradient.
@@ -22,15 +22,6 @@ def replayed(config: Mapping[str, Any]) -> bool:
     """Whether the routing of a model with this config.json can be replayed. vLLM stores experts by the KV slots of full attention."""
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
     return config.get("model_type") in REPLAYED and not windowed
-
-
-def vllm_returns_routing(config: Mapping[str, Any], version: str) -> bool:
-    """Whether this vLLM version returns the routed experts of such a model on this machine's GPU.
-
-    Release 0.24 does, on GPUs before Blackwell: Blackwell's fused kernels choose experts themselves, and vLLM returns zeros (vllm#44116).
-    """
-    supported = torch.cuda.is_available() and torch.cuda.get_device_capability() < (10, 0)
-    return supported and version.startswith("0.24.") and replayed(config)
 
 
 class Replay:

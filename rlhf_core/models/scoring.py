@@ -11,7 +11,7 @@ import torch
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
-from rlhf_core.models.document_leak import try_rows
+from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.dtype import dtype_of
 from rlhf_core.models.load import Scorer, load_scorer
 from rlhf_core.objectives.masked import gather_last
@@ -43,7 +43,7 @@ class RewardScorer:
         self.scorer = load_scorer(path, self.pad_token_id, dtype_of(path, dtype, trust_remote_code), trust_remote_code).eval()
         if torch.cuda.is_available():
             self.scorer.cuda()
-        try_rows(self.scorer, self.scorer, next(self.scorer.parameters()).device, packed=False)
+        detect_document_leak(self.scorer, self.scorer, next(self.scorer.parameters()).device, packed=False)
         self.micro_batch_size = micro_batch_size
         self.mean, self.std = load_statistics(path)
 

@@ -47,11 +47,6 @@ def normalize_rewards(scores: Tensor, mean: float, std: float) -> Tensor:
     return (scores - mean) / std
 
 
-def clip_rewards(scores: Tensor, limit: float) -> Tensor:
-    """Returns scores clipped to [-limit, limit]."""
-    return scores.clamp(-limit, limit)
-
-
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
     """Returns `factor` times the soft overlong punishment of answers of `lengths` tokens (DAPO, Yu et al. 2025, eq. 13).
 
@@ -76,7 +71,7 @@ def token_rewards(kl: Tensor, coef: float, scores: Tensor, mask: Tensor, at: Rew
 
 
 class Credit(NamedTuple):
-    """Advantages and value targets, (..., T), 0 off the mask."""
+    """Holds advantages and value targets, (..., T), 0 off the mask."""
 
     advantages: Tensor
     returns: Tensor
@@ -141,7 +136,7 @@ GROUPED = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}  # by the name that a
 
 
 class InGroups(NamedTuple):
-    """One advantage per answer (N,), and whether the answer was compared with another one (N,)."""
+    """Holds one advantage per answer (N,), and whether the answer was compared with another one (N,)."""
 
     advantages: Tensor
     compared: Tensor
@@ -175,37 +170,18 @@ def _check_group(scores: Tensor) -> None:
         raise ValueError("a group estimator compares answers to one prompt: set n_samples_per_prompt to 2 or more")
 
 
-# Controllers of the KL coefficient.
-
-
 @dataclass(frozen=True)
-class FixedKL:
-    """A constant coefficient."""
+class KLController:
+    """Holds the coefficient of the KL: constant without `target`, else adapted so that the KL moves towards it (Ziegler et al. 2019,
+    section 2.2)."""
 
     coef: float
-
-    def update(self, kl: float, n: int) -> FixedKL:
-        """Returns itself."""
-        return self
-
-
-@dataclass(frozen=True)
-class AdaptiveKL:
-    """A coefficient that moves the KL towards `target` (Ziegler et al. 2019, section 2.2)."""
-
-    coef: float
-    target: float
+    target: float | None = None
     horizon: int = 10000
 
-    def update(self, kl: float, n: int) -> AdaptiveKL:
+    def update(self, kl: float, n: int) -> KLController:
         """Returns the controller after `n` samples of mean KL `kl`, in nats, per token or per answer as `target`."""
+        if self.target is None:
+            return self
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return replace(self, coef=self.coef * (1 + error * n / self.horizon))
-
-
-KLController = FixedKL | AdaptiveKL
-
-
-def kl_controller(coef: float, target: float | None, horizon: int) -> KLController:
-    """Returns an adaptive controller when there is a target, else a fixed one."""
-    return FixedKL(coef) if target is None else AdaptiveKL(coef, target, horizon)

@@ -1,4 +1,4 @@
-"""One vLLM engine in this process: token ids in, token ids and log-probs out.
+"""Runs one vLLM engine in this process: token ids in, token ids and log-probs out.
 
 Nothing is detokenised. Each answer has a seed of its own, a function of the run, the step and the prompt, so that a resumed run
 samples what the undisturbed one samples. Weights come in as (name, tensor) pairs under checkpoint names.
@@ -16,19 +16,28 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlhf_core.models.routing import vllm_returns_routing
+from rlhf_core.config import Vllm
+from rlhf_core.models.routing import replayed
 from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, config_of, set_vllm_environment, whole_model
-from rlhf_core.rollout.vllm_patches import find_ranks_in_a_file, keep_rows, sampled_logprobs, wait_for_whole_answers
+from rlhf_core.rollout.vllm_patches import (
+    applies,
+    find_ranks_in_a_file,
+    keep_rows,
+    returns_routing,
+    sampled_logprobs,
+    wait_for_whole_answers,
+)
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
+from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One sampled answer. `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the distribution it sampled from.
+    """Holds one sampled answer. `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the distribution it sampled from.
 
-    `finished` is False when the length limit cut it; else the last token is a stop token. `experts` (T - 1, layers, k): those to which the
-    tokens of prompt and answer went, but for the last one, which went nowhere; only from engines with `routing_replay`.
+    `finished` is False when the length limit cut it; else the last token is a stop token. `experts` (T - 1, layers, k): the experts of the
+    tokens of prompt and answer; the last token was sent to none. Only from engines with `routing_replay`.
     """
 
     tokens: list[int]
@@ -38,7 +47,7 @@ class Answer:
 
 
 class Sampling(NamedTuple):
-    """How answers are sampled: `n` to each prompt; without `logprobs` theirs are empty.
+    """Says how answers are sampled: `n` to each prompt; without `logprobs` they have none.
 
     With `seed_whole` one stream of random numbers, seeded by all seeds, serves all answers: vLLM then draws for the whole batch at once,
     in place of answer by answer, and an answer depends on those beside it.
@@ -53,7 +62,7 @@ class Sampling(NamedTuple):
 
 
 def library(kv_cache_gib: float) -> Any:
-    """The package vllm with its engine; it reads its environment when it is imported first."""
+    """Imports vLLM with its engine, after its environment is set: it reads that when it is first imported."""
     set_vllm_environment(kv_cache_gib)
     with uncollected():
         import vllm
@@ -64,7 +73,7 @@ def library(kv_cache_gib: float) -> Any:
 
 
 class Sampler:
-    """A vLLM engine with a model loaded. One per process; `close` ends it. `first`: processes of the engines before this one."""
+    """Starts a vLLM engine and loads a model, one in a process; `close` ends it. `first`: the number of processes of engines before it."""
 
     first = 0
 
@@ -74,29 +83,28 @@ class Sampler:
         *,
         seed: int,
         max_model_len: int,
+        vllm: Vllm,
         dtype: str = "float32",
-        kv_cache_gib: float = 1.0,
-        gpu_memory_utilization: float = 0.9,
         trust_remote_code: bool = False,
         can_sleep: bool = False,
-        tensor_parallel_size: int = 1,
         routing_replay: bool = False,
     ):
         on_gpu = torch.cuda.is_available()
         self._dtype, self._trust_remote_code = dtype, trust_remote_code
-        self._vllm = vllm = library(kv_cache_gib)
+        self._library = library(vllm.kv_cache_gib)
+        self._patched = applies()
         keep_rows()
         merged = ExitStack()
         model = merged.enter_context(whole_model(model, dtype, trust_remote_code))
-        self.llm = vllm.LLM(
+        self.llm = self._library.LLM(
             model=model,
             dtype=dtype,
             seed=seed,
             max_model_len=max_model_len,
             enforce_eager=not on_gpu,
             compilation_config=compilation(model) or None,
-            enable_return_routed_experts=routing_replay and vllm_returns_routing(config_of(model), vllm.__version__),
-            gpu_memory_utilization=gpu_memory_utilization,
+            enable_return_routed_experts=routing_replay and replayed(config_of(model)) and returns_routing(),
+            gpu_memory_utilization=vllm.gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
             enable_prefix_caching=on_gpu or not self._has_state(model, max_model_len),
             # A prompt prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do: whole prompts there.
@@ -104,13 +112,13 @@ class Sampler:
             enable_chunked_prefill=on_gpu,
             max_num_batched_tokens=None if on_gpu else max(max_model_len, CPU_BATCHED_TOKENS),
             logprobs_mode="processed_logprobs",
-            **({"worker_cls": "rlhf_core.rollout.vllm_worker.Worker"} if on_gpu else {}),
+            **({"worker_cls": "rlhf_core.rollout.vllm_worker.Worker"} if on_gpu and self._patched else {}),
             worker_extension_cls="rlhf_core.rollout.weight_receiver.WeightReceiver",
             disable_log_stats=True,
             enable_sleep_mode=can_sleep,
-            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_size=vllm.tensor_parallel_size,
             # Processes of this one, which end with it.
-            distributed_executor_backend="mp" if tensor_parallel_size > 1 else None,
+            distributed_executor_backend="mp" if vllm.tensor_parallel_size > 1 else None,
         )
         self.llm.collective_rpc("lean_logprobs")
         wait_for_whole_answers(self.llm.llm_engine)
@@ -118,22 +126,22 @@ class Sampler:
         merged.close()  # now, since Ray ends its processes without letting them clean up
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[list[Answer]]:
-        """`n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled with seed `seeds[i] + j`."""
-        requests, params, n = _requests(prompts, sampling.n), self._params(seeds, sampling), sampling.n
+        """Returns `n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled with seed `seeds[i] + j`."""
         with uncollected():
-            outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
-        answers = [_answer(output) for output in outputs]
-        return [answers[i : i + n] for i in range(0, len(answers), n)]
+            answers = dict(self.stream(prompts, seeds, sampling))
+        return [answers[i] for i in range(len(prompts))]
 
     def stream(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Iterator[tuple[int, list[Answer]]]:
-        """The answers of `generate`, prompt by prompt as they are finished: the prompt's index and its `n` answers."""
-        engine, whole, n = self.llm.llm_engine, self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY, sampling.n
-        for i, (request, how) in enumerate(zip(_requests(prompts, n), self._params(seeds, sampling), strict=True)):
-            how.output_kind = whole
-            engine.add_request(str(i), request, how)
+        """Yields the answers of `generate`, prompt by prompt as they are finished: the prompt's index and its `n` answers."""
+        engine, n = self.llm.llm_engine, sampling.n
+        for i, params in enumerate(self._params(seeds, sampling)):
+            engine.add_request(str(i), {"prompt_token_ids": list(prompts[i // n])}, params)
         found: dict[int, dict[int, Answer]] = {}
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            outputs = engine.step()
+            if not self._patched:  # else `wait_for_whole_answers` counts the steps that sample something
+                progress.made()
+            for output in outputs:
                 if output.finished:
                     prompt, which = divmod(int(output.request_id), n)
                     group = found.setdefault(prompt, {})
@@ -142,11 +150,11 @@ class Sampler:
                         yield prompt, [answer for _, answer in sorted(found.pop(prompt).items())]
 
     def _params(self, seeds: Sequence[int], sampling: Sampling) -> list[Any]:
-        """vLLM's parameters of each answer; with `seed_whole` the engine itself is seeded."""
+        """Returns vLLM's parameters of each answer; with `seed_whole` seeds the engine itself."""
         if sampling.seed_whole:
             self.llm.collective_rpc("seed", args=(random.Random(repr(list(seeds))).getrandbits(48),))
         return [
-            self._vllm.SamplingParams(
+            self._library.SamplingParams(
                 temperature=sampling.temperature,
                 max_tokens=sampling.max_new_tokens,
                 seed=seed + j if sampling.temperature > 0 and not sampling.seed_whole else None,
@@ -154,14 +162,15 @@ class Sampler:
                 logprobs=0 if sampling.logprobs else None,
                 flat_logprobs=True,
                 detokenize=False,
+                output_kind=self._library.sampling_params.RequestOutputKind.FINAL_ONLY,
             )
             for seed in seeds
             for j in range(sampling.n)
         ]
 
     def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-prob of every token of each document given those before it (0 for the first): what a weight sync is probed with."""
-        params = self._vllm.SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        """Returns the log-prob of every token of each document given those before it (0 for the first), to check a weight sync."""
+        params = self._library.SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         requests = [{"prompt_token_ids": list(document)} for document in documents]
         outputs = self.llm.generate(requests, params, use_tqdm=False)
         return [
@@ -184,7 +193,7 @@ class Sampler:
         self.llm.reset_prefix_cache()
 
     def gpu_uuids(self) -> list[str | None]:
-        """The GPU of each process of this engine."""
+        """Returns the GPU of each process of this engine."""
         return list(self.llm.collective_rpc("gpu_uuid"))
 
     def open_channel(self, route: Route, rendezvous: Rendezvous) -> None:
@@ -192,12 +201,12 @@ class Sampler:
         self.llm.collective_rpc("open_channel", args=(route, rendezvous, self.first))
 
     def receive_weights(self) -> None:
-        """All weights from the trainer, which must send them at the same time."""
+        """Loads all weights from the trainer, which must send them at the same time."""
         self.llm.collective_rpc("receive_weights", args=(self.tied,))
         self.llm.reset_prefix_cache()
 
     def sleep(self, keep_weights: bool) -> None:
-        """Forgets the KV cache, and the weights or moves them to (pinned) host memory: the GPU is free for others until `wake`.
+        """Frees the GPU until `wake`: drops the KV cache, and drops the weights or moves them to (pinned) host memory.
 
         Weights that were not kept must be sent after `wake`, before anything is sampled.
         """
@@ -207,8 +216,8 @@ class Sampler:
         self.llm.wake_up()
 
     def _has_state(self, model: str, max_model_len: int) -> bool:
-        """Whether layers of the model carry a state from token to token (Mamba and its relatives), by vLLM's registry of models."""
-        arguments = self._vllm.EngineArgs(
+        """Returns whether layers carry a state from token to token (Mamba and its relatives), by vLLM's registry of models."""
+        arguments = self._library.EngineArgs(
             model=model, dtype=self._dtype, max_model_len=max_model_len, trust_remote_code=self._trust_remote_code
         )
         return bool(arguments.create_model_config().has_inner_state)
@@ -220,12 +229,8 @@ class Sampler:
         del self.llm
 
 
-def _requests(prompts: Sequence[Sequence[int]], n: int) -> list[dict[str, list[int]]]:
-    return [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(n)]
-
-
 def _answer(request: Any) -> Answer:
-    """Raises RuntimeError when log-probs or experts are not those of the answer's tokens."""
+    """Reads an answer. Raises RuntimeError when log-probs or experts are not those of its tokens."""
     output = request.outputs[0]
     tokens, experts = list(output.token_ids), output.routed_experts
     logprobs = [] if output.logprobs is None else sampled_logprobs(output.logprobs, tokens)

@@ -1,4 +1,4 @@
-"""What vLLM reads from the environment, set before its first import, and how it runs a model."""
+"""Sets what vLLM reads from the environment when it is first imported, and chooses how it runs a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 def compilation(model: str) -> dict[str, Any]:
-    """vLLM's `compilation_config` for a checkpoint folder or Hub id on a GPU; empty: its own choice.
+    """Returns vLLM's `compilation_config` for a checkpoint folder or Hub id on a GPU; empty: vLLM chooses.
 
     Models with experts are not compiled: from what vLLM 0.24 had compiled at the first start (PyTorch 2.11, H200), the second one's
     log-probs of a small Mixtral were off by a nat. vllm#56900 is a like case.
@@ -38,7 +38,7 @@ def compilation(model: str) -> dict[str, Any]:
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """The config.json of a checkpoint folder or Hub id; empty where it cannot be read: vLLM will say what is wrong with it."""
+    """Returns the config.json of a checkpoint folder or Hub id; empty where it cannot be read: vLLM will say what is wrong with it."""
     try:
         return dict(json.loads(_config_file(model).read_text()))
     except (OSError, EntryNotFoundError, ValueError):
@@ -54,7 +54,7 @@ def _config_file(model: str) -> Path:
 
 @contextmanager
 def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str]:
-    """A checkpoint folder or Hub id that vLLM can load: `model`, or for an adapter a temporary folder with its base and it merged."""
+    """Yields a checkpoint folder or Hub id that vLLM can load: `model`, or for an adapter a temporary folder with the merged model."""
     if not (Path(model) / ADAPTER_CONFIG).is_file():
         yield model
         return
@@ -66,14 +66,14 @@ def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str
 
 
 def set_vllm_environment(kv_cache_gib: float) -> None:
-    """In-process engine (no second process to lose), no usage report, and a KV cache on CPU that does not take half the memory."""
+    """Sets: the engine in this process (not in a second one), no usage report, a KV cache on CPU that does not take half the memory."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.update(quiet(kv_cache_gib))
 
 
 def server_environment(kv_cache_gib: float) -> dict[str, str]:
-    """The environment of a vLLM server, which has processes of its own: this one's without what would bind it to us.
+    """Returns the environment of a vLLM server, which has processes of its own: this one's without the settings of our process group.
 
     GPUs are those of this process (CUDA_VISIBLE_DEVICES is passed on); torch.distributed's variables would make it wait for others.
     """

@@ -1,8 +1,8 @@
-"""A vLLM OpenAI-compatible server of our own: started, awaited and stopped with a `with` block.
+"""Starts a vLLM server with OpenAI's interface, waits until it is ready, and stops it at the end of a `with` block.
 
 It runs below `rlhf_core.system.reaper`, so it and its workers end with the block, with this process (also by kill -9), and on their own
 death. It listens on 127.0.0.1 only, on a free port, and requires a key made for this one server: no other user of the machine can
-use it, and nobody else's server can be taken for it. It sees the GPUs that this process sees. Sampling is what a request says: of the
+use it, and no other server can be mistaken for it. It sees the GPUs that this process sees. A request decides how is sampled: of the
 model's own generation config only the end tokens count. Its output goes to `log`.
 """
 
@@ -34,12 +34,12 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start, or died. The message ends with the last lines of its log."""
+    """Says that the server did not start, or died. The message ends with the last lines of its log."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server. `url` ends in /v1, `model` is the name for requests, `max_model_len` its longest prompt and answer in tokens."""
+    """Describes a running server: `url` ends in /v1, `model` is its name in requests, `max_model_len` limits prompt plus answer, tokens."""
 
     url: str
     model: str
@@ -70,8 +70,8 @@ def serving(
 ) -> Iterator[Server]:
     """Serves the checkpoint folder or Hub id `model` under `name`; an adapter is merged into its base first.
 
-    `max_model_len`: longest prompt and answer together, in tokens.
-    Raises ServerFailed when the server ends before it is ready, or is not ready after `vllm.start_timeout` seconds.
+    `max_model_len`: longest prompt and answer together, in tokens. Raises ServerFailed when the server ends before it is ready, or is not
+    ready after `vllm.start_timeout` seconds.
     """
     with contextlib.ExitStack() as stack:
         whole = stack.enter_context(whole_model(model, dtype, trust_remote_code))
@@ -119,7 +119,8 @@ def _start(
 
 
 def _await(server: Server, deadline: float, timeout: float) -> int | None:
-    """Its longest text in tokens, once it is ready; None when it ended instead. ServerFailed when the time is over."""
+    """Waits until the server is ready; returns its longest text in tokens, None when it ended instead. Raises ServerFailed after `timeout`
+    seconds."""
     health = f"{server.url.removesuffix('/v1')}/health"
     with httpx.Client(trust_env=False, timeout=5.0, headers={"Authorization": f"Bearer {server.key}"}) as client:
         logged = time.monotonic()
@@ -144,7 +145,7 @@ def _await(server: Server, deadline: float, timeout: float) -> int | None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Lets the reaper end everything below it (TERM, then KILL after the grace), and waits."""
+    """Lets the reaper end all processes below it (TERM, then KILL after GRACE_SECONDS), and waits."""
     process.terminate()
     try:
         process.wait(timeout=GRACE_SECONDS + 10)

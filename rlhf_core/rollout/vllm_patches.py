@@ -1,16 +1,21 @@
-"""Patches private parts of vLLM, most to skip per-token Python work: with a small model on a fast GPU it takes longer than the GPU's own.
+"""Changes private parts of vLLM. Everything here is for the releases in MADE_FOR; with another one vLLM is left as it is.
 
 - `gather_sampled_alone`: only the sampled token's log-prob is gathered; vLLM also ranks the token among the whole vocabulary.
 - `keep_rows`: the arrays of a step are kept whole; vLLM cuts them for each request.
 - `wait_for_whole_answers`: the output processor gets each answer once, when it is complete; vLLM's gets every token.
 - `count_loaded_weights`: each weight that is read at the start is progress.
+- `find_ranks_in_a_file`: ranks of one machine find each other in a file; vLLM 0.24 opens a port on all interfaces.
+- `memory_for_cache`: an engine measures only its own memory; vLLM measures the whole GPU, which other roles use too.
+- `forget_packed_experts`: on CPU new weights of experts replace the old ones.
+- `returns_routing`: whether vLLM returns the experts of each token.
 
-Made for the releases in MADE_FOR. With any other release no patch is applied: answers are the same, and slower.
+The first three skip Python work per token: with a small model on a fast GPU it takes longer than the GPU's own work. Without them answers
+are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,17 +26,19 @@ from rlhf_core.cluster.rank_environment import store_address
 from rlhf_core.system import progress
 
 MADE_FOR = ("0.24.", "0.32.")
+WITH_ROUTING = ("0.24.",)
+BESIDES = 2 * 2**30  # bytes besides PyTorch's: CUDA's own, NCCL's, graphs
 
 
-def applies() -> bool:
-    """Returns whether the patches were made for the installed release of vLLM."""
+def applies(releases: tuple[str, ...] = MADE_FOR) -> bool:
+    """Returns whether the installed vLLM is one of these releases."""
     import vllm
 
-    return str(vllm.__version__).startswith(MADE_FOR)
+    return str(vllm.__version__).startswith(releases)
 
 
 class Rows(NamedTuple):
-    """Rows `start` to `end` of a step's arrays: one request's tokens of that step."""
+    """Refers to rows `start` to `end` of a step's arrays: one request's tokens of that step."""
 
     lists: Any
     start: int
@@ -58,11 +65,14 @@ def keep_rows() -> None:
 
 def wait_for_whole_answers(engine: Any) -> None:
     """Makes vLLM's `engine` give its output processor one output for each answer, with all of its tokens, when the answer is complete.
+    A step that samples something counts as progress.
 
     For requests without text or stop strings: those need every token as it is sampled.
     """
+    if not applies():
+        return
     process = engine.output_processor.process_outputs
-    collect, begun = applies(), dict[str, tuple[Any, list[Rows], list[np.ndarray]]]()
+    begun = dict[str, tuple[Any, list[Rows], list[np.ndarray]]]()
 
     def complete(outputs: list[Any]) -> Iterator[Any]:
         for output in outputs:
@@ -84,7 +94,7 @@ def wait_for_whole_answers(engine: Any) -> None:
     def process_outputs(outputs: list[Any], *others: Any, **named: Any) -> Any:
         if outputs:
             progress.made()
-        return process(list(complete(outputs)) if collect else outputs, *others, **named)
+        return process(list(complete(outputs)), *others, **named)
 
     engine.output_processor.process_outputs = process_outputs
 
@@ -147,3 +157,45 @@ def sampled_logprobs(logprobs: Any, tokens: list[int]) -> list[float]:
     if ids != tokens:
         raise RuntimeError("vLLM returned log-probs of other tokens than those it sampled: install the version that the requirements name")
     return values
+
+
+def memory_for_cache(worker: Any, run_largest_batch: Callable[[], object]) -> int:
+    """Returns the bytes for the KV cache: of the worker's share of the GPU what its own process has not used.
+
+    vLLM compares the GPU's free memory before and after a largest batch, and stops when more is free afterwards, for example because
+    another role has sharded its model meanwhile or moved it to the host. Raises ValueError when nothing is left.
+    """
+    weights, before = sum(weight.nbytes for weight in worker.model_runner.get_model().parameters()), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    worker.cache_config.kv_cache_memory_bytes = 1  # given a size, vLLM runs its largest batch and measures nothing
+    run_largest_batch()
+    peak = torch.cuda.max_memory_allocated()
+    taken = max(peak, weights + peak - before) + BESIDES  # weights of an engine that can sleep may be outside PyTorch's count
+    left = int(worker.requested_memory) - taken
+    if left <= 0:
+        raise ValueError(
+            f"weights, the largest batch and {BESIDES / 2**30:g} GiB for CUDA, NCCL and graphs take {taken / 2**30:.1f} GiB, and "
+            f"vllm.gpu_memory_utilization grants {worker.requested_memory / 2**30:.1f}: raise it"
+        )
+    worker.cache_config.kv_cache_memory_bytes = left
+    return left
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """Drops the kernels of a model's experts. On CPU vLLM packs experts when it makes their kernel: without one the next load packs the new
+    weights. Raises RuntimeError for experts on another release, which may keep the old ones."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is None:
+            continue
+        if not applies():
+            raise RuntimeError("this vLLM may keep the old weights of experts on a CPU: install the version that the requirements name")
+        method.moe_kernel = None
+
+
+def returns_routing() -> bool:
+    """Returns whether vLLM returns the experts of each token on this machine's GPU, for models that `routing.replayed` names.
+
+    Blackwell's fused kernels choose experts themselves, and vLLM returns zeros (vllm#44116).
+    """
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (10, 0) and applies(WITH_ROUTING)

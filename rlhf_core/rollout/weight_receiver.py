@@ -1,4 +1,4 @@
-"""The receiving end of weights, inside vLLM: it imports `WeightReceiver` into its workers by name."""
+"""Receives weights inside vLLM, which imports `WeightReceiver` into its workers by its name."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_core.rollout.vllm_patches import gather_sampled_alone
+from rlhf_core.rollout.vllm_patches import forget_packed_experts, gather_sampled_alone
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
 
 
 def gpu_uuid() -> str | None:
-    """The GPU this process computes on, the same in every process on it; None on CPU."""
+    """Returns the id of the GPU this process computes on, the same in every process on it; None on CPU."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else None
 
 
 class WeightReceiver:
-    """Mixed into vLLM's worker. `rank` is the worker's place among those of its engine. `tied`: the model shares embeddings and head."""
+    """Adds methods to vLLM's worker. `rank`: the worker's number in its engine. `tied`: embeddings and head are one weight."""
 
     model_runner: Any
     rank: int
@@ -34,13 +34,12 @@ class WeightReceiver:
         gather_sampled_alone(self.model_runner.sampler)
 
     def seed(self, seed: int) -> None:
-        """Of the random numbers for answers without a seed of their own, which one of vLLM's model runners has of PyTorch, the other of
-        numpy."""
+        """Seeds the random numbers of answers without a seed of their own: vLLM's model runners use PyTorch's or numpy's."""
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
 
     def open_channel(self, route: Route, rendezvous: Rendezvous, first: int) -> None:
-        """`first`: the number of this engine's first worker among those of all engines."""
+        """Connects to the trainer. `first`: the number of this engine's first worker among those of all engines."""
         if route.kind == "gpus":
             gpu = gpu_uuid()
             assert gpu is not None
@@ -49,22 +48,22 @@ class WeightReceiver:
             self._channel = Broadcast(route.kind, 1 + first + self.rank, 1 + route.receivers, rendezvous)
 
     def receive_weights(self, tied: bool) -> None:
-        """All weights under checkpoint names, from the trainer that sends them now."""
+        """Loads all weights under checkpoint names from the trainer, which sends them now."""
         self._reload(self._channel.receive(), tied)
 
     def take_weights(self, named: Sequence[tuple[str, Tensor]], tied: bool) -> None:
         self._reload(named, tied)
 
     def load_checkpoint(self, folder: str, tied: bool) -> None:
-        """The weights of the safetensors files in a folder."""
+        """Loads the weights of the safetensors files in a folder."""
         from safetensors.torch import load_file
 
         self._reload((named for file in sorted(Path(folder).glob("*.safetensors")) for named in load_file(file).items()), tied)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]], tied: bool) -> None:
-        """`load_weights` alone fails after start, since CPU linears are repacked."""
+        """Replaces the weights. `load_weights` alone fails once linear layers are repacked, as they are on CPU after the start."""
         if not torch.cuda.is_available():
-            _forget_packed_experts(self.model_runner.get_model())
+            forget_packed_experts(self.model_runner.get_model())
         self.model_runner.reload_weights(weights_iterator=_with_head(weights) if tied else weights)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -72,7 +71,7 @@ class WeightReceiver:
 
 
 def _with_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """With tied embeddings the head is needed too: vLLM repacks it and would keep the old one."""
+    """Adds the head to the weights of a model with tied embeddings: vLLM repacks it and would keep the old one."""
     embeddings, sent = None, False
     for name, weight in weights:
         sent = sent or name == "lm_head.weight"
@@ -81,11 +80,3 @@ def _with_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
         yield name, weight
     if embeddings is not None and not sent:
         yield "lm_head.weight", embeddings
-
-
-def _forget_packed_experts(model: torch.nn.Module) -> None:
-    """On CPU vLLM packs experts once, when their kernel is made: without the kernel, the next load packs the new weights."""
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None  # type: ignore[union-attr]

@@ -1,9 +1,9 @@
-"""Weights from the trainer's ranks into the engines, in buckets, so that beside the two models only a bucket or two exist.
+"""Sends weights from the trainer's ranks to the engines, in buckets, so that besides the two models only a bucket or two are in memory.
 
-Three routes. `gpus`: every engine process is on a GPU with a trainer rank, which shows it each bucket through CUDA IPC. `nccl`: one
+Three routes. `gpus`: every engine process is on a GPU with a trainer rank, which shares each bucket with it through CUDA IPC. `nccl`: one
 trainer rank broadcasts over NCCL to engines on other GPUs (NCCL refuses two ranks on one GPU). `gloo`: the same broadcast through host
-memory, on machines without GPUs and for placements that are neither. The channel opens once and serves every sync, at whose end both
-sides compare the sum of what was sent and what arrived.
+memory, on machines without GPUs and for all other placements. The channel opens once and is used by every sync, at whose end both sides
+compare the checksums of what was sent and what arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from rlhf_core.cluster.rank_environment import open_store
 from rlhf_core.system import progress
-from rlhf_core.system.gpu_allocator import shown_bytes, wants_segments
+from rlhf_core.system.gpu_allocator import shared_bytes, wants_segments
 
 BUCKET_BYTES = 512 << 20
 DEVICE_ARGUMENT = 6  # of PyTorch's `rebuild_cuda_tensor`: the index of the device to open the memory on
@@ -31,12 +31,13 @@ ALIGNMENT = 16  # bytes: every weight of a bucket can be viewed in its own dtype
 Named = Iterator[tuple[str, Tensor]]
 
 
-class WeightsLost(RuntimeError):
-    """What arrived is not what was sent."""
+class ChecksumMismatch(RuntimeError):
+    """Says that the weights that arrived are not those that were sent."""
 
 
 class Route(NamedTuple):
-    """How weights travel. `source`: the trainer rank that sends (`gpus`: every rank does); `receivers`: engine processes in all."""
+    """Says how weights are sent. `source`: the trainer rank that is rank 0 of the channel and sends (with `gpus` every rank sends);
+    `receivers`: the number of engine processes."""
 
     kind: Literal["gpus", "nccl", "gloo"]
     source: int
@@ -44,7 +45,8 @@ class Route(NamedTuple):
 
 
 class Rendezvous(NamedTuple):
-    """How the two sides connect: the address of the source's store; for `gpus`, the socket of the trainer rank on each GPU and a key."""
+    """Says where the two sides connect: the address of the source's store; for `gpus`, the socket of the trainer rank on each GPU, and a
+    key."""
 
     address: str
     sockets: Mapping[str, str]
@@ -53,7 +55,7 @@ class Rendezvous(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One weight in a bucket, `start` bytes from its beginning."""
+    """Describes one weight in a bucket, `start` bytes from its beginning."""
 
     name: str
     dtype: str
@@ -62,19 +64,19 @@ class Entry(NamedTuple):
 
 
 def choose_route(trainer: Sequence[str | None], engines: Sequence[str | None]) -> Route:
-    """The fastest route between the GPUs of the trainer's ranks and those of the engines' processes (None: no GPU)."""
+    """Returns the fastest route between the GPUs of the trainer's ranks and those of the engines' processes (None: no GPU)."""
     if None in trainer or None in engines:
         return Route("gloo", 0, len(engines))
     if set(engines) <= set(trainer):
         return Route("gpus", 0, len(engines))
-    alone = [rank for rank, gpu in enumerate(trainer) if gpu not in engines]
-    if alone and len(set(engines)) == len(engines):
-        return Route("nccl", alone[0], len(engines))
+    ranks_without_engine = [rank for rank, gpu in enumerate(trainer) if gpu not in engines]
+    if ranks_without_engine and len(set(engines)) == len(engines):
+        return Route("nccl", ranks_without_engine[0], len(engines))
     return Route("gloo", 0, len(engines))
 
 
 class Broadcast:
-    """`nccl` and `gloo`: rank 0 sends, all others receive. A header goes before each bucket, an empty one ends."""
+    """Sends by `nccl` or `gloo`: rank 0 of this channel sends, the others receive. A header precedes each bucket; an empty one ends it."""
 
     def __init__(self, backend: Literal["nccl", "gloo"], rank: int, size: int, rendezvous: Rendezvous):
         patience = timedelta(seconds=rendezvous.timeout)
@@ -91,7 +93,7 @@ class Broadcast:
 
     def send(self, weights: Named) -> None:
         sums = Sums()
-        for entries, data in packed(weights, self._device):
+        for entries, data in to_buckets(weights, self._device):
             sums.add(data)
             header = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(self._device)
             for part in (torch.tensor([len(header), len(data)], device=self._device), header, data):
@@ -113,14 +115,14 @@ class Broadcast:
             self._broadcast(data)
             sums.add(data)
             progress.made()
-            yield from unpacked([Entry(*entry) for entry in json.loads(bytes(header.tolist()))], data)
+            yield from from_bucket([Entry(*entry) for entry in json.loads(bytes(header.tolist()))], data)
 
     def _broadcast(self, data: Tensor) -> None:
         self._group.broadcast(data, 0).wait()
 
 
 class SameGpu:
-    """`gpus`: each bucket's memory is shown to the engine processes on this GPU; they copy it before the next one overwrites it.
+    """Sends by `gpus`: shares the memory of each bucket with the engine processes on this GPU; they copy it before the next overwrites it.
 
     A handle names its device by the sender's index, and each process numbers the GPUs that it sees: the receiver, which computes on the
     same GPU, opens the memory on its own current device and waits for that one.
@@ -131,7 +133,7 @@ class SameGpu:
 
     def send(self, weights: Named) -> None:
         sums = Sums()
-        for entries, data in packed(weights, torch.device("cuda")):
+        for entries, data in to_buckets(weights, torch.device("cuda")):
             sums.add(data)
             _finish()
             for connection in self._connections:
@@ -143,24 +145,24 @@ class SameGpu:
 
     def receive(self) -> Named:
         (connection,), sums, device = self._connections, Sums(), torch.cuda.current_device()
-        while not isinstance(shown := connection.recv(), int):
-            entries, rebuild, how = shown
-            shared = rebuild(*how[:DEVICE_ARGUMENT], device, *how[DEVICE_ARGUMENT + 1 :])
+        while not isinstance(message := connection.recv(), int):
+            entries, rebuild, rebuild_arguments = message
+            shared = rebuild(*rebuild_arguments[:DEVICE_ARGUMENT], device, *rebuild_arguments[DEVICE_ARGUMENT + 1 :])
             data = shared.clone()
             torch.cuda.synchronize(device)
-            del shared, how
+            del shared, rebuild_arguments
             connection.send(True)
             sums.add(data)
             progress.made()
-            yield from unpacked(entries, data)
-        sums.compare(shown)
+            yield from from_bucket(entries, data)
+        sums.compare(message)
 
 
 Channel = Broadcast | SameGpu  # one side of an open route
 
 
 class Sums:
-    """The checksum of the buckets of one sync: their bytes as 64-bit numbers (the rest as bytes), added up modulo 2^64, in any order."""
+    """Computes the checksum of the buckets of a sync: the sum of their bytes as 64-bit numbers (the rest as bytes) modulo 2^64."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
@@ -175,16 +177,16 @@ class Sums:
         return int(torch.stack(self._sums).sum()) if self._sums else 0
 
     def compare(self, sent: int) -> None:
-        """Raises WeightsLost when `sent`, the sender's total, is another."""
+        """Raises ChecksumMismatch when `sent`, the sender's total, differs."""
         if (arrived := self.total()) != sent:
-            raise WeightsLost(
+            raise ChecksumMismatch(
                 f"the weights that arrived are not those that the actor sent (checksums {arrived:x} and {sent:x}, {len(self._sums) // 2} "
                 "buckets): resume the run, and look at the machine's memory and links if it comes again"
             )
 
 
-def packed(weights: Named, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[list[Entry], Tensor]]:
-    """Weights as buckets of at most `bucket_bytes` bytes, uint8 on `device`; a larger weight is a bucket of its own.
+def to_buckets(weights: Named, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[list[Entry], Tensor]]:
+    """Yields weights in buckets of at most `bucket_bytes` bytes, uint8 on `device`; a larger weight is a bucket of its own.
 
     A bucket is overwritten when the next one is requested.
     """
@@ -199,10 +201,10 @@ def packed(weights: Named, device: torch.device, bucket_bytes: int = BUCKET_BYTE
             yield entries, buffer[:used]
             entries, used = [], 0
         if len(data) > bucket_bytes:
-            yield [entry._replace(start=0)], shown_bytes(len(data), device).copy_(data) if wants_segments() else data.to(device)
+            yield [entry._replace(start=0)], shared_bytes(len(data), device).copy_(data) if wants_segments() else data.to(device)
             continue
         if buffer is None:
-            buffer = shown_bytes(bucket_bytes, device)
+            buffer = shared_bytes(bucket_bytes, device)
         buffer[used : used + len(data)].copy_(data)
         entries.append(entry._replace(start=used))
         used += -(-len(data) // ALIGNMENT) * ALIGNMENT
@@ -210,8 +212,8 @@ def packed(weights: Named, device: torch.device, bucket_bytes: int = BUCKET_BYTE
         yield entries, buffer[: min(used, bucket_bytes)]
 
 
-def unpacked(entries: Sequence[Entry], data: Tensor) -> Named:
-    """Views of the weights in a bucket."""
+def from_bucket(entries: Sequence[Entry], data: Tensor) -> Named:
+    """Yields views of the weights in a bucket."""
     for entry in entries:
         dtype: torch.dtype = getattr(torch, entry.dtype)
         size = dtype.itemsize * math.prod(entry.shape)

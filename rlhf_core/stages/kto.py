@@ -88,7 +88,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
     engine = make_engine(trained, config)
-    passes = Passes(micro, config.micro_train_tokens, apart=bool(trained.apart))
+    passes = Passes(micro, config.micro_train_tokens, apart=bool(trained.document_leak))
     if engine.rank == 0:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
     refs = reference_logprobs(

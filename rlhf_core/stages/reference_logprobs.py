@@ -16,7 +16,7 @@ import torch
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
-from rlhf_core.models.document_leak import try_rows
+from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import Policy, masked_logprobs
 from rlhf_core.objectives.masked import document_mean, document_sum
@@ -64,8 +64,8 @@ def dealt_logprobs(
     """
     module = policy if isinstance(policy, Policy) else policy.module
     if isinstance(policy, Policy):
-        try_rows(policy, policy, engine.device, passes.tokens is not None, engine.all_reduce)
-    passes = passes._replace(share=passes.share and can_share(module.model, engine.device), apart=bool(module.apart))
+        detect_document_leak(policy, policy, engine.device, passes.tokens is not None, engine.all_reduce)
+    passes = passes._replace(share=passes.share and can_share(module.model, engine.device), apart=bool(module.document_leak))
     starts = [0]
     for documents in micro_batches:
         starts.append(starts[-1] + len(documents))

@@ -56,7 +56,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
     share = can_share(scorer.model, engine.device)
-    passes = Passes(config.micro_train_batch_size, config.micro_train_tokens, engine.world_size, share, bool(scorer.apart))
+    passes = Passes(config.micro_train_batch_size, config.micro_train_tokens, engine.world_size, share, bool(scorer.document_leak))
 
     def loss(engine: Engine, pairs: list[Pair], denominator: float) -> Loss:
         scores = pair_scores(engine, pairs, pad, passes)

@@ -56,7 +56,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
     def micro_batches(documents: Sequence[Document]) -> list[list[Row]]:
-        apart = bool(policy.apart)
+        apart = bool(policy.document_leak)
         if config.micro_train_tokens:
             passes = Passes(1, config.micro_train_tokens, engine.world_size, apart=apart)
             return [passes.rows_of(part) for part in passes.split(documents, len)]

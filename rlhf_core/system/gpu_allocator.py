@@ -33,7 +33,7 @@ def wants_segments() -> bool:
     return f"{SEGMENTS}:True" in _settings()
 
 
-def shown_bytes(size: int, device: torch.device) -> torch.Tensor:
+def shared_bytes(size: int, device: torch.device) -> torch.Tensor:
     """Returns an uninitialised tensor of `size` bytes, uint8, in memory that other processes can open by a CUDA IPC handle."""
     import torch
 

@@ -13,7 +13,7 @@ from rlhf_core.config import KINDS, Lora, Trainable
 from rlhf_core.data.report import JSON
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_training, require_start, size_at, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
-from rlhf_core.models.document_leak import try_rows
+from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load import Policy, Scorer, recompute
 from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
@@ -78,7 +78,7 @@ def make_engine(module: Policy | Scorer, config: Trainable) -> Engine:
     """The engine of one rank: plain torch for `zero_stage` 0 (and for auto on one rank), DeepSpeed otherwise. Tests packed rows."""
     engine = _engine(module, config)
     packed = bool(config.micro_train_tokens or getattr(config, "packing", False))
-    try_rows(engine, module, engine.device, packed, engine.all_reduce)
+    detect_document_leak(engine, module, engine.device, packed, engine.all_reduce)
     return engine
 
 

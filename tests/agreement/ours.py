@@ -12,7 +12,7 @@ import rlhf_core.stages.dpo
 import rlhf_core.stages.kto
 import rlhf_core.stages.reward_model
 import rlhf_core.stages.sft
-from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, Source, StageConfig
+from rlhf_core.config import DPO, KTO, PPO, SFT, Data, RewardModel, Source, StageConfig
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import Batch, collate
 from rlhf_core.data.documents import Document
@@ -22,7 +22,7 @@ from rlhf_core.objectives.advantages import kl_estimate
 from rlhf_core.objectives.losses import importance_weights, orpo_loss
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.stages.ppo.credit import Shaping, estimate
+from rlhf_core.stages.ppo.credit import estimate
 from tests.agreement import material
 from tests.agreement.material import CLIP_HIGH, CLIP_LOW, MAX_LENGTH
 
@@ -88,10 +88,10 @@ def padded(rows: list[list[float]], batch: Batch) -> torch.Tensor:
 
 def advantages(case: material.RLCase, rewards: torch.Tensor, old: torch.Tensor, ref: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """One an answer, (N,), from `rewards` (N,) and log-probs (N, T); the KL is in the reward for RLOO."""
-    shaping = Shaping(case.estimator, material.ANSWERS, (), 10.0, "last_token", None, "k1", "reward", 1.0, 1.0, False, (0.0, 1.0), False)
+    config = PPO(prompts=Data(sources="none"), advantage_estimator=case.estimator, n_samples_per_prompt=material.ANSWERS)
     kl = torch.where(mask, kl_estimate(old, ref, "k1"), 0)
     coef = case.beta if case.trainer == "RLOO" else 0.0
-    found = estimate(rewards, kl, coef, torch.zeros_like(kl), mask, torch.ones_like(rewards, dtype=torch.bool), shaping)
+    found = estimate(rewards, kl, coef, torch.zeros_like(kl), mask, torch.ones_like(rewards, dtype=torch.bool), config)
     return torch.where(mask, found.credit.advantages, -torch.inf).amax(-1)
 
 

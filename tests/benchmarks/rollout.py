@@ -63,10 +63,12 @@ def plain(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
 
 
 def ours(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+    from rlhf_core.config import Vllm
     from rlhf_core.rollout.engine import Sampler, Sampling
 
     length = arguments.prompt_len + arguments.generate_len
-    sampler = Sampler(arguments.model, seed=0, max_model_len=length, dtype=arguments.dtype, gpu_memory_utilization=arguments.memory)
+    vllm = Vllm(gpu_memory_utilization=arguments.memory)
+    sampler = Sampler(arguments.model, seed=0, max_model_len=length, dtype=arguments.dtype, vllm=vllm)
     rng = random.Random(1)
 
     def generate(batch: list[list[int]]) -> int:

@@ -71,7 +71,7 @@ def groups() -> Iterator[tuple[Group, Group]]:
     connect()
     two = Ranks(num_ranks_per_node=2, cpus=0.25)
     reservation = reserve(arrange({"critic": two, "actor": two}), 30)
-    made = Group("critic", reservation, 3), Group("actor", reservation, 3, growing=False)
+    made = Group("critic", reservation, 3), Group("actor", reservation, 3, expandable_segments=False)
     for pending in [group.build(Role) for group in made]:
         pending.wait(60)
     yield made
@@ -119,14 +119,14 @@ def test_the_failure_of_one_group_ends_the_wait_for_another(groups: tuple[Group,
 
 def test_a_stream_comes_while_the_ranks_still_work(groups: tuple[Group, Group]) -> None:
     critic, _ = groups
-    critic.spent()
+    critic.take_seconds()
     start, seen = time.monotonic(), []
     for number in critic.stream("generate", 30, Role.counts, [0.1, 0.1, 1.5]):
         seen.append((number, time.monotonic() - start))
     assert sorted(number for number, _ in seen) == [0, 0, 1, 1, 2, 2], "all that both ranks yield"
     first, last = seen[0][1], seen[-1][1]
     assert last - first > 1, "the first is not held back for the last"
-    assert 1.7 <= critic.spent()["generate"] <= last and critic.spent() == {}
+    assert 1.7 <= critic.take_seconds()["generate"] <= last and critic.take_seconds() == {}
 
 
 def test_a_stream_that_fails_or_falls_silent_names_its_role(groups: tuple[Group, Group]) -> None:
@@ -148,10 +148,10 @@ def test_a_preparation_that_fails_raises_when_the_role_is_built(groups: tuple[Gr
 
 def test_work_is_timed_by_phase_and_reported_once(groups: tuple[Group, Group]) -> None:
     critic, _ = groups
-    critic.spent()
+    critic.take_seconds()
     for _ in range(2):
         critic.call("score", Role.waits, 0.2).wait(30)
-    assert 0.4 <= critic.spent()["score"] < 2 and critic.spent() == {}
+    assert 0.4 <= critic.take_seconds()["score"] < 2 and critic.take_seconds() == {}
 
 
 def test_workers_inherit_the_settings_of_the_libraries(groups: tuple[Group, Group]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf_core.config import Vllm
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
@@ -38,7 +39,7 @@ def setting(material: Path) -> Iterator[Setting]:
     base = str(material / "base")
     renderer = Renderer(load_tokenizer(base), "chat")
     prompts = [renderer.prompt([{"role": "user", "content": f"Copy this number: {n}"}]) for n in (3, 14, 159, 2653, 58979)]
-    sampler = Sampler(base, seed=0, max_model_len=96, kv_cache_gib=0.5)
+    sampler = Sampler(base, seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5))
     yield Setting(base, sampler, renderer, prompts)
     sampler.close()
 

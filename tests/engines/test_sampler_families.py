@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from rlhf_core.config import Lora
+from rlhf_core.config import Lora, Vllm
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load import Policy, load_policy, trained_policy
@@ -46,7 +46,7 @@ class Setting(NamedTuple):
 @pytest.fixture(params=["llama", "mistral", "qwen3", "mixtral", "qwen3-moe", "granite-hybrid"], scope="module")
 def setting(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     base = make_family(request.param, material / "base", tmp_path_factory.mktemp(request.param))
-    sampler = Sampler(str(base), seed=0, max_model_len=96, kv_cache_gib=0.5)
+    sampler = Sampler(str(base), seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5))
     yield Setting(base, sampler)
     sampler.close()
 

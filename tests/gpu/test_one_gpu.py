@@ -15,7 +15,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.models.dtype import dtype_of
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.stages.ppo.roles import Frozen, Model, Reference, Reward
+from rlhf_core.stages.ppo.roles import ModelSpec, ReadOnlyModel, Reference, Reward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 TRAIN = {"dtype": "bfloat16", "zero_stage": 2, "train_batch_size": 32, "micro_train_batch_size": 8, "max_len": 96}
@@ -100,8 +100,8 @@ def test_weights_that_wait_in_host_memory_leave_the_gpu(role: str, tmp_path: Pat
     kind = Qwen2ForCausalLM if role == "reference" else Qwen2ForSequenceClassification
     kind(config).to(torch.bfloat16).save_pretrained(tmp_path)
     before = torch.cuda.memory_reserved()
-    model, documents = Model(str(tmp_path), "bfloat16", 0, 1, False, 512), [Document(list(range(1, 300)), [True] * 299)]
-    held: Frozen = Reference(model, 1.0, offload=True) if role == "reference" else Reward(model, offload=True)
+    model, documents = ModelSpec(str(tmp_path), "bfloat16", 0, 1, False, 512), [Document(list(range(1, 300)), [True] * 299)]
+    held: ReadOnlyModel = Reference(model, 1.0, offload=True) if role == "reference" else Reward(model, offload=True)
     weights = sum(tensor.numel() * tensor.element_size() for tensor in held.module.parameters())
     for _ in range(2):
         scored = held.logprobs(documents) if isinstance(held, Reference) else held.scores(documents)

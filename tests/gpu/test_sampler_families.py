@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_core.config import Vllm
 from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.hub.model_config import num_experts
@@ -65,7 +66,12 @@ def setting(request: pytest.FixtureRequest, material: Path, tmp_path_factory: py
 
 def started(base: Path, expected: Tensor) -> Iterator[Setting]:
     with BaseManager(ctx=get_context("spawn")) as engines:
-        options = {"max_model_len": 96, "dtype": "bfloat16", "kv_cache_gib": 0.5, "gpu_memory_utilization": 0.1, "routing_replay": True}
+        options = {
+            "max_model_len": 96,
+            "dtype": "bfloat16",
+            "vllm": Vllm(kv_cache_gib=0.5, gpu_memory_utilization=0.1),
+            "routing_replay": True,
+        }
         yield Setting(base, expected, engines.Sampler(str(base), seed=0, **options))  # type: ignore[attr-defined]
 
 

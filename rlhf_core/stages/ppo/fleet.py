@@ -1,6 +1,6 @@
-"""The running roles of PPO: each method calls the ranks of one role or of several, wherever they are placed.
+"""Calls the running roles of PPO: each method calls the ranks of one role or of several, wherever they are placed.
 
-Methods for several roles start all of them and wait once. Every wait has the recipe's `timeout` and names the silent ranks.
+Methods for several roles start all of them and wait once. Every wait has the recipe's `timeout` and names the ranks that make no progress.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.cluster.worker_group import Group, Pending, in_order, share, wait_all
+from rlhf_core.cluster.worker_group import Group, Pending, in_order, put_on_nodes, wait_all
 from rlhf_core.data.documents import Document
 from rlhf_core.rewards.clients import Clients, Rewards, collect
 from rlhf_core.rewards.contract import Sample
@@ -21,23 +21,23 @@ from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
-from rlhf_core.stages.ppo.roles import Actor, Critic, Reference, Resident, Reward, Trained, Update
+from rlhf_core.stages.ppo.roles import Actor, Critic, ModelRole, Reference, Reward, Trained, Update
 from rlhf_core.stages.ppo.roofline import Machine, floors
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # largest |log-prob difference| of vLLM and trainer on the same weights
 
 
 class WeightsDiffer(RuntimeError):
-    """After a weight sync the sampler's log-probs are not the trainer's."""
+    """Says that the sampler's log-probs are not the trainer's after a weight sync."""
 
 
 class EngineDiffers(RuntimeError):
-    """Of the same checkpoint, before any weight sync, the sampler's log-probs are not the trainer's."""
+    """Says that the sampler's log-probs are not the trainer's on the same checkpoint, before any weight sync."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Handles of the running roles. `rewards` holds a group for each reward model by its title; `clients` functions and servers.
+    """Holds the groups of the running roles. `rewards`: the group of each reward model, by title; `clients`: functions and servers.
 
     `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
     collective of one waits on a GPU that computes for the other.
@@ -58,18 +58,18 @@ class Fleet:
     machine: Machine | None = None  # set by `survey`
 
     def start_sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Callable[[], list[list[Answer]]]:
-        """Starts to sample answers to each prompt; what is returned waits for them, in the order of the prompts."""
-        pending = self.sampler.call("generate", SamplerRole.generate_share, share(list(prompts)), list(seeds), sampling)
+        """Starts to sample answers to each prompt. Returns a function that waits for them, in the order of the prompts."""
+        pending = self.sampler.call("generate", SamplerRole.generate_share, put_on_nodes(list(prompts)), list(seeds), sampling)
         return lambda: in_order(pending.wait(self.timeout))
 
     def stream(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Iterator[tuple[int, list[Answer]]]:
-        """The answers of `start_sample`, prompt by prompt in the order in which engines finish them, each with the prompt's index."""
-        return self.sampler.stream("generate", self.timeout, SamplerRole.stream_share, share(list(prompts)), list(seeds), sampling)
+        """Yields the answers of `start_sample`, prompt by prompt in the order in which they are finished, with the prompt's index."""
+        return self.sampler.stream("generate", self.timeout, SamplerRole.stream_share, put_on_nodes(list(prompts)), list(seeds), sampling)
 
     def start_score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int) -> Callable[[], Scores]:
-        """Starts all models on the same documents, and the requests to other sources; what is returned waits for the scores. Rewards that
-        are known already stay."""
-        documents = share([rollout.document for rollout in rollouts])
+        """Starts all models on the same documents, and, without `rewards`, the requests to other sources. Returns a function that waits for
+        the scores."""
+        documents = put_on_nodes([rollout.document for rollout in rollouts])
         pending = {"logprobs": self.actor.call("score", Actor.logprobs, documents)}
         pending["ref_logprobs"] = self.reference.call("score", Reference.logprobs, documents)
         if self.critic is not None:
@@ -85,8 +85,8 @@ class Fleet:
         return wait
 
     def reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards:
-        """Rewards of all sources. Raises RewardsFailed when one leaves more than `allowed_failures` answers without."""
-        return self._start_reward(rollouts, share([rollout.document for rollout in rollouts]), allowed_failures)()
+        """Returns the rewards of all sources. Raises RewardsFailed when one leaves more than `allowed_failures` answers without."""
+        return self._start_reward(rollouts, put_on_nodes([rollout.document for rollout in rollouts]), allowed_failures)()
 
     def _start_reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int) -> Callable[[], Rewards]:
         models = {title: group.call("score", Reward.scores, documents) for title, group in self.rewards.items()}  # all start, then one wait
@@ -104,8 +104,8 @@ class Fleet:
         return Sample(rollout.prompt.messages, answer, rollout.prompt.row, rollout.finished, self.decode(tokens, False))
 
     def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> list[dict[str, float]]:
-        """The roles named in `updates` train, side by side or in turn; one dict of metrics per optimiser step."""
-        shared = share(list(experience))
+        """Trains the roles named in `updates`, side by side or in turn; returns the metrics of each optimiser step."""
+        shared = put_on_nodes(list(experience))
         groups = [group for group in self.trained if group.name in updates]
 
         def start(group: Group) -> Pending[list[dict[str, float]]]:
@@ -121,32 +121,32 @@ class Fleet:
 
     @property
     def trained(self) -> list[Group]:
-        """The groups that have an optimiser."""
+        """Returns the groups that have an optimiser."""
         return [self.actor] if self.critic is None else [self.critic, self.actor]
 
     def trained_parameters(self) -> int:
-        """Of all groups that have an optimiser."""
+        """Counts the parameters of all groups that have an optimiser."""
         assert self.machine is not None, "it was surveyed"
         width = 2 if self.dtype == "bfloat16" else 4
         return sum(self.machine.shapes[group.name].weight_bytes // width for group in self.trained)
 
     def sleep(self, keep_weights: bool) -> None:
-        """The engines leave their GPUs to the models, with their weights unless `publish_weights` follows on `wake`."""
+        """Makes the engines free their GPUs for the models. `keep_weights` must be true unless `publish_weights` follows on `wake`."""
         self.sampler.call("sleep", SamplerRole.sleep, keep_weights).wait(self.timeout)
 
     def wake(self) -> None:
-        """The models leave what they do not use to the engines, which come back."""
+        """Makes the models free memory that they do not use, and the engines take up their GPUs again."""
         self._release_memory()
         self.sampler.call("wake", SamplerRole.wake).wait(self.timeout)
 
     def _release_memory(self) -> None:
-        """What only the allocators of the models' processes hold is free for others on their GPUs."""
-        wait_all([group.call("release memory", Resident.release) for group in self.models], self.timeout)
+        """Frees memory that only the allocators of the models' processes hold, for other processes on their GPUs."""
+        wait_all([group.call("release memory", ModelRole.release) for group in self.models], self.timeout)
 
     def open_channel(self) -> None:
-        """Opens the route that weights take, once. By handles where engines share the actor's GPUs, else by NCCL or host memory."""
+        """Opens the route for weights, once: CUDA IPC where engines share the actor's GPUs, else NCCL or host memory."""
         engines = [gpu for gpus in self.sampler.call("start", SamplerRole.gpu_uuids).wait(self.timeout) for gpu in gpus]
-        trainer = self.actor.call("start", Resident.gpu_uuid).wait(self.timeout)
+        trainer = self.actor.call("start", ModelRole.gpu_uuid).wait(self.timeout)
         route = choose_route(trainer, engines)
         key = secrets.token_bytes(16)
         sockets = self.actor.call("start", Actor.open_listener, key).wait(self.timeout) if route.kind == "gpus" else []
@@ -160,12 +160,12 @@ class Fleet:
         print(f"weights go to {len(engines)} engine processes by {route.kind}", flush=True)
 
     def publish_weights(self) -> None:
-        """The actor's weights to every engine."""
+        """Sends the actor's weights to every engine."""
         sending = self.actor.call("send weights", Actor.send_weights)
         wait_all([sending, self.sampler.call("receive weights", SamplerRole.receive_weights)], self.timeout)
 
     def probe(self, documents: Sequence[Document], synced: bool = True) -> float:
-        """Largest |difference| of log-probs between engines and trainer on fixed documents.
+        """Returns the largest |difference| of log-probs between engines and trainer on fixed documents.
 
         Raises WeightsDiffer beyond the tolerance; EngineDiffers where they still have the weights that each has loaded (not `synced`).
 
@@ -185,13 +185,13 @@ class Fleet:
 
     @property
     def models(self) -> list[Group]:
-        """The groups of all models; the sampler's is not one of them."""
+        """Returns the groups of all models; the sampler's is not one of them."""
         return [self.actor, self.reference, *self.rewards.values(), *([self.critic] if self.critic is not None else [])]
 
     def survey(self) -> Machine:
-        """Sizes and GPUs of all roles, and what the actor's GPU can do; when nothing else runs."""
-        shapes = {group.name: group.call("start", Resident.shape).wait(self.timeout)[0] for group in self.models}
-        gpus = {group.name: group.call("start", Resident.gpu_uuid).wait(self.timeout) for group in self.models}
+        """Returns sizes and GPUs of all roles, and measures the actor's GPU; call it when nothing else runs."""
+        shapes = {group.name: group.call("start", ModelRole.shape).wait(self.timeout)[0] for group in self.models}
+        gpus = {group.name: group.call("start", ModelRole.gpu_uuid).wait(self.timeout) for group in self.models}
         engines = self.sampler.call("start", SamplerRole.gpu_uuids).wait(self.timeout)
         gpus["sampler"] = [gpu for engine in engines for gpu in engine]
         ceilings = self.actor.call("start", Actor.ceilings).wait(self.timeout)[0]
@@ -200,16 +200,16 @@ class Fleet:
         return Machine(shapes | {"sampler": shapes["actor"]}, named, len(engines[0]), ceilings)
 
     def iteration_metrics(self, rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, seconds: float) -> dict[str, float]:
-        """Of an iteration of `seconds`: floors of its phases, GiB that each model's tensors filled and its allocator held at most, and
-        holds now, each role's seconds of work by phase, and the share in which it waited."""
+        """Returns metrics of an iteration of `seconds`: floors of its phases; for each model the peak GiB allocated and reserved, and those
+        reserved now; each role's seconds of work by phase, and the share of time in which it waited."""
         metrics = floors(rollouts, trained, passes, self.machine) if self.machine is not None else {}
-        memory = wait_all([group.call("look", Resident.memory) for group in self.models], self.timeout)
+        memory = wait_all([group.call("look", ModelRole.memory) for group in self.models], self.timeout)
         for group, by_rank in zip(self.models, memory, strict=True):
             gib = [max(ranks) / 2**30 for ranks in zip(*by_rank, strict=True)]
             names = (f"memory/{group.name}{what}" for what in ("", "/held", "/kept"))
             metrics |= dict(zip(names, gib, strict=True)) if any(gib) else {}
         for group in (*self.models, self.sampler):
-            spent = group.spent()
+            spent = group.take_seconds()
             metrics |= {f"work/{group.name}/{phase.replace(' ', '_')}": taken for phase, taken in spent.items()}
             metrics[f"wait/{group.name}"] = max(0.0, 1 - sum(spent.values()) / seconds)
         return metrics

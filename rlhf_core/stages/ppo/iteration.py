@@ -9,17 +9,18 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
+from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
-from rlhf_core.rewards.combine import Running
+from rlhf_core.rewards.combine import Running, Term
 from rlhf_core.rollout.engine import Sampling
-from rlhf_core.stages.ppo.credit import Shaping, credit
+from rlhf_core.stages.ppo.credit import credit
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.roles import Update
 from rlhf_core.stages.ppo.sampling import Filtering, PromptOrder, Sampled, sample, start_sample
 
 
 class Optimisation(NamedTuple):
-    """How an iteration trains: optimiser steps of one pass over the rollout, passes, and each role's learning rates.
+    """Says how an iteration trains: optimiser steps of one pass over the rollout, passes, and each role's learning rates.
 
     Roles that do not train in this iteration, or do not exist, have no entry in `rates`.
     """
@@ -31,25 +32,21 @@ class Optimisation(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What stays the same over the iterations of a run. `allowed_failures`: answers a reward source may fail on in one iteration.
+    """Holds what stays the same over the iterations of a run. `terms`: the sources of rewards; `probe`: the documents that a weight sync is
+    checked with; `allowed_failures`: answers that a reward source may fail on in one iteration."""
 
-    `one_step_off`: the engines answer the next iteration's prompts while this one trains (one_step_off). `part`: prompts whose answers are
-    scored while engines work on others.
-    """
-
+    config: PPO
     order: PromptOrder
     sampling: Sampling
     filtering: Filtering | None
-    shaping: Shaping
+    terms: Sequence[Term]
     probe: Sequence[Document]
     allowed_failures: int
-    one_step_off: bool = False
-    part: int | None = None
 
 
 class Carried(NamedTuple):
-    """What an iteration takes from the one before: the position in the order of prompts, the running statistics of rewards, and its answers
-    if they were sampled ahead."""
+    """Holds what an iteration takes from the one before: the position in the order of prompts, the running statistics of rewards, and its
+    answers if they were sampled ahead."""
 
     position: int
     statistics: Mapping[str, Running]
@@ -57,7 +54,7 @@ class Carried(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """Metrics of the iteration, the mean KL per token (nats) of its rollout, and what the next one takes over."""
+    """Holds the metrics of an iteration, the mean KL per token (nats) of its rollout, and what the next one takes over."""
 
     metrics: dict[str, float]
     kl: float
@@ -71,20 +68,27 @@ def ppo_iteration(
 
     `last`: no iteration follows whose answers could be sampled ahead.
     """
-    phases: dict[str, float] = {}
+    config, phases = setup.config, dict[str, float]()
     start = time.monotonic()
     with _phase(phases, "generate"):
-        arguments = (setup.order, carried.position, setup.sampling, setup.filtering, setup.allowed_failures, setup.part)
-        sampled = carried.ahead or sample(fleet, *arguments)
+        sampled = carried.ahead or sample(
+            fleet,
+            order=setup.order,
+            position=carried.position,
+            sampling=setup.sampling,
+            filtering=setup.filtering,
+            allowed_failures=setup.allowed_failures,
+            part=config.stream_batch_size,
+        )
         rollouts = sampled.rollouts
-    pending = start_sample(fleet, setup.order, sampled.position, setup.sampling) if setup.one_step_off and not last else None
+    pending = start_sample(fleet, setup.order, sampled.position, setup.sampling) if config.one_step_off_policy and not last else None
     if fleet.sleeps:
         with _phase(phases, "sleep"):
             fleet.sleep(keep_weights="actor" not in optimisation.rates)
     with _phase(phases, "score"):
         scores = (sampled.scores or fleet.start_score(rollouts, sampled.rewards, setup.allowed_failures))()
     with _phase(phases, "credit"):
-        credited = credit(rollouts, scores, kl_coef, carried.statistics, setup.shaping)
+        credited = credit(rollouts, scores, kl_coef, carried.statistics, config, setup.terms)
     with _phase(phases, "train"):
         batches = minibatches(credited.usable, optimisation)
         updates = {
@@ -96,7 +100,7 @@ def ppo_iteration(
         with _phase(phases, "wake"):
             fleet.wake()
     metrics = credited.metrics | sampled.metrics | {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-    if setup.one_step_off:
+    if config.one_step_off_policy:
         metrics["rollout/age"] = float(sampled.age)
     ahead = None
     if pending is not None:  # before the weights change
@@ -116,7 +120,7 @@ def ppo_iteration(
 
 
 def minibatches(usable: Sequence[int], optimisation: Optimisation) -> list[list[int]]:
-    """Seeded shuffles of the usable rollouts, one per epoch, each cut into optimiser steps of (nearly) equal size."""
+    """Shuffles the usable rollouts once per epoch, by a seed, and cuts each order into optimiser steps of (nearly) equal size."""
     batches: list[list[int]] = []
     for epoch in range(optimisation.max_epochs):
         order = list(usable)

@@ -33,7 +33,7 @@ def write_ahead(folder: Path, ahead: Sampled) -> None:
 
 
 def read_ahead(folder: Path, order: PromptOrder, n: int) -> Sampled | None:
-    """What `write_ahead` left, bit for bit, `n` answers to each prompt; None when nothing waited."""
+    """Reads what `write_ahead` wrote, bit for bit, `n` answers to each prompt; None when it wrote nothing."""
     if not (folder / AHEAD).is_file():
         return None
     head, *answers = map(json.loads, (folder / AHEAD).read_text().splitlines())

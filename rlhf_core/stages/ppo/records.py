@@ -1,4 +1,4 @@
-"""Records inside the PPO process, complete when built: Rollout (one sampled answer) -> Scores (the models') -> Experience."""
+"""Defines the records of the PPO process: Rollout (one sampled answer) -> Scores (of all models) -> Experience (to train on)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_core.rewards.clients import Rewards
 
 @dataclass(frozen=True)
 class Rollout:
-    """One answer. `sampler_logprobs` (T,) is aligned with the document's tokens, 0 on the prompt; `finished`: not cut by length."""
+    """Holds one answer. `sampler_logprobs` (T,) is aligned with the document's tokens, 0 on the prompt; `finished`: not cut by length."""
 
     prompt: Prompt
     document: Document
@@ -22,7 +22,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Scores:
-    """What models and reward sources say of each rollout: per-token (T,) arrays by document. Without a critic all values are 0."""
+    """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. Without a critic values are 0."""
 
     logprobs: list[np.ndarray]
     ref_logprobs: list[np.ndarray]
@@ -32,7 +32,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Experience:
-    """One rollout ready for training; arrays (T,), aligned with the document's tokens."""
+    """Holds one rollout to train on; arrays (T,), aligned with the document's tokens."""
 
     document: Document
     old_logprobs: np.ndarray

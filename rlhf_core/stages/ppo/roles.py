@@ -1,4 +1,4 @@
-"""The roles of PPO as plain objects: what one rank of each holds and does.
+"""Defines the object of one rank of each PPO role: actor, critic, reference and reward models.
 
 Each method is called on every rank of the role with the same arguments; the ranks divide the work.
 """
@@ -20,7 +20,7 @@ from rlhf_core.config import Lora
 from rlhf_core.data.collate import Batch, collate, sent
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
-from rlhf_core.models.document_leak import try_rows
+from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, masked_logprobs, recompute, trained_policy, trained_scorer
 from rlhf_core.models.token_logprobs import Entropy
@@ -47,8 +47,8 @@ def prepare(deepspeed: bool) -> None:
         library()
 
 
-class Model(NamedTuple):
-    """What a role loads and how it runs it."""
+class ModelSpec(NamedTuple):
+    """Says which model a role loads, and how many documents or tokens one scoring pass has."""
 
     path: str
     dtype: str
@@ -59,7 +59,7 @@ class Model(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One optimiser step: which of the experience it takes, its learning rate, and the coefficient of a KL in the loss."""
+    """Describes one optimiser step: the indices of its experience, its learning rate, and the coefficient of a KL in the loss."""
 
     indices: list[int]
     learning_rate: float
@@ -67,7 +67,7 @@ class Update(NamedTuple):
 
 
 class Training(NamedTuple):
-    """How actor and critic train."""
+    """Says how actor and critic train."""
 
     adamw: AdamW
     zero_stage: int
@@ -79,8 +79,8 @@ class Training(NamedTuple):
     adam_offload: Sequence[str] = ()
 
 
-class Resident:
-    """A role whose model stays on its GPU. Memory that only its allocator holds can go to other processes."""
+class ModelRole:
+    """Holds the model of a role. `release` gives memory that only the allocator holds to other processes."""
 
     module: torch.nn.Module
 
@@ -91,8 +91,7 @@ class Resident:
         return gpu_uuid()
 
     def memory(self) -> tuple[int, int, int]:
-        """Bytes of its GPU that this process's tensors have filled at most and its allocator has held at most, since the last call, and
-        that it holds now."""
+        """Returns three byte counts: peak allocated and peak reserved since the last call, and reserved now."""
         if not torch.cuda.is_available():
             return 0, 0, 0
         found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), torch.cuda.memory_reserved()
@@ -103,12 +102,12 @@ class Resident:
         return shape_of(self.module.model)
 
 
-class Frozen(Resident):
-    """A model that is only read. With `offload` its weights wait in pinned host memory between two readings."""
+class ReadOnlyModel(ModelRole):
+    """Scores documents with a model that is not trained. With `offload` its weights are in pinned host memory between two calls."""
 
     module: Policy | Scorer
 
-    def __init__(self, module: Policy | Scorer, model: Model, offload: bool):
+    def __init__(self, module: Policy | Scorer, model: ModelSpec, offload: bool):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module, self.model = module.eval().requires_grad_(False), model
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -116,29 +115,29 @@ class Frozen(Resident):
             self.module.to(self.device)
         for tensor in _tensors(module) if offload else []:  # one after the other: the host holds nothing twice
             tensor.data = tensor.data.cpu().pin_memory()
-        self._waiting = [(tensor, tensor.data) for tensor in _tensors(module)] if offload else []
+        self._offloaded = [(tensor, tensor.data) for tensor in _tensors(module)] if offload else []
 
-    def read(self, documents: Sequence[Document], forward: Callable[[Batch], Tensor]) -> Scored:
-        for parameter, host in self._waiting:
+    def score(self, documents: Sequence[Document], forward: Callable[[Batch], Tensor]) -> Scored:
+        for parameter, host in self._offloaded:
             parameter.data = host.to(self.device, non_blocking=True)
-        try_rows(self.module, self.module, self.device, bool(self.model.micro_tokens))
+        detect_document_leak(self.module, self.module, self.device, bool(self.model.micro_tokens))
         scored = _score(self, documents, self.model, forward)
-        for parameter, host in self._waiting:
+        for parameter, host in self._offloaded:
             parameter.data = host
-        if self._waiting:
+        if self._offloaded:
             torch.cuda.empty_cache()
         return scored
 
 
-class Trained(Resident):
-    """A role with an optimiser. `name`: of its group."""
+class Trained(ModelRole):
+    """Trains a model. `name`: that of the role's group."""
 
-    def __init__(self, name: str, module: Policy | Scorer, model: Model, training: Training):
+    def __init__(self, name: str, module: Policy | Scorer, model: ModelSpec, training: Training):
         self.engine, self.module, self.model = _engine(module, model, training, name in training.adam_offload), module, model
         self.passes = _passes(self.engine, training.micro_batch_size, training.micro_tokens)
 
     def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
-        """One optimiser step per update; metrics of each."""
+        """Takes one optimiser step per update; returns the metrics of each."""
         metrics = []
         for number, update in enumerate(updates, 1):
             with at(f"optimiser step {number} of {len(updates)}"):
@@ -146,7 +145,7 @@ class Trained(Resident):
         return metrics
 
     def update(self, items: list[Experience], update: Update) -> dict[str, float]:
-        """One optimiser step on these."""
+        """Takes one optimiser step on `items`; returns its metrics."""
         raise NotImplementedError
 
     def release(self) -> None:
@@ -162,9 +161,9 @@ class Trained(Resident):
 
 
 class Actor(Trained):
-    """The policy that is trained."""
+    """Trains the policy, and sends its weights to the engines."""
 
-    def __init__(self, model: Model, training: Training, objective: Objective, temperature: float, routing_replay: bool = False):
+    def __init__(self, model: ModelSpec, training: Training, objective: Objective, temperature: float, routing_replay: bool = False):
         policy = trained_policy(model.path, model.dtype, model.trust_remote_code, training.lora, training.seed, objective.router_aux_coef)
         if routing_replay:
             policy.replay_routing()
@@ -176,7 +175,7 @@ class Actor(Trained):
         return _score(self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, scale).logprobs)
 
     def update(self, items: list[Experience], update: Update) -> dict[str, float]:
-        """PPO's clipped surrogate and its relatives."""
+        """Takes one step on PPO's clipped surrogate or a relative of it."""
         counted = count([item.document.mask for item in items])
         entropy: Entropy = "gradient" if self.objective.entropy_coef else "value"
 
@@ -195,7 +194,7 @@ class Actor(Trained):
         return metrics | {"policy/grad_norm": self.engine.step(update.learning_rate), "policy/learning_rate": update.learning_rate}
 
     def ceilings(self) -> Ceilings | None:
-        """Measured on the first rank alone."""
+        """Measures the GPU on the first rank; returns None on the others."""
         return measure_ceilings(self.engine.device, getattr(torch, self.model.dtype)) if self.engine.rank == 0 else None
 
     def open_listener(self, key: bytes) -> str:
@@ -213,7 +212,7 @@ class Actor(Trained):
             self._channel = Broadcast(route.kind, 0, 1 + route.receivers, rendezvous)
 
     def send_weights(self) -> None:
-        """All weights under checkpoint names to the engines; a collective. Ranks that do not send only help to gather."""
+        """Sends all weights under checkpoint names to the engines; a collective. Ranks that do not send only help to gather."""
         weights = checkpoint_weights(self.engine.module.model, self.engine.gathered)
         if self._channel is not None:
             self._channel.send(weights)
@@ -226,19 +225,19 @@ class Actor(Trained):
 
 
 class Critic(Trained):
-    """The value model that is trained; it starts from the reward model, head included."""
+    """Trains the value model, which starts from the reward model, head included."""
 
-    def __init__(self, model: Model, training: Training, value_clip: float):
+    def __init__(self, model: ModelSpec, training: Training, value_clip: float):
         scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, training.lora, training.seed)
         super().__init__("critic", scorer, model, training)
         self.value_clip = value_clip
 
     def values(self, documents: Sequence[Document]) -> Scored:
-        """`V(tokens[<t])` for every token."""
+        """Returns `V(tokens[<t])` for every token."""
         return _score(self.engine, documents, self.model, self._values)
 
     def update(self, items: list[Experience], update: Update) -> dict[str, float]:
-        """The clipped value loss."""
+        """Takes one step on the clipped value loss."""
         tokens = count([item.document.mask for item in items]).tokens
 
         def loss(part: list[Experience]) -> Loss:
@@ -253,10 +252,10 @@ class Critic(Trained):
         return before(self.engine(batch.tokens, batch.host.positions), batch.host.positions)
 
 
-class Reference(Frozen):
-    """The frozen policy the KL is measured against."""
+class Reference(ReadOnlyModel):
+    """Scores with the policy that the KL is measured against."""
 
-    def __init__(self, model: Model, temperature: float, offload: bool = False, routing_replay: bool = False):
+    def __init__(self, model: ModelSpec, temperature: float, offload: bool = False, routing_replay: bool = False):
         policy = load_policy(model.path, model.dtype, model.trust_remote_code, on_host=offload)
         if routing_replay:
             policy.replay_routing()
@@ -264,22 +263,22 @@ class Reference(Frozen):
         self.temperature = temperature
 
     def logprobs(self, documents: Sequence[Document]) -> Scored:
-        return self.read(documents, lambda batch: masked_logprobs(self.module, batch, self.temperature).logprobs)
+        return self.score(documents, lambda batch: masked_logprobs(self.module, batch, self.temperature).logprobs)
 
 
-class Reward(Frozen):
-    """A frozen reward model."""
+class Reward(ReadOnlyModel):
+    """Scores with a reward model."""
 
-    def __init__(self, model: Model, offload: bool = False):
+    def __init__(self, model: ModelSpec, offload: bool = False):
         super().__init__(load_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, on_host=offload), model, offload)
 
     def scores(self, documents: Sequence[Document]) -> Scored:
-        """The score at each document's last token, as an array of one."""
-        everywhere = self.read(documents, lambda b: self.module(b.tokens, b.host.positions))
+        """Returns the score at each document's last token, as an array of one."""
+        everywhere = self.score(documents, lambda b: self.module(b.tokens, b.host.positions))
         return [(index, values[-1:]) for index, values in everywhere]
 
 
-def _engine(module: Policy | Scorer, model: Model, training: Training, offload: bool) -> Engine:
+def _engine(module: Policy | Scorer, model: ModelSpec, training: Training, offload: bool) -> Engine:
     recompute(module.model, training.gradient_checkpointing)
     module.train()
     engine: Engine
@@ -287,23 +286,23 @@ def _engine(module: Policy | Scorer, model: Model, training: Training, offload: 
         engine = TorchEngine(module, training.adamw)
     else:
         engine = ZeroEngine(module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, offload)
-    try_rows(engine, module, engine.device, bool(model.micro_tokens or training.micro_tokens), engine.all_reduce)
+    detect_document_leak(engine, module, engine.device, bool(model.micro_tokens or training.micro_tokens), engine.all_reduce)
     return engine
 
 
 def _tensors(module: torch.nn.Module) -> list[Tensor]:
-    """Parameters and buffers, each once."""
+    """Returns parameters and buffers, each once."""
     return list({id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}.values())
 
 
-def _score(rank: Engine | Frozen, documents: Sequence[Document], model: Model, forward: Callable[[Batch], Tensor]) -> Scored:
-    """This rank's share of the documents, similar lengths together; `forward` gives (B, T)."""
-    passes = _passes(rank, model.micro_batch_size, model.micro_tokens)
+def _score(holder: Engine | ReadOnlyModel, documents: Sequence[Document], model: ModelSpec, forward: Callable[[Batch], Tensor]) -> Scored:
+    """Scores this rank's share of the documents, similar lengths together; `forward` returns (B, T)."""
+    passes = _passes(holder, model.micro_batch_size, model.micro_tokens)
     read: list[tuple[list[int], list[Document], Tensor, Tensor]] = []
     parts = _parts(documents, passes)
-    for index, weight in deal(len(parts), rank.rank, rank.world_size):
+    for index, weight in deal(len(parts), holder.rank, holder.world_size):
         rows = passes.rows_of([documents[i] for i in parts[index]])
-        batch = collate(rows, model.pad_token_id, _replays(rank)).to(rank.device)
+        batch = collate(rows, model.pad_token_id, _replays(holder)).to(holder.device)
         with torch.no_grad():
             values = forward(batch).float()
         progress.made()
@@ -318,17 +317,17 @@ def _score(rank: Engine | Frozen, documents: Sequence[Document], model: Model, f
     return scored
 
 
-def _passes(rank: Engine | Frozen, rows: int, tokens: int | None) -> Passes:
-    share = can_share(rank.module.model, rank.device) and not (isinstance(rank.module, Policy) and rank.module.balanced)
-    return Passes(rows, tokens, rank.world_size, share, bool(rank.module.apart))
+def _passes(holder: Engine | ReadOnlyModel, rows: int, tokens: int | None) -> Passes:
+    share = can_share(holder.module.model, holder.device) and not (isinstance(holder.module, Policy) and holder.module.balanced)
+    return Passes(rows, tokens, holder.world_size, share, bool(holder.module.document_leak))
 
 
-def _replays(rank: Engine | Frozen) -> bool:
-    return isinstance(rank.module, Policy) and rank.module.replays
+def _replays(holder: Engine | ReadOnlyModel) -> bool:
+    return isinstance(holder.module, Policy) and holder.module.replays
 
 
 def _parts(documents: Sequence[Document], passes: Passes) -> list[list[int]]:
-    """Indices of the documents of each pass: answers to a prompt together where it can be shared, similar lengths together elsewhere, so
+    """Returns the indices of the documents of each pass: answers to a prompt together where it can be shared, else similar lengths, so
     that rows have little padding."""
 
     def row_tokens(group: list[int]) -> int:
@@ -342,13 +341,13 @@ def _micro_batches(items: list[Experience], passes: Passes) -> list[list[Experie
 
 
 def _collate(items: Sequence[Experience], passes: Passes, pad_token_id: int, engine: Engine) -> tuple[Batch, list[int]]:
-    """The batch, and how many tokens of each document are another's."""
+    """Returns the batch, and the number of prompt tokens that each document shares with one before it."""
     rows = passes.rows_of([item.document for item in items])
     return collate(rows, pad_token_id, _replays(engine)).to(engine.device), [document.shared for row in rows for document in row]
 
 
 def _per_token(batch: Batch, shared: Sequence[int], rows: Sequence[np.ndarray]) -> Tensor:
-    """Per-token arrays of the batch's documents, in order, laid out like its tokens: (B, T), zeros on padding."""
+    """Lays out per-token arrays of the batch's documents like its tokens: (B, T), zeros on padding."""
     values = torch.zeros(batch.tokens.shape)
     values[batch.host.documents >= 0] = torch.from_numpy(np.concatenate([row[n:] for row, n in zip(rows, shared, strict=True)])).float()
     return sent(values, batch.tokens.device)

@@ -1,4 +1,4 @@
-"""What an iteration must take at least: its floating-point operations and bytes over the ceilings of the GPUs it runs on.
+"""Computes the shortest possible time of an iteration: its floating-point operations and bytes over the ceilings of the GPUs.
 
 2N operations a token for a forward pass of N parameters, 6N for training (Kaplan et al. 2020, section 2.1; attention's own products and
 recomputation are left out). The ceilings are measured at start, on the actor's GPU: a large matrix product and a large copy.
@@ -22,15 +22,15 @@ CPU_MATMUL, CPU_COPY = 512, 1 << 24
 
 
 class Ceilings(NamedTuple):
-    """Of one GPU: FLOP/s of matrix products in the training dtype, bytes/s of its memory (read and written both counted)."""
+    """Holds what a GPU can do: FLOP/s of matrix products in the training dtype, bytes/s of its memory (read and written both counted)."""
 
     flops: float
     bandwidth: float
 
 
 class Shape(NamedTuple):
-    """Of one model: parameters that compute a token (of experts only those it is sent to), bytes of all weights, bytes of keys and values
-    of one token, and whether it has experts."""
+    """Holds sizes of one model: parameters that compute a token (of experts only those it is sent to), bytes of all weights, bytes of keys
+    and values of one token, and whether it has experts."""
 
     parameters: int
     weight_bytes: int
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Each role's model and GPUs, and what a GPU can do."""
+    """Holds each role's model and GPUs, and the ceilings of a GPU."""
 
     shapes: Mapping[str, Shape]
     gpus: Mapping[str, Sequence[str]]
@@ -60,7 +60,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """The best of a few runs of each."""
+    """Measures the ceilings of a GPU, or of the CPU: the best of a few runs of each."""
     on_gpu = device.type == "cuda"
     rows, size = (MATMUL, COPY) if on_gpu else (CPU_MATMUL, CPU_COPY)
     matrix = torch.randn(rows, rows, device=device, dtype=dtype)
@@ -81,7 +81,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def floors(rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, machine: Machine) -> dict[str, float]:
-    """Seconds that generating, scoring and training take at least, as `floor/<phase>`. `passes`: times each rollout is trained on.
+    """Returns the seconds that each phase takes at least, as `floor/<phase>`. `passes`: times each rollout is trained on.
 
     The prompt of several answers counts once.
     """
@@ -96,7 +96,7 @@ def floors(rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, mac
 
 
 def _generate(rollouts: Sequence[Rollout], machine: Machine) -> float:
-    """The prompts' products, then as many steps as the longest answer has tokens: each reads the weights and all keys and values so far."""
+    """Adds up the prompts' products, and a step for each token of the longest answer, which reads the weights and all keys and values."""
     shape, gpus, (flops, bandwidth) = machine.shapes["sampler"], len(machine.gpus["sampler"]), machine.ceilings
     said = [sum(rollout.document.mask) for rollout in rollouts]
     prompts = [len(rollout.document.mask) - length for rollout, length in zip(rollouts, said, strict=True)]
@@ -107,5 +107,5 @@ def _generate(rollouts: Sequence[Rollout], machine: Machine) -> float:
 
 
 def _prompt_tokens(rollouts: Sequence[Rollout]) -> int:
-    """Tokens of the prompts, each once."""
+    """Counts the tokens of the prompts, each prompt once."""
     return sum(len(prompt) for prompt in {tuple(rollout.document.tokens[: rollout.document.answer_start]) for rollout in rollouts})

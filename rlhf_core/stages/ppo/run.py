@@ -16,7 +16,7 @@ from rlhf_core.system.gc_pause import uncollected
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """The PPO stage (`train.train`). Raises ValueError for a resume state that the recipe's ranks cannot read."""
+    """Runs the PPO stage (`train.train`). Raises ValueError for a resume state that the recipe's ranks cannot read."""
     begun = time.monotonic()
     require_layout(run, layout_of(cast(PPO, request.config)))
     try:
@@ -31,7 +31,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def start_processes(config: PPO) -> dict[str, Group]:
-    """The processes of each role, each in its slot, importing their libraries."""
+    """Starts the processes of each role, each in its slot; they import their libraries."""
     connect()
     reservation = reserve(arrange(config.placed, config.together), config.timeout)
     # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
@@ -42,7 +42,7 @@ def start_processes(config: PPO) -> dict[str, Group]:
             reservation,
             cpu_threads(1 if name in alone else 2),
             spans.get(name, 1),
-            growing=name != "sampler",
+            expandable_segments=name != "sampler",
             together=name in ("actor", "critic"),
         )
         for name in config.placed

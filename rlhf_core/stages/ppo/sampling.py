@@ -22,14 +22,14 @@ from rlhf_core.training.train_loop import order_of_epoch
 
 
 class PromptOrder(NamedTuple):
-    """The order of the prompts of a run. Position p is in episode p // (whole batches of an episode)."""
+    """Defines the order of the prompts of a run. Position p is in episode p // (prompts in the whole batches of an episode)."""
 
     prompts: Sequence[Prompt]
     batch: int
     seed: int
 
     def take(self, position: int, count: int) -> list[tuple[Prompt, int]]:
-        """`count` prompts from a position on, each with the sampler's seed: a function of run, batch, and prompt."""
+        """Returns `count` prompts from a position on, each with the sampler's seed: a function of run, batch and prompt."""
         whole = len(self.prompts) // self.batch * self.batch
         taken = []
         for place in range(position, position + count):
@@ -40,7 +40,7 @@ class PromptOrder(NamedTuple):
 
 
 class Filtering(NamedTuple):
-    """Dynamic filtering (DAPO, Yu et al. 2025, eq. 11): groups whose rewards differ by no more than `min_spread` are sampled anew."""
+    """Configures dynamic filtering (DAPO, Yu et al. 2025, eq. 11): replaces groups whose rewards differ by at most `min_spread`."""
 
     rounds: int
     min_spread: float
@@ -48,7 +48,7 @@ class Filtering(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """An iteration's rollouts, `n` of each prompt in a row; their rewards where filtering computed them; the next position; metrics.
+    """Holds an iteration's rollouts, `n` of each prompt in a row; their rewards where filtering computed them; the next position; metrics.
 
     `age`: updates of the actor since the weights that answered. `scores` waits for scores that are under way.
     """
@@ -70,7 +70,7 @@ def sample(
     allowed_failures: int,
     part: int | None = None,
 ) -> Sampled:
-    """Answers to a batch of prompts. With filtering: of as many rounds as it takes, at most `rounds`; then with what there is.
+    """Samples answers to a batch of prompts. With filtering it takes as many rounds as are needed, at most `rounds`.
 
     `part`: prompts whose answers go to scoring while others are sampled (`stream`). Raises ValueError when no group has a signal.
     """
@@ -102,7 +102,7 @@ def sample(
 
 
 def start_sample(fleet: Fleet, order: PromptOrder, position: int, sampling: Sampling, count: int | None = None) -> Callable[[], Sampled]:
-    """Starts to sample answers to `count` prompts (None: a batch) from a position on; what is returned waits for them."""
+    """Starts to sample answers to `count` prompts (None: a batch) from a position on. Returns a function that waits for them."""
     taken = order.take(position, order.batch if count is None else count)
     answers = fleet.start_sample([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], sampling)
 
@@ -114,7 +114,7 @@ def start_sample(fleet: Fleet, order: PromptOrder, position: int, sampling: Samp
 
 
 def stream(fleet: Fleet, order: PromptOrder, position: int, sampling: Sampling, part: int, allowed_failures: int) -> Sampled:
-    """Answers to a batch of prompts, each `part` of which is scored as soon as its last answer is there.
+    """Samples answers to a batch of prompts, and starts to score each `part` of them as soon as its last answer is there.
 
     The parts are cut by the prompts' places, not by what arrives first, so that what is scored together, and with it every bit of the
     scores, is the same in each run.
@@ -137,7 +137,7 @@ def stream(fleet: Fleet, order: PromptOrder, position: int, sampling: Sampling, 
 
 
 def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
-    """The scores of all parts, in order. RewardsFailed when a source left more than `allowed_failures` answers of all without a reward."""
+    """Joins the scores of all parts, in order. Raises RewardsFailed when a source left more than `allowed_failures` without a reward."""
     rewards = join([part.rewards for part in parts])
     rewards.check(allowed_failures)
     logprobs, references, values = (
@@ -147,7 +147,7 @@ def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
 
 
 def with_signal(rewards: np.ndarray, n: int, min_spread: float) -> list[int]:
-    """Indices of the answers (N,), `n` of each prompt in a row, whose group's rewards differ by more than `min_spread`; nan: no reward."""
+    """Returns the indices of answers, `n` of each prompt in a row, whose group's rewards (nan: none) differ by more than `min_spread`."""
     chosen: list[int] = []
     for start in range(0, len(rewards), n):
         group = rewards[start : start + n]
@@ -158,7 +158,7 @@ def with_signal(rewards: np.ndarray, n: int, min_spread: float) -> list[int]:
 
 
 def rollout(prompt: Prompt, answer: Answer) -> Rollout:
-    """A prompt and its answer as one document; the mask marks the answer, its end-of-sequence token included."""
+    """Joins a prompt and its answer to one document; the mask marks the answer, its end-of-sequence token included."""
     mask = [False] * len(prompt.tokens) + [True] * len(answer.tokens)
     document = Document(prompt.tokens + answer.tokens, mask, experts=answer.experts)
     return Rollout(prompt, document, np.array([0.0] * len(prompt.tokens) + answer.logprobs, dtype=np.float32), answer.finished)

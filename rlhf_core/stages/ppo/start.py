@@ -1,4 +1,4 @@
-"""Starts the roles in their processes: the ZeRO stage of actor and critic, whether their GPUs hold them, the models loaded side by side."""
+"""Starts the roles in their processes: chooses the ZeRO stage of actor and critic, checks GPU memory, loads all models side by side."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.cluster.worker import Up
+from rlhf_core.cluster.worker import RankReady
 from rlhf_core.cluster.worker_group import Group, Pending
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import ModelReward
@@ -16,12 +16,12 @@ from rlhf_core.objectives.actor_loss import Objective
 from rlhf_core.rewards.clients import Clients, client_of
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.roles import Actor, Critic, Model, Reference, Reward, Training
+from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward, Training
 from rlhf_core.training.engine import AdamW
 
 
 def objective_of(config: PPO) -> Objective:
-    """The constants of the actor's loss."""
+    """Returns the constants of the actor's loss."""
     return Objective(
         clip_low=config.eps_clip_low or config.eps_clip,
         clip_high=config.eps_clip_high or config.eps_clip,
@@ -48,26 +48,29 @@ def start_fleet(
     `kept_stage`: the ZeRO stage of a resume state, which counts where the recipe leaves it open."""
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
-    def model(role: str) -> Model:
-        rows, tokens = config.micro_rollout_batch_size, config.micro_rollout_tokens
-        return Model(paths[role], config.dtype, tokenizer.pad_token_id, rows, trust_remote_code, tokens)
+    def model(role: str) -> ModelSpec:
+        return ModelSpec(
+            path=paths[role],
+            dtype=config.dtype,
+            pad_token_id=tokenizer.pad_token_id,
+            micro_batch_size=config.micro_rollout_batch_size,
+            trust_remote_code=trust_remote_code,
+            micro_tokens=config.micro_rollout_tokens,
+        )
 
     chosen = zero_stage_of(config, paths, groups, kept_stage)  # before anything is loaded, which it may refuse
     offload = config.ref_reward_offload
     as_the_actor = config.routing_replay and paths["reference"] == paths["actor"]  # a KL that begins at 0
-    loading: list[Pending[Up]] = [
+    loading: list[Pending[RankReady]] = [
         groups["sampler"].build(
             SamplerRole,
             model=paths["actor"],
             seed=seed,
             max_model_len=config.prompt_max_len + config.generate_max_len,
             dtype=config.dtype,
-            kv_cache_gib=config.vllm.kv_cache_gib,
-            gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+            vllm=config.vllm,
             trust_remote_code=trust_remote_code,
             can_sleep=config.vllm.sleep,
-            tensor_parallel_size=config.vllm.tensor_parallel_size,
-            seed_answers=config.vllm.seed_answers,
             routing_replay=config.routing_replay,
         ),
         groups["reference"].build(
@@ -123,7 +126,7 @@ def start_fleet(
 
 
 def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Group], kept_stage: int | None) -> Chosen:
-    """The ZeRO stage of actor and critic; where the recipe leaves it open, by the smallest of their GPUs. Says so, and what it doubts.
+    """Returns the ZeRO stage of actor and critic: the recipe's, else by the smallest of their GPUs. Prints it, and doubts about memory.
 
     Raises MachineLacks when one of their GPUs cannot hold what is loaded onto it.
     """

@@ -1,4 +1,4 @@
-"""The PPO stage once its processes are there (`start`): data and roles in, iterations, a checkpoint out."""
+"""Runs the PPO stage once its processes are started (`run`): starts the roles, iterates, writes a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,13 +19,12 @@ from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.forecast.zero_stage import layout_of
 from rlhf_core.hub.vocabulary import require_same_vocabulary
-from rlhf_core.objectives.advantages import AdaptiveKL, FixedKL, KLController, kl_controller
+from rlhf_core.objectives.advantages import KLController
 from rlhf_core.rewards.combine import Running, term_of
 from rlhf_core.rollout.engine import Sampling
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
 from rlhf_core.runs.run_dir import EXPORTS, Outcome, RunDir, StageRequest
-from rlhf_core.stages.ppo.credit import Overlong, Shaping
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import Carried, Optimisation, Setup, ppo_iteration
 from rlhf_core.stages.ppo.one_step_off import read_ahead, write_ahead
@@ -37,7 +37,7 @@ SHOWN = ("reward/mean", "kl/mean", "policy/first_ratio", "response/length", "pha
 
 
 def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun: float) -> Outcome:
-    """Trains the actor on its own samples; the output is `checkpoint`. A killed run goes on after its last saved iteration.
+    """Trains the actor on its own samples; the output is `checkpoint`. A killed run continues after its last saved iteration.
 
     `groups`: the processes of each role; `begun`: when the stage began, on the monotonic clock.
     """
@@ -57,7 +57,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
 
         first = resume.step if resume else 0
-        kl = kl_controller(config.init_kl_coef, config.kl_target, config.kl_horizon)
+        kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
         carried = Carried(0, {})
         fleet.probe(setup.probe, synced=False)  # on the weights that engine and trainer have loaded
         if resume:
@@ -90,20 +90,20 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
 
 
 def save_state(fleet: Fleet, carried: Carried, folder: Path) -> None:
-    """The roles' part of a resume state, and the answers that wait for their iteration."""
+    """Writes the roles' part of a resume state, and the answers that were sampled ahead."""
     fleet.save_state(folder)
     if carried.ahead is not None:
         write_ahead(folder, carried.ahead)
 
 
 def export(fleet: Fleet, folder: Path) -> None:
-    """Writes the actor as a model, in place of what an attempt that was cut off left there."""
+    """Writes the actor as a model. Replaces what an interrupted attempt left there."""
     shutil.rmtree(folder, ignore_errors=True)
     fleet.export_actor(folder)
 
 
 def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
-    """Each role's model; the critic starts from the first reward model and the reference from the actor unless the recipe names others."""
+    """Returns each role's model. Without one in the recipe the critic's is the first reward model, and the reference's is the actor."""
     names = {"actor": config.actor, "reference": config.reference or config.actor}
     names |= {f"reward:{source.title}": source.model for source in config.reward_models}
     if config.has_critic:
@@ -112,42 +112,24 @@ def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
 
 
 def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], stop_token_ids: Sequence[int], seed: int) -> Setup:
-    """What stays the same over the iterations."""
+    """Returns what stays the same over the iterations."""
     n = config.n_samples_per_prompt
     normalize: Literal["none", "stored"] = "stored" if config.normalize_reward else "none"
     terms = [term_of(source, paths.get(f"reward:{source.title}"), normalize) for source in config.reward]
-    low, high = config.sampler_is_clamp if config.sampler_is == "clamp" else (0.0, config.sampler_is_cap)
-    buffer = config.overlong_buffer
-    shaping = Shaping(
-        estimator=config.advantage_estimator,
-        n=n,
-        terms=terms,
-        reward_clip=config.reward_clip,
-        reward_at=config.reward_at,
-        overlong=Overlong(config.generate_max_len, buffer, config.overlong_penalty) if buffer else None,
-        kl_estimator=config.kl_estimator,
-        kl_in=config.kl_in,
-        gamma=config.gamma,
-        lambd=config.lambd,
-        whiten=config.whiten_advantages,
-        is_bounds=(low, high),
-        is_weighted=config.sampler_is != "off",
-    )
     probe = [Document(p.tokens[-PROBE_TOKENS:], [True] * len(p.tokens[-PROBE_TOKENS:])) for p in prompts[:PROBE_DOCUMENTS]]
     return Setup(
+        config=config,
         order=PromptOrder(prompts, config.rollout_batch_size, seed),
         sampling=Sampling(n=n, temperature=config.temperature, max_new_tokens=config.generate_max_len, stop_token_ids=stop_token_ids),
         filtering=Filtering(config.max_filter_rounds, config.filter_min_spread, terms) if config.dynamic_filtering else None,
-        shaping=shaping,
+        terms=terms,
         probe=probe,
         allowed_failures=int(config.max_failed_rewards * config.rollout_batch_size * n),
-        one_step_off=config.one_step_off_policy,
-        part=config.stream_batch_size,
     )
 
 
 def optimisation(config: PPO, step: int, iterations: int, seed: int) -> Optimisation:
-    """Batches and learning rates of one iteration. The actor does not train in the first `freezing_actor_steps` iterations."""
+    """Returns batches and learning rates of one iteration. The actor does not train in the first `freezing_actor_steps` iterations."""
     per_epoch = config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size
     per_iteration = per_epoch * config.max_epochs
     frozen = config.freezing_actor_steps
@@ -162,19 +144,19 @@ def optimisation(config: PPO, step: int, iterations: int, seed: int) -> Optimisa
 
 
 def loop_state(kl: KLController, carried: Carried) -> dict[str, Any]:
-    """What the loop itself keeps of a run, as JSON."""
+    """Returns what the loop itself stores in a resume state, as JSON."""
     return {"kl_coef": kl.coef, "position": carried.position, "statistics": {name: list(r) for name, r in carried.statistics.items()}}
 
 
 def restore(kl: KLController, loop: Mapping[str, Any]) -> tuple[KLController, Carried]:
-    """The controller and what an iteration takes over, from a stored `loop_state`."""
-    coef = loop["kl_coef"]
-    controller = FixedKL(coef) if isinstance(kl, FixedKL) else AdaptiveKL(coef, kl.target, kl.horizon)
-    return controller, Carried(loop["position"], {name: Running(*values) for name, values in loop["statistics"].items()})
+    """Returns the controller and what an iteration takes over, from a stored `loop_state`."""
+    return replace(kl, coef=loop["kl_coef"]), Carried(
+        loop["position"], {name: Running(*values) for name, values in loop["statistics"].items()}
+    )
 
 
 def final_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Means over the last fifth of the iterations, and the reward's rise from the first fifth with its standard error."""
+    """Computes means over the last fifth of the iterations, and the reward's rise from the first fifth with its standard error."""
     fifth = max(1, len(lines) // 5)
     last, start = lines[-fifth:], lines[:fifth]
     names = [name for name in last[-1] if name not in ("step", "time")]

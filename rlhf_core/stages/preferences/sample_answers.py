@@ -1,6 +1,6 @@
-"""The answers of a round: by an engine in this process, or by several on a Ray cluster; kept on disk as they come.
+"""Samples the answers of a round, by an engine in this process or by several on a Ray cluster, and writes each to disk at once.
 
-A stage that was cut off samples only what it lacks: `state/answers.jsonl` has a line for each prompt that is answered.
+A stage that starts again samples only the missing ones: `state/answers.jsonl` has a line for each prompt that is answered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Answered = tuple[int, list[Answer]]
 def answers_of_round(
     config: Preferences, policy: str, prompts: Sequence[list[int]], stop_token_ids: Sequence[int], request: StageRequest, run: RunDir
 ) -> list[list[Answer]]:
-    """`n_samples_per_prompt` answers to each prompt, without log-probs. Seeds are a function of run, round and prompt."""
+    """Returns `n_samples_per_prompt` answers to each prompt, without log-probs. Seeds are a function of run, round and prompt."""
     file, n = run / STATE / "answers.jsonl", config.n_samples_per_prompt
     found = _kept(file, n)
     missing = [i for i in range(len(prompts)) if i not in found]
@@ -40,12 +40,16 @@ def answers_of_round(
             "seed": request.seed,
             "max_model_len": config.prompt_max_len + config.generate_max_len,
             "dtype": dtype_of(policy, config.dtype, request.trust_remote_code),
-            "kv_cache_gib": config.vllm.kv_cache_gib,
-            "gpu_memory_utilization": config.vllm.gpu_memory_utilization,
+            "vllm": config.vllm,
             "trust_remote_code": request.trust_remote_code,
-            "tensor_parallel_size": config.vllm.tensor_parallel_size,
         }
-        how = Sampling(n, config.temperature, config.generate_max_len, list(stop_token_ids), logprobs=False)
+        how = Sampling(
+            n=n,
+            temperature=config.temperature,
+            max_new_tokens=config.generate_max_len,
+            stop_token_ids=list(stop_token_ids),
+            logprobs=False,
+        )
         logged, tokens, done = time.monotonic(), 0, 0
         with file.open("a") as out, closing(_sampled(config, policy, settings, [prompts[i] for i in missing], seeds, how)) as answered:
             for place, group in answered:
@@ -60,7 +64,7 @@ def answers_of_round(
 
 
 def _kept(file: Path, n: int) -> dict[int, list[Answer]]:
-    """What an attempt that was cut off had sampled; the file is left without a torn last line."""
+    """Returns the answers in the file, by prompt, and removes incomplete lines from it."""
     file.parent.mkdir(exist_ok=True)
     found: dict[int, list[Answer]] = {}
     lines = file.read_text().splitlines() if file.is_file() else []
@@ -80,7 +84,7 @@ def _kept(file: Path, n: int) -> dict[int, list[Answer]]:
 def _sampled(
     config: Preferences, policy: str, settings: dict[str, Any], prompts: Sequence[list[int]], seeds: Sequence[int], how: Sampling
 ) -> Generator[Answered, None, None]:
-    """By one engine in this process, or by engines of a Ray group, each on its own GPUs, which are gone when the answers are there."""
+    """Yields the answers by one engine in this process, or by engines of a temporary Ray group, each on its own GPUs."""
     if config.vllm.num_engines == 1:
         sampler = Sampler(policy, **settings)
         try:
@@ -89,13 +93,11 @@ def _sampled(
             sampler.close()
         return
     from rlhf_core.cluster.temporary_group import temporary_group
-    from rlhf_core.cluster.worker_group import share
+    from rlhf_core.cluster.worker_group import put_on_nodes
     from rlhf_core.rollout.sampler_role import SamplerRole
 
-    wait = config.vllm.start_timeout
-    with temporary_group("sampler", config.vllm, config.vllm.tensor_parallel_size, wait) as (group, pids):
-        group.prepare("rlhf_core.rollout.sampler_role:prepare", config.vllm.kv_cache_gib)
-        loaded = group.build(SamplerRole, model=policy, **settings, seed_answers=config.vllm.seed_answers).wait(wait)
-        pids += [up.process for up in loaded]
-        print(f"{len(loaded)} engines are up", flush=True)
-        yield from group.stream("generate", SILENT_SECONDS, SamplerRole.stream_share, share(list(prompts)), list(seeds), how)
+    span, timeout = config.vllm.tensor_parallel_size, config.vllm.start_timeout
+    prepare = ("rlhf_core.rollout.sampler_role:prepare", config.vllm.kv_cache_gib)
+    with temporary_group("sampler", config.vllm, span, timeout, SamplerRole, prepare, model=policy, **settings) as group:
+        print(f"{group.world_size} engines are up", flush=True)
+        yield from group.stream("generate", SILENT_SECONDS, SamplerRole.stream_share, put_on_nodes(list(prompts)), list(seeds), how)

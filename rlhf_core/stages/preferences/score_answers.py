@@ -1,4 +1,4 @@
-"""The scores of a round's answers by a reward model on as many processes as there were engines."""
+"""Scores a round's answers by a reward model on as many processes as there were engines."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf_core.cluster.temporary_group import temporary_group
-from rlhf_core.cluster.worker_group import in_order, share
+from rlhf_core.cluster.worker_group import in_order, put_on_nodes
 from rlhf_core.config import Preferences
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.models.dtype import dtype_of
-from rlhf_core.stages.ppo.roles import Model, Reward
+from rlhf_core.stages.ppo.roles import ModelSpec, Reward
 
 SILENT_SECONDS = 3600.0  # longer than one part takes
 PROGRESS_SECONDS = 15.0
@@ -21,16 +21,20 @@ PASSES = 16  # of each process between two looks
 
 
 def scores_on_ranks(config: Preferences, path: str, documents: Sequence[Document], trust_remote_code: bool = False) -> list[float]:
-    """The score at the last token of each document, in order. Every process of `config.vllm` holds the whole reward model."""
-    pad = load_tokenizer(path, trust_remote_code).pad_token_id
-    model = Model(path, dtype_of(path, config.dtype, trust_remote_code), pad, config.micro_rollout_batch_size, trust_remote_code)
+    """Returns the score at the last token of each document, in order. Every process of `config.vllm` loads the whole reward model."""
+    model = ModelSpec(
+        path=path,
+        dtype=dtype_of(path, config.dtype, trust_remote_code),
+        pad_token_id=load_tokenizer(path, trust_remote_code).pad_token_id,
+        micro_batch_size=config.micro_rollout_batch_size,
+        trust_remote_code=trust_remote_code,
+    )
     scores: list[float] = []
-    with temporary_group("scorer", config.vllm, 1, config.vllm.start_timeout) as (group, pids):
-        pids += [up.process for up in group.build(Reward, model=model).wait(config.vllm.start_timeout)]
+    with temporary_group("scorer", config.vllm, 1, config.vllm.start_timeout, Reward, model=model) as group:
         size = PASSES * config.micro_rollout_batch_size * group.world_size
         logged = time.monotonic()
         for start in range(0, len(documents), size):
-            by_rank = group.call("score", Reward.scores, share(list(documents[start : start + size]))).wait(SILENT_SECONDS)
+            by_rank = group.call("score", Reward.scores, put_on_nodes(list(documents[start : start + size]))).wait(SILENT_SECONDS)
             scores += np.concatenate(in_order(by_rank)).tolist()
             if time.monotonic() - logged > PROGRESS_SECONDS:
                 logged = time.monotonic()

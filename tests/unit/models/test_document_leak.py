@@ -31,12 +31,12 @@ from transformers import (
 
 from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, StageConfig
 from rlhf_core.models import document_leak
-from rlhf_core.models.document_leak import try_rows
+from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels import attention
 from rlhf_core.models.load import Policy, Scorer
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.stages.ppo import roles
-from rlhf_core.stages.ppo.roles import Model, Reference, Reward, Training
+from rlhf_core.stages.ppo.roles import ModelSpec, Reference, Reward, Training
 from rlhf_core.training.engine import AdamW, TorchEngine
 from tests.unit.models.test_attention import WINDOWED, kernel
 from tests.unit.models.test_lora import run
@@ -75,11 +75,11 @@ def test_a_family_without_a_mask_between_documents_is_found(family: str, dtype: 
     model = LEAKING[family]().to(dtype)
     module = (Scorer if hasattr(model, "score") else Policy)(model).train()
     before = torch.get_rng_state()
-    try_rows(module, module, CPU, packed=False)
-    assert module.apart is None and not capsys.readouterr().out, "nothing to try where no row holds two documents"
-    try_rows(module, module, CPU, packed=True)
-    try_rows(module, module, CPU, packed=True)
-    assert module.apart and capsys.readouterr().out.count("one document a row") == 1
+    detect_document_leak(module, module, CPU, packed=False)
+    assert module.document_leak is None and not capsys.readouterr().out, "nothing to try where no row holds two documents"
+    detect_document_leak(module, module, CPU, packed=True)
+    detect_document_leak(module, module, CPU, packed=True)
+    assert module.document_leak and capsys.readouterr().out.count("one document a row") == 1
     assert module.training and torch.equal(torch.get_rng_state(), before) and all(p.grad is None for p in module.parameters())
 
 
@@ -93,8 +93,8 @@ def test_other_families_stay_packed(family: str, form: str, kernel: list[int], c
     else:
         model = model.to(getattr(torch, form))
     policy = Policy(model.eval())
-    try_rows(policy, policy, CPU, packed=form != attention.VARLEN)
-    assert policy.apart is False and policy.training and not policy.model.training and not capsys.readouterr().out
+    detect_document_leak(policy, policy, CPU, packed=form != attention.VARLEN)
+    assert policy.document_leak is False and policy.training and not policy.model.training and not capsys.readouterr().out
 
 
 def test_a_new_head_of_zeros_hides_nothing() -> None:
@@ -105,15 +105,15 @@ def test_a_new_head_of_zeros_hides_nothing() -> None:
     ):
         torch.nn.init.zeros_(model.score.weight)
         scorer = Scorer(model)
-        try_rows(scorer, scorer, CPU, packed=True)
-        assert scorer.apart is leaks
+        detect_document_leak(scorer, scorer, CPU, packed=True)
+        assert scorer.document_leak is leaks
 
 
 def test_all_ranks_decide_alike() -> None:
     torch.manual_seed(0)
     policy = Policy(FAMILIES["llama"]().eval())
-    try_rows(policy, policy, CPU, True, all_reduce=lambda found: found + 1)  # another rank saw a leak
-    assert policy.apart
+    detect_document_leak(policy, policy, CPU, True, all_reduce=lambda found: found + 1)  # another rank saw a leak
+    assert policy.document_leak
 
 
 def test_attention_that_takes_one_row_only_is_left_where_documents_leak(kernel: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +122,11 @@ def test_attention_that_takes_one_row_only_is_left_where_documents_leak(kernel: 
     alone = [logprobs_by_document(policy, [[document]])[0] for document in documents()]
     policy.model.set_attn_implementation(attention.VARLEN)
     monkeypatch.setattr(document_leak, "leaks", lambda *_: True)
-    try_rows(policy, policy, CPU, packed=False)
+    detect_document_leak(policy, policy, CPU, packed=False)
     kernel.clear()
     for ours, theirs in zip(logprobs_by_document(policy, [[document] for document in documents()]), alone, strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert policy.apart and not kernel
+    assert policy.document_leak and not kernel
 
 
 def test_rows_of_layers_that_carry_state_are_not_concatenated() -> None:
@@ -134,8 +134,8 @@ def test_rows_of_layers_that_carry_state_are_not_concatenated() -> None:
     model.config._attn_implementation = attention.FLASH
     assert not attention.takes_varlen(model)
     policy = Policy(model)
-    try_rows(policy, policy, CPU, packed=True)
-    assert policy.apart is None, "its packed rows are refused"
+    detect_document_leak(policy, policy, CPU, packed=True)
+    assert policy.document_leak is None, "its packed rows are refused"
 
 
 # Stages: what is asked to be packed trains as what is not.
@@ -205,10 +205,10 @@ def test_roles_of_ppo_score_what_would_leak_one_document_a_row(bases: Path, monk
     places = {"policy": bases / "falcon", "rm": tmp_path / "rm"}
     found = []
     for tokens in (None, 30):
-        policy, reward = (Model(str(places[name]), "float32", 0, 8, False, tokens) for name in ("policy", "rm"))
+        policy, reward = (ModelSpec(str(places[name]), "float32", 0, 8, False, tokens) for name in ("policy", "rm"))
         trained = Policy(roles.load_policy(policy.path).model)
         engine = roles._engine(trained, policy, Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 8, False, micro_tokens=tokens), False)
-        assert isinstance(engine, TorchEngine) and trained.apart is (True if tokens else None)
+        assert isinstance(engine, TorchEngine) and trained.document_leak is (True if tokens else None)
         own = roles._score(engine, documents(), policy, lambda batch, policy=trained: roles.masked_logprobs(policy, batch).logprobs)
         found.append([dict(own), dict(Reference(policy, 1.0).logprobs(documents())), dict(Reward(reward).scores(documents()))])
     for ours, theirs in zip(*found, strict=True):

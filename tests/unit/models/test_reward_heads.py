@@ -17,7 +17,7 @@ from rlhf_core.models import load
 from rlhf_core.models.load import load_scorer, trained_scorer
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.preflight.inputs import check_inputs
-from rlhf_core.stages.ppo.roles import Model, Reward
+from rlhf_core.stages.ppo.roles import ModelSpec, Reward
 from tests.unit.models.test_lora import config_of, run
 from tests.unit.preflight.test_check import Planned, planned
 
@@ -57,7 +57,7 @@ def test_a_model_without_a_head_is_refused_everywhere(
     readers: list[Callable[[], object]] = [
         lambda: load_scorer(place, 0),
         lambda: RewardScorer(place, "auto", 2),
-        lambda: Reward(Model(place, "float32", 0, 8, False)),
+        lambda: Reward(ModelSpec(place, "float32", 0, 8, False)),
     ]
     for read in readers:
         with pytest.raises(ValueError) as refused:

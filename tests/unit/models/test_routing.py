@@ -20,6 +20,7 @@ from rlhf_core.models import routing
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, recompute
 from rlhf_core.models.routing import REPLAYED
 from rlhf_core.rollout.engine import Answer, _answer
+from rlhf_core.rollout.vllm_patches import returns_routing
 from rlhf_core.stages.ppo import fleet, roles
 from rlhf_core.stages.ppo.one_step_off import read_ahead, write_ahead
 from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled, rollout
@@ -156,7 +157,7 @@ def test_the_actor_scores_and_trains_with_the_samplers_experts(material: Path, t
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     base = make_family("qwen3-moe", material / "base", tmp_path / "base")
-    model = roles.Model(str(base), "float32", 0, 4, False)
+    model = roles.ModelSpec(str(base), "float32", 0, 4, False)
     objective = objective_of(PPO(prompts=Data(sources="none")))
     training = roles.Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 4, 0.0)
     replaying, plain = (roles.Actor(model, training, objective, 1.0, routing_replay=replay) for replay in (True, False))
@@ -205,12 +206,13 @@ def test_an_unsupported_family_is_not_replayed() -> None:
         ({}, "0.24.0", (9, 0), False),
     ],
 )
-def test_routing_is_requested_from_supported_versions(
+def test_routing_is_requested_from_supported_releases(
     config: dict[str, Any], version: str, capability: tuple[int, int] | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert routing.vllm_returns_routing(config, version) is expected
+    monkeypatch.setattr("vllm.__version__", version)
+    assert (routing.replayed(config) and returns_routing()) is expected
 
 
 def request(experts: np.ndarray | None) -> SimpleNamespace:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_core.rollout import vllm_patches
-from rlhf_core.rollout.vllm_patches import Rows, gather_sampled_alone, sampled_logprobs, wait_for_whole_answers
+from rlhf_core.rollout.vllm_patches import Rows, forget_packed_experts, gather_sampled_alone, sampled_logprobs, wait_for_whole_answers
 from rlhf_core.rollout.weight_receiver import WeightReceiver
 
 
@@ -90,14 +90,26 @@ def test_experts_of_a_prompt_and_of_each_step_are_handed_on_in_order() -> None:
 
 def test_other_releases_of_vllm_are_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_patches, "applies", lambda: False)
-    seen: list[Any] = []
-    processor = SimpleNamespace(process_outputs=lambda outputs: seen.append(list(outputs)))
+    processor = SimpleNamespace(process_outputs=list)
+    process = processor.process_outputs
     wait_for_whole_answers(SimpleNamespace(output_processor=processor))
-    processor.process_outputs([output("a", [3])])
-    assert len(seen[0]) == 1, "every token as it is sampled"
+    assert processor.process_outputs is process, "every token as it is sampled"
     sampler = SimpleNamespace(gather_logprobs=sum)
     gather_sampled_alone(sampler)
     assert sampler.gather_logprobs is sum
+
+
+def test_experts_that_vllm_packed_are_packed_anew_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+    model[0].quant_method, model[1].quant_method = SimpleNamespace(), SimpleNamespace(moe_kernel="packed")
+    monkeypatch.setattr(vllm_patches, "applies", lambda: False)
+    with pytest.raises(RuntimeError, match="may keep the old weights of experts"):
+        forget_packed_experts(model)
+    monkeypatch.setattr(vllm_patches, "applies", lambda: True)
+    forget_packed_experts(model)
+    assert model[1].quant_method.moe_kernel is None and not vars(model[0].quant_method)
+    monkeypatch.setattr(vllm_patches, "applies", lambda: False)
+    forget_packed_experts(model[:1])  # without experts every release will do
 
 
 def test_a_sampler_with_ways_of_its_own_is_left_alone() -> None:

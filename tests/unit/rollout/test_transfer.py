@@ -21,14 +21,14 @@ from rlhf_core.rollout.weight_receiver import _with_head
 from rlhf_core.rollout.weight_transfer import (
     ALIGNMENT,
     Broadcast,
+    ChecksumMismatch,
     Rendezvous,
     Route,
     SameGpu,
     Sums,
-    WeightsLost,
     choose_route,
-    packed,
-    unpacked,
+    from_bucket,
+    to_buckets,
 )
 
 CPU = torch.device("cpu")
@@ -51,16 +51,16 @@ def assert_same(got: list[tuple[str, Tensor]], sent: list[tuple[str, Tensor]]) -
 def test_what_is_packed_comes_out_the_same(shapes: list[tuple[int, ...]], space: int) -> None:
     weights = some(shapes)
     got: list[tuple[str, Tensor]] = []
-    for entries, data in packed(iter(weights), CPU, space):
+    for entries, data in to_buckets(iter(weights), CPU, space):
         assert len(data) <= space or len(entries) == 1, "only a weight that is larger than a bucket may be one"
-        got += [(name, weight.clone()) for name, weight in unpacked(entries, data)]  # the buffer is used again
+        got += [(name, weight.clone()) for name, weight in from_bucket(entries, data)]  # the buffer is used again
     assert_same(got, weights)
 
 
 def test_a_transposed_weight_arrives_as_it_is_read() -> None:
     weight = torch.arange(12.0).reshape(3, 4).T
-    ((entries, data),) = packed(iter([("w", weight)]), CPU)
-    assert_same(list(unpacked(entries, data)), [("w", weight.contiguous())])
+    ((entries, data),) = to_buckets(iter([("w", weight)]), CPU)
+    assert_same(list(from_bucket(entries, data)), [("w", weight.contiguous())])
 
 
 def test_one_sender_reaches_all_receivers_and_the_channel_serves_again() -> None:
@@ -117,7 +117,7 @@ def as_handle(data: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
 
 def test_memory_is_opened_on_the_receivers_device_and_that_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second process of an engine over two GPUs computes on its device 1, which is device 0 of the trainer rank there."""
-    monkeypatch.setattr(weight_transfer, "packed", lambda weights, device: packed(weights, CPU, 64))
+    monkeypatch.setattr(weight_transfer, "to_buckets", lambda weights, device: to_buckets(weights, CPU, 64))
     monkeypatch.setattr(weight_transfer, "reduce_tensor", as_handle, raising=False)
     monkeypatch.setitem(ForkingPickler._extra_reducers, Tensor, as_handle)  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -162,7 +162,7 @@ def test_a_changed_byte_changes_the_checksum(made: tuple[bytes, int]) -> None:
     if data:
         changed = Sums()
         changed.add(torch.tensor([byte ^ (place == i) for i, byte in enumerate(data)], dtype=torch.uint8))
-        with pytest.raises(WeightsLost, match="not those that the actor sent"):
+        with pytest.raises(ChecksumMismatch, match="not those that the actor sent"):
             changed.compare(sent.total())
 
 
@@ -182,7 +182,7 @@ def test_a_bucket_that_changes_on_its_way_ends_the_sync(monkeypatch: pytest.Monk
     def receive() -> None:
         try:
             list(Broadcast("gloo", 1, 2, rendezvous).receive())
-        except WeightsLost as error:
+        except ChecksumMismatch as error:
             errors.append(str(error))
 
     thread = threading.Thread(target=receive)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf_core.system.gpu_allocator import give_up_segments, shown_bytes, wants_segments
+from rlhf_core.system.gpu_allocator import give_up_segments, shared_bytes, wants_segments
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_memory_to_be_shown_is_asked_for_without_them(monkeypatch: pytest.Monkey
     card, asked = torch.device("cuda"), "expandable_segments:True,max_split_size_mb:64"
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    assert not wants_segments() and shown_bytes(3, card).size == 3
+    assert not wants_segments() and shared_bytes(3, card).size == 3
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", asked)
-    assert wants_segments() and shown_bytes(5, card).size == 5
+    assert wants_segments() and shared_bytes(5, card).size == 5
     with pytest.raises(RuntimeError, match="out of memory"):
-        shown_bytes(-1, card)
+        shared_bytes(-1, card)
     off = "max_split_size_mb:64,expandable_segments:False"
     assert done == ["3 bytes", off, "5 bytes", asked, off, "-1 bytes", asked]
-    assert shown_bytes(7, torch.device("cpu")).size == 7 and done[-1] == "7 bytes" and len(done) == 8
+    assert shared_bytes(7, torch.device("cpu")).size == 7 and done[-1] == "7 bytes" and len(done) == 8

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,6 +27,7 @@ from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.actor_loss import Objective
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.rollout import vllm_patches
+from rlhf_core.rollout.engine import Sampler, Sampling
 from rlhf_core.rollout.weight_transfer import Broadcast, Rendezvous
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo import roles
@@ -48,7 +50,7 @@ def actor(material: Path) -> roles.Actor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "0")
         patch.setenv("WORLD_SIZE", "1")
-        model = roles.Model(str(material / "base"), "float32", 0, 2, False)
+        model = roles.ModelSpec(str(material / "base"), "float32", 0, 2, False)
         training = roles.Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 2, 0.0)
         return roles.Actor(model, training, Objective(0.2, 0.2, None, "token", "token", 8, None, 0.0, 0.0), 1.0)
 
@@ -110,9 +112,8 @@ def test_work_of_child_processes_counts(monkeypatch: pytest.MonkeyPatch) -> None
         assert before != (before := progress.seen())
 
 
-@pytest.mark.parametrize("patched", [True, False])
-def test_steps_of_an_engine_that_sample_something_count(patched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_patches, "applies", lambda: patched)
+def test_steps_of_an_engine_that_sample_something_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_patches, "applies", lambda: True)
 
     class Processor:
         def process_outputs(self, outputs: list[Any]) -> list[Any]:
@@ -127,6 +128,15 @@ def test_steps_of_an_engine_that_sample_something_count(patched: bool, monkeypat
     vllm_patches.wait_for_whole_answers(Engine)
     assert counted(lambda: Engine.output_processor.process_outputs([Output()])) == 1
     assert counted(lambda: Engine.output_processor.process_outputs([])) == 0
+
+
+def test_steps_of_an_engine_of_another_release_count() -> None:
+    """vLLM then hands on nothing before an answer is complete."""
+    steps = iter([True, True, True, False])
+    engine = SimpleNamespace(has_unfinished_requests=lambda: next(steps), step=list)
+    sampler = Sampler.__new__(Sampler)
+    sampler.llm, sampler._patched = SimpleNamespace(llm_engine=engine), False
+    assert counted(lambda: list(sampler.stream([], [], Sampling(1, 1.0, 8, [])))) == 3
 
 
 @pytest.mark.parametrize("what", ["state", "model"])

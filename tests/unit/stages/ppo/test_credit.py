@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.objectives.actor_loss import Counted, Objective, PerToken, actor_loss
 from rlhf_core.objectives.losses import value_loss
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
-from rlhf_core.stages.ppo.credit import Credited, Overlong, Shaping, credit
+from rlhf_core.stages.ppo.credit import Credited, credit
 from rlhf_core.stages.ppo.records import Rollout, Scores
 
 # Two answers to one prompt of one token: A of three tokens, B of two.
@@ -22,28 +23,19 @@ REFERENCE = [[0.0, -1.5, -0.5, -1.0], [0.0, -0.2, -0.2]]
 VALUES = [[0.0, 0.5, 1.0, 1.5], [0.0, 0.25, -0.5]]
 SAMPLER = [[0.0, -1.0, -0.5 - math.log(4), -2.0], [0.0, -0.7 + math.log(2), -0.2]]
 REWARDS = [2.0, -1.0]
-SHAPING = Shaping(
-    estimator="gae",
-    n=2,
-    terms=[Term("model", 1.0, "none", None)],
-    reward_clip=10.0,
-    reward_at="last_token",
-    overlong=None,
-    kl_estimator="k1",
-    kl_in="reward",
-    gamma=1.0,
-    lambd=0.5,
-    whiten=True,
-    is_bounds=(0.0, 2.0),
-    is_weighted=True,
-)
+TERMS = [Term("model", 1.0, "none", None)]
+
+
+def ppo(**changes: object) -> PPO:
+    """Two answers to a prompt, lambda 0.5."""
+    return PPO(prompts=Data(sources="none"), **{"n_samples_per_prompt": 2, "lambd": 0.5, **changes})
 
 
 def arrays(rows: list[list[float]]) -> list[np.ndarray]:
     return [np.array(row, dtype=np.float32) for row in rows]
 
 
-def credited(shaping: Shaping = SHAPING, rewards: list[float] = REWARDS, copies: int = 1, kl_coef: float = 0.1) -> Credited:
+def credited(config: PPO | None = None, rewards: list[float] = REWARDS, copies: int = 1, kl_coef: float = 0.1) -> Credited:
     """The rollout, `copies` times in a row, with one reward for each answer."""
     prompt = Prompt((), [7], {}, False)
     rollouts = [
@@ -52,7 +44,7 @@ def credited(shaping: Shaping = SHAPING, rewards: list[float] = REWARDS, copies:
     ]
     known = Rewards({"model": np.array(rewards)}, {})
     scores = Scores(arrays(OLD) * copies, arrays(REFERENCE) * copies, arrays(VALUES) * copies, known)
-    return credit(rollouts, scores, kl_coef, {}, shaping)
+    return credit(rollouts, scores, kl_coef, {}, config or ppo(), TERMS)
 
 
 def advantages(found: Credited) -> list[list[float]]:
@@ -78,7 +70,7 @@ def test_advantages_and_returns_of_the_recorded_rollout() -> None:
     found = credited()
     assert advantages(found) == [close(row) for row in WHITE]
     assert [e.returns[1:].tolist() for e in found.experience] == [close(row) for row in RETURNS]
-    assert advantages(credited(SHAPING._replace(whiten=False))) == [close(row) for row in GAE]
+    assert advantages(credited(ppo(whiten_advantages=False))) == [close(row) for row in GAE]
     assert all(e.advantages[0] == e.returns[0] == e.is_weights[0] == 0 for e in found.experience), "the prompt earns nothing"
     assert found.usable == [0, 1]
 
@@ -106,11 +98,11 @@ def test_metrics_of_the_recorded_rollout() -> None:
 
 def test_importance_weights_of_the_recorded_rollout() -> None:
     def weights(**changes: object) -> list[list[float]]:
-        return [e.is_weights[1:].tolist() for e in credited(SHAPING._replace(**changes)).experience]  # type: ignore[arg-type]
+        return [e.is_weights[1:].tolist() for e in credited(ppo(**changes)).experience]
 
     assert weights() == [close([1, 2, 1]), close([0.5, 1])]  # 4 is truncated to 2
-    assert weights(is_bounds=(0.75, 5.0)) == [close([1, 4, 1]), close([0.75, 1])]
-    assert weights(is_weighted=False) == [[1, 1, 1], [1, 1]]
+    assert weights(sampler_is="clamp", sampler_is_clamp=(0.75, 5.0)) == [close([1, 4, 1]), close([0.75, 1])]
+    assert weights(sampler_is="off") == [[1, 1, 1], [1, 1]]
 
 
 def layout(rows: list[list[float]]) -> torch.Tensor:
@@ -120,10 +112,10 @@ def layout(rows: list[list[float]]) -> torch.Tensor:
 DOCUMENTS = torch.tensor([[0, 0, 0, 0], [1, 1, 1, -1]])
 MASK = torch.tensor([[False, True, True, True], [False, True, True, False]])
 RATIOS = [[1.0, 1.5, 1.0, 0.5], [1.0, 0.9, 1.25]]
-PPO = Objective(0.2, 0.2, None, "token", "token", 10, None, 0.0)
+OBJECTIVE = Objective(0.2, 0.2, None, "token", "token", 10, None, 0.0)
 
 
-def loss_of(objective: Objective = PPO, kl_coef: float = 0.0, entropy: float = 0.0) -> tuple[float, dict[str, float]]:
+def loss_of(objective: Objective = OBJECTIVE, kl_coef: float = 0.0, entropy: float = 0.0) -> tuple[float, dict[str, float]]:
     """The actor's loss when the policy has moved by RATIOS since the rollout."""
     found = credited()
     old = layout(OLD)
@@ -151,23 +143,23 @@ def test_policy_loss_of_the_recorded_rollout() -> None:
 
 def test_policy_loss_by_aggregation() -> None:
     a, b = 0.828 + 1.28 + 0.22, -0.4995 - 0.825
-    loss, metrics = loss_of(PPO._replace(aggregation="sequence"))
+    loss, metrics = loss_of(OBJECTIVE._replace(aggregation="sequence"))
     assert loss == close(-(a / 3 + b / 2) / STD / 2)  # GRPO: the mean of each answer, then of the answers
     assert metrics["policy/ratio"] == close((3 / 3 + 2.15 / 2) / 2)
-    loss, metrics = loss_of(PPO._replace(aggregation="constant"))
+    loss, metrics = loss_of(OBJECTIVE._replace(aggregation="constant"))
     assert loss == close(-(a + b) / STD / (2 * 10))  # Dr. GRPO: two answers of a constant length of 10
     assert metrics["policy/ratio"] == close(5.15 / 5), "a ratio stays one of tokens"
 
 
 def test_clip_higher_and_dual_clip_reach_the_loss() -> None:
     # clip_high 0.5: the first token keeps its 1.5: 1.5 * 0.69 = 1.035
-    assert loss_of(PPO._replace(clip_high=0.5))[0] == close(-(1.0035 - 0.828 + 1.035) / STD / 5)
+    assert loss_of(OBJECTIVE._replace(clip_high=0.5))[0] == close(-(1.0035 - 0.828 + 1.035) / STD / 5)
     # dual clip 1.1: the last is at least 1.1 * -0.66 = -0.726
-    assert loss_of(PPO._replace(dual_clip=1.1))[0] == close(-(1.0035 + 0.825 - 0.726) / STD / 5)
+    assert loss_of(OBJECTIVE._replace(dual_clip=1.1))[0] == close(-(1.0035 + 0.825 - 0.726) / STD / 5)
 
 
 def test_the_sequence_ratio_is_the_geometric_mean() -> None:
-    loss, metrics = loss_of(PPO._replace(ratio="sequence", aggregation="sequence"))
+    loss, metrics = loss_of(OBJECTIVE._replace(ratio="sequence", aggregation="sequence"))
     a, b = 0.75 ** (1 / 3), 1.125**0.5  # of 1.5, 1, 0.5 and of 0.9, 1.25; neither is clipped
     assert metrics["policy/ratio"] == close((a + b) / 2)
     assert loss == close(-(a * (0.69 + 2 * 0.64 + 0.44) / 3 + b * (0.5 * -1.11 - 0.66) / 2) / STD / 2)
@@ -176,19 +168,19 @@ def test_the_sequence_ratio_is_the_geometric_mean() -> None:
 def test_kl_in_the_loss() -> None:
     gaps = [math.log(1.5) + 0.5, 0.0, math.log(0.5) - 1.0, math.log(0.9) - 0.5, math.log(1.25)]  # new - reference
     kl = sum(gap**2 / 2 for gap in gaps) / 5
-    loss, metrics = loss_of(PPO._replace(kl_loss="k2"), kl_coef=0.3)
+    loss, metrics = loss_of(OBJECTIVE._replace(kl_loss="k2"), kl_coef=0.3)
     assert metrics["policy/kl_loss"] == close(kl)
     assert loss == close(-1.0035 / STD / 5 + 0.3 * kl)
     kl = sum(math.exp(-gap) - 1 + gap for gap in gaps) / 5
-    assert loss_of(PPO._replace(kl_loss="k3"), kl_coef=0.3)[0] == close(-1.0035 / STD / 5 + 0.3 * kl)
+    assert loss_of(OBJECTIVE._replace(kl_loss="k3"), kl_coef=0.3)[0] == close(-1.0035 / STD / 5 + 0.3 * kl)
     # and the rewards are then free of it: A earns 2, B -1, so the last returns are those
-    found = credited(SHAPING._replace(kl_in="loss", kl_estimator="k2", whiten=False))
+    found = credited(ppo(kl_in="loss", kl_estimator="k2", whiten_advantages=False))
     assert [e.returns[-1].item() for e in found.experience] == close([2.0, -1.0])
     assert found.kl == close((0.125 + 0.5 + 0.125) / 5) and found.metrics["kl/coef"] == 0.1
 
 
 def test_entropy_bonus() -> None:
-    loss, metrics = loss_of(PPO._replace(entropy_coef=0.1), entropy=1.3)
+    loss, metrics = loss_of(OBJECTIVE._replace(entropy_coef=0.1), entropy=1.3)
     assert metrics["policy/entropy"] == close(1.3)
     assert loss == close(-1.0035 / STD / 5 - 0.1 * 1.3)
 
@@ -214,7 +206,7 @@ def test_value_loss_of_the_recorded_rollout() -> None:
     ],
 )
 def test_group_estimators_of_the_recorded_rollout(estimator: str, expected: float) -> None:
-    found = credited(SHAPING._replace(estimator=estimator, kl_estimator="k2"))  # type: ignore[arg-type]
+    found = credited(ppo(advantage_estimator=estimator, kl_estimator="k2"))
     assert advantages(found) == [close([expected] * 3), close([-expected] * 2)]
     assert "value/explained_variance" not in found.metrics
 
@@ -225,17 +217,17 @@ def test_reinforce_pp_of_the_recorded_rollout() -> None:
         return [close([(x - flat.mean()) / flat.std() for x in row]) for row in rows]
 
     # returns to go of -0.05, 0, 2.1 and 0.05, -1
-    assert advantages(credited(SHAPING._replace(estimator="reinforce_pp"))) == whitened([[2.05, 2.1, 2.1], [-0.95, -1.0]])
+    assert advantages(credited(ppo(advantage_estimator="reinforce_pp"))) == whitened([[2.05, 2.1, 2.1], [-0.95, -1.0]])
     # with the group's mean of 0.5 off the rewards: 1.5 and -1.5
-    assert advantages(credited(SHAPING._replace(estimator="reinforce_pp_baseline"))) == whitened([[1.55, 1.6, 1.6], [-1.45, -1.5]])
+    assert advantages(credited(ppo(advantage_estimator="reinforce_pp_baseline"))) == whitened([[1.55, 1.6, 1.6], [-1.45, -1.5]])
 
 
 def test_rewards_are_clipped_before_kl_and_penalties() -> None:
-    found = credited(SHAPING._replace(estimator="dr_grpo", reward_clip=0.5))
+    found = credited(ppo(advantage_estimator="dr_grpo", reward_clip=0.5))
     # 0.5 + 0.05 and -0.5 + 0.05: mean 0.05
     assert advantages(found) == [close([0.5] * 3), close([-0.5] * 2)]
     # Three tokens at a limit of 3 with a buffer of 2: (3 - 2 - 3) / 2 = -1; two tokens: (3 - 2 - 2) / 2 = -0.5; both times 0.4
-    found = credited(SHAPING._replace(estimator="dr_grpo", reward_clip=0.5, overlong=Overlong(3, 2, 0.4)))
+    found = credited(ppo(advantage_estimator="dr_grpo", reward_clip=0.5, generate_max_len=3, overlong_buffer=2, overlong_penalty=0.4))
     assert advantages(found) == [close([0.4] * 3), close([-0.4] * 2)]  # 0.55 - 0.4 = 0.15 and -0.45 - 0.2 = -0.65, mean -0.25
     assert found.metrics["reward/overlong"] == close(-0.3)
 
@@ -248,8 +240,8 @@ NAN = float("nan")
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_pp"])
 def test_an_answer_without_reward_changes_nothing_for_the_others(estimator: str) -> None:
     """The same answers with a third prompt's, whose rewards failed: as if they had never been sampled."""
-    shaping = SHAPING._replace(estimator=estimator)  # type: ignore[arg-type]
-    alone, with_failed = credited(shaping), credited(shaping, [*REWARDS, NAN, NAN], copies=2)
+    config = ppo(advantage_estimator=estimator)
+    alone, with_failed = credited(config), credited(config, [*REWARDS, NAN, NAN], copies=2)
     assert with_failed.usable == [0, 1]
     assert advantages(with_failed)[:2] == advantages(alone)
     assert not any(e.advantages.any() or e.returns.any() or e.is_weights.any() for e in with_failed.experience[2:])
@@ -261,9 +253,9 @@ def test_an_answer_without_reward_changes_nothing_for_the_others(estimator: str)
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
 def test_a_group_goes_on_without_its_failed_answer(estimator: str) -> None:
     """Groups of four with a failure are groups of the others; an answer left alone has nothing to be compared with."""
-    four = SHAPING._replace(estimator=estimator, n=4)  # type: ignore[arg-type]
+    four = ppo(advantage_estimator=estimator, n_samples_per_prompt=4)
     found = credited(four, [2.0, NAN, NAN, -1.0, 5.0, NAN, NAN, NAN], copies=4, kl_coef=0.0)
-    two = credited(SHAPING._replace(estimator=estimator), kl_coef=0.0)  # type: ignore[arg-type]
+    two = credited(ppo(advantage_estimator=estimator), kl_coef=0.0)
     assert found.usable == [0, 3]
     assert [advantages(found)[0], advantages(found)[3]] == advantages(two)
     assert not found.experience[4].advantages.any(), "the lone answer of the second group"

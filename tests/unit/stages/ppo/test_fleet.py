@@ -36,7 +36,7 @@ class Role:
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_actor_and_critic_train_side_by_side_or_in_turn(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(fleet, "share", lambda batch: batch)
+    monkeypatch.setattr(fleet, "put_on_nodes", lambda batch: batch)
     monkeypatch.setattr(fleet, "wait_all", lambda works, timeout: said.append("all have released"))
     actor, critic, reference, sampler = (Role(said, name) for name in ("actor", "critic", "reference", "sampler"))
     made: Any = Fleet(actor, critic, reference, {}, sampler, None, str, 1.0, "float32", in_turn=in_turn)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 from rlhf_core.config import PPO, Data
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.documents import Document, Prompt
-from rlhf_core.objectives.advantages import AdaptiveKL, FixedKL, kl_controller
+from rlhf_core.objectives.advantages import KLController
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term
 from rlhf_core.rewards.contract import RewardsFailed
@@ -229,9 +229,9 @@ def test_answers_without_reward_are_in_no_batch() -> None:
 
 def test_a_stored_loop_goes_on_where_it_was() -> None:
     carried = Carried(17, {"reward_model": Running(7, 0.1 + 0.2, 1 / 3)})
-    for controller in (AdaptiveKL(0.3, 0.1, 50), FixedKL(0.3)):
+    for controller in (KLController(0.3, 0.1, 50), KLController(0.3)):
         stored = json.loads(json.dumps(loop_state(controller, carried)))
-        assert restore(kl_controller(9.0, 0.1 if isinstance(controller, AdaptiveKL) else None, 50), stored) == (controller, carried)
+        assert restore(replace(controller, coef=9.0), stored) == (controller, carried)
 
 
 def test_running_statistics_go_on_from_the_iteration_before() -> None:

@@ -24,7 +24,7 @@ from rlhf_core.stages.ppo import roles
 from rlhf_core.stages.ppo.credit import Credited, credit
 from rlhf_core.stages.ppo.iteration import Optimisation, minibatches
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
-from rlhf_core.stages.ppo.roles import Actor, Critic, Model, Reference, Reward, Training, Update
+from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward, Training, Update
 from rlhf_core.stages.ppo.start import objective_of
 from rlhf_core.stages.ppo.train import model_paths, optimisation, setup_of
 from rlhf_core.training.engine import AdamW, TorchEngine
@@ -65,7 +65,7 @@ def credited(config: PPO, kl_coef: float = 0.0, rewards: Sequence[float] | None 
     rollouts = [Rollout(prompt, d, old, True) for d, old in zip(docs, logprobs, strict=True)]
     known = Rewards({"reward_model": np.array(rewards or [float(i) for i in range(8)])}, {})
     setup = setup_of(config, [prompt] * 8, paths, [0], 0)
-    return credit(rollouts, Scores(logprobs, ref_logprobs, values, known), kl_coef, {}, setup.shaping)
+    return credit(rollouts, Scores(logprobs, ref_logprobs, values, known), kl_coef, {}, config, setup.terms)
 
 
 def said(found: Credited, name: str) -> list[np.ndarray]:
@@ -101,8 +101,8 @@ def training(micro: int = 8, max_norm: float = 1.0) -> Training:
     return Training(AdamW((0.9, 0.95), 0.0, max_norm), 0, micro, False)
 
 
-def model(folder: Path) -> Model:
-    return Model(str(folder), "float32", 0, 8, False)
+def model(folder: Path) -> ModelSpec:
+    return ModelSpec(str(folder), "float32", 0, 8, False)
 
 
 def actor(models: Path, micro: int = 8, max_norm: float = 1.0, **changes: object) -> Actor:
