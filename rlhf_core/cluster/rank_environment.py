@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from rlhf_core.cluster import LOOPBACK
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 STORE = "ALIGNFLOW_STORE"  # environment variable: address of the store of this rank's group
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE)
@@ -57,7 +57,8 @@ def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> 
         store.set_timeout(timeout)
         return store
     listener = _listening.pop(address).detach() if rank == 0 else None
-    return dist.TCPStore(place.hostname, place.port, world_size, rank == 0, timeout, master_listen_fd=listener)  # type: ignore[attr-defined]
+    host, port = str(place.hostname), int(place.port or 0)
+    return dist.TCPStore(host, port, world_size, rank == 0, timeout, master_listen_fd=listener)  # type: ignore[attr-defined]
 
 
 def free_port(host: str = "") -> int:
