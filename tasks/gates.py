@@ -8,7 +8,7 @@ from prefect.artifacts import create_markdown_artifact
 from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.plan import Node
-from rlhf_core.system.markdown import table
+from rlhf_core.system.markdown_table import table
 from tasks.stages import artifact_key
 
 

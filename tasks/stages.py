@@ -25,7 +25,7 @@ from rlhf_core.records import EvalReport, StageResult
 from rlhf_core.runs.launch import StageFailed, launch
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.runs.store import Store
-from rlhf_core.system.markdown import table
+from rlhf_core.system.markdown_table import table
 from tasks.slots import machine
 from tasks.store import bring, keep, states_kept
 from tasks.temporary_server import keep_server

@@ -24,7 +24,7 @@ from rlhf_core.recipe.load import models_in
 from rlhf_core.recipe.plan import Plan
 from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree
 from rlhf_core.runs.run_dir import RunDir
-from rlhf_core.system.markdown import table
+from rlhf_core.system.markdown_table import table
 
 if TYPE_CHECKING:  # imports scipy, which most commands do not need
     from evaluation.scores.arena_hard import Estimate

@@ -10,7 +10,7 @@ from pathlib import Path
 from rlhf_core.data.survey import BALANCE, LIMITS, DataReport, Survey, shared_prompts
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.files import write_text
-from rlhf_core.system.markdown import table
+from rlhf_core.system.markdown_table import table
 
 JSON, MARKDOWN, CHART = "data_report.json", "data_report.md", "data_report.svg"
 NUMBERS = ("margin ", "reward ")  # prefixes of facts that are not shares

@@ -11,7 +11,7 @@ import yaml
 from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.ids import shown
 from rlhf_core.runs.lineage import Ancestor, sources, stages
-from rlhf_core.system.markdown import table
+from rlhf_core.system.markdown_table import table
 
 GATE_COLUMNS = ("stage", "metric", "value", "required", "verdict")
 PLAIN_KEYS = ("template",)  # a text with slashes in it, not a place

@@ -16,7 +16,7 @@ from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.ids import is_hub_id, parted
 from rlhf_core.runs.lineage import Ancestor, lineage, sources, tree
 from rlhf_core.stages.publication.card_sections import configuration, data_sets, gate_section, public_names
-from rlhf_core.system.markdown import table
+from rlhf_core.system.markdown_table import table
 
 DATA_FILES = ("data/*.jsonl", "judgments/*.jsonl", "answers/*.jsonl")
 NAMED = ("model", "baseline", "judge")  # fields of judgments and answers

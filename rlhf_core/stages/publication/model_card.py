@@ -20,7 +20,7 @@ from rlhf_core.hub.ids import is_hub_id, parted
 from rlhf_core.records import EvalReport, WinRate
 from rlhf_core.runs.lineage import Ancestor, sources, stages, trained, tree
 from rlhf_core.stages.publication.card_sections import configuration, data_sets, gate_section, public_names
-from rlhf_core.system.markdown import table
+from rlhf_core.system.markdown_table import table
 
 CONDITIONED = (
     "The model was trained with the reward of each answer at the end of its prompt: put the text in `prompt_suffix.json` after your last "
