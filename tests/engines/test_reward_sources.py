@@ -1,4 +1,7 @@
-"""GRPO on Ray and vLLM with three sources of rewards: a reward model's group, a Python function, a reward server."""
+"""GRPO on Ray and vLLM with three sources of rewards: a reward model's group, a Python function, a reward server.
+
+The actor is a hybrid model, with a layer that keeps a state from token to token (Mamba 2) and one with attention.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.rewards.server import AnswerToScore, document
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.families import make_family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ITERATIONS = 3
@@ -83,7 +87,8 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             reward_ranks=share,
             vllm=Vllm(cpus=0.25, kv_cache_gib=0.5),
         )
-        inputs = {"base": str(material / "base"), "reward_model": str(root / "rm" / "checkpoint")}
+        actor = make_family("granite-hybrid", material / "base", root / "actor")
+        inputs = {"base": str(actor), "reward_model": str(root / "rm" / "checkpoint")}
         RunDir(root / "grpo").prepare(StageRequest(name="grpo", digest="0", config=config, inputs=inputs, seed=7))
         with (root / "log.txt").open("wb") as log:
             command = [sys.executable, "-m", "rlhf_core", str(root / "grpo")]
@@ -126,6 +131,7 @@ def test_there_was_no_critic_and_the_actor_learned_on_policy(run: Path) -> None:
     for line in lines:
         assert line["policy/first_ratio_gap"] < 1e-5
         assert line["sampler/gap_p99"] < 1e-2 and line["sync/probe_gap"] < 1e-3
-    before = load_file(run / "rm" / "checkpoint" / "model.safetensors")
-    after = load_file(run / "grpo" / "checkpoint" / "model.safetensors")
-    assert after and all(torch.isfinite(weight).all() for weight in after.values()) and before.keys() != after.keys()
+    before, after = (load_file(folder / "model.safetensors") for folder in (run / "actor", run / "grpo" / "checkpoint"))
+    assert after.keys() == before.keys() and any(".mamba." in name for name in after)
+    assert all(torch.isfinite(weight).all() for weight in after.values())
+    assert all(not torch.equal(after[name], before[name]) for name in after if name.endswith("proj.weight"))
