@@ -11,6 +11,7 @@ from typing import NamedTuple
 from transformers import AutoConfig
 
 from rlhf_core.config import Vllm
+from rlhf_core.hub.positions import positions_of
 from rlhf_core.models.dtype import stored_dtype
 from rlhf_core.models.lora import base_of
 from rlhf_core.rollout.server import Server, serving
@@ -34,7 +35,7 @@ def local_model(where: str, path: str, dtype: str, max_model_len: int | None, tr
     Raises ValueError, beginning with `where`, when that number is not known or smaller than `max_model_len`.
     """
     config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = positions_of(config.to_dict())
     if max_model_len is None and positions is None:
         raise ValueError(f"{where}: the model's config has no max_position_embeddings: set max_model_len")
     if max_model_len is not None and positions is not None and max_model_len > positions:

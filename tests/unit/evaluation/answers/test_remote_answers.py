@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from evaluation.answers.questions import Question
 from evaluation.answers.remote_answers import answer_remotely, answering_metrics, read_given
 from rlhf_core.config import Endpoint
+from rlhf_core.data.questions import Question
 from rlhf_core.recipe.digest import deciding
 from rlhf_core.recipe.load import recipe_of
 from rlhf_core.system.files import Digests
