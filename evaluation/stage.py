@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from evaluation.answers.local_answers import Engine, ModelAnswer, file_name, generate, model_config, model_kind, read_answers, write_answers
-from evaluation.answers.questions import Question, load_questions
 from evaluation.answers.remote_answers import answer_remotely, answering_metrics
 from evaluation.judges.factory import judge_names, judging, load_reward_model, make_judge
 from evaluation.judges.offline import RewardJudge, RuleJudge, battles
@@ -31,6 +30,7 @@ from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.columns import Located, preference_of
 from rlhf_core.data.documents import Document, answered, stored_suffix
+from rlhf_core.data.questions import Question, load_questions
 from rlhf_core.data.rows import load_rows
 from rlhf_core.models.dtype import stored_dtype
 from rlhf_core.records import Answering, EvalReport, Judging, Judgment

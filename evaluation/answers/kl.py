@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evaluation.answers.questions import Question
 from rlhf_core.config import Evaluation
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, stored_suffix
+from rlhf_core.data.questions import Question
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load import Policy, load_policy
 from rlhf_core.stages.reference_logprobs import answer_logprobs

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from evaluation.answers.questions import Question
 from evaluation.scores.style import markdown
 from rlhf_core.config import Evaluation
 from rlhf_core.data.chat import Renderer
+from rlhf_core.data.questions import Question
+from rlhf_core.hub.positions import require_positions
 from rlhf_core.models.lora import base_of
 from rlhf_core.system.files import digest, write_text
 
@@ -94,11 +95,7 @@ class Engine:
 def model_config(path: str, max_len: int, trust_remote_code: bool) -> PretrainedConfig:
     """Returns the model's config, of an adapter its base's. Raises ValueError when the model has fewer than `max_len` positions."""
     config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and positions < max_len:
-        raise ValueError(
-            f"{path}: the model has {positions} positions, prompt_max_len + generate_max_len = {max_len} need more: lower one of the two"
-        )
+    require_positions(path, config.to_dict(), max_len)
     return config
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from evaluation.answers.chat_client import NO_REPLY, ChatClient, Reply, appending, cost_of, records_of, remote
 from evaluation.answers.local_answers import ModelAnswer
-from evaluation.answers.questions import Question
 from rlhf_core.config import Evaluation
+from rlhf_core.data.questions import Question
 from rlhf_core.records import Answering, Frozen
 from rlhf_core.system.files import digest
 

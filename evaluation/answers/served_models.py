@@ -11,6 +11,7 @@ from typing import NamedTuple
 from transformers import AutoConfig
 
 from rlhf_core.config import AlignmentTax, Vllm, VllmJudge
+from rlhf_core.hub.positions import positions_of
 from rlhf_core.models.dtype import stored_dtype
 from rlhf_core.models.lora import base_of
 from rlhf_core.rollout.server import Server, serving
@@ -35,7 +36,7 @@ def local_model(where: str, path: str, config: VllmJudge | AlignmentTax, run: Ru
     Raises ValueError, beginning with `where`, when that number is not known or smaller than `max_model_len`.
     """
     model_config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    positions = positions_of(model_config.to_dict())
     length: int | None = config.max_model_len or positions
     if length is None:
         raise ValueError(f"{where}: the model's config has no max_position_embeddings: set max_model_len")

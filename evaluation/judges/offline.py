@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from evaluation.answers.questions import Question
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Document
+from rlhf_core.data.questions import Question
 from rlhf_core.records import Game, Judgment
 
 

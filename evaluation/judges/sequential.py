@@ -11,8 +11,8 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 
-from evaluation.answers.questions import Question
 from evaluation.judges.offline import Judge, battles
+from rlhf_core.data.questions import Question
 from rlhf_core.records import Judgment
 
 Z95 = 1.959964

@@ -85,8 +85,8 @@ class Recipe(Config):
     name: str = Field(
         description="name of the recipe; artifacts are filed under it", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100
     )
-    base_model: str = Field(description="local folder or Hub id of the model that is called `base`")
-    artifacts: str = Field("artifacts", description="folder of all run directories")
+    base_model: str = Field(description="local folder or Hub id of the model that is called `base`", min_length=1)
+    artifacts: str = Field("artifacts", description="folder of all run directories", min_length=1)
     store: str | None = Field(None, description="bucket or folder that finished stages are copied to and fetched from: s3://bucket/prefix")
     store_checkpoints: bool = Field(False, description="also copy the newest resume state of a running stage to the store")
     seed: int = Field(0, ge=0, description="seed of every stage")
@@ -94,6 +94,13 @@ class Recipe(Config):
     notify: Notify | None = Field(None, description="webhook that receives the events of a run")
     wandb: Wandb | None = Field(None, description="Weights & Biases project for the metrics of every stage")
     stages: dict[str, StageConfig] = Field(description="stages by name; a stage named like its kind needs no `stage:`", min_length=1)
+
+    @field_validator("name")
+    @classmethod
+    def _is_free(cls, value: str) -> str:
+        if value in ("stages", "index.html"):
+            raise ValueError(f"{value!r} is what the artifacts folder has of all recipes: give this one another name")
+        return value
 
     @field_validator("store")
     @classmethod

@@ -23,6 +23,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf_core.data.documents import Document, Message, answered, check_limit, with_suffix
 from rlhf_core.hub.ids import is_remote
+from rlhf_core.hub.model_files import VOCABULARIES
 from rlhf_core.hub.vocabulary import tokenizer_place
 
 # Unicode noncharacters, which texts should not contain; OPEN in a text is itself replaced by a placeholder.
@@ -43,7 +44,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path}: no tokenizer can be loaded from here ({_first_line(error)})") from error
+        lacks = Path(folder).is_dir() and not any(True for pattern in VOCABULARIES for _ in Path(folder).glob(pattern))
+        why = f"there is no {', '.join(VOCABULARIES)}: save the model's tokenizer into this folder" if lacks else _first_line(error)
+        raise ValueError(f"{path}: no tokenizer can be loaded from here ({why})") from error
     except StrictDataclassError as error:
         raise ValueError(f"{path}: its config.json contradicts itself ({_first_line(error.__cause__ or error)})") from error
     if tokenizer.eos_token_id is None:

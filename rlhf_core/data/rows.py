@@ -150,6 +150,8 @@ def _empty(source: Source) -> ValueError:
 
 def _raw(source: Source, first: int | None) -> Iterator[Row]:
     path = Path(source.path)
+    if path.is_dir():
+        raise ValueError(f"{source.path}: is a directory: name a file in it")
     if path.suffix in SUFFIXES and not path.is_file():
         raise ValueError(f"{source.path}: there is no such file: correct the path of this data source")
     if path.suffix not in SUFFIXES and path.is_file():
@@ -178,26 +180,35 @@ def _located(source: Source, form: str, number: int, row: Row) -> Located:
 def _json_rows(path: str) -> Iterator[Row]:
     """Yields the objects of a file with one JSON object per line, or with one JSON list of objects."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # with or without a byte order mark
             start = file.read(1)
             while start.isspace():
                 start = file.read(1)
             file.seek(0)
-            for number, row in enumerate(json.load(file) if start == "[" else _json_lines(path, file), start=1):
+            for number, row in enumerate(_json(path, file.read()) if start == "[" else _json_lines(path, file), start=1):
                 if not isinstance(row, dict):
                     raise ValueError(f"{path}, row {number}: must be a JSON object with columns, found {type(row).__name__}")
                 yield row
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not valid JSON in UTF-8: {error}") from error
 
 
 def _json_lines(path: str, lines: Iterable[str]) -> Iterator[Any]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: is not valid JSON: {error.msg} at character {error.pos + 1}") from error
+            yield _json(f"{path}, line {number}", line.rstrip())
+
+
+def _json(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"{where}: is not valid JSON: {error.msg} at {line}character {error.colno}") from error
+    except RecursionError:
+        raise ValueError(f"{where}: is not valid JSON: its brackets are nested too deeply to be read") from None
+    except ValueError as error:  # a number of too many digits
+        raise ValueError(f"{where}: is not valid JSON: {error}") from error
 
 
 def _csv_rows(path: str) -> Iterator[Row]:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_core.hub.model_files import tensors_of
+
 BF16 = 2  # bytes
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of the number of experts, by model family
-
-HEADER_BYTES = 100_000_000  # the longest header that safetensors reads
 
 TIED = ("gemma", "cohere")  # families whose embeddings and head are tied by default
 
@@ -56,11 +56,8 @@ def _stored(folder: Path) -> float:
     family whose feed-forward has no gate has fewer than its config.json tells."""
     count = 0
     try:
-        for weights in folder.glob("*.safetensors"):
-            with weights.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(min(length, HEADER_BYTES)))
-            tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        for file in folder.glob("*.safetensors"):
+            tensors = tensors_of(file).values()
             if any(tensor["dtype"] in ("U8", "I8", "I32") for tensor in tensors):
                 return math.inf
             count += sum(math.prod(tensor["shape"]) for tensor in tensors)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+HEADER_BYTES = 100_000_000  # the longest header that safetensors reads
+
+
+VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")  # any of them makes a tokenizer
 
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
@@ -37,7 +42,7 @@ def model_files(checkpoint: Path, trust_remote_code: bool = False) -> list[Path]
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint} is not a folder with a model: publication needs the checkpoint of a finished stage")
     config = ADAPTER_CONFIG if is_adapter(checkpoint) else "config.json"
-    needed = {config: (config,), "safetensors weights": WEIGHTS[:1], "tokenizer": ("tokenizer.json", "*.model", "vocab.*")}
+    needed = {config: (config,), "safetensors weights": WEIGHTS[:1], "tokenizer": VOCABULARIES}
     for what, patterns in needed.items():
         if not any(True for pattern in patterns for _ in checkpoint.glob(pattern)):
             raise ValueError(f"{checkpoint} has no {what}: publish a folder written by save_pretrained, with its tokenizer")
@@ -50,14 +55,49 @@ def is_adapter(checkpoint: Path) -> bool:
     return (checkpoint / ADAPTER_CONFIG).is_file()
 
 
+def tensors_of(file: Path) -> dict[str, dict[str, Any]]:
+    """Reads the header of a safetensors file: `dtype`, `shape` and `data_offsets` of each tensor, by name.
+
+    Raises OSError, or ValueError when the file is none, or has not the length that its header says.
+    """
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        try:
+            header = json.loads(opened.read(min(length, HEADER_BYTES)))
+            tensors = {str(name): dict(about) for name, about in header.items() if name != "__metadata__"}
+            end = 8 + length + max((int(about["data_offsets"][1]) for about in tensors.values()), default=0)
+        except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
+            raise ValueError(f"{file.name} is no safetensors file, or is cut off in its header") from None
+    if (size := file.stat().st_size) != end:
+        raise ValueError(f"{file.name} has {size:,} bytes, and its header says {end:,}")
+    return tensors
+
+
+def stored_tensors(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Reads the headers of all weight files of a folder, by file name.
+
+    Raises OSError, or ValueError as `tensors_of`, and when an index names a file or tensor that is not there.
+    """
+    found = {file.name: tensors_of(file) for file in sorted(folder.glob(WEIGHTS[0]))}
+    for index in folder.glob(WEIGHTS[1]):
+        try:
+            places = dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise ValueError(f"{index.name} is no index of weight files") from None
+        for tensor, name in places.items():
+            if name not in found:
+                raise ValueError(f"{index.name} names {name}, and there is no such file")
+            if tensor not in found[name]:
+                raise ValueError(f"{index.name} names {tensor} in {name}, and it is not there")
+    return found
+
+
 def check_loads(folder: Path, trust_remote_code: bool = False) -> None:
     """Reads the configuration and the header of every weight file, not the weights.
 
     Raises ValueError when transformers (peft for an adapter) cannot read the configuration, a weight file is cut, or the index names a
     missing tensor.
     """
-    from safetensors import SafetensorError, safe_open
-
     if is_adapter(folder):
         from peft import PeftConfig
 
@@ -72,16 +112,9 @@ def check_loads(folder: Path, trust_remote_code: bool = False) -> None:
             AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"transformers cannot read the config.json of the model to publish: {error}") from error
-    tensors: dict[str, set[str]] = {}
-    for file in folder.glob(WEIGHTS[0]):
-        try:
-            with safe_open(file, framework="numpy") as weights:
-                tensors[file.name] = set(weights.keys())
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{file.name} of the model to publish is damaged ({error}): run the stage that made it again") from None
-    for index in folder.glob(WEIGHTS[1]):
-        for tensor, name in json.loads(index.read_text())["weight_map"].items():
-            if tensor not in tensors.get(name, set()):
-                raise ValueError(f"{index.name} names {tensor} in {name}, and it is not there: the checkpoint is incomplete")
+    try:
+        tensors = stored_tensors(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the weights of the model to publish are damaged ({error}): run the stage that made it again") from None
     if not any(tensors.values()):
         raise ValueError("the weight files of the model to publish hold no tensor")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from rlhf_core.hub.model_files import tensors_of
 
 HEADS = ("score.weight", "base_model.model.score.weight")  # of a model, of an adapter
 
@@ -18,14 +19,5 @@ def no_reward_head(place: str) -> str:
 
 def has_scalar_head(folder: Path) -> bool:
     """Whether a tensor of the folder's safetensors is a head for one score. Raises OSError or ValueError for files that cannot be read."""
-    shapes = [about["shape"] for file in folder.glob("*.safetensors") for name, about in _header(file).items() if name in HEADS]
+    shapes = [about["shape"] for file in folder.glob("*.safetensors") for name, about in tensors_of(file).items() if name in HEADS]
     return any(shape[0] == 1 for shape in shapes)
-
-
-def _header(file: Path) -> dict[str, dict[str, list[int]]]:
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        if size > file.stat().st_size:
-            raise ValueError(f"{file} is no safetensors file, or is cut off")
-        header: dict[str, dict[str, list[int]]] = json.loads(opened.read(size))
-        return header

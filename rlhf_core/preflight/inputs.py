@@ -11,20 +11,25 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import KINDS, PPO, AlignmentTax, Evaluation, Preferences, Publication, Ranks, Rewarded, RuleJudge, StageConfig
+from rlhf_core.config import KINDS, PPO, AlignmentTax, Evaluation, Preferences, Publication, Ranks, Rewarded, StageConfig
 from rlhf_core.config.lm_eval_tasks import is_path, read_task
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.documents import check_limit
 from rlhf_core.data.rows import check_columns, load_rows
 from rlhf_core.hub.ids import is_remote
+from rlhf_core.hub.vocabulary import tokenizer_place
+from rlhf_core.preflight.lengths import length_problems
 from rlhf_core.preflight.models import model_problem, packing_problem, unfit_models, unlike_vocabulary, vocabulary_problems
+from rlhf_core.preflight.publication import folder_problem
+from rlhf_core.preflight.questions import question_problems
 from rlhf_core.preflight.template_length import frame_lengths
+from rlhf_core.preflight.weights import weight_problem
 from rlhf_core.recipe.load import unknown
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.remote_files import StoreFault
@@ -58,7 +63,8 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     broken: dict[str, str] = {}
     for node in todo:
         for name, place in node.models.items():
-            broken |= model_problem("base_model" if name == "base" else f"stages.{node.name}: {name}", place)
+            where = "base_model" if name == "base" else f"stages.{node.name}: {name}"
+            broken |= model_problem(where, place) or weight_problem(where, place, plan.recipe.trust_remote_code)
     unfit: dict[tuple[str, str], str] = {}
     for node in todo:
         unfit |= {fault: told for fault, told in unfit_models(node).items() if fault not in unfit}
@@ -73,6 +79,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     for node in todo:
         start = tokenizer_of(plan, node)
         problems += packing_problem(f"stages.{node.name}", node.config, start)
+        problems += length_problems(node, partial(_start_of, plan, node)) + folder_problem(node)
         problems += vocabulary_problems(node, partial(_start_of, plan, node), unlike)
         for text in node.config.texts:
             where = f"stages.{node.name}.{text.field}"
@@ -82,8 +89,9 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
                 problems.append(f"{where}: {frame}")
             elif frame is not None:
                 problems += _refused(f"stages.{node.name}.{text.limit_field}", check_limit, text.limit, frame)
-        problems += _prompt_problems(node, plan.recipe.seed) if not problems else []
-        problems += _question_problems(node)
+        of_prompts = f"stages.{node.name}.prompts:"
+        problems += _prompt_problems(node, plan.recipe.seed) if not any(problem.startswith(of_prompts) for problem in problems) else []
+        problems += question_problems(node, plan.recipe.seed)
         problems += _function_problems(node)
         problems += _task_problems(node)
     return list(dict.fromkeys(problems))
@@ -182,8 +190,21 @@ def _frames(plan: Plan, nodes: Sequence[Node], broken: Collection[str]) -> dict[
     starts = {node.name: start for node in nodes if (start := tokenizer_of(plan, node)) is not None and start not in broken}
     pairs = {(starts[node.name], text.data.template): None for node in nodes if node.name in starts for text in node.config.texts}
     apart = not plan.recipe.trust_remote_code and "transformers" not in sys.modules
-    found = frame_lengths(pair for pair in pairs if not is_remote(pair[0])) if apart else {}
+    found = _frames_apart(pairs) if apart else {}
     return {pair: found[pair] if pair in found else _frame(*pair, plan.recipe.trust_remote_code) for pair in pairs}
+
+
+def _frames_apart(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int | str]:
+    """As `_frames`, of those that a process without torch can read; fetches tokenizers from the Hub."""
+    found: dict[tuple[str, str], int | str] = {}
+    folders = {}
+    for place, template in pairs:
+        try:
+            folders[place, template] = (tokenizer_place(place) if is_remote(place) else place), template
+        except ValueError as error:
+            found[place, template] = str(error)
+    lengths = frame_lengths(folder for folder in folders.values() if not is_remote(folder[0]))
+    return found | {pair: lengths[folder] for pair, folder in folders.items() if folder in lengths}
 
 
 def _frame(place: str, template: str, trust_remote_code: bool) -> int | str:
@@ -221,27 +242,6 @@ def _prompt_problems(node: Node, seed: int) -> list[str]:
         f"stages.{node.name}: its prompts start at number {config.first_prompt}, but there are only {rows}; give more prompts, fewer "
         f"rounds or fewer prompts per round"
     ]
-
-
-def _question_problems(node: Node) -> list[str]:
-    """Checks that questions have a prompt (or Arena-Hard's `turns`), and the known answer for a rule judge."""
-    config = node.config
-    if not isinstance(config, Evaluation):
-        return []
-    source, where = config.questions, f"stages.{node.name}.questions"
-    if is_remote(source.path):
-        return _refused(where, check_columns, config.asked, "prompt")
-    try:
-        rows = load_rows(config.asked, 0)
-    except ValueError as error:
-        return [f"{where}: {error}"]
-    problems = []
-    if not any(source.prompt_key in row or "turns" in row for row in rows):
-        problems.append(f"{where}: {source.path} has no column {source.prompt_key!r}; set prompt_key to one of {', '.join(rows[0])}")
-    for judge in config.judges:
-        if isinstance(judge, RuleJudge) and any(judge.answer_key not in row for row in rows):
-            problems.append(f"{where}: {source.path} has rows without the column {judge.answer_key!r}; set answer_key of the rule judge")
-    return problems
 
 
 def _function_problems(node: Node) -> list[str]:

@@ -17,7 +17,6 @@ from rlhf_core.recipe.plan import Node
 from rlhf_core.recipe.references import Reference, references
 
 REWARD = named("reward")
-WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def model_problem(where: str, place: str) -> dict[str, str]:
@@ -26,11 +25,10 @@ def model_problem(where: str, place: str) -> dict[str, str]:
     if is_remote(place):
         return {}  # fetching its tokenizer reports a missing repository
     if not folder.is_dir():
-        return {place: f"{where}: there is no model folder {place}; correct the path, or make the model first"}
+        what = f"{place} is a file" if folder.is_file() else f"there is no model folder {place}"
+        return {place: f"{where}: {what}; correct the path, or make the model first"}
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return {place: f"{where}: {place} has no config.json, so it is no model folder; give one that transformers can load"}
-    if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
-        return {place: f"{where}: {place} has no weights ({' or '.join(WEIGHTS)}); give a whole model folder"}
     return {}
 
 

@@ -1,7 +1,6 @@
 """Loads a recipe from YAML and overrides (`ppo.actor_learning_rate=5e-7`), and reports each mistake in one sentence.
 
-Paths in a recipe are relative to the working directory, as on any command line. YAML is read with two differences from
-PyYAML's defaults: `5e-7` is a number (as in YAML 1.2), and a key that appears twice is an error.
+Paths in a recipe are relative to the working directory, as on any command line.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from rlhf_core.config import KINDS, Judge, Recipe
 from rlhf_core.config.rewards import RewardSource
+from rlhf_core.recipe.yaml_text import parse
 
 STAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
 DOWNLOAD_SECONDS = 30.0
@@ -29,7 +29,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises ValueError: one sentence (a line) for each mistake.
     """
     shown = _shown(path)
-    raw = _parse(_text_of(path, shown), f"recipe {shown}")
+    raw = parse(_text_of(path, shown), f"recipe {shown}")
     if not isinstance(raw, dict):
         raise ValueError(f"recipe {shown} must be a mapping with name, base_model and stages; it holds {type(raw).__name__}")
     return _overridden(raw, overrides)
@@ -193,7 +193,7 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], li
         keys = name.strip().removeprefix("stages.").split(".")
         if not equals or not all(keys):
             raise ValueError(f"override {override!r}: write <stage>.<field>=<value>, for example ppo.actor_learning_rate=5e-7, or seed=1")
-        value = _parse(text, f"override {override!r}")
+        value = parse(text, f"override {override!r}")
         if len(keys) == 1:
             top.append((keys[0], value))
         else:
@@ -256,27 +256,3 @@ def _fields(names: list[int | str], raw: Any) -> dict[Any, Any]:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-class _Loader(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} appears twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ValueError(f"{where}{line}: {error.problem}; correct the YAML") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where}: {str(error).splitlines()[0]}; correct the YAML") from None

@@ -20,10 +20,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from evaluation.answers.chat_client import ChatClient, remote
-from evaluation.answers.questions import Question
 from evaluation.judges.chat_judge import OpenAIJudge
 from evaluation.judges.offline import Match
 from rlhf_core import config as configs
+from rlhf_core.data.questions import Question
 
 ANSWER = "word " * 300  # of about the length of a real one
 

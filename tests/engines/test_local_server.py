@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evaluation.alignment_tax.report import TaxReport
 from evaluation.alignment_tax.stage import run as tax
-from evaluation.answers.questions import Question
 from evaluation.judges.judge_prompt import judge_prompt
 from evaluation.judges.offline import Match
 from evaluation.stage import run as evaluate
 from rlhf_core.config import AlignmentTax, Evaluation, Gate, RuleJudge, Source, Vllm, VllmJudge
 from rlhf_core.config.kinds import has_metric
+from rlhf_core.data.questions import Question
 from rlhf_core.recipe.gates import check
 from rlhf_core.records import EvalReport
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage

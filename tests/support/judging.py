@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.answers.chat_client import ChatClient, remote
-from evaluation.answers.questions import Question
 from evaluation.judges.chat_judge import OpenAIJudge
 from evaluation.judges.offline import Match
 from rlhf_core import config as configs
+from rlhf_core.data.questions import Question
 from rlhf_core.records import Game
 
 

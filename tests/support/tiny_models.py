@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 LEARNING_RATE = 3e-3
+
+
+def save_weights(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Writes a safetensors file of zeros of these shapes."""
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, file)
 
 
 def reward_model(base: Path, out: Path) -> Path:

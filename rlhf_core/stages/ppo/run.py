@@ -10,17 +10,21 @@ from rlhf_core.cluster.ray_cluster import connect, leave, reserve
 from rlhf_core.cluster.worker_group import Group, cpu_threads
 from rlhf_core.config import PPO
 from rlhf_core.forecast.zero_stage import layout_of, uses_deepspeed
+from rlhf_core.hub.positions import require_positions, stored_config
 from rlhf_core.runs.resume_state import require_layout
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system.gc_pause import uncollected
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Runs the PPO stage (`train.train`). Raises ValueError for a resume state that the recipe's ranks cannot read."""
-    begun = time.monotonic()
-    require_layout(run, layout_of(cast(PPO, request.config)))
+    """Runs the PPO stage (`train.train`). Raises ValueError for a resume state that the recipe's ranks cannot read, and for lengths beyond
+    the actor's positions."""
+    begun, config = time.monotonic(), cast(PPO, request.config)
+    require_layout(run, layout_of(config))
+    actor = request.inputs[config.actor]
+    require_positions(actor, stored_config(actor), config.prompt_max_len + config.generate_max_len)
     try:
-        groups = start_processes(cast(PPO, request.config))
+        groups = start_processes(config)
         with uncollected():
             from rlhf_core.stages.ppo.train import train
 

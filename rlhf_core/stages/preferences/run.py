@@ -21,6 +21,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt, stored_suffix
 from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
+from rlhf_core.hub.positions import require_positions, stored_config
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.rewards.batch import reward_batch, terms_of
 from rlhf_core.rewards.contract import Sample
@@ -43,6 +44,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     config = cast(Preferences, request.config)
     terms_of(config.reward, request.inputs)  # what is missing is reported before any work
     policy = request.inputs[config.policy]
+    require_positions(policy, stored_config(policy), config.prompt_max_len + config.generate_max_len)
     tokenizer = load_tokenizer(policy, request.trust_remote_code)
     reward_models = [request.inputs[source.model] for source in config.reward if isinstance(source, ModelReward)]
     require_same_vocabulary(policy, reward_models, request.trust_remote_code)

@@ -16,8 +16,8 @@ import rlhf_core.data.formats
 import rlhf_core.objectives.advantages
 import rlhf_core.objectives.losses
 import rlhf_core.rewards.remote
-from evaluation.answers.questions import Question
 from rlhf_core.config import DPO, AdvantageEstimator
+from rlhf_core.data.questions import Question
 from rlhf_core.objectives.advantages import GROUPED, grpo
 from rlhf_core.objectives.losses import preference_loss
 from rlhf_core.rewards.contract import Sample

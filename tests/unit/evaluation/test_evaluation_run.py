@@ -13,11 +13,11 @@ import pytest
 from pydantic import TypeAdapter
 
 from evaluation.answers.local_answers import read_answers
-from evaluation.answers.questions import load_questions
 from evaluation.stage import run
 from rlhf_core.__main__ import main
 from rlhf_core.config import RewardJudge, RuleJudge, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.questions import load_questions
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.records import EvalReport, Judgment
 from rlhf_core.runs.run_dir import RunDir, run_stage

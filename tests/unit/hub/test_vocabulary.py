@@ -194,14 +194,15 @@ def test_judges_and_servers_get_text(planned: Planned, tmp_path: Path) -> None:
 
 
 def stages(material: Path) -> dict[str, tuple[Callable[..., Any], StageConfig]]:
-    prompts, pairs = Data(sources=str(material / "prompts.jsonl")), Data(sources=str(material / "preferences.jsonl"), max_samples=8)
+    prompts, lengths = Data(sources=str(material / "prompts.jsonl")), {"prompt_max_len": 100, "generate_max_len": 100}
+    pairs = Data(sources=str(material / "preferences.jsonl"), max_samples=8)
     ppo = PPO(actor="base", reward="other", prompts=prompts)
     train: Callable[..., Any] = lambda request, run: rlhf_core.stages.ppo.train.train(request, run, {}, 0.0)  # noqa: E731
     return {
         "reward": (train, ppo),
         "critic": (train, PPO(actor="base", reward="base", critic="other", prompts=prompts)),
         "ppo-reference": (train, PPO(actor="base", reward="base", critic="base", reference="other", prompts=prompts)),
-        "round": (rlhf_core.stages.preferences.run.run, Preferences(policy="base", reward=["base", "other"], prompts=prompts)),
+        "round": (rlhf_core.stages.preferences.run.run, Preferences(policy="base", reward=["base", "other"], prompts=prompts, **lengths)),
         "dpo": (rlhf_core.stages.dpo.run, DPO(policy="base", reference="other", data=pairs)),
         "kto": (rlhf_core.stages.kto.run, KTO(policy="base", reference="other", data=pairs)),
     }

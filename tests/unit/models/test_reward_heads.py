@@ -104,9 +104,10 @@ def test_a_missing_head_is_found_by_the_check(name: str, places: Path, planned: 
         assert all("\n" not in problem for problem in problems)
 
 
-def test_the_check_skips_unreadable_files(planned: Planned, tmp_path: Path) -> None:
+def test_of_unreadable_files_only_the_damage_is_told(planned: Planned, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "base", tmp_path / "rm")
     for content in (b"weights", b"\x02\x00\x00\x00\x00\x00\x00\x00[]", json.dumps({}).encode()):
         (tmp_path / "rm" / "model.safetensors").write_bytes(content)
         plan = planned(f"ppo.reward={tmp_path / 'rm'}")
-        assert check_inputs(plan, plan.nodes) == []
+        (problem,) = check_inputs(plan, plan.nodes)
+        assert problem.startswith(f"stages.ppo: {tmp_path / 'rm'}: {tmp_path / 'rm'} has damaged weights (model.safetensors ")

@@ -18,6 +18,7 @@ from rlhf_core.preflight.inputs import MachineLacks, check_inputs, check_machine
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.system import machine
+from tests.support.tiny_models import save_weights
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -31,6 +32,8 @@ stages:
   reward_model: {data: {sources: pairs.jsonl}}
   ppo:
     prompts: {sources: prompts.jsonl}
+    prompt_max_len: 100
+    generate_max_len: 100
     rollout_batch_size: 4
     train_batch_size: 4
     micro_train_batch_size: 1
@@ -39,8 +42,14 @@ stages:
     reference_ranks: {cpus: 0.2}
     reward_ranks: {cpus: 0.2}
     vllm: {cpus: 0.8}
-  loop: {stage: iterative_dpo, prompts: {sources: prompts.jsonl}, rounds: 2, prompts_per_round: 2}
-  evaluation: {models: [loop], questions: {path: q.jsonl}}
+  loop:
+    stage: iterative_dpo
+    prompts: {sources: prompts.jsonl}
+    prompt_max_len: 100
+    generate_max_len: 100
+    rounds: 2
+    prompts_per_round: 2
+  evaluation: {models: [loop], questions: {path: q.jsonl}, prompt_max_len: 100, generate_max_len: 100}
   publication: {model: loop, evaluation: evaluation}
 """
 ROWS = {
@@ -77,12 +86,12 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     monkeypatch.setattr(check, "num_gpus", lambda: 0)
     (tmp_path / "recipe.yaml").write_text(TEXT)
     for name, row in ROWS.items():
-        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 4)
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row | {"uid": number}) + "\n" for number in range(4)))
     (tmp_path / "checks.py").write_text("from math import sqrt\n\ndef short(responses): return [0]\n\nlong = short\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
     save_tokenizer(tmp_path / "base", TEMPLATE)
     (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "base" / "model.safetensors").write_bytes(b"weights")
+    save_weights(tmp_path / "base" / "model.safetensors", {"lm_head.weight": (300, 8), "score.weight": (1, 8)})  # a reward model too
     return lambda *overrides: plan(load_recipe("recipe.yaml", overrides))
 
 
@@ -111,7 +120,7 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
             ["evaluation.questions={path: prompts.jsonl}"],
             ["stages.evaluation.questions: prompts.jsonl has rows without the column 'answer'"],
         ),
-        (["evaluation.questions.prompt_key=question"], ["stages.evaluation.questions: q.jsonl has no column 'question'"]),
+        (["evaluation.questions.prompt_key=question"], ["stages.evaluation.questions: q.jsonl, row 1: there is no 'question' (nor"]),
         (["ppo.actor_ranks.cpus=2"], ["stages.ppo asks for 3.6 CPUs in all, this machine has 2"]),
         (["ppo.vllm.gpus=1"], ["stages.ppo asks for 1 GPUs in all, this machine has 0"]),
         (["sft.lora={quantize: nf4}"], ["stages.sft.lora.quantize=nf4 needs an NVIDIA GPU, and this machine has none; set it to none"]),

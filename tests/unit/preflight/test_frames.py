@@ -14,6 +14,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.preflight import template_length
 from rlhf_core.preflight.template_length import frame_lengths
 from tests.support.micro import ROOT
+from tests.support.tiny_models import save_weights
 from tests.unit.preflight.test_check import TEMPLATE, save_tokenizer
 
 PLAIN = "Question: {}\nAnswer: "
@@ -33,7 +34,7 @@ print("transformers" in sys.modules)
 def base(tmp_path: Path) -> Path:
     save_tokenizer(tmp_path / "base", TEMPLATE)
     (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "base" / "model.safetensors").write_bytes(b"weights")
+    save_weights(tmp_path / "base" / "model.safetensors", {"lm_head.weight": (300, 8)})
     (tmp_path / "sft.jsonl").write_text(json.dumps({"prompt": "hi", "response": "ho"}) + "\n")
     return tmp_path / "base"
 

@@ -147,6 +147,9 @@ def test_a_wrong_override_is_one_sentence(recipe: Write, override: str, told: st
         (("  ppo:", "  policy:"), "stages.policy: say which stage it is with `stage:`, one of sft, "),
         (("  ppo: {", "  ppo: {stage: pppo, "), "stages.ppo: stage: unknown value 'pppo'; did you mean ppo?"),
         (("  ppo:", "  p.po:"), "stages.p.po"),
+        (("name: tiny", "name: stages"), "name: 'stages' is what the artifacts folder has of all recipes: give this one another name"),
+        (("name: tiny", "name: 2001-13-45"), "recipe.yaml: month must be in 1..12; correct the YAML"),
+        (("name: tiny", "name: tiny\nartifacts: ''"), "artifacts: string should have at least 1 character, not ''; correct it"),
         (("  ppo:", "  base: {stage: sft, data: {sources: a.jsonl}}\n  ppo:"), "stages.base: a stage name is"),
         (("  ppo:", "  sft:"), "line 7: the key 'sft' appears twice"),
         (("sources: train.jsonl}", "sources: [{path: a, probability: 0.2}, {path: b, probability: 0.2}]}"), "sum to 0.4"),
@@ -158,6 +161,30 @@ def test_a_wrong_recipe_is_one_sentence(recipe: Write, change: tuple[str, str], 
         load_recipe(recipe(TEXT.replace(*change)))
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (BOMB, "holds more than 100,000 values, with those that its aliases (*name) stand for; correct the YAML"),
+        ("name: &a [*a]", "holds more than 100,000 values"),
+        ("name: " + "[" * 100_000, "its brackets are nested too deeply to be read; correct the YAML"),
+        ("seed: " + "9" * 5000, "Exceeds the limit (4300 digits)"),
+    ],
+)
+def test_a_recipe_that_would_fill_the_memory(recipe: Write, text: str, told: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_recipe(recipe(text))
+    assert str(caught.value).startswith(f"recipe {recipe(text)}: {told}") and "\n" not in str(caught.value)
+
+
+def test_aliases_are_read(recipe: Write) -> None:
+    """A byte order mark is read over."""
+    loaded = load_recipe(recipe("\ufeff" + TEXT.replace("{sources: train.jsonl}", "&d {sources: train.jsonl}, eval_data: *d")))
+    assert isinstance(sft := loaded.stages["sft"], SFT) and sft.eval_data == sft.data
 
 
 def test_every_mistake_has_its_line(recipe: Write) -> None:

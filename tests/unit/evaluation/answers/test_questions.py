@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from evaluation.answers.local_answers import file_name, read_answers
-from evaluation.answers.questions import load_questions
 from evaluation.judges.factory import judge_names
 from evaluation.scores.style import markdown
 from rlhf_core.config import OpenAIJudge, RewardJudge, RuleJudge, Source
+from rlhf_core.data.questions import load_questions
 
 ARENA_HARD = Path(__file__).parents[5] / "shared" / "data" / "arena-hard"
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from evaluation.answers.questions import Question
 from evaluation.judges.offline import Match
 from evaluation.judges.sequential import battles_in_turns, cautious_width
 from evaluation.scores.scoring import win_rate
+from rlhf_core.data.questions import Question
 from rlhf_core.records import Game
 
 QUESTIONS = [Question(f"q{n}", "all", ({"role": "user", "content": str(n)},), {}) for n in range(400)]

@@ -12,12 +12,12 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from evaluation.answers.kl import log_ratios
-from evaluation.answers.questions import Question
 from evaluation.report.charts import over_optimisation_chart
 from evaluation.scores.over_optimisation import FILE, Measured, OverOptimisation, battle_scores, curve, metrics, suspicion_of
 from rlhf_core.config import Evaluation, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.questions import Question
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.records import Game, Judgment, WinRate

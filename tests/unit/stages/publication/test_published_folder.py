@@ -105,11 +105,11 @@ def test_damaged_weights_and_a_lying_index_are_refused(chain: Chain, tmp_path: P
     check_loads(model)
     index["weight_map"]["model.layers.7.weight"] = "model-00002.safetensors"
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"names model\.layers\.7\.weight in model-00002\.safetensors, and it is not there"):
+    with pytest.raises(ValueError, match=r"names model-00002\.safetensors, and there is no such file"):
         check_loads(model)
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[:-8])
-    with pytest.raises(ValueError, match=r"model\.safetensors of the model to publish is damaged"):
+    with pytest.raises(ValueError, match=r"the weights of the model to publish are damaged \(model\.safetensors has"):
         check_loads(model)
 
 

@@ -59,7 +59,7 @@ def to_question(row: Mapping[str, Any], source: Source, number: int) -> Question
         value = [{"role": "user", **turn} if isinstance(turn, dict) else turn for turn in row["turns"]]
     if value is None:
         raise ValueError(
-            f"{where}: there is no {source.prompt_key!r} (nor `turns`): set prompt_key of the questions to the prompt's column"
+            f"{where}: there is no {source.prompt_key!r} (nor `turns`): set prompt_key of the questions to one of {', '.join(row)}"
         )
     messages = tuple(prompt_of(Located(where, {"prompt": value})))
     if not any(message["content"].strip() for message in messages):

@@ -1,0 +1,38 @@
+"""Lengths that the models of a stage have no positions for. Torch-free; Hub ids are left to the stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlhf_core.config import KINDS, PPO, AlignmentTax, Evaluation, Preferences, VllmJudge
+from rlhf_core.hub.positions import require_positions, stored_config
+from rlhf_core.recipe.plan import Node
+
+
+def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
+    """Says which models would be asked for more tokens than they have positions: those that answer, and those that vLLM serves.
+
+    `start_of`: the folder or Hub id that a name's chain of models starts from; training changes no positions.
+    """
+    config, asked = node.config, dict[tuple[str, str], tuple[int, str]]()  # (field, model): tokens, what asks for them
+    if isinstance(config, PPO | Preferences | Evaluation):
+        both = config.prompt_max_len + config.generate_max_len, "prompt_max_len + generate_max_len"
+        names = [getattr(config, KINDS[node.kind].start)]
+        if isinstance(config, Evaluation):
+            names = [name for name in (*names, *config.models, *(config.parents or {}).values()) if name not in config.endpoints]
+            asked = {
+                (f".judges.{i}", judge.model): (judge.max_model_len, "max_model_len")
+                for i, judge in enumerate(config.judges)
+                if isinstance(judge, VllmJudge) and judge.max_model_len
+            }
+        asked |= {("", name): both for name in names}
+    elif isinstance(config, AlignmentTax) and config.max_model_len:
+        asked = {("", name): (config.max_model_len, "max_model_len") for name in (config.baseline, *config.models)}
+    stage, problems = node.name.partition(".")[0], []  # the stage as the recipe has it, once for all rounds of a loop
+    for (field, name), (tokens, what) in asked.items():
+        place = start_of(name) or ""
+        try:
+            require_positions(place, stored_config(place), tokens, what)
+        except ValueError as error:
+            problems.append(f"stages.{stage}{field}: {error}")
+    return problems

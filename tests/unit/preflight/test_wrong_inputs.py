@@ -1,0 +1,217 @@
+"""Wrong input that `alignflow validate --here` and `run` refuse before any work: a sentence for each, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.app import main
+from rlhf_core.stages.publication.folder import MARKER
+from tests.support.tiny_models import save_weights
+from tests.unit.preflight.test_check import TEMPLATE, Planned, planned, save_tokenizer
+
+__all__ = ["planned"]
+
+Refused = Callable[..., list[str]]
+CONFIG: dict[str, Any] = {"model_type": "llama", "vocab_size": 300, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+CONFIG["num_attention_heads"] = 2
+SHAPES = {"model.embed_tokens.weight": (300, 8), "lm_head.weight": (300, 8), "model.layers.0.mlp.down_proj.weight": (8, 16)}
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+LENGTHS = "prompt_max_len + generate_max_len = 200 needs more: lower prompt_max_len or generate_max_len, or name a model with more"
+
+
+@pytest.fixture
+def base(planned: Planned, tmp_path: Path) -> Path:
+    """The base model of the recipe, whose files fit each other."""
+    (tmp_path / "base" / "config.json").write_text(json.dumps(CONFIG))
+    save_weights(tmp_path / "base" / "model.safetensors", SHAPES)
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def refused(base: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """What `validate --here` says against the recipe with overrides; it must refuse it and write nothing."""
+
+    def check(*overrides: str) -> list[str]:
+        before = sorted(base.parent.rglob("*"))
+        assert main(["validate", "recipe.yaml", *overrides, "--here"]) == 2
+        assert sorted(base.parent.rglob("*")) == before
+        return capsys.readouterr().err.splitlines()
+
+    return check
+
+
+def configured(base: Path, **changed: Any) -> None:
+    (base / "config.json").write_text(json.dumps(CONFIG | changed))
+
+
+def test_the_recipe_is_sound(base: Path) -> None:
+    assert main(["validate", "recipe.yaml", "--here"]) == 0
+
+
+def test_lengths_beyond_the_positions_of_the_base_model(refused: Refused, base: Path) -> None:
+    """Told once for a loop; RoPE scaling counts."""
+    configured(base, max_position_embeddings=128)
+    assert refused() == [f"stages.{stage}: {base}: the model has 128 positions, and {LENGTHS}" for stage in ("ppo", "loop", "evaluation")]
+    configured(base, max_position_embeddings=100, rope_scaling={"type": "linear", "factor": 1.5})
+    assert f"stages.ppo: {base}: the model has 150 positions, and {LENGTHS}" in refused()
+    configured(base, max_position_embeddings=100, rope_scaling={"type": "linear", "factor": 2})
+    assert main(["validate", "recipe.yaml", "--here"]) == 0
+
+
+def test_lengths_beyond_the_positions_of_a_judge_and_of_an_adapter(refused: Refused, base: Path) -> None:
+    shutil.copytree(base, base.parent / "adapter")
+    (base.parent / "adapter" / "config.json").unlink()
+    (base.parent / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    configured(base, max_position_embeddings=256)
+    judge = "evaluation.judges=[{kind: rule}, {kind: vllm, model: ./adapter, max_model_len: 512}]"
+    told = "the model has 256 positions, and max_model_len = 512 needs more: lower max_model_len, or name a model with more"
+    assert refused(judge) == [f"stages.evaluation.judges.1: {base.parent / 'adapter'}: {told}"]
+
+
+def test_repeated_question_ids(refused: Refused, base: Path) -> None:
+    rows = [{"prompt": f"p{number}", "answer": "a", "uid": uid} for number, uid in enumerate("aba")]
+    (base.parent / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (told,) = refused()
+    assert told.startswith("stages.evaluation.questions: q.jsonl, row 3: has the uid 'a' of row 1") and "give each question a `uid`" in told
+    assert main(["validate", "recipe.yaml", "evaluation.max_questions=2", "--here"]) == 0
+
+
+def cut(base: Path) -> None:
+    file = base / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def sharded(base: Path) -> None:
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-00002-of-00002.safetensors"}}))
+
+
+def pickled(base: Path) -> None:
+    (base / "model.safetensors").rename(base / "pytorch_model.bin")
+
+
+def nested(base: Path) -> None:
+    (base / "model.safetensors").write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
+
+
+def few_layers(base: Path) -> None:
+    configured(base, num_hidden_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (cut, "has damaged weights (model.safetensors has 19,"),
+        (nested, "has damaged weights (model.safetensors is no safetensors file, or is cut off in its header); copy or download"),
+        (sharded, "has damaged weights (model.safetensors.index.json names model-00002-of-00002.safetensors, and there is no such file)"),
+        (pickled, "has its weights as pickles (pytorch_model.bin), which are not loaded; save them with save_pretrained, as safetensors"),
+        (few_layers, "has weights of 1 layers, and num_hidden_layers=3 in config.json; use the config.json that was saved with"),
+        (
+            lambda base: configured(base, vocab_size=290),
+            "has the shape [300, 8] in model.embed_tokens.weight, and vocab_size=290 and hidden_size=8 in config.json; use the config.json",
+        ),
+        (lambda base: configured(base, intermediate_size=32), "has the shape [8, 16] in model.layers.0.mlp.down_proj.weight, and"),
+        (
+            lambda base: configured(base, model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
+            "needs code of its own (auto_map in config.json; transformers does not know the model_type 'mine'); read that code and set "
+            "trust_remote_code: true, or name another model",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_loaded(refused: Refused, base: Path, change: Callable[[Path], None], told: str) -> None:
+    change(base)
+    (problem,) = refused()
+    assert problem.startswith(f"base_model: {base} {told}")
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings(refused: Refused, base: Path) -> None:
+    """Special tokens past the last row are no fault: no text becomes one."""
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 301, "content": "<image>"})
+    (base / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert main(["validate", "recipe.yaml", "--here"]) == 0
+    tokenizer["added_tokens"][-1]["special"] = False
+    (base / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (problem,) = refused()
+    assert problem.startswith(f"base_model: {base} has a tokenizer with the token '<image>' at number 301, and embeddings for 300 tokens; ")
+    assert "call resize_token_embeddings(len(tokenizer)) on the model" in problem
+
+
+def test_code_of_a_known_family_is_not_needed(base: Path) -> None:
+    configured(base, auto_map={"AutoConfig": "mine.Mine"})
+    assert main(["validate", "recipe.yaml", "--here"]) == 0
+
+
+def test_a_publication_into_a_folder_of_somebody_else(refused: Refused, base: Path) -> None:
+    folder = base.parent / "mine"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("")
+    told = f"{folder} holds files that were not published by alignflow: name another folder, or move them away"
+    assert refused("publication.folder=mine") == [f"stages.publication.folder: {told}"]
+    (folder / MARKER).write_text(json.dumps({"name": "p", "digest": "0", "files": {}}))
+    assert main(["validate", "recipe.yaml", "publication.folder=mine", "--here"]) == 0
+
+
+def test_all_faults_are_told_at_once(refused: Refused, base: Path) -> None:
+    """Too few prompts for an iteration too, which are counted only where the prompts can be read."""
+    configured(base, max_position_embeddings=199)
+    problems = refused("sft.data={sources: none.jsonl}", "ppo.rollout_batch_size=8", "loop.prompts={sources: none.jsonl}")
+    places = [problem.split(": ")[0] for problem in problems]
+    assert sorted(set(places)) == [
+        *("stages.evaluation", "stages.loop", "stages.loop.round1.preferences.prompts", "stages.loop.round2.preferences.prompts"),
+        *("stages.ppo", "stages.ppo.prompts", "stages.sft.data"),
+    ]
+
+
+def test_rows_of_brackets_and_of_digits(refused: Refused, base: Path) -> None:
+    good = (base.parent / "sft.jsonl").read_text().splitlines()
+    for bad, told in (
+        ("[" * 100_000, "its brackets are nested too deeply to be read"),
+        ('{"messages": ' + "9" * 5000 + "}", "Exceeds the limit (4300 digits)"),
+    ):
+        (base.parent / "sft.jsonl").write_text("\n".join([*good[:1], bad]))
+        (problem,) = refused()
+        assert problem.startswith(f"stages.sft.data: sft.jsonl, line 2: is not valid JSON: {told}")
+
+
+def test_a_byte_order_mark_is_read_over(base: Path) -> None:
+    for name in ("sft", "q"):
+        file = base.parent / f"{name}.jsonl"
+        file.write_text("\ufeff" + file.read_text(), encoding="utf-8")
+    assert main(["validate", "recipe.yaml", "--here"]) == 0
+
+
+def test_directories_for_files_and_a_file_for_a_directory(refused: Refused, base: Path) -> None:
+    (base.parent / "rows.jsonl").mkdir()
+    assert refused("sft.data={sources: rows.jsonl}") == ["stages.sft.data: rows.jsonl: is a directory: name a file in it"]
+    assert refused("evaluation.questions={path: base}") == ["stages.evaluation.questions: base: is a directory: name a file in it"]
+    told = f"base_model: {base / 'config.json'} is a file; correct the path, or make the model first"
+    assert refused("base_model=base/config.json") == [told]
+
+
+def test_a_tokenizer_without_an_end_and_no_tokenizer(refused: Refused, base: Path) -> None:
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "eos_token"}))
+    assert all("the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json" in told for told in refused())
+    for file in base.glob("*token*"):
+        file.unlink()
+    told = "there is no tokenizer.json, *.model, vocab.*: save the model's tokenizer into this folder"
+    assert refused()[0] == f"stages.sft.data: {base}: no tokenizer can be loaded from here ({told})"
+
+
+def test_an_endless_template(base: Path) -> None:
+    """In a process of its own, as `validate` has no transformers."""
+    from rlhf_core.preflight import template_length
+
+    save_tokenizer(base, ENDLESS + TEMPLATE)
+    shutil.copytree(base, base.parent / "good")
+    save_tokenizer(base.parent / "good", TEMPLATE)
+    bad, good = (str(base), "chat"), (str(base.parent / "good"), "chat")
+    found = template_length.frame_lengths([good, bad, (str(base), "{}")])
+    assert found[bad] == "the chat template did not end within 2 s; correct it, or set the template of the data to a plain one"
+    assert isinstance(found[good], int) and isinstance(found[str(base), "{}"], int), "those before and after it are read"
