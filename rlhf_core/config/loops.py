@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_core.config.data import Data
 from rlhf_core.config.gates import Gated
-from rlhf_core.config.rewards import ModelReward, RewardSources, check_titles
+from rlhf_core.config.rewards import ModelReward, RewardSources, title_mistakes
 from rlhf_core.config.training import ROUTER, PreferenceLoss, Trainable, UnpairedLoss
-from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, Share
+from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, Share, check
 
 PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]
 
@@ -30,7 +30,9 @@ class Vllm(Config):
     num_engines: Annotated[Positive, NotInDigest] = Field(1, description="engines")
     cpus: Annotated[float, NotInDigest] = Field(1.0, gt=0, description="CPUs of one engine")
     tensor_parallel_size: Annotated[Positive, NotInDigest] = Field(1, description="GPUs that share one engine's model, all of one node")
-    gpus: Annotated[float, NotInDigest] = Field(0.0, ge=0, description="GPUs of one engine; with tensor_parallel_size, of each of its processes")
+    gpus: Annotated[float, NotInDigest] = Field(
+        0.0, ge=0, description="GPUs of one engine; with tensor_parallel_size, of each of its processes"
+    )
     gpu_memory_utilization: Annotated[float, NotInDigest] = Field(0.9, gt=0, le=1, description="share of a GPU's memory")
     kv_cache_gib: Annotated[float, NotInDigest] = Field(1.0, gt=0, description="KV cache on a CPU machine, GiB")
     seed_answers: bool = Field(
@@ -44,17 +46,16 @@ class Vllm(Config):
         900.0, description="of a server (a vllm judge, alignment_tax): seconds until it must be ready"
     )
 
-    @model_validator(mode="after")
-    def _check_sleep(self) -> Vllm:
+    @check
+    def _check_sleep(self) -> Iterator[str]:
         if self.sleep and not self.gpus:
-            raise ValueError("vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out")
-        return self
+            yield "vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out"
 
 
-def check_server(vllm: Vllm) -> None:
-    """Raises ValueError unless there is one engine without sleep."""
+def server_mistakes(vllm: Vllm) -> Iterator[str]:
+    """There is not one engine without sleep."""
     if vllm.num_engines > 1 or vllm.sleep:
-        raise ValueError("a server is one engine that never sleeps: leave num_engines and sleep out (tensor_parallel_size splits a model)")
+        yield "a server is one engine that never sleeps: leave num_engines and sleep out (tensor_parallel_size splits a model)"
 
 
 class Rounds(Config):
@@ -82,23 +83,19 @@ class Rounds(Config):
         "their mean; rejection_sampling: the best; conditional_sft: every answer with its reward",
     )
 
-    @model_validator(mode="after")
-    def _check_reward(self) -> Rounds:
-        check_titles(self.reward)
+    @check
+    def _check_reward(self) -> Iterator[str]:
+        yield from title_mistakes(self.reward)
         for source in self.reward:
             if isinstance(source, ModelReward) and source.ranks is not None:
-                raise ValueError(f"the reward model {source.title} scores in the stage's own process: leave out its ranks")
-        return self
+                yield f"the reward model {source.title} scores in the stage's own process: leave out its ranks"
 
-    @model_validator(mode="after")
-    def _check_post_processor(self) -> Rounds:
+    @check
+    def _check_post_processor(self) -> Iterator[str]:
         if self.n_samples_per_prompt < 2 and self.post_processor != "conditional_sft":
-            raise ValueError(
-                f"post_processor {self.post_processor!r} compares answers to one prompt: set n_samples_per_prompt to 2 or more"
-            )
+            yield (f"post_processor {self.post_processor!r} compares answers to one prompt: set n_samples_per_prompt to 2 or more")
         if self.min_reward is not None and self.post_processor != "rejection_sampling":
-            raise ValueError(f"min_reward belongs to post_processor 'rejection_sampling': leave it out for {self.post_processor!r}")
-        return self
+            yield f"min_reward belongs to post_processor 'rejection_sampling': leave it out for {self.post_processor!r}"
 
 
 class Preferences(Gated, Sampling, Rounds):
@@ -138,15 +135,14 @@ class Iterative(Loop, PreferenceLoss, UnpairedLoss):
     )
     packing: bool = Field(True, description="rejection_sampling, conditional_sft: pack documents into rows of max_len")
 
-    @model_validator(mode="after")
-    def _check_owners(self) -> Iterative:
+    @check
+    def _check_owners(self) -> Iterator[str]:
         """A field that the chosen post-processor does not read would be a wish that nobody hears."""
         if self.post_processor == "kto" and self.train_batch_size < 2:
-            raise ValueError("post_processor 'kto' estimates its KL over train_batch_size answers: set it to 2 or more")
+            yield "post_processor 'kto' estimates its KL over train_batch_size answers: set it to 2 or more"
         for field, owners in POST_PROCESSOR_FIELDS.items():
             if self.post_processor not in owners and getattr(self, field) != type(self).model_fields[field].default:
-                raise ValueError(f"{field} belongs to post_processor {' or '.join(owners)}: leave it out for {self.post_processor!r}")
-        return self
+                yield f"{field} belongs to post_processor {' or '.join(owners)}: leave it out for {self.post_processor!r}"
 
 
 POST_PROCESSOR_FIELDS: dict[str, tuple[PostProcessor, ...]] = {

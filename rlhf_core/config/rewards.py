@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -116,8 +117,8 @@ RewardSource = Annotated[ModelReward | FunctionReward | HttpReward, Field(discri
 RewardSources = Annotated[tuple[RewardSource, ...], BeforeValidator(_reward_sources), Field(min_length=1)]
 
 
-def check_titles(sources: tuple[RewardSource, ...]) -> None:
-    """Raises ValueError when two sources have the same name in the metrics."""
+def title_mistakes(sources: tuple[RewardSource, ...]) -> Iterator[str]:
+    """Two sources have the same name in the metrics."""
     repeated = [title for title, count in Counter(source.title for source in sources).items() if count > 1]
     if repeated:
-        raise ValueError(f"two reward sources are called {repeated[0]!r}: give one of them another `name`")
+        yield f"two reward sources are called {repeated[0]!r}: give one of them another `name`"

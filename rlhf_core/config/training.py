@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from rlhf_core.config.data import Data
 from rlhf_core.config.gates import Gated
-from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, Share
+from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, Share, check
 
 ROUTER = "mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
 
@@ -62,33 +63,30 @@ class Trainable(Gated):
     lora: Lora | None = Field(None, description="train low-rank adapters; default: all weights")
     ranks: Annotated[Ranks, NotInDigest] = Field(Ranks(), description="processes of this stage")
 
-    @model_validator(mode="after")
-    def _check_batch(self) -> Trainable:
+    @check
+    def _check_passes(self) -> Iterator[str]:
         if self.micro_train_tokens is None:
-            check_batch(
-                "train_batch_size", self.train_batch_size, "micro_train_batch_size", self.micro_train_batch_size, self.ranks.world_size
-            )
-        check_zero(self.zero_stage, self.ranks)
-        check_lora(self.lora, self.zero_stage)
-        return self
+            yield from batch_mistakes(self.train_batch_size, self.micro_train_batch_size, self.ranks.world_size)
+        yield from zero_mistakes(self.zero_stage, self.ranks)
+        yield from lora_mistakes(self.lora, self.zero_stage)
 
 
-def check_batch(whole_name: str, whole: int, micro_name: str, micro: int, ranks: int) -> None:
+def batch_mistakes(whole: int, micro: int, ranks: int) -> Iterator[str]:
     if whole % (micro * ranks):
-        raise ValueError(
-            f"{whole_name}={whole} must be a multiple of {micro_name} x ranks = {micro} x {ranks} = {micro * ranks}: "
+        yield (
+            f"train_batch_size={whole} must be a multiple of micro_train_batch_size x ranks = {micro} x {ranks} = {micro * ranks}: "
             f"every rank makes the same number of full forward passes"
         )
 
 
-def check_zero(zero_stage: int | str, ranks: Ranks, name: str = "ranks") -> None:
+def zero_mistakes(zero_stage: int | str, ranks: Ranks, name: str = "ranks") -> Iterator[str]:
     if zero_stage == 0 and ranks.world_size > 1:
-        raise ValueError(f"zero_stage=0 trains on one rank, {name} are {ranks.world_size}: set zero_stage to 1, 2, 3 or auto")
+        yield f"zero_stage=0 trains on one rank, {name} are {ranks.world_size}: set zero_stage to 1, 2, 3 or auto"
 
 
-def check_lora(lora: Lora | None, zero_stage: int | str) -> None:
+def lora_mistakes(lora: Lora | None, zero_stage: int | str) -> Iterator[str]:
     if lora is not None and lora.quantize != "none" and zero_stage == 3:
-        raise ValueError(
+        yield (
             f"lora.quantize={lora.quantize} cannot be trained with zero_stage=3, which would cut 4-bit weights into shards: "
             f"set zero_stage to 2 or less, or quantize to none"
         )
@@ -109,11 +107,10 @@ class SFT(Trainable):
         "none", description="reward: conditional SFT, the prompt ends with the standardised reward of its answer (column reward_key)"
     )
 
-    @model_validator(mode="after")
-    def _check_data(self) -> SFT:
+    @check
+    def _check_data(self) -> Iterator[str]:
         if (self.data is None) == (self.answers is None):
-            raise ValueError("an sft stage needs exactly one of data (files) and answers (the name of a preferences stage)")
-        return self
+            yield "an sft stage needs exactly one of data (files) and answers (the name of a preferences stage)"
 
 
 class RewardModel(Trainable):
@@ -144,17 +141,16 @@ class PreferenceLoss(Config):
     gamma: float = Field(1.0, ge=0, description="SimPO: margin that chosen must win by")
     lambd: Rate = Field(0.1, description="ORPO: weight of the odds ratio beside the NLL")
 
-    @model_validator(mode="after")
-    def _check_loss(self) -> PreferenceLoss:
+    @check
+    def _check_loss(self) -> Iterator[str]:
         if self.loss != "sigmoid" and self.label_smoothing:
-            raise ValueError(f"label_smoothing belongs to loss 'sigmoid' (cDPO): set it to 0 for {self.loss!r}")
+            yield f"label_smoothing belongs to loss 'sigmoid' (cDPO): set it to 0 for {self.loss!r}"
         if self.loss == "orpo" and (self.beta is not None or self.nll_coef):
-            raise ValueError("loss 'orpo' has no beta, and an NLL term of its own: leave beta and nll_coef out and set lambd")
+            yield "loss 'orpo' has no beta, and an NLL term of its own: leave beta and nll_coef out and set lambd"
         if self.loss != "simpo" and self.gamma != 1:
-            raise ValueError(f"gamma belongs to loss 'simpo': leave it out for {self.loss!r}")
+            yield f"gamma belongs to loss 'simpo': leave it out for {self.loss!r}"
         if self.loss != "orpo" and self.lambd != 0.1:
-            raise ValueError(f"lambd belongs to loss 'orpo': leave it out for {self.loss!r}")
-        return self
+            yield f"lambd belongs to loss 'orpo': leave it out for {self.loss!r}"
 
 
 class UnpairedLoss(Config):
@@ -163,11 +159,10 @@ class UnpairedLoss(Config):
     w_desirable: float = Field(1.0, ge=0, description="KTO: weight of desirable answers")
     w_undesirable: float = Field(1.0, ge=0, description="KTO: weight of undesirable answers")
 
-    @model_validator(mode="after")
-    def _check_weights(self) -> UnpairedLoss:
+    @check
+    def _check_weights(self) -> Iterator[str]:
         if self.w_desirable + self.w_undesirable == 0:
-            raise ValueError("w_desirable and w_undesirable are both 0, so nothing would be trained: raise one")
-        return self
+            yield "w_desirable and w_undesirable are both 0, so nothing would be trained: raise one"
 
 
 REFERENCE_FREE = ("simpo", "orpo")
@@ -186,13 +181,12 @@ class DPO(Trainable, PreferenceLoss):
     learning_rate: Rate = Field(5e-7, description="peak learning rate")
     router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
 
-    @model_validator(mode="after")
-    def _check_data(self) -> DPO:
+    @check
+    def _check_data(self) -> Iterator[str]:
         if (self.data is None) == (self.pairs is None):
-            raise ValueError("a dpo stage needs exactly one of data (files) and pairs (the name of a preferences stage)")
+            yield "a dpo stage needs exactly one of data (files) and pairs (the name of a preferences stage)"
         if self.reference is not None and self.loss in REFERENCE_FREE:
-            raise ValueError(f"loss {self.loss!r} uses no reference: leave reference out")
-        return self
+            yield f"loss {self.loss!r} uses no reference: leave reference out"
 
 
 class KTO(Trainable, UnpairedLoss):
@@ -214,8 +208,7 @@ class KTO(Trainable, UnpairedLoss):
     learning_rate: Rate = Field(5e-7, description="peak learning rate")
     router_aux_coef: float = Field(0.0, ge=0, description=ROUTER)
 
-    @model_validator(mode="after")
-    def _check_data(self) -> KTO:
+    @check
+    def _check_data(self) -> Iterator[str]:
         if (self.data is None) == (self.answers is None):
-            raise ValueError("a kto stage needs exactly one of data (files) and answers (the name of a preferences stage)")
-        return self
+            yield "a kto stage needs exactly one of data (files) and answers (the name of a preferences stage)"
