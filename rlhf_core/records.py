@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -32,10 +33,33 @@ class Frozen(BaseModel):
             return None
 
 
+Mistakes = TypeVar("Mistakes", bound=Callable[[Any], Iterator[str]])
+
+
+def check(mistakes: Mistakes) -> Mistakes:
+    """Marks a method of a config that yields a sentence for each mistake in its fields: all of them are told at once."""
+    mistakes.is_check = True  # type: ignore[attr-defined]
+    return mistakes
+
+
 class Config(Frozen):
     """Base of everything a recipe may say. Infinity and NaN are no numbers here, and true is not 1, unless a field reads it itself."""
 
     model_config = ConfigDict(allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _make_checks(self) -> Self:
+        """Raises one ValueError, with a line for each mistake, for all checks of the class; pydantic would stop at the first validator."""
+        found: list[str] = []
+        marked = (name for kind in reversed(type(self).__mro__) for name, value in vars(kind).items() if hasattr(value, "is_check"))
+        for name in dict.fromkeys(marked):
+            try:
+                found.extend(getattr(self, name)())
+            except ValueError as error:  # of a check that others make too
+                found.append(str(error))
+        if found:
+            raise ValueError("\n".join(dict.fromkeys(found)))
+        return self
 
     @model_validator(mode="before")
     @classmethod

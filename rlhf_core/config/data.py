@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from rlhf_core.records import Config, Positive, Share
+from rlhf_core.records import Config, Positive, Share, check
 
 Rows = Literal["sft", "preference", "prompt", "answer", "labelled", "scored"]  # what the rows of a data set hold
 
@@ -48,11 +49,11 @@ class Data(Config):
             return tuple({"path": v} if isinstance(v, str) else v for v in value)
         return value
 
-    @model_validator(mode="after")
-    def _check(self) -> Data:
+    @check
+    def _check(self) -> Iterator[str]:
         total = sum(source.probability for source in self.sources)
         if len(self.sources) > 1 and abs(total - 1) > 1e-6:
-            raise ValueError(f"the probabilities of the {len(self.sources)} sources sum to {total:g}: make them sum to 1")
+            yield f"the probabilities of the {len(self.sources)} sources sum to {total:g}: make them sum to 1"
         if self.template != "chat" and self.template.count("{}") != 1:
             raise ValueError(f"template {self.template!r} must be 'chat' or hold exactly one {{}} for the prompt")
         return self

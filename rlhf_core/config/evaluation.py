@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Data, Source, Text
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Sampling
 from rlhf_core.config.processes import Groups, Served
-from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, Share
+from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, Share, check
 
 
 class RuleJudge(Config):
@@ -145,33 +145,26 @@ class Evaluation(Gated, Sampling):
         "over-optimisation curve (models: a loop, or STAGE.iterationN of ppo's export_at); needs temperature 1",
     )
 
-    @model_validator(mode="after")
-    def _check_engine(self) -> Evaluation:
+    @check
+    def _check_engine(self) -> Iterator[str]:
         if self.vllm.num_engines > 1 or self.vllm.sleep:
-            raise ValueError(
-                "an evaluation answers with one engine: leave vllm.num_engines and vllm.sleep out (tensor_parallel_size splits a model)"
-            )
-        return self
+            yield ("an evaluation answers with one engine: leave vllm.num_engines and vllm.sleep out (tensor_parallel_size splits a model)")
 
-    @model_validator(mode="after")
-    def _check_endpoints(self) -> Evaluation:
+    @check
+    def _check_endpoints(self) -> Iterator[str]:
         named = {self.baseline, *self.models, *(self.parents or {}).values()}
         for name in self.endpoints:
             if name not in named:
-                raise ValueError(f"the endpoint {name!r} is not used: name it in models, as baseline or in parents, or remove it")
-        return self
+                yield f"the endpoint {name!r} is not used: name it in models, as baseline or in parents, or remove it"
 
-    @model_validator(mode="after")
-    def _sample_for_kl(self) -> Evaluation:
+    @check
+    def _sample_for_kl(self) -> Iterator[str]:
         if self.proxy is not None and self.endpoints:
-            raise ValueError(
-                "proxy needs log-probs of all models, which endpoints do not give: put the endpoints into an evaluation of their own"
-            )
+            yield ("proxy needs log-probs of all models, which endpoints do not give: put the endpoints into an evaluation of their own")
         if self.proxy is not None and self.temperature != 1:
-            raise ValueError("proxy needs the models' own distribution, because the KL is measured on their answers: set temperature to 1")
+            yield "proxy needs the models' own distribution, because the KL is measured on their answers: set temperature to 1"
         if self.proxy is not None and isinstance(self.judges[0], RewardJudge) and self.judges[0].reward == self.proxy:
-            raise ValueError(f"the proxy {self.proxy} is also the judge that decides, and would agree with itself: put another judge first")
-        return self
+            yield f"the proxy {self.proxy} is also the judge that decides, and would agree with itself: put another judge first"
 
     @property
     def asked(self) -> Data:
@@ -231,25 +224,23 @@ class Publication(Gated):
             raise ValueError(f"{value!r} is no name of a branch: use letters, digits, - and _, with single dots between them")
         return value
 
-    @model_validator(mode="after")
-    def _check_round_branch(self) -> Publication:
+    @check
+    def _check_round_branch(self) -> Iterator[str]:
         if self.round_branch is None:
-            return self
+            return
         if self.round_branch.count("{}") != 1 or self.model is None:
-            raise ValueError("round_branch is for the model of a loop and holds {} once, for the number of the round: write round-{}")
+            yield "round_branch is for the model of a loop and holds {} once, for the number of the round: write round-{}"
         if self.repo_id is None or self.folder is not None:
-            raise ValueError("round_branch publishes several models to branches: set repo_id, and leave folder out")
+            yield "round_branch publishes several models to branches: set repo_id, and leave folder out"
         if re.fullmatch(re.escape(self.round_branch).replace(r"\{\}", "[0-9]+"), self.branch):
-            raise ValueError(f"branch {self.branch} is also the branch of a round: name another one")
-        return self
+            yield f"branch {self.branch} is also the branch of a round: name another one"
 
-    @model_validator(mode="after")
-    def _check_model_or_dataset(self) -> Publication:
+    @check
+    def _check_model_or_dataset(self) -> Iterator[str]:
         if (self.model is None) == (self.dataset is None):
-            raise ValueError("a publication has either a model or a dataset: name one, and the other in a publication of its own")
+            yield "a publication has either a model or a dataset: name one, and the other in a publication of its own"
         if self.dataset and (self.evaluation or self.base_repo):
-            raise ValueError("evaluation and base_repo are for models: leave them out of the publication of a dataset")
-        return self
+            yield "evaluation and base_repo are for models: leave them out of the publication of a dataset"
 
     @property
     def keys(self) -> Sequence[Key]:
@@ -275,14 +266,13 @@ class AlignmentTax(Gated, Served):
     )
     bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the documents")
 
-    @model_validator(mode="after")
-    def _check(self) -> AlignmentTax:
+    @check
+    def _check(self) -> Iterator[str]:
         if set(self.models) == {self.baseline}:
-            raise ValueError(f"models names only the baseline {self.baseline!r}, which loses nothing against itself: name another model")
+            yield f"models names only the baseline {self.baseline!r}, which loses nothing against itself: name another model"
         names = [task_name(task) for task in self.tasks]
         if doubled := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"tasks names {doubled!r} twice: give each task once, and YAML files different names")
-        return self
+            yield (f"tasks names {doubled!r} twice: give each task once, and YAML files different names")
 
     @property
     def turns(self) -> Sequence[Groups]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_core.config.data import Text
 from rlhf_core.config.processes import Groups
-from rlhf_core.records import Config, Frozen, NotInDigest
+from rlhf_core.records import Config, Frozen, NotInDigest, check
 
 OnFail = Literal["stop", "warn", "branch"]
 
@@ -26,15 +26,14 @@ class Gate(Config, allow_inf_nan=True):
         description="stop: nothing more is started; warn: only a message; branch: stages that depend on this one are skipped, others run",
     )
 
-    @model_validator(mode="after")
-    def _check_bounds(self) -> Gate:
+    @check
+    def _check_bounds(self) -> Iterator[str]:
         if self.min is None and self.max is None:
-            raise ValueError(f"a gate on {self.metric} needs a bound: set min, max or both")
+            yield f"a gate on {self.metric} needs a bound: set min, max or both"
         if any(bound is not None and not math.isfinite(bound) for bound in (self.min, self.max)):
-            raise ValueError(f"a bound of the gate on {self.metric} is not a finite number: correct min or max")
+            yield f"a bound of the gate on {self.metric} is not a finite number: correct min or max"
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min={self.min:g} is above max={self.max:g}: nothing could pass the gate on {self.metric}")
-        return self
+            yield f"min={self.min:g} is above max={self.max:g}: nothing could pass the gate on {self.metric}"
 
     @property
     def bound(self) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_core.config.data import Data, Text
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.processes import Groups, Vllm
 from rlhf_core.config.rewards import HttpReward, ModelReward, RewardSources
 from rlhf_core.config.training import PreferenceLoss, Routed, Trainable, UnpairedLoss
-from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share
+from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
 
 PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]
 
@@ -72,22 +72,18 @@ class Rounds(Rewarded):
         "their mean; rejection_sampling: the best; conditional_sft: every answer with its reward",
     )
 
-    @model_validator(mode="after")
-    def _check_reward(self) -> Rounds:
+    @check
+    def _check_reward(self) -> Iterator[str]:
         for source in self.reward_models:
             if source.ranks is not None:
-                raise ValueError(f"the reward model {source.title} scores in the stage's own process: leave out its ranks")
-        return self
+                yield (f"the reward model {source.title} scores in the stage's own process: leave out its ranks")
 
-    @model_validator(mode="after")
-    def _check_post_processor(self) -> Rounds:
+    @check
+    def _check_post_processor(self) -> Iterator[str]:
         if self.n_samples_per_prompt < 2 and self.post_processor != "conditional_sft":
-            raise ValueError(
-                f"post_processor {self.post_processor!r} compares answers to one prompt: set n_samples_per_prompt to 2 or more"
-            )
+            yield (f"post_processor {self.post_processor!r} compares answers to one prompt: set n_samples_per_prompt to 2 or more")
         if self.min_reward is not None and self.post_processor != "rejection_sampling":
-            raise ValueError(f"min_reward belongs to post_processor 'rejection_sampling': leave it out for {self.post_processor!r}")
-        return self
+            yield f"min_reward belongs to post_processor 'rejection_sampling': leave it out for {self.post_processor!r}"
 
 
 class Preferences(Rounds):
@@ -126,15 +122,14 @@ class Iterative(Loop, PreferenceLoss, UnpairedLoss):
     )
     packing: bool = Field(True, description="rejection_sampling, conditional_sft: pack documents into rows of max_len")
 
-    @model_validator(mode="after")
-    def _check_owners(self) -> Iterative:
+    @check
+    def _check_owners(self) -> Iterator[str]:
         """A field that the chosen post-processor does not read would be a wish that nobody hears."""
         if self.post_processor == "kto" and self.train_batch_size < 2:
-            raise ValueError("post_processor 'kto' estimates its KL over train_batch_size answers: set it to 2 or more")
+            yield "post_processor 'kto' estimates its KL over train_batch_size answers: set it to 2 or more"
         for field, owners in POST_PROCESSOR_FIELDS.items():
             if self.post_processor not in owners and getattr(self, field) != type(self).model_fields[field].default:
-                raise ValueError(f"{field} belongs to post_processor {' or '.join(owners)}: leave it out for {self.post_processor!r}")
-        return self
+                yield f"{field} belongs to post_processor {' or '.join(owners)}: leave it out for {self.post_processor!r}"
 
 
 POST_PROCESSOR_FIELDS: dict[str, tuple[PostProcessor, ...]] = {

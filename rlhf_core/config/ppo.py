@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from rlhf_core.config.loops import Rewarded
 from rlhf_core.config.processes import Groups, Wanted, check_together
 from rlhf_core.config.training import Optimised, Routed
-from rlhf_core.records import NotInDigest, Positive, Ranks, Rate, Share
+from rlhf_core.records import NotInDigest, Positive, Ranks, Rate, Share, check
 
 AdvantageEstimator = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 Aggregation = Literal["token", "sequence", "constant"]
@@ -167,75 +167,71 @@ class PPO(Optimised, Rewarded, Routed):
     def _both(cls, value: object) -> object:
         return (("actor", "critic") if value else ()) if isinstance(value, bool) else value
 
-    @model_validator(mode="after")
-    def _check_family(self) -> PPO:
+    @check
+    def _check_family(self) -> Iterator[str]:
         estimator = self.advantage_estimator
         if self.temperature == 0:
-            raise ValueError("temperature=0 gives the same answer every time, there is nothing to compare: set it above 0, usually to 1")
+            yield "temperature=0 gives the same answer every time, there is nothing to compare: set it above 0, usually to 1"
         if self.has_critic and self.critic is None and not self.reward_models:
-            raise ValueError("gae needs a critic, and there is no reward model to start it from: set critic, or a critic-free estimator")
+            yield "gae needs a critic, and there is no reward model to start it from: set critic, or a critic-free estimator"
         if not self.has_critic and (self.critic is not None or self.freezing_actor_steps):
-            raise ValueError(f"{estimator} has no critic: leave out critic and freezing_actor_steps, or set advantage_estimator to gae")
+            yield f"{estimator} has no critic: leave out critic and freezing_actor_steps, or set advantage_estimator to gae"
         if self.n_samples_per_prompt < 2 and (estimator in GROUP_ESTIMATORS or self.dynamic_filtering):
             what = estimator if estimator in GROUP_ESTIMATORS else "dynamic_filtering"
-            raise ValueError(f"{what} compares the answers to one prompt: set n_samples_per_prompt to 2 or more")
+            yield f"{what} compares the answers to one prompt: set n_samples_per_prompt to 2 or more"
         if self.kl_in == "loss" and self.kl_estimator == "k1":
-            raise ValueError("k1 as a loss has an expected gradient of zero: set kl_estimator to k2 or k3, or kl_in to reward")
+            yield "k1 as a loss has an expected gradient of zero: set kl_estimator to k2 or k3, or kl_in to reward"
         if self.overlong_buffer >= self.generate_max_len:
-            raise ValueError(f"overlong_buffer={self.overlong_buffer} must be below generate_max_len={self.generate_max_len}")
+            yield f"overlong_buffer={self.overlong_buffer} must be below generate_max_len={self.generate_max_len}"
         if not 0 < self.sampler_is_clamp[0] <= 1 <= self.sampler_is_clamp[1]:
-            raise ValueError(f"sampler_is_clamp={list(self.sampler_is_clamp)} must be two numbers around 1, such as [0.5, 5]")
-        return self
+            yield f"sampler_is_clamp={list(self.sampler_is_clamp)} must be two numbers around 1, such as [0.5, 5]"
 
-    @model_validator(mode="after")
-    def _check_overlap(self) -> PPO:
+    @check
+    def _check_overlap(self) -> Iterator[str]:
         for field, what in (("one_step_off_policy", "trains"), ("stream_batch_size", "scores")):
             if getattr(self, field) and (self.colocate_all or self.vllm.sleep):
-                raise ValueError(
+                yield (
                     f"{field} {what} while engines generate, so they need GPUs of their own: leave out colocate_all and vllm.sleep, or "
                     f"{field}"
                 )
             if getattr(self, field) and self.dynamic_filtering:
-                raise ValueError(
+                yield (
                     f"dynamic_filtering needs the rewards of all answers to know how many are missing, and with {field} engines and models "
                     f"work on different ones: leave one of them out"
                 )
         if self.one_step_off_policy and self.stream_batch_size:
-            raise ValueError(
+            yield (
                 "with one_step_off_policy answers are there before the weights that score them, so there is nothing to stream: leave out "
                 "stream_batch_size"
             )
         if self.one_step_off_policy and self.sampler_is == "off":
-            raise ValueError(
+            yield (
                 "one_step_off_policy trains on answers of older weights, which importance weights correct: set sampler_is to truncate or "
                 "clamp"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_placement(self) -> PPO:
+    @check
+    def _check_placement(self) -> Iterator[str]:
         if self.colocate_critic_reward and not (self.has_critic and self.reward_models):
-            raise ValueError("colocate_critic_reward needs a critic and a reward model: leave it out")
+            yield "colocate_critic_reward needs a critic and a reward model: leave it out"
         offloaded = [*self.adam_offload, *(["reference"] if self.ref_reward_offload else [])]
         without = [role for role in offloaded if role in self.groups and not self.groups[role].gpus]
         if without:
-            raise ValueError(f"offloading frees a GPU's memory, and {', '.join(without)} has none: set gpus of its ranks, or leave it out")
+            yield f"offloading frees a GPU's memory, and {', '.join(without)} has none: set gpus of its ranks, or leave it out"
         for names in self.together:
             check_together({name: self.placed[name] for name in names})
-        return self
 
-    @model_validator(mode="after")
-    def _check(self) -> PPO:
+    @check
+    def _check(self) -> Iterator[str]:
         if self.zero_stage == 0 and self.adam_offload:
-            raise ValueError("zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host: set zero_stage to 2, 3 or auto")
-        self.check_batch()
+            yield ("zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host: set zero_stage to 2, 3 or auto")
+        yield from self.batch_mistakes()
         samples = self.rollout_batch_size * self.n_samples_per_prompt
         if samples % self.train_batch_size:
-            raise ValueError(
+            yield (
                 f"rollout_batch_size x n_samples_per_prompt = {samples} must be a multiple of train_batch_size={self.train_batch_size}: "
                 f"a rollout is cut into whole optimiser steps"
             )
-        return self
 
     def iterations(self, num_prompts: int) -> int:
         """Returns the iterations of a run over `num_prompts`. Raises ValueError for none, or for `export_at` past the last."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate
+from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, check
 
 
 class Vllm(Config):
@@ -32,11 +32,10 @@ class Vllm(Config):
         900.0, description="of a server (a vllm judge, alignment_tax): seconds until it must be ready"
     )
 
-    @model_validator(mode="after")
-    def _check_sleep(self) -> Vllm:
+    @check
+    def _check_sleep(self) -> Iterator[str]:
         if self.sleep and not self.gpus:
-            raise ValueError("vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out")
-        return self
+            yield ("vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out")
 
 
 class Served(Config):
@@ -46,13 +45,10 @@ class Served(Config):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: that of the checkpoint")
     vllm: Vllm = Field(Vllm(), description="the server's engine")
 
-    @model_validator(mode="after")
-    def _check_server(self) -> Served:
+    @check
+    def _check_server(self) -> Iterator[str]:
         if self.vllm.num_engines > 1 or self.vllm.sleep:
-            raise ValueError(
-                "a server is one engine that never sleeps: leave num_engines and sleep out (tensor_parallel_size splits a model)"
-            )
-        return self
+            yield ("a server is one engine that never sleeps: leave num_engines and sleep out (tensor_parallel_size splits a model)")
 
 
 Wanted = Ranks | Vllm

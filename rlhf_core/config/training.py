@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from rlhf_core.config.data import Data, Rows, Text
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.processes import Groups
-from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, Share
+from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, Share, check
 
 Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]
 
@@ -78,27 +78,26 @@ class Optimised(Gated):
         """Tokens of the longest document, or pair of them: no pass is shorter."""
         raise NotImplementedError
 
-    def check_batch(self) -> None:
-        """Raises ValueError unless every rank makes the same number of full passes."""
+    def batch_mistakes(self) -> Iterator[str]:
+        """Yields a sentence for each model whose ranks do not make the same number of full passes."""
         for ranks in self.trained_ranks.values():
             micro, whole = self.micro_train_batch_size, self.micro_train_batch_size * ranks.world_size
             if self.train_batch_size % whole:
-                raise ValueError(
+                yield (
                     f"train_batch_size={self.train_batch_size} must be a multiple of micro_train_batch_size x ranks = "
                     f"{micro} x {ranks.world_size} = {whole}: every rank makes the same number of full forward passes"
                 )
 
-    @model_validator(mode="after")
-    def _check_zero(self) -> Optimised:
+    @check
+    def _check_zero(self) -> Iterator[str]:
         for name, ranks in self.trained_ranks.items():
             if self.zero_stage == 0 and ranks.world_size > 1:
-                raise ValueError(f"zero_stage=0 trains on one rank, {name} are {ranks.world_size}: set zero_stage to 1, 2, 3 or auto")
+                yield (f"zero_stage=0 trains on one rank, {name} are {ranks.world_size}: set zero_stage to 1, 2, 3 or auto")
         if self.lora is not None and self.lora.quantize != "none" and self.zero_stage == 3:
-            raise ValueError(
+            yield (
                 f"lora.quantize={self.lora.quantize} cannot be trained with zero_stage=3, which would cut 4-bit weights into shards: "
                 f"set zero_stage to 2 or less, or quantize to none"
             )
-        return self
 
 
 class Routed(Config):
@@ -119,11 +118,10 @@ class Trainable(Optimised):
     eval_steps: Annotated[int, NotInDigest] = Field(0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end")
     ranks: Annotated[Ranks, NotInDigest] = Field(Ranks(), description="processes of this stage")
 
-    @model_validator(mode="after")
-    def _check_passes(self) -> Trainable:
+    @check
+    def _check_passes(self) -> Iterator[str]:
         if self.micro_train_tokens is None:
-            self.check_batch()
-        return self
+            yield from self.batch_mistakes()
 
     @property
     def trained_ranks(self) -> dict[str, Ranks]:
@@ -158,11 +156,10 @@ class SFT(Trainable, Routed):
         "none", description="reward: conditional SFT, the prompt ends with the standardised reward of its answer (column reward_key)"
     )
 
-    @model_validator(mode="after")
-    def _check_data(self) -> SFT:
+    @check
+    def _check_data(self) -> Iterator[str]:
         if (self.data is None) == (self.answers is None):
-            raise ValueError("an sft stage needs exactly one of data (files) and answers (the name of a preferences stage)")
-        return self
+            yield "an sft stage needs exactly one of data (files) and answers (the name of a preferences stage)"
 
     @property
     def texts(self) -> Sequence[Text]:
@@ -198,17 +195,16 @@ class PreferenceLoss(Config):
     gamma: float = Field(1.0, ge=0, description="SimPO: margin that chosen must win by")
     lambd: Rate = Field(0.1, description="ORPO: weight of the odds ratio beside the NLL")
 
-    @model_validator(mode="after")
-    def _check_loss(self) -> PreferenceLoss:
+    @check
+    def _check_loss(self) -> Iterator[str]:
         if self.loss != "sigmoid" and self.label_smoothing:
-            raise ValueError(f"label_smoothing belongs to loss 'sigmoid' (cDPO): set it to 0 for {self.loss!r}")
+            yield f"label_smoothing belongs to loss 'sigmoid' (cDPO): set it to 0 for {self.loss!r}"
         if self.loss == "orpo" and (self.beta is not None or self.nll_coef):
-            raise ValueError("loss 'orpo' has no beta, and an NLL term of its own: leave beta and nll_coef out and set lambd")
+            yield "loss 'orpo' has no beta, and an NLL term of its own: leave beta and nll_coef out and set lambd"
         if self.loss != "simpo" and self.gamma != 1:
-            raise ValueError(f"gamma belongs to loss 'simpo': leave it out for {self.loss!r}")
+            yield f"gamma belongs to loss 'simpo': leave it out for {self.loss!r}"
         if self.loss != "orpo" and self.lambd != 0.1:
-            raise ValueError(f"lambd belongs to loss 'orpo': leave it out for {self.loss!r}")
-        return self
+            yield f"lambd belongs to loss 'orpo': leave it out for {self.loss!r}"
 
 
 class UnpairedLoss(Config):
@@ -217,11 +213,10 @@ class UnpairedLoss(Config):
     w_desirable: float = Field(1.0, ge=0, description="KTO: weight of desirable answers")
     w_undesirable: float = Field(1.0, ge=0, description="KTO: weight of undesirable answers")
 
-    @model_validator(mode="after")
-    def _check_weights(self) -> UnpairedLoss:
+    @check
+    def _check_weights(self) -> Iterator[str]:
         if self.w_desirable + self.w_undesirable == 0:
-            raise ValueError("w_desirable and w_undesirable are both 0, so nothing would be trained: raise one")
-        return self
+            yield "w_desirable and w_undesirable are both 0, so nothing would be trained: raise one"
 
 
 REFERENCE_FREE = ("simpo", "orpo")
@@ -245,13 +240,12 @@ class DPO(Anchored, PreferenceLoss):
     pairs: str | None = Field(None, description="a preferences stage whose pairs are the data")
     eval_data: Data | None = Field(None, description="held-out pairs")
 
-    @model_validator(mode="after")
-    def _check_data(self) -> DPO:
+    @check
+    def _check_data(self) -> Iterator[str]:
         if (self.data is None) == (self.pairs is None):
-            raise ValueError("a dpo stage needs exactly one of data (files) and pairs (the name of a preferences stage)")
+            yield "a dpo stage needs exactly one of data (files) and pairs (the name of a preferences stage)"
         if self.reference is not None and self.loss in REFERENCE_FREE:
-            raise ValueError(f"loss {self.loss!r} uses no reference: leave reference out")
-        return self
+            yield f"loss {self.loss!r} uses no reference: leave reference out"
 
 
 class KTO(Anchored, UnpairedLoss):
@@ -269,8 +263,7 @@ class KTO(Anchored, UnpairedLoss):
         128, description="answers of one optimiser step, all ranks together; the KL is estimated over them"
     )
 
-    @model_validator(mode="after")
-    def _check_data(self) -> KTO:
+    @check
+    def _check_data(self) -> Iterator[str]:
         if (self.data is None) == (self.answers is None):
-            raise ValueError("a kto stage needs exactly one of data (files) and answers (the name of a preferences stage)")
-        return self
+            yield "a kto stage needs exactly one of data (files) and answers (the name of a preferences stage)"

@@ -5,6 +5,7 @@ Paths in a recipe are relative to the working directory, as on any command line.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import typing
@@ -125,7 +126,8 @@ def recipe_of(raw: object) -> Recipe:
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
-        raise ValueError("\n".join(sentences(error, raw))) from None
+        told = sentences(error, raw)
+        raise ValueError("\n".join([*told, *_checks_behind(error, raw, told)])) from None
     for name in recipe.stages:
         if name == "base" or not STAGE_NAME.match(name):
             raise ValueError(f"stages.{name}: a stage name is letters, digits, _ and -, and not 'base'; rename it")
@@ -159,10 +161,29 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
                 keys = ", ".join(_fields(names, raw))
                 found.append(f"{where}: must be a mapping{f' ({keys})' if keys else ''}, not {_short(item['input'])}; correct it")
             case "value_error":
-                found.append(f"{where}: {item['ctx']['error']}" if where else str(item["ctx"]["error"]))
+                found += [f"{where}: {line}" if where else line for line in str(item["ctx"]["error"]).splitlines()]
             case _:
                 found.append(f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}, not {_short(item['input'])}; correct it")
     return found
+
+
+def _checks_behind(error: ValidationError, raw: object, told: Sequence[str]) -> list[str]:
+    """Returns the sentences of checks that the wrong keys and values in `error` keep from running, but those that name one of these: what
+    the recipe without them is refused for."""
+    rest, wrong = copy.deepcopy(raw), set[str]()
+    for item in error.errors():
+        *path, last = _place(item["loc"]) or [""]
+        holder: Any = rest
+        for name in path:
+            holder = _part(holder, name)
+        if item["type"] != "value_error" and isinstance(holder, dict) and last in holder:
+            del holder[last]
+            wrong |= {str(last), *difflib.get_close_matches(str(last), map(str, _fields(path, raw)))}
+    try:
+        Recipe.model_validate(rest)
+    except ValidationError as further:
+        return [sentence for sentence in sentences(further, rest) if sentence not in told and not wrong & set(re.findall(r"\w+", sentence))]
+    return []
 
 
 def unknown(name: str, valid: Iterable[str], what: str = "key") -> str:
@@ -237,7 +258,7 @@ def _fields(names: list[int | str], raw: Any) -> dict[Any, Any]:
     models: list[type[BaseModel]] = [Recipe]
     keyed = False
     for depth, name in enumerate(names):
-        raw = raw.get(name) if isinstance(raw, dict) else raw[name] if isinstance(raw, list | tuple) and isinstance(name, int) else None
+        raw = _part(raw, name)
         if names[0] == "stages" and depth == 0:
             models = []
         elif names[0] == "stages" and depth == 1:
@@ -251,6 +272,12 @@ def _fields(names: list[int | str], raw: Any) -> dict[Any, Any]:
         if len(models) > 1:  # judges, rewards: the record's `kind` selects the class
             models = [m for m in models if isinstance(raw, dict) and m.model_fields["kind"].default == raw.get("kind")] or models
     return {key: info for model in reversed(models) for key, info in model.model_fields.items()}
+
+
+def _part(whole: Any, name: int | str) -> Any:
+    if isinstance(whole, dict):
+        return whole.get(name)
+    return whole[name] if isinstance(whole, list | tuple) and isinstance(name, int) else None
 
 
 def _short(value: object) -> str:

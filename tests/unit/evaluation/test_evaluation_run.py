@@ -154,7 +154,7 @@ def test_a_missing_known_answer_is_told_before_any_model_is_asked(setting: Setti
 
 
 def test_a_model_with_too_few_positions_is_refused_before_it_is_loaded(setting: Setting) -> None:
-    with pytest.raises(ValueError, match="has 256 positions, prompt_max_len \\+ generate_max_len = 300"):
+    with pytest.raises(ValueError, match="has 256 positions, and prompt_max_len \\+ generate_max_len = 300"):
         evaluate(setting, prompt_max_len=200, generate_max_len=100)
     assert Double.log == []
 

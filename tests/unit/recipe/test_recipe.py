@@ -194,6 +194,30 @@ def test_every_mistake_has_its_line(recipe: Write) -> None:
     assert sorted(places) == ["stages.evaluation.model", "stages.evaluation.models", "stages.sft.lr"]
 
 
+def test_checks_of_all_stages_are_told_with_the_first_mistake(recipe: Write) -> None:
+    """Also those that a wrong key or value keeps from running, unless they may be about it."""
+    both = "train_batch_size: 12, zero_stage: 0"
+    sft, ppo = f"{both}, ranks: {{num_ranks_per_node: 2}}", f"{both}, actor_ranks: {{num_ranks_per_node: 3}}, rollout_batch_size: 10"
+
+    def told(wrong: str = "gamma: 1") -> list[str]:
+        text = TEXT.replace("learning_rate: 1e-3", sft).replace("actor_learning_rate: 5e-7", f"{ppo}, {wrong}")
+        with pytest.raises(ValueError) as caught:
+            load_recipe(recipe(text))
+        return [line.partition(":")[0] + ":" + line.rpartition(": ")[2] for line in str(caught.value).splitlines()]
+
+    checks = [
+        "stages.sft:every rank makes the same number of full forward passes",
+        "stages.sft:set zero_stage to 1, 2, 3 or auto",
+        "stages.ppo:set zero_stage to 1, 2, 3 or auto",
+        "stages.ppo:every rank makes the same number of full forward passes",  # of the actor's ranks
+        "stages.ppo:every rank makes the same number of full forward passes",  # of the critic's
+        "stages.ppo:a rollout is cut into whole optimiser steps",
+    ]
+    assert told() == checks
+    assert sorted(told("gama: 1, max_epochs: some"))[-6:] == sorted(checks) and len(told("gama: 1, max_epochs: some")) == 8
+    assert len(told("rollout_batch_sise: 8")) == 3 + 1, "without those on batch sizes, which may be about the wrong key"
+
+
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give the path of a YAML file"):
         load_recipe(tmp_path / "none.yaml")
