@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import yaml
 
 from flows.cli.show import OK, console
+from rlhf_core.hub.positions import positions_of, stored_config
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.load import recipe_of
 from rlhf_core.system.files import write_text
@@ -41,6 +42,7 @@ MEANING = {
 FINAL = {"loop": "iterative_dpo"}  # the stage whose model is the result, when its name is not the kind's
 MATERIAL = "demo/material"
 BATCH, MICRO_BATCH = 128, 8  # documents of an optimiser step, at least; of a forward pass
+LENGTH = 1024  # tokens of a prompt, and of an answer, at most
 PLAIN = re.compile(r"[A-Za-z./~_][\w./@~-]*")
 
 
@@ -150,6 +152,7 @@ def recipe_text(given: dict[str, str | None], gpus: int, name: str, path: Path) 
         "name": name,
         "batch": -(-BATCH // per_step) * per_step,
         "share": max(1, min(10, num_cpus() * 10 // 5)) / 10,  # of a CPU, for each of PPO's five groups
+        "length": min(LENGTH, (positions_of(stored_config(given["base_model"] or "")) or 2 * LENGTH) // 2),
         "start": start,
         "final": FINAL.get(kind, kind),
         "baseline": "base" if kind == "sft" else start,
