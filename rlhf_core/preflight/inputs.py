@@ -190,15 +190,11 @@ def needs(config: StageConfig) -> Needs:
     elif isinstance(config, Preferences | AlignmentTax):
         turns = [{"sampler": config.vllm}]
     elif isinstance(config, Evaluation):
-        turns = [{"sampler": config.vllm}, *_servers(config)]
+        turns = [{"sampler": config.vllm}, *({"judge": judge.vllm} for judge in config.judges if isinstance(judge, VllmJudge))]
     layouts = [arrange(groups, config.together if isinstance(config, PPO) else ()) for groups in turns]
     sums = [{resource: sum(b.get(resource, 0.0) for b in layout.bundles) for resource in ("CPU", "GPU")} for layout in layouts]
     nodes = (group.num_nodes for groups in turns for group in groups.values() if isinstance(group, Ranks))
     return Needs(max(found["CPU"] for found in sums), max(found["GPU"] for found in sums), max(nodes, default=1))
-
-
-def _servers(config: Evaluation) -> list[dict[str, Wanted]]:
-    return [{"judge": judge.vllm} for judge in config.judges if isinstance(judge, VllmJudge)]
 
 
 def texts(config: StageConfig) -> Iterator[Text]:
