@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -200,18 +200,13 @@ def _is_alive(run: FlowRun) -> bool:
         return False
 
 
-def _events() -> Iterator[str]:
-    yield "prefect.flow-run.heartbeat"
-    yield from (f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed"))
-
-
 # A run whose heartbeats stop is marked as crashed: its process was killed with -9 where no worker watched it.
 SILENT = AutomationCore(
     name="alignflow: crashed runs",
     description=f"A flow run without a heartbeat for {SILENT_SECONDS} s is marked as crashed.",
     trigger=EventTrigger(
         after={"prefect.flow-run.heartbeat"},
-        expect=set(_events()),
+        expect={f"prefect.flow-run.{event}" for event in ("heartbeat", "Completed", "Failed", "Cancelled", "Crashed")},
         match={"prefect.resource.id": "prefect.flow-run.*"},
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,

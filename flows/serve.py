@@ -118,7 +118,8 @@ class Servants:
             process.terminate()
         for number in (0, signal.SIGTERM, signal.SIGKILL):  # 0 sends nothing: flows end with their worker; the rest gets a signal
             for pid in self._others(server):
-                _signal(pid, number)
+                with suppress(OSError):
+                    os.kill(pid, number)
             deadline = time.monotonic() + STOP_SECONDS
             while time.monotonic() < deadline and self._others(server):
                 time.sleep(0.2)
@@ -201,10 +202,3 @@ def _is_of(pid: int, leader: int) -> bool:
         return os.getsid(pid) == leader
     except OSError:
         return True
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except OSError:
-        pass

@@ -12,15 +12,16 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from prefect.artifacts import create_link_artifact
+from pydantic import TypeAdapter
 
 from evaluation.report.index import write_index
 from evaluation.report.summary import StageView, Status
-from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.load import dump_recipe
 from rlhf_core.recipe.plan import Plan
@@ -28,6 +29,7 @@ from rlhf_core.runs.run_dir import REQUEST, RunDir
 from rlhf_core.system.files import digest, read_json, write_text
 
 RECIPE, RUN, RUNS = "recipe.yaml", "run.json", "runs"
+VIEWS = TypeAdapter(list[StageView])  # the stages in `run.json`, with run directories relative to the artifacts
 
 
 @contextmanager
@@ -78,19 +80,10 @@ def record(plan: Plan, views: list[StageView], started: float | None = None, end
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_text(plan.folder / RECIPE, dump_recipe(plan.recipe))
-    stages = [
-        {
-            "name": v.name,
-            "kind": v.kind,
-            "parents": v.parents,
-            "run_dir": v.run_dir.relative_to(plan.artifacts).as_posix(),
-            "status": v.status,
-            "gates": [verdict.model_dump(mode="json") for verdict in v.gates],
-        }
-        for v in views
-    ]
-    times = {"started": started, "ended": ended} if started else _times(plan.folder)
-    run = {"recipe": plan.recipe.name, **times, "stages": stages}
+    earlier = read_json(plan.folder / RUN)
+    times = {"started": started, "ended": ended} if started else {name: earlier.get(name) for name in ("started", "ended")}
+    relative = [replace(view, run_dir=view.run_dir.relative_to(plan.artifacts)) for view in views]
+    run = {"recipe": plan.recipe.name, **times, "stages": VIEWS.dump_python(relative, mode="json")}
     if started:
         _write_run(plan, run, started)
     write_text(plan.folder / RUN, json.dumps(run, indent=2) + "\n")
@@ -107,11 +100,6 @@ def _write_run(plan: Plan, run: dict[str, Any], started: float) -> None:
     write_text(folder / name, json.dumps(run | {"config": plan.recipe.model_dump(mode="json")}, indent=2) + "\n")
 
 
-def _times(folder: Path) -> dict[str, float | None]:
-    run = read_json(folder / RUN)
-    return {name: run.get(name) for name in ("started", "ended")}
-
-
 def rewrite(folder: Path) -> Path:
     """Writes the page of a recipe's folder again from its stages' run directories. Returns its path.
 
@@ -123,19 +111,10 @@ def rewrite(folder: Path) -> Path:
         raise ValueError(f"{folder} has no {RUN}: give a recipe, or the folder <artifacts>/<recipe name> of a run") from None
     from evaluation.report.page import write_report
 
-    views = [
-        StageView(
-            s["name"],
-            s["kind"],
-            tuple(s["parents"]),
-            folder.absolute().parent / s["run_dir"],
-            s["status"],
-            tuple(Verdict.model_validate(verdict) for verdict in s.get("gates", ())),
-        )
-        for s in run["stages"]
-    ]
+    artifacts = folder.absolute().parent
+    views = [replace(view, run_dir=artifacts / view.run_dir) for view in VIEWS.validate_python(run["stages"])]
     page = write_report(folder, run["recipe"], views)
-    write_index(folder.absolute().parent)
+    write_index(artifacts)
     return page
 
 

@@ -59,7 +59,11 @@ def make_judge(name: str, judge: configs.Judge, request: StageRequest, config: c
 
         trust = request.trust_remote_code
         model = local_model(f"judge {name}", request.inputs[judge.model], judge, run, trust)
-        _check_judge(name, judge, model.max_model_len, model.path, trust)
+        if judge.max_tokens >= model.max_model_len:
+            left = f"max_tokens={judge.max_tokens} leaves none of its {model.max_model_len} tokens for a prompt"
+            raise ValueError(f"judge {name}: {left}: lower it")
+        if load_tokenizer(model.path, trust).chat_template is None:
+            raise ValueError(f"judge {name}: its tokenizer has no chat template, and judging uses chat requests: name a chat model")
         cache_name, identity = f"{file_name(name)}-{digest(model.identity)[:8]}.jsonl", model.identity
 
         @functools.cache
@@ -77,13 +81,6 @@ def make_judge(name: str, judge: configs.Judge, request: StageRequest, config: c
     cache = shared / cache_name if shared else run / CACHE / f"{file_name(name)}.jsonl"
     client = ChatClient(f"judge {name}", model_name, connect, {"max_tokens": judge.max_tokens, "temperature": 0}, judge)
     return OpenAIJudge(name, client, cache, identity, judge.max_failed)
-
-
-def _check_judge(name: str, judge: configs.VllmJudge, max_model_len: int, path: str, trust_remote_code: bool) -> None:
-    if judge.max_tokens >= max_model_len:
-        raise ValueError(f"judge {name}: max_tokens={judge.max_tokens} leaves none of its {max_model_len} tokens for a prompt: lower it")
-    if load_tokenizer(path, trust_remote_code).chat_template is None:
-        raise ValueError(f"judge {name}: its tokenizer has no chat template, and judging uses chat requests: name a chat model")
 
 
 def load_reward_model(name: str, request: StageRequest, config: configs.Evaluation, template: str) -> tuple[RewardScorer, Renderer]:

@@ -36,7 +36,8 @@ class Run(NamedTuple):
 def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
     """Small multiples of one stage, or of the rounds of one loop. None when there is nothing to draw."""
     panels = [panel for panel in KINDS[kind].panels if any(_points(run.curves.get(m, [])) for run in runs for m in panel.lines)]
-    phases = _phases(runs[0].curves) if len(runs) == 1 else {}
+    every = {name: _points(curve) for name, curve in runs[0].curves.items() if name.startswith(PHASES)} if len(runs) == 1 else {}
+    phases = {name: points for name, points in every.items() if points}
     if not panels and not phases:
         return None
     count = len(panels) + bool(phases)
@@ -110,11 +111,6 @@ def _stack(ax: Axes, phases: dict[str, Curve]) -> None:
     ax.margins(x=0.005)
     ax.set_ylim(0, 1.35 * max(map(sum, zip(*heights, strict=True)), default=1.0) or 1.0)  # space for the legend
     ax.legend(loc="upper right", ncols=8, handlelength=1, handletextpad=0.4, columnspacing=1.2)
-
-
-def _phases(curves: Mapping[str, Curve]) -> dict[str, Curve]:
-    found = {name: _points(curve) for name, curve in curves.items() if name.startswith(PHASES)}
-    return {name: points for name, points in found.items() if points}
 
 
 def _points(curve: Curve) -> Curve:

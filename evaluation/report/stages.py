@@ -24,7 +24,8 @@ LOG_LINES = 25
 
 
 class Chart(NamedTuple):
-    """The curves of one stage or loop, and its result's metrics (`notes`) at `when`; for PPO also phases and waits."""
+    """The curves of one stage or loop, and its result's metrics (`notes`) at `when`; for PPO also phases, and the share of an iteration in
+    which each role waits for others."""
 
     title: str
     seconds: float | None
@@ -62,7 +63,8 @@ def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> 
         seconds = sum(result.seconds for result in results) if results else None
         final = {name: value for name, value in results[-1].metrics.items() if not name.startswith("data/")} if results else {}
         when = "end of the last round" if loop else "end"
-        found.append(Chart(title, seconds, Markup(svg) if svg else None, when, final, phases_of(final), waits_of(final)))
+        waits = {name.removeprefix(WAIT): value for name, value in final.items() if name.startswith(WAIT)}
+        found.append(Chart(title, seconds, Markup(svg) if svg else None, when, final, phases_of(final), waits))
     return found
 
 
@@ -172,8 +174,3 @@ def phases_of(metrics: Mapping[str, float]) -> list[Phase]:
     whole = sum(seconds.values()) or 1.0
     phases = [Phase(name, value, value / whole, metrics.get(FLOOR + name)) for name, value in seconds.items()]
     return sorted(phases, key=lambda phase: -phase.seconds)
-
-
-def waits_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the share of an iteration in which each role waits for others."""
-    return {name.removeprefix(WAIT): value for name, value in metrics.items() if name.startswith(WAIT)}

@@ -52,24 +52,23 @@ class Board(NamedTuple):
     effects: dict[str, Estimate]
 
 
-def boards(
-    judgments: Sequence[Judgment],
-    styles: Styles | None,
-    controls: Sequence[Control],
-    method: Method,
-    rounds: int,
-    seed: int,
-    max_failed: float,
-) -> list[Board]:
-    """Returns all boards. `styles` None: no style control.
+class How(NamedTuple):
+    """How boards are computed. "ours": 95 % intervals over `rounds` question bootstraps; "reference": arena-hard-auto's statistics, its
+    bootstraps seeded. `controls`: styles to control for. `max_failed`: share of a board's games without a verdict."""
 
-    "ours": 95 % intervals over `rounds` question bootstraps. "reference": arena-hard-auto's statistics, its bootstraps seeded.
-    Raises ValueError when more than the share `max_failed` of a board's games has no verdict.
-    """
+    controls: Sequence[Control] = ()
+    method: Method = "ours"
+    rounds: int = 1000
+    seed: int = 0
+    max_failed: float = 0.02
+
+
+def boards(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> list[Board]:
+    """Returns all boards. `styles` None: no style control. Raises ValueError when too many games of a board have no verdict."""
     groups: dict[tuple[str, str, str], list[Judgment]] = {}
     for judgment in judgments:
         groups.setdefault((judgment.judge, judgment.category, judgment.baseline), []).append(judgment)
-    return [_board(key, groups[key], styles, controls, method, rounds, seed, max_failed) for key in sorted(groups)]
+    return [_board(groups[key], styles, how) for key in sorted(groups)]
 
 
 def as_json(found: Sequence[Board]) -> str:
@@ -85,30 +84,21 @@ def as_json(found: Sequence[Board]) -> str:
     return json.dumps([plain(board) for board in found], indent=2, ensure_ascii=False) + "\n"
 
 
-def _board(
-    key: tuple[str, str, str],
-    judgments: Sequence[Judgment],
-    styles: Styles | None,
-    controls: Sequence[Control],
-    method: Method,
-    rounds: int,
-    seed: int,
-    max_failed: float,
-) -> Board:
-    judge, category, baseline = key
+def _board(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> Board:
+    judge, category, baseline = judgments[0].judge, judgments[0].category, judgments[0].baseline
     failed, games = sum(game.score is None for j in judgments for game in j.games), 2 * len(judgments)
-    if failed > max_failed * games:
+    if failed > how.max_failed * games:
         raise ValueError(
-            f"judge {judge}, category {category}: {failed} of {games} games have no verdict, more than --max-failed {max_failed:g} allows: "
-            f"judge those again, or allow more and read the score with care"
+            f"judge {judge}, category {category}: {failed} of {games} games have no verdict, more than --max-failed {how.max_failed:g} "
+            f"allows: judge those again, or allow more and read the score with care"
         )
     by_model: dict[str, list[Judgment]] = {}
     for judgment in judgments:
         by_model.setdefault(judgment.model, []).append(judgment)
-    if method == "reference":
-        scores, held, effects = _reference(judgments, category, styles, controls, seed)
+    if how.method == "reference":
+        scores, held, effects = _reference(judgments, styles, how)
     else:
-        scores, held, effects = _ours(by_model, styles, controls, rounds, seed)
+        scores, held, effects = _ours(by_model, styles, how)
     standings = [
         Standing(
             model,
@@ -122,30 +112,30 @@ def _board(
         for model, ours in by_model.items()
     ]
     standings.sort(key=lambda row: (-row.score.value, row.model))
-    return Board(judge, category, baseline, method, standings, effects)
+    return Board(judge, category, baseline, how.method, standings, effects)
 
 
 Scores = tuple[dict[str, Estimate], dict[str, Estimate], dict[str, Estimate]]  # raw, style-controlled, effects
 
 
-def _ours(by_model: dict[str, list[Judgment]], styles: Styles | None, controls: Sequence[Control], rounds: int, seed: int) -> Scores:
+def _ours(by_model: dict[str, list[Judgment]], styles: Styles | None, how: How) -> Scores:
     raw = {}
     for model, judgments in by_model.items():
         clusters = arena_clusters(judgments)
-        raw[model] = Estimate(clusters.score, *share_interval(clusters, rounds, seed))
-    if styles is None or not controls:
+        raw[model] = Estimate(clusters.score, *share_interval(clusters, how.rounds, how.seed))
+    if styles is None or not how.controls:
         return raw, {}, {}
     every = [judgment for judgments in by_model.values() for judgment in judgments]
-    return raw, *controlled(question_rows(every, styles, arena=True), controls, rounds, seed)
+    return raw, *controlled(question_rows(every, styles, arena=True), how.controls, how.rounds, how.seed)
 
 
-def _reference(judgments: Sequence[Judgment], category: str, styles: Styles | None, controls: Sequence[Control], seed: int) -> Scores:
-    if category == V01:
+def _reference(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> Scores:
+    if judgments[0].category == V01:
         raise ValueError(f"the reference's statistics are those of v2.0, and these judgments are of {V01}: leave --reference out")
     rows, raw = reference_rows(judgments, styles), {}
     for model in sorted(set(rows.models)):
         outcomes = rows.outcomes[[name == model for name in rows.models]]
-        raw[model] = reference_raw(outcomes, seeded_indices(len(outcomes), REFERENCE_ROUNDS, seed))
-    if styles is None or not controls:
+        raw[model] = reference_raw(outcomes, seeded_indices(len(outcomes), REFERENCE_ROUNDS, how.seed))
+    if styles is None or not how.controls:
         return raw, {}, {}
-    return raw, *reference_controlled(rows, controls, seeded_indices(len(rows.outcomes), REFERENCE_ROUNDS, seed))
+    return raw, *reference_controlled(rows, how.controls, seeded_indices(len(rows.outcomes), REFERENCE_ROUNDS, how.seed))

@@ -140,7 +140,7 @@ def leaderboard(
         json: file to write the boards to.
     """
     from evaluation.scores.arena_files import folders, read_judgments, read_styles, token_counter
-    from evaluation.scores.leaderboard import as_json, boards
+    from evaluation.scores.leaderboard import How, as_json, boards
 
     if rounds < 1 or seed < 0:
         raise ValueError(f"--rounds {rounds} and --seed {seed}: give 1 or more rounds, and a seed of 0 or more")
@@ -154,9 +154,10 @@ def leaderboard(
         raise ValueError(f"{places.judgments}: there are no judgments of the categories {', '.join(category)}: correct --category")
     place = answers or places.answers
     styles = read_styles(place, token_counter(tokenizer) if tokenizer else None) if place and control else None
-    found = boards(judgments, styles, control, "ours", rounds, seed, max_failed)
+    how = How(control, "ours", rounds, seed, max_failed)
+    found = boards(judgments, styles, how)
     if reference:
-        found += boards(judgments, styles, control, "reference", rounds, seed, max_failed)
+        found += boards(judgments, styles, how._replace(method="reference"))
     for board in found:
         show_board(console, board)
     if styles is None and control:

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 from packaging.requirements import Requirement
 
 from rlhf_core.system.machine import num_cpus, num_gpus
@@ -29,14 +30,14 @@ class Finding(NamedTuple):
 
 def examine() -> list[Finding]:
     """Returns all findings, in the order of the output."""
-    gpus = num_gpus()
+    gpus, linux = num_gpus(), platform.system() == "Linux"
     found = [
         Finding("ok", "python", platform.python_version()),
         Finding("ok", "system", f"{platform.system()} {platform.machine()}"),
-        Finding("ok" if platform.system() == "Linux" else "warn", "process control", _process_control()),
+        Finding("ok" if linux else "warn", "process control", "full" if linux else "not Linux: a stage's detached daemons outlive it"),
         Finding("ok", "CPUs", str(num_cpus())),
         Finding("ok", "GPUs", str(gpus) if gpus else "none: stages run on CPUs"),
-        Finding("ok", "memory", _memory()),
+        Finding("ok", "memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"),
         Finding("ok", "disk free here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB"),
         Finding("ok", "Prefect server", os.environ.get("PREFECT_API_URL") or "started for each run (no PREFECT_API_URL)"),
     ]
@@ -98,13 +99,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _process_control() -> str:
-    return "full" if platform.system() == "Linux" else "not Linux: daemons a stage detaches are not found when it is stopped"
-
-
-def _memory() -> str:
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return "unknown"
-    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB"

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from flows.cli.show import table_of
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
 from rlhf_core.config.rewards import FunctionReward, HttpReward, ModelReward
 from rlhf_core.forecast.memory import GIB, USABLE
@@ -66,12 +66,11 @@ def model_size(planned: Plan, node: Node, name: str) -> Size:
 
 
 def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], gpu: Gpu, sizes: Mapping[str, Size]) -> None:
-    table = Table(title=f"{name}: placements", title_justify="left", box=None, pad_edge=False)
-    for column in ("placement", "GiB, fullest GPU", *dict.fromkeys(phase for p in found for phase in p.seconds), "seconds an iteration"):
-        table.add_column(column, justify="left" if column == "placement" else "right", overflow="fold")
-    chosen = choose(found, gpu)
+    phases = list(dict.fromkeys(phase for placement in found for phase in placement.seconds))
+    numbers = ("GiB, fullest GPU", *phases, "seconds an iteration")
+    table, chosen = table_of("placement", *numbers, title=f"{name}: placements", right=numbers), choose(found, gpu)
     for placement in found:
-        seconds = [f"{placement.seconds[c]:.1f}" if c in placement.seconds else "" for c in (str(c.header) for c in table.columns[2:-1])]
+        seconds = [f"{placement.seconds[phase]:.1f}" if phase in placement.seconds else "" for phase in phases]
         held = f"{placement.peak / GIB:.1f}" + (f", vLLM lacks {placement.lacking / GIB:.1f}" if placement.lacking > 0 else "")
         held += f", {placement.beyond:g} GPUs too many" if placement.beyond > 0 else ""
         mark = "[green]" if placement is chosen else "" if placement.fits(gpu) else "[red]"

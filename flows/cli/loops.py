@@ -12,8 +12,8 @@ from pathlib import Path
 from cyclopts import App
 from httpx import HTTPError
 from rich.console import Console
-from rich.table import Table
 
+from flows.cli.show import table_of
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.loop_record import LOCK, LoopState, alone, folder_of, loop_of, loop_state
 
@@ -69,8 +69,8 @@ def serve(
     with only_one(home.absolute()):
         servants = Servants(home.absolute(), host, port or free_port(host), [name for name in allow_host.split(",") if name])
         ours = temporary_settings({PREFECT_API_URL: servants.api, PREFECT_API_AUTH_STRING: servants.auth})
-        signal.signal(signal.SIGTERM, _interrupt)
-        signal.signal(signal.SIGINT, _interrupt)  # a shell ignores SIGINT for commands in the background
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT for commands in the background
         try:
             servants.start_server()
             with ours, get_client(sync_client=True) as client:
@@ -138,9 +138,7 @@ def is_running(folder: Path) -> bool:
 def show(console: Console, found: LoopState, running: bool) -> None:
     """Prints the rounds as a table, and a sentence about the next one."""
     record = found.record
-    table = Table(title=f"{record.loop} of {found.plan.recipe.name}", title_justify="left", box=None, pad_edge=False)
-    for column in ("round", "ended (UTC)", "win rate", "result"):
-        table.add_column(column, overflow="fold")
+    table = table_of("round", "ended (UTC)", "win rate", "result", title=f"{record.loop} of {found.plan.recipe.name}")
     for number, done in enumerate(record.rounds, start=1):
         rate = "" if done.win_rate is None else f"{done.win_rate:.3f}"
         result = os.path.relpath(found.plan[f"{record.loop}.round{number}"].run_dir)
@@ -160,7 +158,3 @@ def next_of(found: LoopState, running: bool) -> str:
         when = f"{found.record.begun.at:%Y-%m-%d %H:%M} UTC"
         return f"Round {found.number} was begun {when} and is not finished; {part}. The next run continues it."
     return f"Round {found.number} is next, when a run of the flow `loop` is started or scheduled."
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

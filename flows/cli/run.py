@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -72,7 +73,7 @@ def stage(name: str, recipe: str, *overrides: str) -> int:
 @contextmanager
 def _server_loading() -> Iterator[None]:
     """Loads Prefect's temporary server while the block checks and imports. Child processes end with this process in any case."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     orphan_watcher.start()
     with prepared():
         yield
@@ -113,10 +114,6 @@ def _run(planned: Plan, flow: Callable[[], object]) -> int:
         checked_plan.reset(token)
         show_end(console, planned, statuses_of(planned.folder))
     return OK
-
-
-def _terminate(number: int, frame: object) -> None:
-    raise SystemExit(TERMINATED)
 
 
 def _without_trace(record: logging.LogRecord) -> bool:

@@ -38,6 +38,14 @@ console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
+def table_of(*columns: str, title: str | None = None, whole: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
+    """Returns an empty table. `whole`: columns whose cells are never broken; `right`: columns of numbers."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in whole, justify="right" if column in right else "left")
+    return table
+
+
 def show_pins(planned: Plan) -> None:
     """Prints the branches and tags of the Hub that a recipe names, with their commits."""
     for pin in planned.pins:
@@ -46,9 +54,8 @@ def show_pins(planned: Plan) -> None:
 
 def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
     """Prints the DAG as a table, parents first: what a run would do with each stage, and why."""
-    table = Table(title=f"recipe {plan.recipe.name}", title_justify="left", box=None, pad_edge=False)
-    for column in ("stage", "kind", "needs", "digest", "action", "why"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("stage", "digest", "action"))
+    columns = ("stage", "kind", "needs", "digest", "action", "why")
+    table = table_of(*columns, title=f"recipe {plan.recipe.name}", whole=("stage", "digest", "action"))
     for node, action, why in lines:
         inputs = [*node.models, *node.parents]
         table.add_row(node.name, node.kind, ", ".join(inputs), node.digest, f"[{COLOURS[action]}]{action}[/]", why)
@@ -61,9 +68,7 @@ def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
 
 def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
     """Prints one line for each stage and each gate, and the page's path. `statuses`: what this run did with each stage."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("stage", "status", "seconds", "metrics"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("stage", "status"))
+    table = table_of("stage", "status", "seconds", "metrics", whole=("stage", "status"))
     for node in plan.nodes:
         result, status = RunDir(node.run_dir).result(), statuses.get(node.name, "not run")
         shown = [f"{name} {value:.4g}" for name, value in sorted(result.metrics.items())][:4] if result else []
@@ -80,9 +85,8 @@ def show_board(console: Console, board: Board) -> None:
     """Prints a leaderboard in percent, best model first, and the effects of style."""
     how = "95 % by question-clustered bootstrap" if board.method == "ours" else "arena-hard-auto's statistics"
     title = f"{board.category}, against {board.baseline}, judge {board.judge} ({how})"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("model", "score", "interval", "style-controlled", "interval", "questions", "failed", "same swapped", "tokens"):
-        table.add_column(column, overflow="fold", no_wrap=column == "model", justify="left" if column == "model" else "right")
+    numbers = ("score", "interval", "style-controlled", "interval", "questions", "failed", "same swapped", "tokens")
+    table = table_of("model", *numbers, title=title, whole=["model"], right=numbers)
     for row in board.standings:
         cells = [text for estimate in (row.score, row.controlled) for text in _estimate(estimate)]
         tokens = "" if row.tokens is None else f"{row.tokens:.0f}"
@@ -102,9 +106,8 @@ def _estimate(estimate: Estimate | None) -> tuple[str, str]:
 
 def show_runs(console: Console, found: Sequence[Found]) -> None:
     """Prints the stages of an artifacts folder as a table."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("stage", "kind", "digest", "when", "seconds", "state", "metric"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("stage", "digest", "when", "state"))
+    columns = ("stage", "kind", "digest", "when", "seconds", "state", "metric")
+    table = table_of(*columns, whole=("stage", "digest", "when", "state"))
     for run in found:
         seconds = "" if run.seconds is None else f"{run.seconds:.0f}"
         state = f"[{COLOURS.get(run.state, 'yellow')}]{run.state}[/]"
@@ -124,9 +127,7 @@ def show_differences(console: Console, found: Sequence[Difference]) -> None:
     if not found:
         console.print("no difference")
         return
-    table = Table(box=None, pad_edge=False)
-    for column in ("stage", "part", "what", "before", "after"):
-        table.add_column(column, overflow="fold")
+    table = table_of("stage", "part", "what", "before", "after")
     for change in found:
         table.add_row(*map(escape, change))
     console.print(table)
@@ -163,9 +164,7 @@ def show_garbage(console: Console, found: Sequence[Garbage], removed: set[Path] 
 
 def show_migration(console: Console, out: Path, found: Migrated) -> None:
     """Prints the translation of every flag of a launch script, and the next command."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("stage", "flag", "became", "line"):
-        table.add_column(column, overflow="fold", no_wrap=column == "stage")
+    table = table_of("stage", "flag", "became", "line", whole=["stage"])
     colours = {"translated": "green", "approximated": "yellow", "dropped": "red"}
     for what, colour in colours.items():
         for note in (note for note in found.notes if note.what == what):

@@ -51,16 +51,12 @@ def migrate(path: Path, gpus: int = 8) -> Migrated:
                 f"there is no training command in it (one that starts {', '.join(PROGRAMS)}); give the script that launches the training"
             )
         raw, notes = stages_of(found.launches, gpus)
-        raw = {"name": _recipe_name(path), **raw}
+        raw = {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "migrated", **raw}
         recipe = recipe_of(raw)
         plan(recipe)
     except ValueError as error:
         raise ValueError(f"script {path}: {error}") from None
     return Migrated(recipe, _text(path, raw, notes, found.remarks), tuple(notes), tuple(found.remarks))
-
-
-def _recipe_name(path: Path) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "migrated"
 
 
 def _text(path: Path, raw: dict[str, Any], notes: list[Note], remarks: list[Remark]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -29,62 +29,60 @@ CONDITIONED = (
 SAMPLING = ("max_tokens", "temperature", "top_p")  # of the settings of an endpoint, those that are published
 
 
-def card(
-    model: Ancestor,
-    name: str,
-    title: str,
-    license: str,
-    report: EvalReport | None,
-    is_reward_model: bool,
-    has_chat_template: bool,
-    adapts: str | None = None,
-    branch: str = "main",
-    gates: Sequence[Verdict] = (),
-) -> str:
-    """README.md of a model.
+class CardModel(NamedTuple):
+    """A model to publish: the lineage of its checkpoint, what the evaluation calls it, the card's heading (a Hub id, or a name), the Hub
+    repository of the model that an adapter belongs to (None: a whole model), and the branch where it is published."""
 
-    `model` is the lineage of the checkpoint, `name` what the evaluation calls it, `title` the heading (a Hub id, or a name), `adapts` the
-    Hub repository of the model that an adapter belongs to (None: a whole model), `branch` where it is published, `gates` those of all
-    stages it comes from.
-    """
+    lineage: Ancestor
+    name: str
+    title: str
+    license: str
+    is_reward_model: bool
+    has_chat_template: bool
+    adapts: str | None = None
+    branch: str = "main"
+
+
+def card(model: CardModel, report: EvalReport | None, gates: Sequence[Verdict] = ()) -> str:
+    """README.md of a model. `gates`: those of all stages it comes from."""
     parts = [
-        f"---\n{yaml.safe_dump(front_matter(model, license, is_reward_model, adapts), sort_keys=False, allow_unicode=True)}---\n",
-        f"# {title}\n",
-        _summary(model, is_reward_model),
+        f"---\n{yaml.safe_dump(front_matter(model), sort_keys=False, allow_unicode=True)}---\n",
+        f"# {model.title}\n",
+        _summary(model),
         "## Use\n",
-        _use(title, is_reward_model, has_chat_template, adapts, branch),
-        *([CONDITIONED] if model.config.get("condition") == "reward" else []),
+        _use(model),
+        *([CONDITIONED] if model.lineage.config.get("condition") == "reward" else []),
         "## Scores\n",
-        _scores(report, name),
+        _scores(report, model.name),
         *gate_section(gates),
         "## Lineage\n",
         "Each stage with the digest of everything that decided its result: configuration, parents, data, code.\n",
-        f"```\n{tree(model)}\n```\n",
+        f"```\n{tree(model.lineage)}\n```\n",
         "## Data\n",
-        data_sets(model),
+        data_sets(model.lineage),
         "## Configuration\n",
-        configuration(model),
+        configuration(model.lineage),
         "## Intended use and limits\n",
-        _intended(is_reward_model),
+        _intended(model.is_reward_model),
     ]
     return "\n".join(parts)
 
 
-def front_matter(model: Ancestor, license: str, is_reward_model: bool, adapts: str | None = None) -> dict[str, Any]:
+def front_matter(model: CardModel) -> dict[str, Any]:
     """The card's YAML header: what the Hub indexes. Only Hub ids are named as base model and data sets."""
-    kinds = [stage.kind.replace("_", "-") for stage in stages(model)]
-    base = trained(model)[0]
+    kinds = [stage.kind.replace("_", "-") for stage in stages(model.lineage)]
+    base = trained(model.lineage)[0]
     header: dict[str, Any] = {
-        "license": license,
-        "library_name": "peft" if adapts else "transformers",
-        "pipeline_tag": "text-classification" if is_reward_model else "text-generation",
-        "tags": list(dict.fromkeys(["alignflow", *(["reward-model"] if is_reward_model else []), *kinds])),
+        "license": model.license,
+        "library_name": "peft" if model.adapts else "transformers",
+        "pipeline_tag": "text-classification" if model.is_reward_model else "text-generation",
+        "tags": list(dict.fromkeys(["alignflow", *(["reward-model"] if model.is_reward_model else []), *kinds])),
     }
-    if adapts:
-        header |= {"base_model": adapts, "base_model_relation": "adapter"}
+    if model.adapts:
+        header |= {"base_model": model.adapts, "base_model_relation": "adapter"}
     elif base.kind == "hub" and not base.is_stage:
         header |= {"base_model": base.name, "base_model_relation": "finetune"}
-    datasets = list(dict.fromkeys(parted(source["path"])[0] for _, _, source in sources(model) if is_hub_id(source["path"])))
+    datasets = list(dict.fromkeys(parted(source["path"])[0] for _, _, source in sources(model.lineage) if is_hub_id(source["path"])))
     if datasets:
         header["datasets"] = datasets
     return header
@@ -129,34 +127,34 @@ def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
     return yaml.safe_dump(entries, sort_keys=False, allow_unicode=True) if entries else None
 
 
-def _summary(model: Ancestor, is_reward_model: bool) -> str:
-    chain = trained(model)
+def _summary(model: CardModel) -> str:
+    chain = trained(model.lineage)
     steps = [KINDS[node.kind].shown_as if node.kind in KINDS else node.kind for node in chain if node.is_stage]
     runs = [(step, len(list(same))) for step, same in groupby(steps)]
     words = ", then ".join(f"{step} (x{count})" if count > 1 else step for step, count in runs) or "no training recorded"
-    what = "A reward model" if is_reward_model else "A language model"
+    what = "A reward model" if model.is_reward_model else "A language model"
     base = chain[0]
     known = f"`{base.name}`" + (f" (`{base.digest}`)" if base.digest else "")
     return f"{what} made with alignflow from {known}: {words}.\n"
 
 
-def _use(title: str, is_reward_model: bool, has_chat_template: bool, adapts: str | None, branch: str) -> str:
-    place = f'"{title}"' if is_hub_id(title) else '"path/to/this/folder"'
-    if is_hub_id(title) and branch != "main":
-        place += f', revision="{branch}"'
-    if is_reward_model:
+def _use(model: CardModel) -> str:
+    place = f'"{model.title}"' if is_hub_id(model.title) else '"path/to/this/folder"'
+    if is_hub_id(model.title) and model.branch != "main":
+        place += f', revision="{model.branch}"'
+    if model.is_reward_model:
         auto, labels, last = "AutoModelForSequenceClassification", ", num_labels=1", "print(model(tokens).logits[0, 0])"
         turns, prompt = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]', ""
     else:
         auto, labels, last = "AutoModelForCausalLM", "", "print(tokenizer.decode(model.generate(tokens)[0]))"
         turns, prompt = '[{"role": "user", "content": "..."}]', "add_generation_prompt=True, "
-    if has_chat_template:
+    if model.has_chat_template:
         tokens = f'tokenizer.apply_chat_template({turns}, {prompt}return_dict=False, return_tensors="pt")'
     else:
         tokens = 'tokenizer("...", return_tensors="pt").input_ids'
     lines = [f"from transformers import {auto}, AutoTokenizer", ""]
-    if adapts:
-        lines = ["from peft import PeftModel", *lines, f'model = {auto}.from_pretrained("{adapts}"{labels})']
+    if model.adapts:
+        lines = ["from peft import PeftModel", *lines, f'model = {auto}.from_pretrained("{model.adapts}"{labels})']
         lines.append(f"model = PeftModel.from_pretrained(model, {place})")
     else:
         lines.append(f"model = {auto}.from_pretrained({place})")

@@ -34,7 +34,7 @@ from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.publication.dataset import DATA_FILES, data_card, data_files, renamed
 from rlhf_core.stages.publication.folder import AdapterBase, Published, adapter_base, assemble, put, read_marker
 from rlhf_core.stages.publication.licenses import inherited, upstream_licenses
-from rlhf_core.stages.publication.model_card import card, eval_results, public_report
+from rlhf_core.stages.publication.model_card import CardModel, card, eval_results, public_report
 from rlhf_core.system.files import file_digest, write_text
 
 MAIN = "main"
@@ -160,11 +160,19 @@ def card_files(request: StageRequest, config: Publication, base: AdapterBase | N
     architectures = _json(checkpoint / "config.json").get("architectures") or [""]
     chat = any(checkpoint.glob("chat_template.*")) or "chat_template" in _json(checkpoint / "tokenizer_config.json")
     ancestor = lineage(checkpoint)
-    title = config.repo_id or f"{ancestor.name}-{ancestor.digest}".rstrip("-")
     is_reward_model = str(architectures[0]).endswith("ForSequenceClassification")
     is_reward_model |= _json(checkpoint / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
-    adapts = base.repo_id if base else None
-    files = {CARD: card(ancestor, name, title, license, report, is_reward_model, chat, adapts, config.branch, request.gates)}
+    model = CardModel(
+        lineage=ancestor,
+        name=name,
+        title=config.repo_id or f"{ancestor.name}-{ancestor.digest}".rstrip("-"),
+        license=license,
+        is_reward_model=is_reward_model,
+        has_chat_template=chat,
+        adapts=base.repo_id if base else None,
+        branch=config.branch,
+    )
+    files = {CARD: card(model, report, request.gates)}
     if report:
         files[REPORT] = report.model_dump_json(indent=2) + "\n"
         results = eval_results(report, name, questions)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from evaluation.judges.chat_judge import OpenAIJudge, read_cache
+from evaluation.answers.chat_client import records_of
+from evaluation.judges.chat_judge import Entry, OpenAIJudge
 from tests.support.chat_endpoint import SECRET, Reply, completion, error, serving
 from tests.support.judging import matches, openai_judge, scores
 
@@ -85,7 +86,7 @@ def test_every_verdict_is_the_one_that_was_given_and_failures_are_counted(tmp_pa
         storm.release.set()
     assert found == storm.expected(GAMES)
     failed = found.count(None)
-    assert 0 < failed < GAMES / 3 and len(read_cache(tmp_path / "cache.jsonl")) == GAMES - failed
+    assert 0 < failed < GAMES / 3 and len(list(records_of(tmp_path / "cache.jsonl", Entry))) == GAMES - failed
     assert SECRET not in (tmp_path / "cache.jsonl").read_text()
 
 
@@ -115,7 +116,7 @@ def test_more_failures_than_allowed_stop_with_one_sentence_and_keep_what_was_pai
         judge_of(endpoint.url, tmp_path, max_failed=0.02).judge(matches(GAMES))
     storm.release.set()
     assert "\n" not in str(e.value)
-    kept = len(read_cache(tmp_path / "cache.jsonl"))
+    kept = len(list(records_of(tmp_path / "cache.jsonl", Entry)))
     assert kept > 0 and len(storm.asked) < GAMES, "it stops as soon as it cannot end well, not after the last game"
     cured = Storm(7, garbage=0.0, cured=True)
     with serving(cured) as endpoint:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from evaluation.answers.chat_client import Connection, Pace
-from evaluation.judges.chat_judge import read_cache
+from evaluation.answers.chat_client import Connection, Pace, records_of
+from evaluation.judges.chat_judge import Entry
 from evaluation.judges.judge_prompt import judge_prompt
 from evaluation.judges.offline import Match
 from rlhf_core.records import POINTS
@@ -60,13 +60,13 @@ def test_nothing_is_asked_twice_even_after_a_kill(tmp_path: Path) -> None:
         openai_judge(endpoint.url, tmp_path).judge(matches(4))
         written = cache.read_bytes()
         cache.write_bytes(written[: written.rindex("定".encode()) + 1])  # the process died within a character of the last line
-        assert len(read_cache(cache)) == 3
+        assert len(list(records_of(cache, Entry))) == 3
         assert scores(openai_judge(endpoint.url, tmp_path).judge(matches(4))) == ["A>B"] * 4
         assert len(endpoint.requests) == 5
         again = openai_judge(endpoint.url, tmp_path)
         assert scores(again.judge(matches(4))) == ["A>B"] * 4
-        assert len(endpoint.requests) == 5 and again.input_tokens == 40
-    assert len(read_cache(cache)) == 4
+        assert len(endpoint.requests) == 5 and again.tokens[0] == 40
+    assert len(list(records_of(cache, Entry))) == 4
 
 
 def test_the_same_game_of_two_models_is_asked_once_and_swapped_games_twice(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from evaluation.answers.chat_client import Connection
-from evaluation.judges.chat_judge import read_cache
+from evaluation.answers.chat_client import Connection, records_of
+from evaluation.judges.chat_judge import Entry
 from rlhf_core.rollout.server import ServerFailed
 from tests.support.chat_endpoint import SECRET, Reply, completion, error, serving
 from tests.support.judging import matches, openai_judge, scores
@@ -83,7 +83,7 @@ def test_garbage_is_counted_within_what_is_allowed_and_never_cached(garbage: str
     with serving(script) as endpoint:
         assert scores(openai_judge(endpoint.url, tmp_path, max_failed=0.1).judge(matches(10))) == [None] + ["A>>B"] * 9
     assert len(endpoint.requests) == 11
-    assert len(read_cache(tmp_path / "cache.jsonl")) == 9
+    assert len(list(records_of(tmp_path / "cache.jsonl", Entry))) == 9
     with serving(lambda *_: completion("[[B>A]]")) as endpoint:  # run again: only the failed game is asked
         assert scores(openai_judge(endpoint.url, tmp_path).judge(matches(10))) == ["B>A"] + ["A>>B"] * 9
     assert len(endpoint.requests) == 1

@@ -11,7 +11,7 @@ import pytest
 
 from evaluation.scores.arena_files import folders, judgment_lines, read_judgments, read_styles, to_judgment, token_counter
 from evaluation.scores.arena_hard import controlled, question_rows, reference_controlled, reference_rows, seeded_indices
-from evaluation.scores.leaderboard import boards
+from evaluation.scores.leaderboard import How, boards
 from evaluation.scores.scoring import arena_clusters, interval
 from evaluation.scores.style import Style, style_of
 from rlhf_core.records import Game
@@ -118,7 +118,7 @@ def _correlated(questions: int, seed: int) -> list[dict[str, Any]]:
 def test_defect_1_the_same_seed_gives_the_same_numbers(published: Published) -> None:
     judgments = read_judgments(folders(published[0]).judgments)
     styles = read_styles(published[0] / "model_answer")
-    first, again, other = (boards(judgments, styles, ("length",), "ours", 200, seed, 0.02) for seed in (1, 1, 2))
+    first, again, other = (boards(judgments, styles, How(("length",), rounds=200, seed=seed)) for seed in (1, 1, 2))
     assert first == again != other
 
 
@@ -149,11 +149,11 @@ def test_defect_4_failed_games_are_counted_and_too_many_fail_the_board(
     published: Published,
 ) -> None:
     judgments = read_judgments(folders(published[0]).judgments)
-    (board,) = boards(judgments, None, (), "ours", 50, 0, max_failed=0.02)
+    (board,) = boards(judgments, None, How(rounds=50))
     assert sorted(row.failed for row in board.standings) == [0, 1, 1]
     failed = [j.model_copy(update={"games": (Game(score=None, judgment={}), j.games[1])}) for j in judgments[:12]]
     with pytest.raises(ValueError, match=r"13 of 600 games have no verdict, more than --max-failed 0.02 allows"):
-        boards(failed + judgments[12:], None, (), "ours", 50, 0, max_failed=0.02)
+        boards(failed + judgments[12:], None, How(rounds=50))
 
 
 @pytest.mark.parametrize("controls", [("length",), ("markdown",), ("markdown", "length")])

@@ -16,7 +16,7 @@ from evaluation.scores.arena_hard import (
     reference_rows,
     seeded_indices,
 )
-from evaluation.scores.leaderboard import as_json, boards
+from evaluation.scores.leaderboard import How, as_json, boards
 from evaluation.scores.style import FEATURES, columns
 from tests.support.arena import (
     BASELINE,
@@ -69,9 +69,9 @@ def test_the_references_statistics_are_those_of_v2(published: Published) -> None
     _, judgments, _ = published
     ours = [to_judgment(old_line(row)) for row in judgments]
     assert {j.baseline for j in ours} == {"gpt-4-0314"} and {j.category for j in ours} == {"arena-hard-v0.1"}
-    assert boards(ours, None, (), "ours", 10, 0, 0.5)
+    assert boards(ours, None, How(rounds=10, max_failed=0.5))
     with pytest.raises(ValueError, match=r"these judgments are of arena-hard-v0\.1: leave --reference out"):
-        boards(ours, None, (), "reference", 10, 0, 0.5)
+        boards(ours, None, How(method="reference", rounds=10, max_failed=0.5))
 
 
 def test_the_reference_board_is_the_references_and_ours_stands_beside(
@@ -79,8 +79,8 @@ def test_the_reference_board_is_the_references_and_ours_stands_beside(
 ) -> None:
     folder, judgments, _ = published
     judged, styles = read_judgments(folders(folder).judgments), read_styles(folder / "model_answer")
-    (reference,) = boards(judged, styles, ("length", "markdown"), "reference", 100, 0, 0.02)
-    (ours,) = boards(judged, styles, ("length", "markdown"), "ours", 100, 0, 0.02)
+    (reference,) = boards(judged, styles, How(("length", "markdown"), "reference", 100))
+    (ours,) = boards(judged, styles, How(("length", "markdown"), rounds=100))
     assert [row.model for row in ours.standings] == [row.model for row in reference.standings] == ["ppo", "dpo", "tiny"]
     for mine, theirs in zip(ours.standings, reference.standings, strict=True):
         rows = [score for _, model, score in their_rows(judgments) if model == mine.model]
@@ -90,7 +90,7 @@ def test_the_reference_board_is_the_references_and_ours_stands_beside(
         assert mine.questions == 100 and 0 <= mine.swap_consistency <= 1 and mine.tokens is not None
     assert json.loads(as_json([ours]))[0]["standings"][0]["score"]["value"] == ours.standings[0].score.value
     with pytest.raises(ValueError, match="needs the answer of"):
-        boards(judged, {}, ("length",), "ours", 100, 0, 0.02)
+        boards(judged, {}, How(("length",), rounds=100))
 
 
 def test_labels_in_lower_case_are_labels() -> None:

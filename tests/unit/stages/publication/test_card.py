@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.ids import shown
-from rlhf_core.records import Answering
+from rlhf_core.records import Answering, EvalReport
 from rlhf_core.runs.lineage import Ancestor, lineage, nodes, sources, stages, trained, tree
 from rlhf_core.stages.publication.card_sections import public_names
-from rlhf_core.stages.publication.model_card import card, eval_results, front_matter, public_report
+from rlhf_core.stages.publication.model_card import CardModel, card, eval_results, front_matter, public_report
 from tests.support.chain import BASE, REPORT, Chain, build
 
 
@@ -27,17 +30,9 @@ def header(text: str) -> dict[str, object]:
     return yaml.safe_load(text.split("---\n")[1])
 
 
-def the_card(chain: Chain, **changes: object) -> str:
-    given = {
-        "model": lineage(chain.checkpoint),
-        "name": "dpo-1",
-        "title": "someone/tiny",
-        "license": "apache-2.0",
-        "report": REPORT,
-        "is_reward_model": False,
-        "has_chat_template": True,
-    }
-    return card(**{**given, **changes})  # type: ignore[arg-type]
+def the_card(chain: Chain, report: EvalReport | None = REPORT, gates: Sequence[Verdict] = (), **changes: Any) -> str:
+    model = CardModel(lineage(chain.checkpoint), "dpo-1", "someone/tiny", "apache-2.0", is_reward_model=False, has_chat_template=True)
+    return card(model._replace(**changes), report, gates)
 
 
 def test_a_report_is_published_without_places_addresses_and_system_prompts() -> None:
@@ -137,8 +132,8 @@ def test_front_matter_names_hub_ids_only(chain: Chain) -> None:
     }
     local = Ancestor("my-model", "folder", "abc")
     sft = replace(dict(dict(model.parents)["ppo"].parents)["sft"], parents=(("base", local),))
-    assert "base_model" not in front_matter(sft, "mit", False)
-    assert front_matter(sft, "mit", True)["pipeline_tag"] == "text-classification"
+    assert "base_model" not in front_matter(CardModel(sft, "sft", "sft", "mit", False, True))
+    assert front_matter(CardModel(sft, "sft", "sft", "mit", True, True))["pipeline_tag"] == "text-classification"
 
 
 def test_card_shows_scores_with_interval_and_judge(chain: Chain) -> None:
@@ -166,7 +161,7 @@ def test_card_tells_lineage_data_and_configuration(chain: Chain) -> None:
 def test_card_holds_no_path_of_the_machine(chain: Chain) -> None:
     stage = lineage(chain.checkpoint)
     secret = {"base_url": "http://10.0.0.5:8000/v1", "path": "https://me:word@host.example/d/x.jsonl?sig=1", "folder": "/srv/out"}
-    text = the_card(chain, model=replace(stage, config={**stage.config, "other": secret}), title="dpo-1-4")
+    text = the_card(chain, lineage=replace(stage, config={**stage.config, "other": secret}), title="dpo-1-4")
     assert str(chain.root) not in text
     assert not any(hidden in text for hidden in ("10.0.0.5", "word@", "sig=1", "/srv/out", "host.example", "base_url"))
     assert "path: x.jsonl" in text
@@ -185,7 +180,7 @@ def test_use_fits_the_model(chain: Chain) -> None:
 
 def test_a_template_with_slashes_is_a_text_not_a_place(chain: Chain) -> None:
     stage = lineage(chain.checkpoint)
-    text = the_card(chain, model=replace(stage, config={**stage.config, "data": {"template": "A/B: {}", "sources": []}}))
+    text = the_card(chain, lineage=replace(stage, config={**stage.config, "data": {"template": "A/B: {}", "sources": []}}))
     assert "A/B: {}" in text
 
 
