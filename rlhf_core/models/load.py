@@ -27,7 +27,7 @@ from rlhf_core.models.kernels.attention import VARLEN, attention_for, document_b
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 from rlhf_core.models.routing import Replay, replayed
-from rlhf_core.models.stored_head import has_scalar_head, no_reward_head
+from rlhf_core.models.stored_head import has_trained_head, no_reward_head, several_labels
 from rlhf_core.models.token_logprobs import Entropy, logit_scale, token_logprobs
 from rlhf_core.objectives.masked import next_token_pairs
 from rlhf_core.system import progress
@@ -159,7 +159,10 @@ def load_scorer(path: str, pad_token_id: int, dtype: str = "float32", trust_remo
     `AutoModelForSequenceClassification` reads the score at the last token that is not `pad_token_id`, so that id is stored in
     the config and must be one that never ends a document.
     """
-    return _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, on_host=on_host), new_head=_adapter_has_head(path))
+    scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, on_host=on_host), new_head=_adapter_has_head(path))
+    if not scorer.model.score.weight.any():
+        raise ValueError(no_reward_head(path))
+    return scorer
 
 
 def trained_policy(path: str, dtype: str, trust_remote_code: bool, lora: Lora | None, seed: int, router_aux_coef: float = 0.0) -> Policy:
@@ -203,9 +206,15 @@ def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head
     auto = AutoModelForSequenceClassification
 
     def load(source: str, **options: Any) -> PreTrainedModel:
-        if not new_head and Path(source).is_dir() and not has_scalar_head(Path(source)):
+        if not new_head and Path(source).is_dir() and not has_trained_head(Path(source)):
             raise ValueError(no_reward_head(path))
-        model, info = auto.from_pretrained(source, num_labels=1, pad_token_id=pad_token_id, output_loading_info=True, **options)
+        options |= {"num_labels": 1, "pad_token_id": pad_token_id, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = auto.from_pretrained(source, **options)
+        if mismatched := {name for name, *_ in info["mismatched_keys"]}:
+            unlike_config = f"{path}: {min(mismatched)} has another shape than its config.json says: name a whole model"
+            raise ValueError(
+                unlike_config if mismatched != {"score.weight"} else several_labels(path) if new_head else no_reward_head(path)
+            )
         if any(name.startswith("score.") for name in info["missing_keys"]):
             if not new_head:
                 raise ValueError(no_reward_head(path))
@@ -220,7 +229,7 @@ def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head
 def _adapter_has_head(path: str) -> bool:
     """Whether the adapter at `path`, or one that it builds on, contains the head."""
     base = base_of(path)
-    return base is not None and (has_scalar_head(Path(path)) or _adapter_has_head(base))
+    return base is not None and (has_trained_head(Path(path)) or _adapter_has_head(base))
 
 
 def _load(auto: Any, path: str, options: dict[str, Any]) -> PreTrainedModel:

@@ -1,10 +1,18 @@
-"""Looks for the scalar head of a reward model in the headers of safetensors files. Torch-free."""
+"""Looks for the scalar head of a reward model in safetensors files: their headers, and the weights of the head alone. Torch-free."""
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from pathlib import Path
 
 from rlhf_core.hub.model_files import tensors_of
+=======
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+>>>>>>> f1
 
 HEADS = ("score.weight", "base_model.model.score.weight")  # of a model, of an adapter
 
@@ -12,12 +20,50 @@ HEADS = ("score.weight", "base_model.model.score.weight")  # of a model, of an a
 def no_reward_head(place: str) -> str:
     """Returns the message for a model at `place` that is no reward model."""
     return (
-        f"{place} has no trained head for one score (a tensor score.weight of shape [1, hidden size]), so its rewards would mean nothing: "
-        f"name a reward model, as a reward_model stage makes it"
+        f"{place} has no trained head for one score (a tensor score.weight of shape [1, hidden size], not all zeros), so its rewards would "
+        f"mean nothing: name a reward model, as a reward_model stage makes it"
     )
 
 
+<<<<<<< HEAD
 def has_scalar_head(folder: Path) -> bool:
     """Whether a tensor of the folder's safetensors is a head for one score. Raises OSError or ValueError for files that cannot be read."""
     shapes = [about["shape"] for file in folder.glob("*.safetensors") for name, about in tensors_of(file).items() if name in HEADS]
     return any(shape[0] == 1 for shape in shapes)
+=======
+def several_labels(place: str) -> str:
+    """Returns the message for a classifier at `place` from which a reward model or critic is to be trained."""
+    return (
+        f"{place} is a classifier of several labels (score.weight has a row for each), and a reward model or critic has one score: start "
+        f"from a language model or a reward model"
+    )
+
+
+def has_trained_head(folder: Path) -> bool:
+    """Whether the folder's safetensors hold a head for one score with a weight that is not 0. Raises OSError or ValueError for files that
+    cannot be read."""
+    # A weight ends with its sign, which -0 has too.
+    return any(len(head) == 1 and bool(head[..., :-1].any() or (head[..., -1] & 0x7F).any()) for head in _heads(folder))
+
+
+def has_several_labels(folder: Path) -> bool:
+    """Whether the folder's safetensors hold a head for several labels. Raises as `has_trained_head`."""
+    return any(len(head) > 1 for head in _heads(folder))
+
+
+def _heads(folder: Path) -> Iterator[np.ndarray]:
+    """Yields the weights of each head, (labels, hidden size, bytes of a weight)."""
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            if size > file.stat().st_size:
+                raise ValueError(f"{file} is no safetensors file, or is cut off")
+            header: dict[str, dict[str, list[int]]] = json.loads(opened.read(size))
+            for name, about in header.items():
+                if name in HEADS:
+                    start, end = about["data_offsets"]
+                    opened.seek(8 + size + start)
+                    if len(stored := opened.read(end - start)) < end - start:
+                        raise ValueError(f"{file} is cut off")
+                    yield np.frombuffer(stored, np.uint8).reshape(*about["shape"], -1)
+>>>>>>> f1

@@ -12,11 +12,17 @@ from rlhf_core.config.kinds import named
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import more_than_text, stateful_by_config, wraps_text_by_config
 from rlhf_core.hub.vocabulary import require_same_vocabulary
-from rlhf_core.models.stored_head import has_scalar_head, no_reward_head
+from rlhf_core.models.stored_head import has_several_labels, has_trained_head, no_reward_head, several_labels
 from rlhf_core.recipe.plan import Node
 from rlhf_core.recipe.references import Reference, references
 
 REWARD = named("reward")
+<<<<<<< HEAD
+=======
+WEIGHTS = ("*.safetensors", "*.bin")
+SCORERS = {"reward_model": "model", "ppo": "critic"}  # the fields of models that get a head for one score where they have none
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
+>>>>>>> f1
 
 
 def model_problem(where: str, place: str) -> dict[str, str]:
@@ -46,19 +52,29 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
             problems[place, "wrapper"] = f"{where}: {more_than_text(place, str(named))}"
         elif reference.kinds == REWARD and _lacks_head(Path(place)):
             problems[place, "head"] = f"{where}: {no_reward_head(place)}"
+        elif reference.place == SCORERS.get(node.kind) and _several_labels(Path(place)):
+            problems[place, "labels"] = f"{where}: {several_labels(place)}"
     return problems
 
 
 def _lacks_head(folder: Path) -> bool:
     """Whether neither the folder's weights nor, of an adapter, its base's are a reward model's; not where they cannot be read here."""
     try:
-        if has_scalar_head(folder) or not any(folder.glob("*.safetensors")):
+        if has_trained_head(folder) or not any(folder.glob("*.safetensors")):
             return False
         adapter = folder / "adapter_config.json"
         base = json.loads(adapter.read_text()).get("base_model_name_or_path") if adapter.is_file() else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except UNREADABLE:
         return False
     return base is None or (not is_remote(base) and Path(base).is_dir() and _lacks_head(Path(base)))
+
+
+def _several_labels(folder: Path) -> bool:
+    """Whether the folder's model is a classifier of several labels; not where its files cannot be read here."""
+    try:
+        return has_several_labels(folder)
+    except UNREADABLE:
+        return False
 
 
 def _loads(config: StageConfig, reference: Reference) -> bool:

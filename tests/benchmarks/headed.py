@@ -1,4 +1,4 @@
-"""A language model's folder as that of a reward model: its files, linked, and beside them a head of zeros."""
+"""A language model's folder as that of a reward model: its files, linked, and beside them a random head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 
 def headed(model: Path, out: Path) -> Path:
-    """Makes `out`, where the reward of every answer is 0."""
+    """Makes `out`, whose rewards mean nothing."""
     out.mkdir(parents=True)
     names: dict[str, str] = {}
     for file in model.iterdir():
@@ -23,7 +23,8 @@ def headed(model: Path, out: Path) -> Path:
             with safe_open(file, framework="pt") as weights:
                 names |= dict.fromkeys(weights.keys(), link)
     hidden = json.loads((model / "config.json").read_text())["hidden_size"]
-    save_file({"score.weight": torch.zeros(1, hidden, dtype=torch.bfloat16)}, out / "head.safetensors", metadata={"format": "pt"})
+    head = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)) / hidden
+    save_file({"score.weight": head.to(torch.bfloat16)}, out / "head.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": names | {"score.weight": "head.safetensors"}})
     )

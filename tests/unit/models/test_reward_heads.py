@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from flows.cli.app import main
@@ -24,13 +25,14 @@ from tests.unit.preflight.test_check import Planned, planned
 __all__ = ["planned"]
 
 TOLD = (
-    "has no trained head for one score (a tensor score.weight of shape [1, hidden size]), so its rewards would mean nothing: name a reward"
+    "has no trained head for one score (a tensor score.weight of shape [1, hidden size], not all zeros), so its rewards would mean nothing"
 )
 
 
 @pytest.fixture(scope="module")
 def places(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A language model, a classifier of two labels, a reward model (whole and in several files), and adapters with and without a head."""
+    """A language model, a classifier of two labels, reward models (whole and in several files, in fp32 and bf16), some with a head of zeros
+    and one whose head is almost zero, and adapters with and without a head, and with one of zeros."""
     folder, base = tmp_path_factory.mktemp("places"), material / "base"
     shutil.copytree(base, folder / "lm")
     for name, labels in (("two", 2), ("one", 1)):
@@ -41,13 +43,31 @@ def places(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         AutoTokenizer.from_pretrained(base).save_pretrained(folder / name)
     model.save_pretrained(folder / "sharded", max_shard_size="200KB")
     AutoTokenizer.from_pretrained(base).save_pretrained(folder / "sharded")
+    for name, dtype, weight in (
+        ("zeros", torch.float32, 0.0),
+        ("minus-zeros", torch.float32, -0.0),
+        ("bf16-zeros", torch.bfloat16, 0.0),
+        ("bf16-minus-zeros", torch.bfloat16, -0.0),
+        ("bf16-least", torch.bfloat16, 1e-38),
+    ):
+        torch.nn.init.zeros_(model.score.weight).data[0, -1] = weight
+        model.to(dtype).save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(base).save_pretrained(folder / name)
     for name, kind in (("with", "reward_model"), ("without", "sft")):
         run(config_of(kind, material, Lora(rank=2, export="adapter"), max_epochs=1), base, folder / f"run-{name}")
         shutil.copytree(folder / f"run-{name}" / "checkpoint", folder / name)
+    shutil.copytree(folder / "with", folder / "with-zeros")
+    weights = load_file(folder / "with" / "adapter_model.safetensors")
+    weights["base_model.model.score.weight"].zero_()
+    save_file(weights, folder / "with-zeros" / "adapter_model.safetensors")
     return folder
 
 
-@pytest.mark.parametrize("name", ["lm", "two", "without"])
+HEADLESS = ["lm", "two", "without", "zeros", "minus-zeros", "bf16-zeros", "bf16-minus-zeros", "with-zeros"]
+REWARD_MODELS = ["one", "sharded", "with", "bf16-least"]
+
+
+@pytest.mark.parametrize("name", HEADLESS)
 def test_a_model_without_a_head_is_refused_everywhere(
     name: str, places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,13 +89,14 @@ def test_a_model_without_a_head_is_refused_everywhere(
 
 def test_a_hub_model_without_a_head_is_refused_when_loaded(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check does not read the files of a Hub id."""
-    monkeypatch.setattr(load, "has_scalar_head", lambda folder: True)
-    with pytest.raises(ValueError, match="has no trained head"):
-        load_scorer(str(places / "lm"), 0)
+    monkeypatch.setattr(load, "has_trained_head", lambda folder: True)
+    for name in ("lm", "two", "zeros", "bf16-minus-zeros"):
+        with pytest.raises(ValueError, match=f"{name} has no trained head"):
+            load_scorer(str(places / name), 0)
     assert load_scorer(str(places / "one"), 0).model.score.weight.abs().max() > 0
 
 
-@pytest.mark.parametrize("name", ["one", "sharded", "with"])
+@pytest.mark.parametrize("name", REWARD_MODELS)
 def test_reward_models_are_read(name: str, places: Path) -> None:
     assert load_scorer(str(places / name), 0).model.score.weight.abs().max() > 0
 
@@ -85,10 +106,35 @@ def test_training_may_begin_with_a_new_head(places: Path) -> None:
     assert not trained_scorer(str(places / "lm"), 0, "float32", False, None, seed=0).model.score.weight.any()
 
 
-@pytest.mark.parametrize("name", ["lm", "two", "without", "one", "sharded", "with"])
+def test_no_reward_model_or_critic_starts_from_two_labels(places: Path, planned: Planned, tmp_path: Path) -> None:
+    two = places / "two"
+    told = f"{two} is a classifier of several labels (score.weight has a row for each), and a reward model or critic has one score: start"
+    with pytest.raises(ValueError) as refused:
+        trained_scorer(str(two), 0, "float32", False, None, seed=0)
+    assert str(refused.value).startswith(told)
+    shutil.rmtree(tmp_path / "base")
+    shutil.copytree(places / "lm", tmp_path / "base")
+    for field, where in (("reward_model.model", "stages.reward_model.model"), ("ppo.critic", "stages.ppo.critic")):
+        plan = planned(f"{field}={two}")
+        (problem,) = check_inputs(plan, plan.nodes)
+        assert problem.startswith(f"{where}: {told}")
+        for name in ("lm", "one", "zeros"):
+            plan = planned(f"{field}={places / name}")
+            assert check_inputs(plan, plan.nodes) == []
+
+
+def test_weights_of_another_shape_than_the_config_says_are_refused(places: Path, tmp_path: Path) -> None:
+    shutil.copytree(places / "one", tmp_path / "one")
+    config = json.loads((tmp_path / "one" / "config.json").read_text())
+    (tmp_path / "one" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    with pytest.raises(ValueError, match=f"{tmp_path / 'one'}: model.embed_tokens.weight has another shape than its config.json says"):
+        load_scorer(str(tmp_path / "one"), 0)
+
+
+@pytest.mark.parametrize("name", HEADLESS + REWARD_MODELS)
 def test_a_missing_head_is_found_by_the_check(name: str, places: Path, planned: Planned, tmp_path: Path) -> None:
     """Reported once, with other faults."""
-    good, place = name in ("one", "sharded", "with"), places / name
+    good, place = name in REWARD_MODELS, places / name
     shutil.rmtree(tmp_path / "base")
     shutil.copytree(places / "lm", tmp_path / "base")
     for overrides, where in (
@@ -106,7 +152,9 @@ def test_a_missing_head_is_found_by_the_check(name: str, places: Path, planned: 
 
 def test_of_unreadable_files_only_the_damage_is_told(planned: Planned, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "base", tmp_path / "rm")
-    for content in (b"weights", b"\x02\x00\x00\x00\x00\x00\x00\x00[]", json.dumps({}).encode()):
+    header = json.dumps({"score.weight": {"dtype": "F32", "shape": [1, 4], "data_offsets": [0, 16]}}).encode()
+    cut = len(header).to_bytes(8, "little") + header + bytes(8)
+    for content in (b"weights", b"\x02\x00\x00\x00\x00\x00\x00\x00[]", json.dumps({}).encode(), cut):
         (tmp_path / "rm" / "model.safetensors").write_bytes(content)
         plan = planned(f"ppo.reward={tmp_path / 'rm'}")
         (problem,) = check_inputs(plan, plan.nodes)
