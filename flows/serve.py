@@ -21,12 +21,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.system import orphan_watcher
-from rlhf_core.system.files import read_json, write_text
-from rlhf_core.system.processes import ROOT
+from rlhf_core.system.files import locked, read_json, write_text
+from rlhf_core.system.processes import module_path
 from tasks import server_process
 from tasks.served import SERVED_ENV
 from tasks.slots import LIMIT_ENV
@@ -43,22 +41,15 @@ LOG_BYTES = 20_000_000  # on SQLite Prefect 3.7 logs a traceback at each poll of
 @contextmanager
 def only_one(home: Path) -> Iterator[None]:
     """Holds the lock of a home folder until the block ends. Raises MachineLacks when another `serve` holds it."""
-    home.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(home / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
+    with locked(home / LOCK) as ours:
+        if not ours:
+            there = read_json(home / PLACE)
+            where = f"{there['ui']} (process {there['pid']})" if there else "an address it has not said yet"
+            raise MachineLacks(f"alignflow serve is running on {home} already, at {where}: use that, stop it, or give another --home")
         try:
-            there = json.loads((home / PLACE).read_text())
-            where = f"{there['ui']} (process {there['pid']})"
-        except (OSError, ValueError, KeyError):
-            where = "an address it has not said yet"
-        raise MachineLacks(f"alignflow serve is running on {home} already, at {where}: use that, stop it, or give another --home") from None
-    try:
-        yield
-    finally:
-        (home / PLACE).unlink(missing_ok=True)
-        lock.release()
+            yield
+        finally:
+            (home / PLACE).unlink(missing_ok=True)
 
 
 class Servants:
@@ -118,8 +109,7 @@ class Servants:
             process.terminate()
         for number in (0, signal.SIGTERM, signal.SIGKILL):  # 0 sends nothing: flows end with their worker; the rest gets a signal
             for pid in self._others(server):
-                with suppress(OSError):
-                    os.kill(pid, number)
+                orphan_watcher.send(pid, number)
             deadline = time.monotonic() + STOP_SECONDS
             while time.monotonic() < deadline and self._others(server):
                 time.sleep(0.2)
@@ -155,13 +145,10 @@ class Servants:
 
     def environment(self) -> dict[str, str]:
         """Returns the environment of server, worker and flows."""
-        paths = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-        paths += [str(ROOT)] if ROOT.name not in ("site-packages", "dist-packages") else []
         ours = {"PREFECT_HOME": str(self.home), "PREFECT_API_URL": self.api, server_process.AUTH: self.auth}
-        ours |= {LIMIT_ENV: LIMIT, "PYTHONSAFEPATH": "1", SERVED_ENV: str(self.home / SERVED)}
-        ours |= {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+        ours |= {LIMIT_ENV: LIMIT, SERVED_ENV: str(self.home / SERVED)}
         theirs = {"PREFECT_WORKER_QUERY_SECONDS": "3"}
-        return theirs | dict(os.environ) | ours
+        return theirs | dict(os.environ) | ours | module_path()
 
 
 def auth_string(home: Path) -> str:
@@ -186,15 +173,6 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         why = str(error.strerror).partition(" (while ")[0]
         raise MachineLacks(f"nothing can be served on {host}:{port} ({why}): give another --port or --host") from None
-
-
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise MachineLacks(f"nothing can be served on {host} ({error.strerror}): give another --host") from None
-        return int(probe.getsockname()[1])
 
 
 def _is_of(pid: int, leader: int) -> bool:

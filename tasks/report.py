@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from prefect.artifacts import create_link_artifact
 from pydantic import TypeAdapter
@@ -73,31 +72,20 @@ def views_of(plan: Plan, statuses: dict[str, Status]) -> list[StageView]:
     return [StageView(node.name, node.kind, node.parents, node.run_dir, statuses[node.name], gates_of(node)) for node in plan.nodes]
 
 
-def record(plan: Plan, views: list[StageView], started: float | None = None, ended: float | None = None) -> None:
-    """Writes the recipe and `run.json`. `started`, `ended`: seconds since 1970; `started` None keeps the times of the file.
+def record(plan: Plan, views: list[StageView], started: float, ended: float | None = None) -> None:
+    """Writes the recipe, `run.json`, and the run's own file in `runs/`, which `alignflow gc` reads and later runs do not change.
 
-    With `started` also writes the run's own file in `runs/`, which `alignflow gc` reads and later runs do not change.
+    `started`, `ended`: seconds since 1970.
     """
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    (plan.folder / RUNS).mkdir(parents=True, exist_ok=True)
     write_text(plan.folder / RECIPE, dump_recipe(plan.recipe))
-    earlier = read_json(plan.folder / RUN)
-    times = {"started": started, "ended": ended} if started else {name: earlier.get(name) for name in ("started", "ended")}
     relative = [replace(view, run_dir=view.run_dir.relative_to(plan.artifacts)) for view in views]
-    run = {"recipe": plan.recipe.name, **times, "stages": VIEWS.dump_python(relative, mode="json")}
-    if started:
-        _write_run(plan, run, started)
-    write_text(plan.folder / RUN, json.dumps(run, indent=2) + "\n")
-
-
-def _write_run(plan: Plan, run: dict[str, Any], started: float) -> None:
-    """Writes the file of one run. When there is no such file yet, first copies `run.json`, the only record of the previous run."""
-    folder = plan.folder / RUNS
-    folder.mkdir(exist_ok=True)
-    if (plan.folder / RUN).exists() and not any(folder.glob("*.json")):
-        write_text(folder / "earlier.json", (plan.folder / RUN).read_text())
-    directories = digest([stage["run_dir"] for stage in run["stages"]])
+    stages = VIEWS.dump_python(relative, mode="json")
+    run = {"recipe": plan.recipe.name, "started": started, "ended": ended, "stages": stages}
+    directories = digest([stage["run_dir"] for stage in stages])
     name = f"{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S-%f}-{directories[:8]}.json"
-    write_text(folder / name, json.dumps(run | {"config": plan.recipe.model_dump(mode="json")}, indent=2) + "\n")
+    write_text(plan.folder / RUNS / name, json.dumps(run | {"config": plan.recipe.model_dump(mode="json")}, indent=2) + "\n")
+    write_text(plan.folder / RUN, json.dumps(run, indent=2) + "\n")
 
 
 def rewrite(folder: Path) -> Path:

@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from filelock import FileLock, Timeout
 
 from rlhf_core.config import KINDS
 from rlhf_core.recipe import loop_record
+from rlhf_core.recipe.dry_run import changes
 from rlhf_core.runs.lineage import Ancestor, lineage, stage_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, RunDir
-from rlhf_core.system.files import read_json
+from rlhf_core.system.files import is_locked, locked, read_json
 from rlhf_core.system.redaction import without_passwords
 
 STAGES, RUN, RUNS, RECIPE = "stages", "run.json", "runs", "recipe.yaml"
@@ -91,12 +90,12 @@ def garbage(artifacts: Path) -> list[Garbage]:
     Stages that a process works on, and their ancestors, are never included. Raises ValueError when a run's record cannot be read.
     """
     stages = dict(_stages(artifacts))
-    kept = _closure([*_referred(artifacts), *(folder for folder in stages if is_locked(folder))])
+    kept = _closure([*_referred(artifacts), *(folder for folder in stages if is_locked(folder / LOCK))])
     found = []
     for folder in stages:
         if folder not in kept:
             found.append(Garbage(folder, size_of(folder), "no recorded run refers to it"))
-        elif (folder / STATE).is_dir() and not is_locked(folder) and RunDir(folder).result() is not None:
+        elif (folder / STATE).is_dir() and not is_locked(folder / LOCK) and RunDir(folder).result() is not None:
             found.append(Garbage(folder / STATE, size_of(folder / STATE), "resume states of a stage that is done"))
     return found
 
@@ -104,7 +103,7 @@ def garbage(artifacts: Path) -> list[Garbage]:
 def remove(item: Garbage) -> bool:
     """Removes a folder unless a process works there or a run now refers to it. Returns whether it was removed."""
     folder = item.path.parent if item.path.name == STATE else item.path
-    with _lock(folder) as ours:
+    with locked(folder / LOCK) as ours:
         if not ours or (item.path == folder and folder in _referred(folder.parents[1])):
             return False
         if item.path == folder:
@@ -119,32 +118,9 @@ def stores(artifacts: Path) -> list[str]:
     return list(dict.fromkeys(str(store) for store in found if store))
 
 
-def is_locked(folder: Path) -> bool:
-    """Returns whether a process works in a run directory, or its lock cannot be opened."""
-    if not (folder / LOCK).exists():
-        return False
-    with _lock(folder) as ours:
-        return not ours
-
-
 def size_of(folder: Path) -> int:
     """Returns the bytes of all files below a folder."""
     return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file() or file.is_symlink())
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[bool]:
-    """Holds a run directory's lock until the block ends; yields whether it was free."""
-    lock = FileLock(folder / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except (Timeout, OSError):
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
 
 
 def _stages(artifacts: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -164,7 +140,7 @@ def _found(folder: Path, record: Mapping[str, Any]) -> Found:
     names = () if kind is None else kind.main_of(config) if kind.main_of else kind.main
     metrics = result.metrics if result else {}
     metric = next((f"{name} {metrics[name]:.4g}" for name in names if name in metrics), "")
-    state = "done" if result else "running" if is_locked(folder) else "unfinished"
+    state = "done" if result else "running" if is_locked(folder / LOCK) else "unfinished"
     when = datetime.fromtimestamp((folder / (RESULT if result else REQUEST)).stat().st_mtime)
     return Found(folder, record["name"], config["stage"], record["digest"], state, when, result.seconds if result else None, metric)
 
@@ -201,13 +177,8 @@ def _stage_differences(name: str, before: Path, after: Path) -> Iterator[Differe
             yield Difference(name, "metrics", f"no result {side}", *(("not done", "") if side == "before" else ("", "not done")))
 
 
-def _changed(old: object, new: object, key: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yields (key, before, after) of all leaves that differ; '-' for a missing one."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in {**old, **new}:
-            yield from _changed(old.get(name, "-"), new.get(name, "-"), f"{key}.{name}" if key else str(name))
-    elif old != new:
-        yield key, _text(old), _text(new)
+def _changed(old: object, new: object) -> Iterator[tuple[str, str, str]]:
+    yield from ((key, _text(before), _text(after)) for key, before, after in changes(old, new))
 
 
 def _text(value: object) -> str:

@@ -14,8 +14,11 @@ from httpx import HTTPError
 from rich.console import Console
 
 from flows.cli.show import table_of
+from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.recipe.load import load_recipe
-from rlhf_core.recipe.loop_record import LOCK, LoopState, alone, folder_of, loop_of, loop_state
+from rlhf_core.recipe.loop_record import LOCK, LoopState, folder_of, loop_of, loop_state
+from rlhf_core.system.files import is_locked
+from rlhf_core.system.machine import MachineLacks
 
 CHECK_SECONDS, SWEEP_SECONDS = 0.5, 15.0
 loop_app = App(name="loop", help="A recipe's loop (iterative_dpo, iterative), one round at a time.")
@@ -58,7 +61,7 @@ def serve(
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     from flows.deployments import deploy, prepare, schedule_of, served, sweep
-    from flows.serve import AUTH, Servants, free_port, only_one
+    from flows.serve import AUTH, Servants, only_one
 
     ends = {key: value for key, value in (("max_rounds", max_rounds), ("min_gain", min_gain)) if value is not None}
     recipes = served([text for text in given if "=" not in text], [text for text in given if "=" in text], ends)
@@ -67,7 +70,11 @@ def serve(
     when = schedule_of(every, cron, timezone) if schedule else None
     console = Console(soft_wrap=True)
     with only_one(home.absolute()):
-        servants = Servants(home.absolute(), host, port or free_port(host), [name for name in allow_host.split(",") if name])
+        try:
+            port = port or free_port(host)
+        except OSError as error:
+            raise MachineLacks(f"nothing can be served on {host} ({error.strerror}): give another --host") from None
+        servants = Servants(home.absolute(), host, port, [name for name in allow_host.split(",") if name])
         ours = temporary_settings({PREFECT_API_URL: servants.api, PREFECT_API_AUTH_STRING: servants.auth})
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT for commands in the background
@@ -123,16 +130,8 @@ def status(recipe: str, *overrides: str, stage: str | None = None) -> int:
     """
     loaded = load_recipe(recipe, overrides)
     name = loop_of(loaded, stage)
-    show(Console(soft_wrap=True), loop_state(loaded, name), is_running(folder_of(loaded)))
+    show(Console(soft_wrap=True), loop_state(loaded, name), is_locked(folder_of(loaded) / LOCK))
     return 0
-
-
-def is_running(folder: Path) -> bool:
-    """Returns whether a process works on the loop of a recipe's folder."""
-    if not (folder / LOCK).exists():
-        return False
-    with alone(folder, seconds=0) as free:
-        return not free
 
 
 def show(console: Console, found: LoopState, running: bool) -> None:

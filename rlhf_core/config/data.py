@@ -56,7 +56,6 @@ class Data(Config):
             yield f"the probabilities of the {len(self.sources)} sources sum to {total:g}: make them sum to 1"
         if self.template != "chat" and self.template.count("{}") != 1:
             raise ValueError(f"template {self.template!r} must be 'chat' or hold exactly one {{}} for the prompt")
-        return self
 
 
 class Text(NamedTuple):

@@ -174,9 +174,6 @@ class RewardModel(Trainable):
     model: str = Field("sft", description="backbone; the scalar head starts at zero")
     data: Data = Field(description="rows with prompt, chosen and rejected")
     eval_data: Data | None = Field(None, description="held-out pairs: accuracy, score mean and std are measured on them")
-    loss: Literal["sigmoid", "logexp"] = Field(
-        "sigmoid", description="-log sigmoid(d - margin), or log(1 + exp(margin - d)): two names of one function, the margin counts in both"
-    )
     centering: float = Field(0.0, ge=0, description="coefficient of (r_chosen + r_rejected)^2 (Eisenstein et al. 2023)")
     learning_rate: Rate = Field(9e-6, description="peak learning rate")
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from rlhf_core.data.documents import Document, Lazy
 from rlhf_core.data.survey import DataReport, Loaded, Survey, Surveyed
+from rlhf_core.system.files import locked
 
 TOKENS, ENDS, PLACES, VALUES, ORDER = "tokens.i32", "ends.i64", "places.i64", "values.f64", "order.i64"
 REPORT, PROMPTS = "report.json", "prompts.npy"
@@ -72,13 +72,11 @@ def stored(folder: Path | None, key: str, shape: Shape, build: Callable[[Writer]
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="alignflow-data-") as temporary:
             return _opened(_built(Path(temporary) / key, build), shape)  # a mapped file stays readable after it is deleted
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / f".{key}.lock", timeout=WAIT_SECONDS):
-            whole = folder / key
-            return _opened(whole if whole.is_dir() else _built(whole, build), shape)
-    except Timeout:
-        raise TimeoutError(f"another process has been reading the data into {folder} for {WAIT_SECONDS} s") from None
+    with locked(folder / f".{key}.lock", WAIT_SECONDS) as ours:
+        if not ours:
+            raise TimeoutError(f"another process has been reading the data into {folder} for {WAIT_SECONDS} s")
+        whole = folder / key
+        return _opened(whole if whole.is_dir() else _built(whole, build), shape)
 
 
 def _built(whole: Path, build: Callable[[Writer], DataReport]) -> Path:

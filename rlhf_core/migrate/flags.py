@@ -100,7 +100,6 @@ FIELDS: dict[str, Field] = {
     "eval_steps": Field("eval_steps", off_or_number, "steps of the optimiser"),
     "max_ckpt_num": Field("keep_checkpoints", count),
     "aux_loss_coef": Field("router_aux_coef", number),
-    "loss": Field("loss", one_of(sigmoid="sigmoid", logexp="logexp", log_exp="logexp")),
     "nll_loss_coef": Field("nll_coef", number),
     "desirable_loss_weight": Field("w_desirable", number),
     "undesirable_loss_weight": Field("w_undesirable", number),
@@ -140,6 +139,7 @@ REASONS: dict[str, str] = {
 DROPPED: dict[str, str] = {
     **{flag: reason for reason, flags in REASONS.items() for flag in flags.split()},
     "deepspeed_enable_sleep": "an idle model stays on its GPUs",
+    "loss": "sigmoid and logexp are one function, the loss of every reward model",
     "packing_samples": "not needed: SFT packs by default, other stages cut the padding",
     "ring_attn_size": "there is no context parallelism",
     "ds_tensor_parallel_size": "training has no tensor parallelism; ZeRO shards the model",

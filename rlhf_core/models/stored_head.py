@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from pathlib import Path
-
-from rlhf_core.hub.model_files import tensors_of
-=======
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
->>>>>>> f1
 
 HEADS = ("score.weight", "base_model.model.score.weight")  # of a model, of an adapter
 
@@ -25,12 +19,6 @@ def no_reward_head(place: str) -> str:
     )
 
 
-<<<<<<< HEAD
-def has_scalar_head(folder: Path) -> bool:
-    """Whether a tensor of the folder's safetensors is a head for one score. Raises OSError or ValueError for files that cannot be read."""
-    shapes = [about["shape"] for file in folder.glob("*.safetensors") for name, about in tensors_of(file).items() if name in HEADS]
-    return any(shape[0] == 1 for shape in shapes)
-=======
 def several_labels(place: str) -> str:
     """Returns the message for a classifier at `place` from which a reward model or critic is to be trained."""
     return (
@@ -66,4 +54,3 @@ def _heads(folder: Path) -> Iterator[np.ndarray]:
                     if len(stored := opened.read(end - start)) < end - start:
                         raise ValueError(f"{file} is cut off")
                     yield np.frombuffer(stored, np.uint8).reshape(*about["shape"], -1)
->>>>>>> f1

@@ -17,12 +17,8 @@ from rlhf_core.recipe.plan import Node
 from rlhf_core.recipe.references import Reference, references
 
 REWARD = named("reward")
-<<<<<<< HEAD
-=======
-WEIGHTS = ("*.safetensors", "*.bin")
 SCORERS = {"reward_model": "model", "ppo": "critic"}  # the fields of models that get a head for one score where they have none
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
->>>>>>> f1
 
 
 def model_problem(where: str, place: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -60,7 +61,7 @@ def _earlier(node: Node) -> StageRequest | None:
 
 
 def _differences(old: StageRequest, new: StageRequest) -> str:
-    changed = [f"{key} {before} -> {after}" for key, before, after in _changed(old.config.model_dump(), new.config.model_dump(), "")]
+    changed = [f"{key} {before} -> {after}" for key, before, after in changes(old.config.model_dump(), new.config.model_dump())]
     if old.seed != new.seed:
         changed.append(f"seed {old.seed} -> {new.seed}")
     changed += [f"another {name}" for name, place in new.inputs.items() if name in old.inputs and Path(old.inputs[name]) != Path(place)]
@@ -70,10 +71,12 @@ def _differences(old: StageRequest, new: StageRequest) -> str:
     return "changed: " + ", ".join(changed[:MOST_CHANGES]) + more
 
 
-def _changed(old: Any, new: Any, key: str) -> list[tuple[str, Any, Any]]:
+def changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields (key, before, after) of all leaves of two records that differ; '-' for a missing one."""
+    if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):
-        before = f"{key}." if key else ""
-        return [item for name in new for item in _changed(old.get(name), new[name], f"{before}{name}")]
-    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
-        return [item for i, pair in enumerate(zip(old, new, strict=True)) for item in _changed(*pair, f"{key}.{i}")]
-    return [] if old == new else [(key, old, new)]
+        for name in {**old, **new}:
+            yield from changes(old.get(name, "-"), new.get(name, "-"), f"{key}.{name}" if key else str(name))
+    elif old != new:
+        yield key, old, new

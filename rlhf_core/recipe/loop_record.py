@@ -8,13 +8,12 @@ system frees it when that process dies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from rlhf_core.config import Evaluation, Loop, Publication, Recipe
@@ -24,7 +23,7 @@ from rlhf_core.recipe.load import unknown
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.records import Frozen
 from rlhf_core.runs.run_dir import RESULT, RunDir
-from rlhf_core.system.files import write_text
+from rlhf_core.system.files import locked, write_text
 
 FILE, LOCK = "loop.json", "loop.lock"
 
@@ -190,23 +189,12 @@ def finish(state: LoopState) -> Round:
     return done
 
 
-@contextmanager
-def alone(folder: Path, seconds: float = 1.0) -> Iterator[bool]:
+def alone(folder: Path, seconds: float = 1.0) -> AbstractContextManager[bool]:
     """Locks the loop of a recipe's folder until the block ends; yields whether that succeeded.
 
     Waits `seconds` for the lock, because a process that only checks whether it is free holds it for an instant.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK, timeout=seconds)
-    try:
-        lock.acquire()
-    except Timeout:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
+    return locked(folder / LOCK, seconds)
 
 
 def directories(folder: Path) -> list[str]:

@@ -72,7 +72,7 @@ def require_layout(run: RunDir, layout: Mapping[str, int | str]) -> None:
     """Raises ValueError where the newest state was written by other numbers of ranks, or another ZeRO stage, than those of `layout`: it
     cannot be read by them. `auto` takes what the state has."""
     resume = latest(run)
-    kept = resume.loop.get("layout", {}) if resume else {}
+    kept = resume.loop["layout"] if resume else {}
     for name, number in kept.items():
         if layout.get(name, number) not in (number, "auto"):
             raise ValueError(

@@ -19,13 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from rlhf_core.config import StageConfig, Wandb
 from rlhf_core.config.gates import Verdict
 from rlhf_core.records import FileInfo, Frozen, StageResult
-from rlhf_core.system.files import file_digest, remember_digest, sync_to_disk, write_text
+from rlhf_core.system.files import file_digest, locked, remember_digest, sync_to_disk, write_text
 
 RESULT, REQUEST, METRICS, LOG, LOCK, STATE = "result.json", "config.json", "metrics.jsonl", "log.txt", ".lock", "state"
 EXPORTS = "exports"  # folder of the models that a stage exports while it trains
@@ -100,12 +99,10 @@ class RunDir:
 
         Raises TimeoutError when another process held it for `wait_seconds`.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(self / LOCK, timeout=wait_seconds):
-                yield
-        except Timeout:
-            raise TimeoutError(f"another process has been working in {self.path} for {wait_seconds:.0f} s") from None
+        with locked(self / LOCK, wait_seconds) as ours:
+            if not ours:
+                raise TimeoutError(f"another process has been working in {self.path} for {wait_seconds:.0f} s")
+            yield
 
     def finish(self, request: StageRequest, outcome: Outcome, seconds: float) -> StageResult:
         """Writes the manifest over all outputs and then `result.json`, without metrics that are infinite or NaN: the log names them."""

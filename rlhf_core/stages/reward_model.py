@@ -1,7 +1,4 @@
-"""Reward model: Bradley-Terry on pairs, the score read at the last token; statistics of the scores are stored with it.
-
-`config.loss` names the formula only: sigmoid and logexp are one function, so the code does not distinguish them.
-"""
+"""Reward model: Bradley-Terry on pairs, the score read at the last token; statistics of the scores are stored with it."""
 
 from __future__ import annotations
 

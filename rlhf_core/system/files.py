@@ -1,4 +1,4 @@
-"""Digests local files and folders with a cache, and writes files atomically.
+"""Digests local files and folders with a cache, writes files atomically, and locks them.
 
 Digests are cached in `<artifacts>/.digests.json` by path, size and mtime. A file changed within the last two seconds is not cached, so
 that a second change in the same tick of the clock is seen. A missing path has the digest `absent`, so that a recipe can be planned on a
@@ -12,8 +12,11 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from rlhf_core.system import progress
 
@@ -58,6 +61,33 @@ class Digests:
         if time.time() - info.st_mtime > SETTLED_SECONDS:
             self._known[str(path)] = [info.st_size, info.st_mtime_ns, found]
         return found
+
+
+@contextlib.contextmanager
+def locked(path: Path, wait_seconds: float = 0.0) -> Iterator[bool]:
+    """Holds a lock file until the block ends; the system frees it when the process dies. Yields whether it was had in `wait_seconds`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, timeout=wait_seconds)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def is_locked(path: Path) -> bool:
+    """Returns whether a process holds a lock file, or it cannot be opened."""
+    if not path.exists():
+        return False
+    try:
+        with locked(path) as free:
+            return not free
+    except OSError:
+        return True
 
 
 def write_text(path: Path, text: str) -> None:

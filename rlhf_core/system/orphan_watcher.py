@@ -62,11 +62,12 @@ def main(parent: int, mark: str) -> None:
             late = time.monotonic() - start > GRACE_SECONDS
             if late or pid not in signalled:
                 signalled.add(pid)
-                _signal(pid, signal.SIGKILL if late else signal.SIGTERM)
+                send(pid, signal.SIGKILL if late else signal.SIGTERM)
         time.sleep(POLL_SECONDS)
 
 
-def _signal(pid: int, number: int) -> None:
+def send(pid: int, number: int) -> None:
+    """Sends a signal to a process, unless it has ended."""
     with contextlib.suppress(OSError):
         os.kill(pid, number)
 

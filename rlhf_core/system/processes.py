@@ -21,12 +21,15 @@ def raised_by_us(error: BaseException) -> bool:
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] in OURS
 
 
+def module_path() -> dict[str, str]:
+    """Returns the variables of a child's module path. A checkout that is not installed is on it; the working directory is not, in the
+    child or in any process it starts (PYTHONSAFEPATH): a user's `tasks.py` there would be imported in place of ours."""
+    ours = "" if ROOT.name in ("site-packages", "dist-packages") else str(ROOT)
+    paths = list(filter(None, [os.environ.get("PYTHONPATH"), ours]))
+    return {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
+
+
 def child_environment() -> dict[str, str]:
-    """Returns the environment of a child process. A checkout that is not installed is on its module path; the working directory is not,
-    in the child or in any process it starts (PYTHONSAFEPATH): a user's `tasks.py` there would be imported in place of ours. The auth
-    string of Prefect's API is left out: a stage calls nothing of Prefect."""
-    paths = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    if ROOT.name not in ("site-packages", "dist-packages"):
-        paths.append(str(ROOT))
+    """Returns the environment of a stage's process. The auth string of Prefect's API is left out: a stage calls nothing of Prefect."""
     kept = {name: value for name, value in os.environ.items() if not name.endswith("API_AUTH_STRING")}
-    return {**kept, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
+    return kept | {"PYTHONUNBUFFERED": "1"} | module_path()

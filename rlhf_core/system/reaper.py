@@ -9,7 +9,6 @@ ended, but a daemon that leaves the group is not found.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -20,6 +19,8 @@ from collections.abc import Sequence
 from types import FrameType
 
 import psutil
+
+from rlhf_core.system.orphan_watcher import send
 
 POLL_SECONDS = 0.1
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -69,11 +70,11 @@ def _end_all(child: int, grace_seconds: float) -> int | None:
     deadline = time.monotonic() + grace_seconds
     signalled: set[int] = set()
     while alive := _alive(child):
-        if time.monotonic() < deadline:
-            _signal(set(alive) - signalled, signal.SIGTERM)
-            signalled |= set(alive)
-        else:
-            _signal(alive, signal.SIGKILL)
+        late = time.monotonic() >= deadline
+        for pid in alive:
+            if late or pid not in signalled:
+                signalled.add(pid)
+                send(pid, signal.SIGKILL if late else signal.SIGTERM)
         time.sleep(POLL_SECONDS)
         code = _first(code, _reap(child))
     return _first(code, _reap(child))
@@ -91,12 +92,6 @@ def _alive(child: int) -> list[int]:
     except OSError:
         return []
     return [-child]
-
-
-def _signal(pids: Sequence[int] | set[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)
 
 
 def _reap(child: int) -> int | None:

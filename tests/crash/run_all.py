@@ -26,7 +26,8 @@ from contextlib import closing
 from pathlib import Path
 from threading import Lock
 
-from flows.serve import Servants, free_port
+from flows.serve import Servants
+from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.system.files import write_text
 from tests.crash.points import WHEN, WHO, Chain, Moment, Outcome, files, measure, point
 

@@ -10,11 +10,12 @@ import pytest
 from filelock import FileLock
 
 import flows.cli
-from flows.cli.history import Difference, differences, garbage, is_locked, lineage_of, remove, runs, size_of
+from flows.cli.history import Difference, differences, garbage, lineage_of, remove, runs, size_of
 from rlhf_core.config import DPO, SFT, Recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, Outcome, RunDir
+from rlhf_core.system.files import is_locked
 from tasks.report import record, views_of
 from tests.support.chain import BASE, Chain, build
 
@@ -127,10 +128,10 @@ def test_resume_states_of_done_stages(chain: Chain) -> None:
 
 def test_locked_stages_and_their_ancestors_are_kept(chain: Chain) -> None:
     with FileLock(chain.stages["ppo"] / LOCK):
-        assert is_locked(chain.stages["ppo"])
+        assert is_locked(chain.stages["ppo"] / LOCK)
         found = garbage(chain.root)
         assert {item.path for item in found} == {chain.stages[name] for name in ("pairs-1", "dpo-1", "evaluation")}
-    assert not is_locked(chain.stages["ppo"]) and not is_locked(chain.stages["sft"])
+    assert not is_locked(chain.stages["ppo"] / LOCK) and not is_locked(chain.stages["sft"] / LOCK)
     item = next(item for item in garbage(chain.root) if item.path == chain.stages["ppo"])
     with FileLock(chain.stages["ppo"] / LOCK):
         assert not remove(item) and RunDir(item.path).result() is not None
@@ -157,7 +158,6 @@ def test_records_of_earlier_runs(chain: Chain) -> None:
 
 
 def test_each_run_has_its_own_record(tmp_path: Path) -> None:
-    """Also when the earlier run has only a `run.json`."""
     data = {"sources": "train.jsonl"}
     recipe = Recipe(name="one", base_model="org/model", artifacts=str(tmp_path / "artifacts"), stages={"sft": {"data": data}})
     names = []
@@ -167,9 +167,7 @@ def test_each_run_has_its_own_record(tmp_path: Path) -> None:
         run.prepare(planned.request(planned["sft"]))
         names.append(run.path)
         record(planned, views_of(planned, {"sft": "failed"}), started=1e9 + seed)
-        if seed == 0:
-            shutil.rmtree(planned.folder / "runs")
-        record(planned, views_of(planned, {"sft": "failed"}), started=1e9 + seed if seed else None, ended=2e9)
+        record(planned, views_of(planned, {"sft": "failed"}), started=1e9 + seed, ended=2e9)
     assert len(set(names)) == 3 and all(path.is_dir() for path in names) and garbage(tmp_path / "artifacts") == []
     kept = sorted((tmp_path / "artifacts" / "one" / "runs").iterdir())
     assert len(kept) == 3 and json.loads(kept[1].read_text())["ended"] == 2e9

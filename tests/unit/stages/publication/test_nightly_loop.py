@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +50,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, material: Path) -> I
         try:
             yield statuses
         finally:
-            record(planned, views_of(planned, statuses))
+            record(planned, views_of(planned, statuses), time.time())
 
     monkeypatch.setattr(flows.alignment, "run_stage", work)
     monkeypatch.setattr(flows.alignment, "check_gates", gates_of)
