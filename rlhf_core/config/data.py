@@ -55,7 +55,7 @@ class Data(Config):
         if len(self.sources) > 1 and abs(total - 1) > 1e-6:
             yield f"the probabilities of the {len(self.sources)} sources sum to {total:g}: make them sum to 1"
         if self.template != "chat" and self.template.count("{}") != 1:
-            raise ValueError(f"template {self.template!r} must be 'chat' or hold exactly one {{}} for the prompt")
+            yield f"template {self.template!r} must be 'chat' or hold exactly one {{}} for the prompt"
 
 
 class Text(NamedTuple):
