@@ -237,6 +237,6 @@ def check_gap(gap: float, tolerance: float, most: bool = False, synced: bool = T
     if synced:
         raise WeightsDiffer(f"after a weight sync {differ}: the engine does not hold the actor's weights")
     raise EngineDiffers(
-        f"before any weight sync {differ}, both on the checkpoint of the actor: this vLLM computes the model in another way than "
-        "transformers does, no weight sync is at fault; install a version of vLLM that supports the model, or train another one"
+        f"before any weight sync {differ}, both on the checkpoint of the actor: this version of vLLM computes the model in another way "
+        "than transformers does, no weight sync is at fault; install a version of vLLM that supports the model, or train another one"
     )

@@ -91,14 +91,16 @@ class Scripted:
 
     made: ClassVar[list[dict[str, Any]]] = []
 
-    def __init__(self, name: str, client: ChatClient, cache: Path, **settings: Any):
-        self.name, self.requests, self.input_tokens, self.output_tokens, self.asked = name, 0, 0, 0, 0
-        self.made.append({"client": client, "cache": cache, **settings})
+    def __init__(self, name: str, client: ChatClient, cache: Path, identity: str, max_failed: float):
+        self.name, self.client = name, client
+        self.made.append({"client": client, "cache": cache, "identity": identity})
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        return 1000 * self.client.requests, 100 * self.client.requests
 
     def judge(self, matches: Sequence[Match]) -> list[Game]:
-        self.requests += len(matches)
-        self.input_tokens += 1000 * len(matches)
-        self.output_tokens += 100 * len(matches)
+        self.client.requests += len(matches)
         differences = [len(match.answer_a) - len(match.answer_b) for match in matches]
         return [Game(score="A>B" if d > 0 else "B>A" if d < 0 else "A=B", judgment={"answer": "."}) for d in differences]
 

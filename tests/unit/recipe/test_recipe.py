@@ -206,8 +206,8 @@ def test_checks_of_all_stages_are_told_with_the_first_mistake(recipe: Write) -> 
         return [line.partition(":")[0] + ":" + line.rpartition(": ")[2] for line in str(caught.value).splitlines()]
 
     checks = [
-        "stages.sft:every rank makes the same number of full forward passes",
         "stages.sft:set zero_stage to 1, 2, 3 or auto",
+        "stages.sft:every rank makes the same number of full forward passes",
         "stages.ppo:set zero_stage to 1, 2, 3 or auto",
         "stages.ppo:every rank makes the same number of full forward passes",  # of the actor's ranks
         "stages.ppo:every rank makes the same number of full forward passes",  # of the critic's
