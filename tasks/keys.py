@@ -22,7 +22,7 @@ def variables(recipe: Recipe) -> tuple[str, ...]:
     """Returns the environment variables that a recipe may need: the Hub's token, and keys of store, W&B, judges, endpoints and rewards."""
     names = ["HF_TOKEN", *(AWS_KEYS if (recipe.store or "").startswith(("s3:", "s3a:")) else ())]
     names += ["WANDB_API_KEY"] if recipe.wandb else []
-    names += [key.variable for config in recipe.stages.values() for key in config.keys]
+    names += [key.variable for config in recipe.stages.values() for key in config.needed_keys]
     return tuple(dict.fromkeys(names))
 
 

@@ -184,7 +184,7 @@ class Evaluation(Gated, Sampling):
         ]
 
     @property
-    def keys(self) -> Sequence[Key]:
+    def needed_keys(self) -> Sequence[Key]:
         judges = ((f"the judge {judge.model}", judge) for judge in self.judges if isinstance(judge, Remote))
         endpoints = ((f"the endpoint {name}", endpoint) for name, endpoint in self.endpoints.items())
         return [Key(name, one.api_key_env, "api.openai.com" in one.base_url) for name, one in (*judges, *endpoints)]
@@ -243,7 +243,7 @@ class Publication(Gated):
             yield "evaluation and base_repo are for models: leave them out of the publication of a dataset"
 
     @property
-    def keys(self) -> Sequence[Key]:
+    def needed_keys(self) -> Sequence[Key]:
         return [Key(f"the repository {self.repo_id}", "HF_TOKEN")] if self.repo_id and not self.dry_run else []
 
 

@@ -98,6 +98,6 @@ class Gated(Config):
         return ()
 
     @property
-    def keys(self) -> Sequence[Key]:
+    def needed_keys(self) -> Sequence[Key]:
         """The keys that it reads from the environment."""
         return ()

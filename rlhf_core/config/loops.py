@@ -51,7 +51,7 @@ class Rewarded(Gated, Sampling):
         return [Text("prompts", self.prompts, "prompt", "prompt_max_len", self.prompt_max_len)]
 
     @property
-    def keys(self) -> Sequence[Key]:
+    def needed_keys(self) -> Sequence[Key]:
         servers = (source for source in self.reward if isinstance(source, HttpReward))
         return [Key(f"the reward {source.title}", source.api_key_env) for source in servers if source.api_key_env]
 

@@ -113,7 +113,7 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             if need.gpus > gpus + 1e-6:
                 problems.append(f"{where} asks for {need.gpus:g} GPUs in all, this machine has {gpus}; lower ranks or gpus of its roles")
         problems += _quantisation_problem(node, gpus) if not cluster else []
-        for key in node.config.keys:
+        for key in node.config.needed_keys:
             if key.required and not os.environ.get(key.variable):
                 problems.append(f"{where}: {key.reader} needs a key in the environment variable {key.variable}; set it")
         if isinstance(node.config, AlignmentTax) and importlib.util.find_spec("lm_eval") is None:
