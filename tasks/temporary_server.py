@@ -1,8 +1,7 @@
 """Prefect's temporary server, beside a flow that was given no other: out of reach of Ctrl-C, started again when it ends before the flow.
 
 It only notes what happens, but a run without it tries for minutes to note its end, and then fails. The commands start one of their own
-(`server_process.py`), which is there sooner than Prefect's. A flow that is called from Python has the one that Prefect starts, which
-asks for the same auth string.
+(`server_process.py`), which is there sooner than Prefect's. A flow that is called from Python has the one that Prefect starts.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
-from prefect import context
 from prefect.client.base import ServerType, determine_server_type
 from prefect.context import refresh_global_settings_context
 from prefect.logging import get_logger
@@ -36,11 +34,6 @@ from tasks.server_process import AUTH, ServerProcess, ours
 POLL_SECONDS, RESTARTS = 0.5, 3
 _turn, _over = threading.Lock(), threading.Event()
 _ended: list[int] = []  # exit codes of servers that were replaced
-
-# Of the server that Prefect starts and its clients. In a block of temporary settings the clients would not see the string.
-if determine_server_type() == ServerType.EPHEMERAL and context.SettingsContext.get() is context.GLOBAL_SETTINGS_CONTEXT:
-    os.environ.update({AUTH: ours.auth, "PREFECT_SERVER_API_AUTH_STRING": ours.auth})
-    refresh_global_settings_context()
 
 
 def start_server() -> None:

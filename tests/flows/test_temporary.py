@@ -44,21 +44,6 @@ print([httpx.post(route, json={}, headers=headers).status_code for headers in ({
 command = Path(f"/proc/{ours.server_process.pid}/cmdline").read_text()
 print(len(ours.auth) > 40, ours.auth in command, ours.auth in child_environment().values())
 """
-CALLED = """
-import httpx
-from flows.alignment import alignment
-try:
-    alignment("none.yaml")
-except ValueError as error:
-    print(error)
-from prefect.client.orchestration import get_client
-from prefect.server.api.server import SubprocessASGIServer
-from tasks.server_process import ours
-from rlhf_core.system.processes import child_environment
-with get_client(sync_client=True) as client:
-    print(len(client.read_flow_runs()), ours.begun)
-print(httpx.post(SubprocessASGIServer().api_url + "/flow_runs/filter", json={}).status_code, ours.auth in child_environment().values())
-"""
 PREPARED = """
 import time
 from tasks.server_process import ours, prepared
@@ -101,28 +86,6 @@ def test_the_temporary_server_answers_only_its_own_process(tmp_path: Path) -> No
     environment = environment_of(tmp_path) | {"PREFECT_API_AUTH_STRING": "another:servers"}
     done = subprocess.run([sys.executable, "-c", ASKED], env=environment, capture_output=True, text=True, timeout=150)
     assert done.stdout == "0\n[401, 400, 403]\nTrue False False\n", done.stderr
-
-
-def test_the_server_of_a_flow_that_is_called_from_python_answers_only_its_own_process(tmp_path: Path) -> None:
-    environment = environment_of(tmp_path) | {"PREFECT_API_AUTH_STRING": "another:servers"}
-    done = subprocess.run([sys.executable, "-c", CALLED], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.stdout.splitlines()[1:] == ["1 False", "401 False"], done.stderr
-
-
-@pytest.mark.parametrize("settings", ["profile", "block"])
-def test_the_auth_string_of_a_configured_server_is_kept(settings: str, tmp_path: Path) -> None:
-    profile = 'PREFECT_API_URL = "http://127.0.0.1:9/api"\nPREFECT_API_AUTH_STRING = "team:own"\n' if settings == "profile" else ""
-    (tmp_path / "profiles.toml").write_text(f'active = "team"\n[profiles.team]\n{profile}')
-    block = "temporary_settings({PREFECT_API_AUTH_STRING: 'team:own'})" if settings == "block" else "nullcontext()"
-    code = (
-        "import os; from contextlib import nullcontext\n"
-        "from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings\n"
-        f"with {block}:\n"
-        "    import flows.alignment\n"
-        "    print(PREFECT_API_AUTH_STRING.value(), os.environ.get('PREFECT_SERVER_API_AUTH_STRING'))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=environment_of(tmp_path), capture_output=True, text=True, timeout=100)
-    assert done.stdout == "team:own None\n", done.stderr
 
 
 def test_a_configured_server_is_used() -> None:
