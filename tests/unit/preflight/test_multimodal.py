@@ -32,7 +32,7 @@ from tests.unit.preflight.test_check import Planned, planned
 
 __all__ = ["planned"]
 
-TEXT: dict[str, Any] = {**SHAPE, "head_dim": 8, "vocab_size": 300}
+TEXT: dict[str, Any] = {**SHAPE, "head_dim": 8, "vocab_size": 300, "max_position_embeddings": 512}
 HYBRID: dict[str, Any] = {
     **{**TEXT, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2, "linear_num_key_heads": 2},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
@@ -112,6 +112,7 @@ def test_its_text_class_alone_is_a_text_model(planned: Planned, tmp_path: Path) 
     torch.manual_seed(0)
     Qwen3_5ForCausalLM(Qwen3_5TextConfig(**HYBRID)).save_pretrained(tmp_path / "text")
     assert isinstance(load_policy(str(tmp_path / "text")).model, Qwen3_5ForCausalLM)
-    (tmp_path / "base" / "config.json").write_text((tmp_path / "text" / "config.json").read_text())
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "base" / name).write_bytes((tmp_path / "text" / name).read_bytes())
     plan = planned("sft.packing=false")
     assert check_inputs(plan, plan.nodes) == []
