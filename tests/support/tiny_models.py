@@ -14,8 +14,8 @@ LEARNING_RATE = 3e-3
 
 
 def save_weights(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Writes a safetensors file of zeros of these shapes."""
-    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, file)
+    """Writes a safetensors file of ones of these shapes."""
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, file)
 
 
 def reward_model(base: Path, out: Path) -> Path:

@@ -233,7 +233,9 @@ def test_the_stage_writes_what_its_post_processor_makes(
     monkeypatch.setattr(rlhf_core.stages.preferences.sample_answers, "Sampler", ScriptedSampler)
     monkeypatch.setattr(RewardScorer, "score", score)
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"{i} plus {i}"} for i in range(3)])
-    config = Preferences(policy="base", reward="rm", prompts=prompts, n_samples_per_prompt=4, prompt_max_len=64, post_processor=kind)
+    config = Preferences(
+        policy="base", reward="rm", prompts=prompts, n_samples_per_prompt=4, prompt_max_len=64, generate_max_len=64, post_processor=kind
+    )
     inputs = {"base": str(base), "rm": str(reward_model(material / "base", tmp_path / "rm"))}
     (tmp_path / "run").mkdir()
     outcome = rlhf_core.stages.preferences.run.run(

@@ -24,7 +24,7 @@ from rlhf_core.runs.lineage import lineage, tree
 from rlhf_core.runs.run_dir import Outcome, RunDir
 from rlhf_core.stages.publication.card_sections import data_sets
 from rlhf_core.stages.publication.licenses import upstream_licenses
-from rlhf_core.stages.publication.model_card import front_matter
+from rlhf_core.stages.publication.model_card import CardModel, front_matter
 from rlhf_core.stages.publication.run import upload
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository
 from tests.support.publishing import model_to_publish, serving_hub
@@ -231,7 +231,7 @@ def test_lineage_card_and_licences_name_repository_and_commit(server: Hub, plann
     run.finish(found.request(node), Outcome({}, {"checkpoint": "checkpoint"}), 1.0)
     model = lineage(run / "checkpoint")
     assert f"└── {REPO} (hub) {commit}" in tree(model)
-    header = front_matter(model, "mit", False)
+    header = front_matter(CardModel(model, "m", "m", "mit", False, True))
     assert header["base_model"] == REPO and header["datasets"] == ["someone/rows"]
     assert f"someone/rows@{OTHER}" in data_sets(model)
     snapshot(f"{REPO}@{commit}")

@@ -25,7 +25,7 @@ def sft(**changed: Any) -> SFT:
 
 
 def request(config: SFT | PPO) -> StageRequest:
-    return StageRequest(name="stage", digest="d", config=config, inputs={}, seed=0)
+    return StageRequest(name="stage", digest="d", config=config, inputs={"sft": "nowhere"}, seed=0)
 
 
 def with_state(folder: Path, layout: dict[str, int | str]) -> RunDir:

@@ -76,6 +76,7 @@ def run(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             prompts={"sources": str(tmp_path / "prompts.jsonl")},
             n_samples_per_prompt=4,
             prompt_max_len=64,
+            generate_max_len=64,
             **{"post_processor": "conditional_sft", **fields},
         )
         inputs = {"base": str(material / "base"), "rm": str(tmp_path / "rm")}
