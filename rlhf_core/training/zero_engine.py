@@ -46,7 +46,8 @@ class ZeroEngine:
         self._deepspeed = deepspeed = library()
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         rank, size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=COLLECTIVE_SECONDS)
-        if address := os.environ.get(STORE):  # without it, as under torchrun, DeepSpeed takes what PyTorch finds in the environment
+        address = os.environ.get(STORE)  # without it, as under torchrun, DeepSpeed takes what PyTorch finds in the environment
+        if address and not dist.is_initialized():
             store = open_store(address, rank, size, patience)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
         deepspeed.init_distributed(dist_backend=backend, timeout=patience, verbose=False)
