@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
-from rlhf_core.forecast.memory import GIB, USABLE, Training, bytes_of_weights, gpu_peaks, roles, stage_peak, whole
+from rlhf_core.forecast.memory import GIB, USABLE, Held, Training, bytes_of_weights, engine_needs, gpu_peaks, roles, stage_peak, whole
 from rlhf_core.forecast.passes import Pass, recipe_pass
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import Size, size_of
@@ -82,12 +82,27 @@ def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
     return {role: whole(size, role != "critic" and head, weight) for role, size in sizes.items()}
 
 
-def require_start(needed: Mapping[str, float], gpu_bytes: float) -> None:
-    """Raises MachineLacks when a GPU of `gpu_bytes` (0: none is there) cannot hold a model of these (`starts`), before any is loaded."""
-    role = max(needed, key=lambda role: needed[role], default="")
-    if role and 0 < gpu_bytes < needed[role]:
-        available = f"the smallest GPU here has {gpu_bytes / GIB:.1f}"
-        raise MachineLacks(f"{role}: {whole_on_each(needed[role])}, and {available}: use GPUs with more memory or a smaller model")
+def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str], float]]:
+    """The roles on each GPU that has models, and the bytes that they take there together: all load side by side, engines too. `sizes`: of
+    the models that are known; others are left out."""
+    held = starts(config, {role: size for role, size in sizes.items() if role in ("actor", "critic")})
+    weight = 0.0 if config.ref_reward_offload else 4.0 if config.dtype == "float32" else 2.0
+    held |= {role: whole(size, role == "reference", weight) for role, size in sizes.items() if role not in held}
+    if "actor" in sizes:
+        held["sampler"] = engine_needs(sizes["actor"], config.vllm.tensor_parallel_size)
+    found = gpu_peaks(config, arrange(config.placed, config.together), {role: Held(held.get(role, 0.0)) for role in config.placed})
+    return [(names, needed) for names, needed in found.values() if names != ["sampler"]]
+
+
+def require_start(names: Sequence[str], needed: float, gpu_bytes: float) -> None:
+    """Raises MachineLacks when a GPU of `gpu_bytes` (0: none is there) cannot hold the `needed` bytes of the models that these roles
+    load onto it (`starts`), before any is loaded."""
+    if 0 < gpu_bytes < needed:
+        told, instead = whole_on_each(needed), "use GPUs with more memory or a smaller model"
+        if len(names) > 1:
+            told = f"at their start they take {needed / GIB:.1f} GiB of the same GPU together, whatever zero_stage is"
+            instead = f"give them GPUs of their own, or {instead}"
+        raise MachineLacks(f"{', '.join(names)}: {told}, and the smallest GPU here has {gpu_bytes / GIB:.1f}: {instead}")
 
 
 def whole_on_each(needed: float) -> str:

@@ -68,7 +68,7 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int) -> None:
     """Prints a warning where training may not fit the GPU's memory. Raises MachineLacks where the model does not."""
     if not gpu_bytes or (size := _size(request, config)) is None:
         return
-    require_start(starts(config, {request.name: size}), gpu_bytes)
+    require_start([request.name], starts(config, {request.name: size})[request.name], gpu_bytes)
     if config.dtype == "bfloat16":
         stage = 0 if config.zero_stage == "auto" else config.zero_stage
         print(doubt(peak_of_training(config, size, stage, gpu_bytes), gpu_bytes), end="", flush=True)

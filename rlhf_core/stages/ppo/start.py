@@ -11,7 +11,7 @@ from rlhf_core.cluster.worker import RankReady
 from rlhf_core.cluster.worker_group import Group, Pending
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import ModelReward
-from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, starts
+from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, starts_of_ppo
 from rlhf_core.objectives.actor_loss import Objective
 from rlhf_core.rewards.clients import Clients, client_of
 from rlhf_core.rollout.sampler_role import SamplerRole
@@ -128,7 +128,7 @@ def start_fleet(
 def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Group], kept_stage: int | None) -> Chosen:
     """Returns the ZeRO stage of actor and critic: the recipe's, else by the smallest of their GPUs. Prints it, and doubts about memory.
 
-    Raises MachineLacks when one of their GPUs cannot hold what is loaded onto it.
+    Raises MachineLacks when a GPU cannot hold all that is loaded onto it.
     """
     sizes, gpu_bytes = None, 0
     if config.actor_ranks.gpus:
@@ -136,7 +136,9 @@ def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Gr
         known = {name: size for name, size in found.items() if size is not None}
         sizes = known if len(known) == len(found) else None
         gpu_bytes = min(groups[name].gpu_bytes(config.timeout) for name in ("actor", "critic") if name in groups)
-        require_start(starts(config, {role: size for role, size in known.items() if role in ("actor", "critic")}), gpu_bytes)
+        for names, needed in starts_of_ppo(config, known):
+            if needed > gpu_bytes:  # else no other group is asked
+                require_start(names, needed, min(groups[name].gpu_bytes(config.timeout) for name in names))
     if config.zero_stage == "auto" and kept_stage is not None:
         ignored = ", so adam_offload counts from the next start without one" if kept_stage == 0 and config.adam_offload else ""
         chosen = Chosen(kept_stage, f"as its resume state{ignored}")

@@ -13,17 +13,19 @@ from pydantic import ValidationError
 
 from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
 from rlhf_core.forecast import zero_stage
-from rlhf_core.forecast.memory import GIB, USABLE
+from rlhf_core.forecast.memory import GIB, USABLE, roles
 from rlhf_core.forecast.placements import forecast, placements
 from rlhf_core.forecast.seconds import Gpu
 from rlhf_core.forecast.zero_stage import (
     Chosen,
     peak_of_ppo,
     peak_of_training,
+    require_start,
     size_at,
     stage_of_ppo,
     stage_of_training,
     starts,
+    starts_of_ppo,
     uses_deepspeed,
 )
 from rlhf_core.hub.model_config import Size, size_of_config
@@ -130,6 +132,64 @@ def test_a_gpu_that_cannot_load_the_model_is_refused_before_anything_is_loaded(t
     groups: Any = dict.fromkeys(config.placed, Group())
     with pytest.raises(MachineLacks, match=r"^(actor|critic): at its start each GPU holds the whole model, 132\.0 GiB"):
         start_fleet(config, dict.fromkeys(config.groups, str(tmp_path)), SimpleNamespace(pad_token_id=0), 0, groups, False)  # type: ignore[arg-type]
+
+
+ALL_LOADED = "actor, critic, reference, reward:rm, sampler: "
+TOGETHER: dict[str, Any] = {"colocate_all": True, "vllm": {"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "alone", "roles"),
+    [
+        ({"colocate_actor_ref": True}, 2, "actor, reference: "),
+        ({"colocate_critic_reward": True}, 2, "critic, reward:rm: "),
+        ({"colocate_critic_reward": True, "reward": ["rm", {"model": "rm", "name": "second"}]}, 3, "critic, reward:rm, reward:second: "),
+        ({"colocate_actor_ref": True, "zero_stage": 3}, 2, "actor, reference: "),
+        ({"colocate_actor_ref": True, "dtype": "float32"}, 4, "actor, reference: "),
+        ({"colocate_actor_ref": True, "ref_reward_offload": True}, 1, ""),
+        ({"colocate_actor_ref": True, "lora": Lora(quantize="nf4")}, 1.3, "actor, reference: "),
+        (TOGETHER, 5, ALL_LOADED),
+        (TOGETHER | {"ref_reward_offload": True}, 3, ALL_LOADED),
+    ],
+)
+def test_models_that_share_a_gpu_are_refused_by_their_sum_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], alone: float, roles: str
+) -> None:
+    """`alone`: about as many times one model's bytes."""
+    config = ppo(**fields)
+    monkeypatch.setattr("rlhf_core.stages.ppo.start.size_at", lambda place: LARGE)
+    needed = max(needed for _, needed in starts_of_ppo(config, dict.fromkeys(config.groups, LARGE))) / GIB
+    assert needed == pytest.approx(alone * LARGE_STARTS, abs=0.02 * alone * LARGE_STARTS + 5)
+
+    def start(memory: float) -> None:
+        groups: Any = dict.fromkeys(config.placed, SimpleNamespace(gpu_bytes=lambda timeout: memory * GIB))
+        zero_stage_of(config, dict.fromkeys(config.groups, "a/model"), groups, None)
+
+    start(needed + 0.1)
+    if roles:
+        with pytest.raises(MachineLacks) as refused:
+            start(needed - 0.1)
+        together = f"at their start they take {needed:.1f} GiB of the same GPU together, whatever zero_stage is"
+        assert str(refused.value).startswith(roles) and together in str(refused.value)
+        assert f"and the smallest GPU here has {needed - 0.1:.1f}: give them GPUs of their own, or use" in str(refused.value)
+
+
+def test_two_large_models_on_one_gpu_of_an_h200() -> None:
+    """Each alone would fit."""
+    config = ppo(colocate_actor_ref=True)
+    (needed,) = {needed for names, needed in starts_of_ppo(config, dict.fromkeys(config.groups, LARGE)) if names == ["actor", "reference"]}
+    assert needed / GIB == pytest.approx(2 * LARGE_STARTS) and LARGE_STARTS < 141
+    with pytest.raises(MachineLacks, match=r"^actor, reference: .* take 264\.0 GiB of the same GPU together, .* has 141\.0:"):
+        require_start(["actor", "reference"], needed, 141 * GIB)
+    held = roles(config.model_copy(update={"zero_stage": 3}), dict.fromkeys(config.groups, LARGE), 141 * GIB)
+    assert needed <= sum(held[name].still + held[name].starting for name in ("actor", "reference")), "what `plan` counts, at most"
+
+
+def test_models_of_unknown_size_and_roles_on_their_own_gpus_add_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.stages.ppo.start.size_at", lambda place: LARGE if place == "actor" else None)
+    for config in (ppo(colocate_actor_ref=True), ppo()):
+        groups: Any = {name: SimpleNamespace(gpu_bytes=lambda timeout: 140 * GIB) for name in ("actor", "critic")}
+        assert zero_stage_of(config, {name: name for name in config.groups}, groups, None).stage == 3
 
 
 def test_one_rank_trains_without_zero() -> None:
