@@ -157,31 +157,20 @@ def deploy(api: str, one: Served, schedule: Schedule | None, ends: Mapping[str, 
     flows += [(loop, "flows.loops.loop")] if len(loops) == 1 else []
     flows += [(evaluate, "flows.parts.evaluate")] if "report" in made else []
     flows += [(publish, "flows.parts.publish")] if "published" in made else []
+    name, scheduled = one.recipe.name, flows[1 if len(loops) == 1 else 0]
+    wanted: list[tuple[Flow[..., Any], str, str, str, Schedule | None]] = [(*flow, name, ASKED, None) for flow in flows]
+    wanted += [(*scheduled, f"{name}-scheduled", SCHEDULED, schedule)] if schedule else []
+    deployed = {}
     with temporary_settings({PREFECT_API_URL: api}):
-        deployed = [_apply(flow, entrypoint, one, one.recipe.name, ASKED, None, ends if flow is loop else {}) for flow, entrypoint in flows]
-        if schedule is not None:
-            flow, entrypoint = flows[1] if len(loops) == 1 else flows[0]
-            deployed.append(
-                _apply(flow, entrypoint, one, f"{one.recipe.name}-scheduled", SCHEDULED, schedule, ends if flow is loop else {})
-            )
-    return dict(deployed)
-
-
-def _apply(
-    flow: Flow[..., Any], entrypoint: str, one: Served, name: str, queue: str, schedule: Schedule | None, ends: Mapping[str, float]
-) -> tuple[str, UUID]:
-    deployment = flow.to_deployment(
-        name,
-        schedule=schedule,
-        parameters={**one.parameters, **ends},
-        work_pool_name=POOL,
-        work_queue_name=queue,
-    )
-    assert isinstance(deployment, RunnerDeployment)  # not a coroutine, because no event loop runs here
-    deployment.entrypoint = entrypoint
-    identity = deployment.apply()
-    assert isinstance(identity, UUID)
-    return f"{flow.name}/{name}", identity
+        for flow, entrypoint, name, queue, when in wanted:
+            parameters = {**one.parameters, **(ends if flow is loop else {})}
+            deployment = flow.to_deployment(name, schedule=when, parameters=parameters, work_pool_name=POOL, work_queue_name=queue)
+            assert isinstance(deployment, RunnerDeployment)  # not a coroutine, because no event loop runs here
+            deployment.entrypoint = entrypoint
+            identity = deployment.apply()
+            assert isinstance(identity, UUID)
+            deployed[f"{flow.name}/{name}"] = identity
+    return deployed
 
 
 def _is_alive(run: FlowRun) -> bool:

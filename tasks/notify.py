@@ -7,6 +7,7 @@ The URL comes from the environment and is never logged, nor is an exception that
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -51,29 +52,23 @@ class Sender:
         self._url, self._name, self._pause = url, name, pause
         self._client = httpx.Client(timeout=timeout, headers={"Content-Type": "application/json", "User-Agent": "alignflow"})
         self._waiting: queue.Queue[bytes] = queue.Queue(MAX_WAITING)
-        self._idle = threading.Condition()
-        self._open = 0  # messages neither sent nor given up
         self._attempts = ATTEMPTS
         threading.Thread(target=self._work, name=f"webhook of {name}", daemon=True).start()
         atexit.register(self._end)
 
     def put(self, message: dict[str, Any]) -> None:
         """Queues a message and returns at once; drops it when MAX_WAITING are queued."""
-        with self._idle:
-            self._open += 1
-        try:
+        with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(json.dumps(message).encode())
-        except queue.Full:
-            self._done()
 
     def flush(self, seconds: float) -> bool:
         """Waits at most `seconds` until all messages are sent or given up; returns whether they are."""
-        with self._idle:
-            return self._idle.wait_for(lambda: self._open == 0, seconds)
+        with self._waiting.all_tasks_done:
+            return self._waiting.all_tasks_done.wait_for(lambda: self._waiting.unfinished_tasks == 0, seconds)
 
     def _end(self) -> None:
         if not self.flush(WAIT_AT_EXIT):
-            logger.warning("the webhook in %s has not taken %d messages; they are lost", self._name, self._open)
+            logger.warning("the webhook in %s has not taken %d messages; they are lost", self._name, self._waiting.unfinished_tasks)
 
     def _work(self) -> None:
         while True:
@@ -82,12 +77,7 @@ class Sender:
             if lost and self._attempts > 1:
                 logger.warning("the webhook in %s does not take messages (%s); the run goes on without it", self._name, lost)
             self._attempts = 1 if lost else ATTEMPTS
-            self._done()
-
-    def _done(self) -> None:
-        with self._idle:
-            self._open -= 1
-            self._idle.notify_all()
+            self._waiting.task_done()
 
     def _send(self, body: bytes) -> str:
         """Sends one message. Returns '' on success, else the reason without the URL."""

@@ -13,22 +13,16 @@ from pydantic import ValidationError
 from evaluation.report.summary import Evaluated
 from rlhf_core.records import Judgment
 
-MAX_TEXT = 1500  # characters of a prompt or an answer
 EXAMPLES = {"won": 5, "lost": 3, "tied": 3}
 
 
 class Example(NamedTuple):
-    """One battle. `before` and `after`: answers of the baseline and the final model. `verdict`: the judge's text of the first game, in
-    which A is the baseline; `swapped`: that of the second."""
+    """One battle; `before` and `after`: answers of the baseline and the final model."""
 
-    uid: str
-    category: str
+    battle: Judgment
     prompt: str
     before: str
     after: str
-    outcome: str
-    verdict: str
-    swapped: str
 
 
 class Group(NamedTuple):
@@ -58,19 +52,7 @@ def examples(evaluated: Evaluated) -> list[Group]:
     total = sum(map(len, battles.values()))
     groups = []
     for outcome, played in battles.items():
-        chosen = [
-            Example(
-                uid=battle.uid,
-                category=battle.category,
-                prompt=_cut(before[battle.uid][0]),
-                before=_cut(before[battle.uid][1]),
-                after=_cut(after[battle.uid][1]),
-                outcome=outcome,
-                verdict=_cut(battle.games[0].judgment.get("answer", "")),
-                swapped=_cut(battle.games[1].judgment.get("answer", "")),
-            )
-            for battle in _by_turns(played, EXAMPLES[outcome])
-        ]
+        chosen = [Example(battle, *before[battle.uid], after[battle.uid][1]) for battle in _by_turns(played, EXAMPLES[outcome])]
         groups.append(Group(outcome, len(played), total, chosen))
     return groups if total else []
 
@@ -92,10 +74,6 @@ def _conversation(messages: Any) -> tuple[str, str]:
         content = message.get("content") if isinstance(message, dict) else None
         texts.append(str(content.get("answer", "")) if isinstance(content, dict) else str(content or ""))
     return ("\n\n".join(texts[:-1]), texts[-1]) if texts else ("", "")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT} more characters)"
 
 
 def _jsonl(folder: Path) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,16 +33,6 @@ class Chart(NamedTuple):
     notes: dict[str, float]
     phases: list[Phase]
     waits: dict[str, float]
-
-
-class PublishedRow(NamedTuple):
-    """A publication: what was published, and where: on the Hub with commit and tag, or in a folder."""
-
-    stage: str
-    what: str
-    where: str
-    files: float
-    megabytes: float
 
 
 def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> list[Chart]:
@@ -104,21 +93,19 @@ def families(stages: Sequence[Evidence]) -> list[tuple[str, Markup]]:
     return found
 
 
-def published(stages: Sequence[Evidence]) -> list[PublishedRow]:
-    """Returns every finished publication."""
+def published(stages: Sequence[Evidence]) -> list[tuple[Evidence, str]]:
+    """Returns every finished publication, and where it is: on the Hub with branch, commit and tag, or in a folder."""
     rows = []
     for stage in stages:
         config = stage.request.config if stage.request else None
         if stage.result is None or not isinstance(config, Publication):
             continue
-        metrics = stage.result.metrics
         try:
             receipt = json.loads((stage.view.run_dir / stage.result.outputs["hub"]).read_text())
             where = f"{receipt['repo_id']}, branch {config.branch}, tag {receipt['tag']}, commit {receipt['commit'][:12]}"
         except (OSError, ValueError, KeyError):
             where = f"not sent to the Hub; in stages/{stage.view.run_dir.name}"
-        what = config.model or config.dataset or ""
-        rows.append(PublishedRow(stage.view.name, what, where, metrics.get("files", math.nan), metrics.get("bytes", math.nan) / 1e6))
+        rows.append((stage, where))
     return rows
 
 

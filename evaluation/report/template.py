@@ -10,6 +10,8 @@ import jinja2
 from rlhf_core.records import WinRate
 from rlhf_core.system.redaction import without_passwords
 
+MAX_TEXT = 1500  # characters of a prompt or an answer
+
 
 def fill(template: str, **values: object) -> str:
     """Returns the text of a template with its values. Raises jinja2.UndefinedError when one is missing."""
@@ -20,7 +22,7 @@ def fill(template: str, **values: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (percent, duration, number, interval, controlled, without_passwords)
+    filters = (percent, duration, number, interval, controlled, without_passwords, cut)
     environment.filters.update({function.__name__: function for function in filters})
     page = environment.get_template(template).render(**values)
     return page.encode("utf-8", "replace").decode()  # replaces unpaired surrogates in answers
@@ -41,6 +43,11 @@ def controlled(rate: WinRate, digits: int = 0) -> str:
 def interval(rate: WinRate, digits: int = 0) -> str:
     """Formats the win rate's 95 % interval."""
     return f"{100 * rate.ci_low:.{digits}f}–{100 * rate.ci_high:.{digits}f} %"
+
+
+def cut(text: str) -> str:
+    """Returns at most MAX_TEXT characters of a prompt or an answer, and how many more there are."""
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT} more characters)"
 
 
 def number(value: float | None) -> str:

@@ -13,7 +13,7 @@ from cyclopts import App
 from httpx import HTTPError
 from rich.console import Console
 
-from flows.cli.show import table_of
+from flows.cli.show import Override, RecipePlace, table_of
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.loop_record import LOCK, LoopState, folder_of, loop_of, loop_state
@@ -120,12 +120,10 @@ def show_auth(console: Console, api: str, auth: str, file: Path) -> None:
 
 
 @loop_app.command
-def status(recipe: str, *overrides: str, stage: str | None = None) -> int:
+def status(recipe: RecipePlace, *overrides: Override, stage: str | None = None) -> int:
     """Show the rounds of a loop: which are done, when, their win rates, what is next, and why not now.
 
     Args:
-        recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
-        overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
         stage: which loop, where a recipe has several.
     """
     loaded = load_recipe(recipe, overrides)

@@ -6,7 +6,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Literal
 
-from flows.cli.show import OK, console, errors, show_migration, show_pins
+from flows.cli.show import OK, Override, RecipePlace, console, errors, show_migration, show_pins
 from rlhf_core.preflight.inputs import check_inputs, check_machine, needs
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
@@ -50,13 +50,11 @@ def config_docs() -> int:
     return OK
 
 
-def validate(recipe: str, *overrides: str, here: bool = False) -> int:
+def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> int:
     """Check a recipe: keys, values, and that its stages fit together. Needs none of its files, and a network only to look up branches and
     tags of the Hub.
 
     Args:
-        recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
-        overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
         here: also check files, columns, tokenizer, limits and this machine's resources, as run does before any work.
     """
     planned = plan(load_recipe(recipe, overrides))
@@ -71,8 +69,8 @@ def validate(recipe: str, *overrides: str, here: bool = False) -> int:
 
 
 def forecast(
-    recipe: str,
-    *overrides: str,
+    recipe: RecipePlace,
+    *overrides: Override,
     gpus: int = 0,
     gpu: Literal["h200", "h100"] = "h200",
     gpu_memory: float | None = None,
@@ -82,8 +80,6 @@ def forecast(
     """Estimate memory of each GPU and seconds of an iteration, and recommend a placement. Starts nothing.
 
     Args:
-        recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
-        overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
         gpus: GPUs to place a PPO stage on; default: as many as the recipe needs.
         gpu: GPU type, for its memory and rates; for another type give the next three.
         gpu_memory: GiB of a GPU.
@@ -103,13 +99,8 @@ def forecast(
     return 0
 
 
-def data(recipe: str, *overrides: str) -> int:
-    """Report on the data of a recipe without training: rows, lengths, duplicates, balance and damage. Needs files and tokenizers.
-
-    Args:
-        recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
-        overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
-    """
+def data(recipe: RecipePlace, *overrides: Override) -> int:
+    """Report on the data of a recipe without training: rows, lengths, duplicates, balance and damage. Needs files and tokenizers."""
     from rlhf_core.data.report import markdown
     from rlhf_core.preflight.data_reports import examine
 

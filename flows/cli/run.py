@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from flows.cli.show import OK, TERMINATED, console, show_end, show_pins, show_plan
+from flows.cli.show import OK, TERMINATED, Override, RecipePlace, console, show_end, show_pins, show_plan
 from rlhf_core.preflight.inputs import MachineLacks, require_here
 from rlhf_core.recipe.dry_run import outlook
 from rlhf_core.recipe.gates import GateFailed
@@ -23,12 +23,10 @@ from rlhf_core.system import orphan_watcher
 from tasks.server_process import ours, prepared
 
 
-def run(recipe: str, *overrides: str, dry_run: bool = False, latest: bool = False) -> int:
+def run(recipe: RecipePlace, *overrides: Override, dry_run: bool = False, latest: bool = False) -> int:
     """Run all stages of a recipe that are not done yet.
 
     Args:
-        recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
-        overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
         dry_run: only show the stages, what would be skipped and why.
         latest: look up branches and tags of the Hub anew, unless the last run of this recipe is unfinished.
     """
@@ -49,13 +47,11 @@ def run(recipe: str, *overrides: str, dry_run: bool = False, latest: bool = Fals
         return _run(planned, lambda: alignment(planned.recipe))
 
 
-def stage(name: str, recipe: str, *overrides: str) -> int:
+def stage(name: str, recipe: RecipePlace, *overrides: Override) -> int:
     """Run one stage of a recipe and nothing else; its parents must be done. The name of a loop runs all of its stages.
 
     Args:
         name: name of the stage, as `alignflow run RECIPE --dry-run` shows it.
-        recipe: YAML file, or its URI (https://, or what fsspec knows, such as s3://).
-        overrides: STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.
     """
     planned = plan(load_recipe(recipe, overrides))
     nodes = planned.stages_of(name)

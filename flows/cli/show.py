@@ -8,6 +8,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
+from cyclopts import Parameter
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -32,6 +33,8 @@ if TYPE_CHECKING:  # imports scipy, which most commands do not need
     from rlhf_core.migrate.script import Migrated
 
 OK, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143  # WRONG_INPUT and ENVIRONMENT, 2 and 3, are also those of a stage's process
+RecipePlace = Annotated[str, Parameter(help="YAML file, or its URI (https://, or what fsspec knows, such as s3://).")]
+Override = Annotated[str, Parameter(help="STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.")]
 COLOURS = {"skip": "green", "fetch": "green", "resume": "yellow", "run": "cyan", "done": "green", "failed": "red", "not run": "dim"}
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)

@@ -133,7 +133,8 @@ def test_quality_comes_first_and_what_was_run_after_it(whole: Path) -> None:
 
 def test_the_page_says_where_a_model_was_published(tmp_path: Path) -> None:
     stages = finished(tmp_path / "artifacts")
-    assert f"iterative_dpo not sent to the Hub; in stages/publication-{DIGESTS['publication']}" in page(tmp_path / "artifacts", stages).text
+    told = page(tmp_path / "artifacts", stages).text
+    assert f"iterative_dpo not sent to the Hub; in stages/publication-{DIGESTS['publication']} – –" in told, "no number is known"
     directory = run_dir(tmp_path / "artifacts", "publication")
     result = json.loads((directory / "result.json").read_text())
     result["outputs"]["hub"], result["metrics"] = "hub.json", {"files": 9.0, "bytes": 12_345_678.0}
@@ -235,18 +236,19 @@ def test_answers_that_are_gone_leave_the_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "rate", "high", "words"),
+    ("baseline", "low", "rate", "high", "words"),
     [
-        (0.66, 0.71, 0.76, "beats SFT in 71 % of battles (95 % interval 66–76 %"),
-        (0.504, 0.55, 0.596, "beats SFT in 55.0 % of battles (95 % interval 50.4–59.6 %"),
-        (0.47, 0.52, 0.57, "is not clearly better or worse than SFT: it wins 52 % of battles"),
-        (0.30, 0.35, 0.40, "is worse than SFT: it wins only 35 % of battles"),
+        ("sft", 0.66, 0.71, 0.76, "beats SFT in 71 % of battles (95 % interval 66–76 %"),
+        ("dpo", 0.504, 0.55, 0.596, "beats DPO in 55.0 % of battles (95 % interval 50.4–59.6 %"),
+        ("sft", 0.47, 0.52, 0.57, "is not clearly better or worse than SFT: it wins 52 % of battles"),
+        ("mine", 0.30, 0.35, 0.40, "is worse than mine: it wins only 35 % of battles"),
     ],
 )
-def test_the_verdict_follows_the_interval(tmp_path: Path, low: float, rate: float, high: float, words: str) -> None:
+def test_the_verdict_follows_the_interval(tmp_path: Path, baseline: str, low: float, rate: float, high: float, words: str) -> None:
     evaluation = finish(tmp_path, "evaluation")
     whole = report("rule", 0.0)
-    changed = tuple(r.model_copy(update={"ci_low": low, "win_rate": rate, "ci_high": high}) for r in whole.win_rates)
+    update = {"ci_low": low, "win_rate": rate, "ci_high": high, "baseline": baseline}
+    changed = tuple(r.model_copy(update=update) for r in whole.win_rates)
     file = evaluation.run_dir / "report" / "eval.json"
     size = file.stat().st_size
     file.write_text(whole.model_copy(update={"win_rates": changed}).model_dump_json().ljust(size))
