@@ -13,9 +13,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_DEFAULT_TIMEOUT="${PIP_DEFAULT_TIMEOU
 say() { echo "setup: $*"; }
 fail() { echo "setup: $*" >&2; exit 3; }
 pip() { .venv/bin/python -m pip --quiet --quiet "$@"; }
+# Every file has a hash in the lock. Without isolation: what builds an sdist is of the lock too.
+pinned() { pip install --require-hashes --no-deps --no-build-isolation -r "$1"; }
+
+extra=${1:-}
+case $extra in "" | dev | docs) ;; *) fail "$extra.txt is not for this environment: give dev, docs or nothing." ;; esac
 
 # The folder's own path counts: scripts in a virtual environment name it, so a moved checkout is installed again.
-key=$({ pwd; cat requirements/*.txt requirements/install.sh pyproject.toml; } | cksum)
+key=$({ pwd; cat requirements/{cpu,dev,docs}.txt requirements/install.sh pyproject.toml; } | cksum)
 # A killed pip can leave half a package that looks installed, so what was begun and not finished is made anew (pip's cache helps).
 begin() { touch .venv/.unfinished; }
 stamped() { [ -x .venv/bin/python ] && [ ! -e .venv/.unfinished ] && [ "$(cat ".venv/.stamp-$1" 2>/dev/null)" = "$key" ]; }
@@ -57,6 +62,7 @@ check_machine() {
         fail "vLLM needs libnuma.so.1, which this machine lacks: install it (Debian, Ubuntu: apt-get install libnuma1) and run again."
 }
 
+# Without a hash: the package index does not have this build. TORCH_INDEX serves it by TLS, with hashes of its own.
 install_torch() {
     [ "$(.venv/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' 2>/dev/null)" = "$TORCH" ] && return
     say "installing $TORCH (about 200 MB)"
@@ -71,10 +77,10 @@ install_cpu() {
     make_venv
     check_machine
     begin
-    pip install --no-deps "$(grep '^setuptools==' requirements/cpu.txt)"
+    pinned <(sed -n '/^setuptools==/,/[^\\]$/p' requirements/cpu.txt)
     install_torch
     say "installing $(grep -c '==' requirements/cpu.txt) packages of requirements/cpu.txt; the first time this takes minutes"
-    pip install --no-deps -r requirements/cpu.txt
+    pinned requirements/cpu.txt
     pip install --no-deps --no-build-isolation --editable .
     say "importing the engines once"
     DS_ACCELERATOR=cpu .venv/bin/python -W ignore -c 'import datasets, deepspeed, prefect, ray, torch, transformers, vllm' >/dev/null ||
@@ -88,11 +94,9 @@ install_cpu() {
 exec 9<requirements/install.sh
 flock --nonblock 9 || { say "waiting for another setup of this checkout"; flock 9; }
 stamped cpu || install_cpu
-extra=${1:-}
 if [ -n "$extra" ] && ! stamped "$extra"; then
-    [ -f "requirements/$extra.txt" ] || fail "there is no requirements/$extra.txt: give dev, docs or nothing."
     say "installing the packages of requirements/$extra.txt"
     begin
-    pip install --no-deps -r "requirements/$extra.txt"
+    pinned "requirements/$extra.txt"
     stamp "$extra"
 fi

@@ -19,10 +19,14 @@ ARG CUDA_ARCHITECTURES=9.0
 ARG MAX_JOBS=8
 ENV TORCH_CUDA_ARCH_LIST=${CUDA_ARCHITECTURES}
 USER 1000:1000
-RUN pip install --no-cache-dir torch==2.11.0 vllm==0.24.0 ninja packaging psutil setuptools wheel
-RUN MAX_JOBS=${MAX_JOBS} pip install --no-cache-dir --no-build-isolation flash-attn==2.8.3
-
 WORKDIR /opt/alignflow
+COPY requirements/gpu.txt requirements/
+# Wheels first: building the three sdists needs some of them. flash-attn's build would else download a wheel, without a hash.
+RUN sed -E '/^(deepspeed|flash-attn|interegular)==/,/[^\\]$/d' requirements/gpu.txt > /tmp/wheels.txt \
+    && pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: -r /tmp/wheels.txt
+RUN FLASH_ATTENTION_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS} \
+    pip install --no-cache-dir --require-hashes --no-deps --no-build-isolation -r requirements/gpu.txt
+
 COPY --chown=1000:1000 pyproject.toml README.md LICENSE ./
 COPY --chown=1000:1000 flows flows
 COPY --chown=1000:1000 tasks tasks
@@ -31,7 +35,7 @@ COPY --chown=1000:1000 rlhf_core rlhf_core
 COPY --chown=1000:1000 deployments/recipes deployments/recipes
 COPY --chown=1000:1000 deployments/demo deployments/demo
 COPY --chown=1000:1000 deployments/tasks deployments/tasks
-RUN pip install --no-cache-dir ".[gpu]"
+RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 COPY --chmod=755 deployments/k8s/ray-node.sh /usr/local/bin/ray-node.sh
 
 ENV PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0

@@ -310,9 +310,11 @@ def test_dockerfiles(name: str) -> None:
             assert "--no-install-recommends" in rest and "rm -rf /var/lib/apt/lists" in rest
         if word == "RUN" and "pip install" in rest:
             assert "--no-cache-dir" in rest
+            for options in rest.split("pip install")[1:]:
+                assert "--no-deps" in options and ("--require-hashes" in options or options.endswith(" .")), "all but alignflow has hashes"
         if word in ("ENV", "ARG"):
             assert not re.search(r"TOKEN|PASSWORD|SECRET|API_KEY", rest)
     users = [rest for word, rest in lines if word == "USER"]
     assert users and users[-1] == "1000:1000"
     text = (DOCKER / f"{name}.Dockerfile").read_text()
-    assert ("torch==" in text) == (name == "trainer")
+    assert set(re.findall(r"requirements/(\w+)\.txt", text)) == {{"trainer": "gpu"}.get(name, name)}

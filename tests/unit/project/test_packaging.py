@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -22,13 +23,23 @@ EXTRAS = PROJECT["optional-dependencies"]
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 
 
+LOCKS = ("cpu.txt", "dev.txt", "docs.txt", "gpu.txt", "orchestration.txt")
+
+
+def entries(name: str) -> dict[str, list[str]]:
+    """Hashes by requirement of a lock file."""
+    text = "".join(line for line in (ROOT / "requirements" / name).read_text().splitlines(keepends=True) if not line.startswith("#"))
+    found = [line.split(" --hash=") for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines()]
+    return {requirement: hashes for requirement, *hashes in found}
+
+
 def pinned(*names: str) -> dict[str, str]:
-    """Version by canonical name of the lock files, and of torch, which install.sh installs in its own step."""
+    """Version by canonical name of the lock files, and of the CPU's torch, which install.sh installs in its own step."""
     torch = re.search(r'^TORCH="(.+)"', (ROOT / "requirements/install.sh").read_text(), re.M)
     assert torch, "requirements/install.sh names no torch"
     lines = [torch[1]]
     for name in names:
-        lines += [line for line in (ROOT / "requirements" / name).read_text().splitlines() if line and not line.startswith("#")]
+        lines += entries(name)
     found = {}
     for requirement in map(Requirement, lines):
         (specifier,) = requirement.specifier
@@ -72,6 +83,39 @@ def test_what_builds_the_package_is_pinned() -> None:
     assert {"setuptools-scm", "vcs-versioning", "packaging"} <= lock.keys(), "with what setuptools-scm itself imports"
 
 
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_package_of_a_lock_has_hashes_and_no_address(name: str) -> None:
+    assert [line for line, hashes in entries(name).items() if not hashes] == []
+    assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", digest) for hashes in entries(name).values() for digest in hashes)
+    assert not re.search(r"://|^-", (ROOT / "requirements" / name).read_text(), re.M)
+
+
+def test_setup_installs_nothing_without_a_hash_but_torch_and_alignflow() -> None:
+    lines = re.findall(r"\bpip install .*", (ROOT / "requirements/install.sh").read_text())
+    assert all("--no-deps" in line for line in lines)
+    loose = [line for line in lines if "--require-hashes" not in line]
+    assert 0 < len(loose) < len(lines)
+    assert [line for line in loose if '"$TORCH"' not in line and not line.endswith("--editable .")] == []
+
+
+def test_setup_refuses_locks_of_other_machines(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    command = ["bash", str(tmp_path / "requirements/install.sh"), "gpu"]
+    done = subprocess.run(command, env={"PATH": os.environ["PATH"], "PYTHON": "/none"}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "setup: gpu.txt is not for this environment: give dev, docs or nothing.\n")
+
+
+@pytest.mark.parametrize(("name", "extra"), [("gpu.txt", "gpu"), ("orchestration.txt", "kubernetes")])
+def test_locks_of_other_machines_have_what_the_project_asks_for(name: str, extra: str) -> None:
+    """And what builds it; requirements/lock.py resolves all that these need."""
+    wanted = [*map(Requirement, [*PROJECT["dependencies"], *BUILD["requires"], *EXTRAS[extra]])]
+    wanted += [Requirement(line) for r in wanted if r.name == "alignflow" for line in EXTRAS["engines"]]
+    lock = {canonicalize_name(r.name): next(iter(r.specifier)).version for r in map(Requirement, entries(name))}
+    ours = [r for r in wanted if r.name != "alignflow"]
+    assert [str(r) for r in ours if not r.specifier.contains(lock.get(canonicalize_name(r.name), "0"))] == []
+    assert ("torch" in lock) == (extra == "gpu")
+
+
 def test_demo_recipes_and_tasks_are_data_of_the_package(tmp_path: Path) -> None:
     """What `alignflow demo` runs; no link, which a checkout on another system may not keep."""
     shutil.copytree(ROOT / "deployments", tmp_path / "deployments")
@@ -93,9 +137,7 @@ def test_lock_leaves_out_what_breaks_transformers() -> None:
 def test_docs_tools_are_pinned_and_move_no_other_package() -> None:
     """make docs installs them into the same environment."""
     assert "mkdocs" in pinned("docs.txt")
-    lines = [(ROOT / "requirements" / name).read_text().lower().splitlines() for name in ("docs.txt", "cpu.txt", "dev.txt")]
-    tools, *others = [{canonicalize_name(line.partition("==")[0]) for line in file if "==" in line} for file in lines]
-    assert not tools & set.union(*others)
+    assert not {line.partition("=")[0] for line in entries("docs.txt")} & (pinned("cpu.txt", "dev.txt").keys())
 
 
 def test_core_dependencies_reach_no_engine() -> None:
