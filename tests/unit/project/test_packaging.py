@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -96,6 +97,21 @@ def test_setup_installs_nothing_without_a_hash_but_torch_and_alignflow() -> None
     loose = [line for line in lines if "--require-hashes" not in line]
     assert 0 < len(loose) < len(lines)
     assert [line for line in loose if '"$TORCH"' not in line and not line.endswith("--editable .")] == []
+
+
+def test_actions_of_workflows_are_named_by_commit() -> None:
+    workflows = "".join(path.read_text() for path in (ROOT / ".github/workflows").iterdir())
+    actions = re.findall(r"uses: (.*)", workflows)
+    assert len(actions) > 5 and [line for line in actions if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", line)] == []
+
+
+def test_the_release_audits_the_locks_that_users_install() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    (script,) = [step["run"] for step in jobs["audit"]["steps"] if "pip-audit --" in step.get("run", "")]
+    names = re.findall(r"for lock in (.*);", script)[0].split()
+    assert names == ["cpu", "gpu", "orchestration"] and "audit" in jobs["publish"]["needs"]
+    assert subprocess.run(["bash", "-e", "-c", f'pip-audit() {{ [ -f "${{!#}}" ]; }}\n{script}'], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run(["bash", "-e", "-c", f"pip-audit() {{ [[ $* != *gpu* ]]; }}\n{script}"], cwd=ROOT, timeout=60).returncode == 1
 
 
 def test_setup_refuses_locks_of_other_machines(tmp_path: Path) -> None:
