@@ -75,7 +75,7 @@ def _merged(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[P
     if path in seen:
         raise ValueError(f"the task file {path} includes itself: remove the include")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the task file {path} cannot be read ({getattr(error, 'strerror', None) or error}): correct the path") from None
     except yaml.YAMLError as error:

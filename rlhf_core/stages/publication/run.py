@@ -258,7 +258,8 @@ def _differences(api: HfApi, folder: Path, published: Published, repo_id: str, c
             different += [path] if remote.lfs.sha256 != (known.sha256 if known else file_digest(file)) else []
         else:
             content = file.read_bytes()
-            different += [path] if remote.blob_id != hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() else []
+            blob_id = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+            different += [path] if remote.blob_id != blob_id else []
     return different
 
 
