@@ -130,7 +130,8 @@ class Renderer:
             tokens = self.prompt([*system, {**last, "content": content}])
             if len(tokens) <= limit:
                 return tokens, True
-            assert content, "check_limit lets an empty prompt fit"
+            if not content:  # check_limit lets the user's empty prompt fit
+                raise ValueError(f"the role {last['role'][:40]!r} and the template take {len(tokens)} tokens, and the limit is {limit}")
             cut += len(tokens) - limit
 
     def check_limit(self, limit: int) -> None:

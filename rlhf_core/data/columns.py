@@ -169,7 +169,7 @@ def _text(value: Any, where: str, column: str) -> str:
 def _number(value: Any, where: str, column: str) -> float:
     try:
         number = 0.0 if value is None or value == "" else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{where}: column {column!r} must be a number, found {_type(value)}") from None
     if not math.isfinite(number):
         raise ValueError(f"{where}: column {column!r} must be a finite number, found {value!r}")

@@ -168,7 +168,7 @@ def _text(value: Any, where: str, column: str) -> str:
 def _number(value: Any, where: str, column: str) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"{where}: {column} must be a number, found {value!r}: correct or drop the row")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 from array import array
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
@@ -23,6 +24,7 @@ from rlhf_core.hub.ids import parted
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 FIRST_ROWS = 8
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON writes characters beyond \uffff as two of these, and cut texts end with one
 
 
 class Placed(NamedTuple):
@@ -201,7 +203,13 @@ def _json_lines(path: str, lines: Iterable[str]) -> Iterator[Any]:
 
 def _json(where: str, text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # refuses half of a pair
+        return value
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{where}: holds {half!r}, half of a character: correct or drop the row") from None
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise ValueError(f"{where}: is not valid JSON: {error.msg} at {line}character {error.colno}") from error

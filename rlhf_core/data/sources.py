@@ -143,13 +143,13 @@ def answers_within(
     ended; they get no end-of-turn token.
     """
     prompt = at(where, renderer.prompt, messages)
-    answers = [renderer.response_tokens(messages, text) for text in texts]
+    answers = [at(where, renderer.response_tokens, messages, text) for text in texts]
     answers = [tokens[:-1] if unended else tokens for tokens, unended in zip(answers, cut or [False] * len(answers), strict=True)]
     lengths = len(prompt), [len(tokens) for tokens in answers]
     longest = max(lengths[1])
     over = len(prompt) + longest > max_len
     if over:
-        prompt, _ = renderer.prompt_within(messages, max(max_len - longest, max_len // 2, renderer.frame_len + 1))
+        prompt, _ = at(where, renderer.prompt_within, messages, max(max_len - longest, max_len // 2, renderer.frame_len + 1))
     return [answered(prompt, tokens).cut(max_len) for tokens in answers], lengths, over
 
 
@@ -217,7 +217,7 @@ def answer_documents(
     best_suffix = ""
     if condition == "reward" and suffix_of is None:
         rewards = array("d", (reward_of(placed.located) for placed in placed_rows(data, seed, kind)))
-        suffix_of = reward_suffix(rewards)
+        suffix_of = at(names(data), reward_suffix, rewards)
         best_suffix = suffix_of(max(rewards))
 
     def make(located: Located) -> Made:
