@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
 RECIPE_ONLY: dict[str, Any] = {"recipe_only": True}  # as `json_schema_extra`: a switch that no run of a deployment may turn (served.py)
 
 
@@ -89,8 +90,8 @@ def _holds_numbers(annotation: Any) -> bool:
 class Ranks(Config):
     """Processes of one model and what each of them owns. On a CPU machine `gpus` is 0 and `cpus` counts."""
 
-    num_nodes: Positive = Field(1, description="nodes")
-    num_ranks_per_node: Positive = Field(1, description="ranks on each node (one per GPU)")
+    num_nodes: Positive = Field(1, le=1000, description="nodes")
+    num_ranks_per_node: Positive = Field(1, le=256, description="ranks on each node (one per GPU)")
     cpus: Annotated[float, NotInDigest] = Field(1.0, gt=0, description="CPUs of one rank")
     gpus: float = Field(0.0, ge=0, description="GPUs of one rank")
 

@@ -89,7 +89,7 @@ class Recipe(Config):
     artifacts: str = Field("artifacts", description="folder of all run directories", min_length=1)
     store: str | None = Field(None, description="bucket or folder that finished stages are copied to and fetched from: s3://bucket/prefix")
     store_checkpoints: bool = Field(False, description="also copy the newest resume state of a running stage to the store")
-    seed: int = Field(0, ge=0, description="seed of every stage")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed of every stage")
     trust_remote_code: bool = Field(False, description="allow model code from the Hub", json_schema_extra=RECIPE_ONLY)
     notify: Notify | None = Field(None, description="webhook that receives the events of a run")
     wandb: Wandb | None = Field(None, description="Weights & Biases project for the metrics of every stage")

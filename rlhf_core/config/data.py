@@ -12,10 +12,16 @@ from rlhf_core.records import Config, Positive, Share, check
 Rows = Literal["sft", "preference", "prompt", "answer", "labelled", "scored"]  # what the rows of a data set hold
 
 
+def template_mistakes(template: str) -> Iterator[str]:
+    """Yields a sentence when a template is neither 'chat' nor has one place for the prompt."""
+    if template != "chat" and template.count("{}") != 1:
+        yield f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt"
+
+
 class Source(Config):
     """One data set of a mixture: a local .jsonl/.json/.parquet/.csv file, or a Hub data set id."""
 
-    path: str = Field(description="file, Hub data set id, or one at a revision (owner/name@REVISION)")
+    path: str = Field(description="file, Hub data set id, or one at a revision (owner/name@REVISION)", min_length=1)
     split: str = Field("train", description="split, for Hub data sets")
     format: Literal["auto", "columns", "ultrafeedback", "arena", "hh", "sharegpt"] = Field(
         "auto", description="shape of the rows (docs/how-to/data.md); auto: detected from the first row; columns: named by the *_key fields"
@@ -54,8 +60,7 @@ class Data(Config):
         total = sum(source.probability for source in self.sources)
         if len(self.sources) > 1 and abs(total - 1) > 1e-6:
             yield f"the probabilities of the {len(self.sources)} sources sum to {total:g}: make them sum to 1"
-        if self.template != "chat" and self.template.count("{}") != 1:
-            yield f"template {self.template!r} must be 'chat' or hold exactly one {{}} for the prompt"
+        yield from template_mistakes(self.template)
 
 
 class Text(NamedTuple):

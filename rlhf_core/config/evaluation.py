@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -9,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from rlhf_core.config.data import Data, Source, Text
+from rlhf_core.config.data import Data, Source, Text, template_mistakes
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Sampling
@@ -32,6 +33,10 @@ class RewardJudge(Config):
     tie: float = Field(0.0, ge=0, description="score difference that still counts as a tie")
 
 
+KEY_ENV = r"^([A-Za-z_]\w*)?$"  # a name of a variable, or none; a key itself, which would end up in files, seldom fits
+REPOSITORY = r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$"
+
+
 class RequestLimits(Config):
     """Concurrency, timeout and retries of requests to a chat endpoint."""
 
@@ -45,7 +50,9 @@ class Remote(RequestLimits):
 
     model: str = Field(description="model name at the endpoint")
     base_url: str = Field("https://api.openai.com/v1", description="endpoint")
-    api_key_env: Annotated[str, NotInDigest] = Field("OPENAI_API_KEY", description="environment variable that holds the key")
+    api_key_env: Annotated[str, NotInDigest] = Field(
+        "OPENAI_API_KEY", description="environment variable that holds the key", pattern=KEY_ENV
+    )
     requests_per_minute: Annotated[Positive | None, NotInDigest] = Field(
         None, description="requests are spaced so that no more are sent; default: no limit"
     )
@@ -56,11 +63,13 @@ class Remote(RequestLimits):
 
     @field_validator("base_url")
     @classmethod
-    def _no_secret(cls, value: str) -> str:
+    def _is_an_address_without_secret(cls, value: str) -> str:
         if "@" in urlsplit(value).netloc or urlsplit(value).query:
             raise ValueError(
                 "the address holds a password or a query, which would end up in files: put a key into the variable api_key_env names"
             )
+        if not re.match("https?://[^/]", value):
+            raise ValueError(f"{value!r} is no address: begin it with http:// or https://")
         return value
 
 
@@ -108,6 +117,15 @@ class Endpoint(Remote):
         0.0, description="share of questions that may stay without an answer; these count as empty answers"
     )
 
+    @field_validator("more")
+    @classmethod
+    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(value, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"cannot be sent as JSON ({error}): write dates in quotes, and leave out what is no text or number") from None
+        return value
+
 
 class RewardEvaluation(Config):
     """Reward models on held-out preference pairs: accuracy, calibration, length bias, agreement with each other."""
@@ -144,6 +162,10 @@ class Evaluation(Gated, Sampling):
         description="reward model that was optimised: its mean score and the judge's win rate over the KL from the baseline make the "
         "over-optimisation curve (models: a loop, or STAGE.iterationN of ppo's export_at); needs temperature 1",
     )
+
+    @check
+    def _check_template(self) -> Iterator[str]:
+        yield from template_mistakes(self.template)
 
     @check
     def _check_engine(self) -> Iterator[str]:
@@ -200,8 +222,8 @@ class Publication(Gated):
         description="in place of model: preferences stage whose pairs or answers, or evaluation whose judgments and answers to publish",
     )
     evaluation: str | None = Field(None, description="evaluation stage whose scores the model card shows")
-    folder: str | None = Field(None, description="folder to publish to; default: published/ in the run directory")
-    repo_id: str | None = Field(None, description="Hub repository; the token comes from HF_TOKEN")
+    folder: str | None = Field(None, description="folder to publish to; default: published/ in the run directory", min_length=1)
+    repo_id: str | None = Field(None, description="Hub repository, owner/name; the token comes from HF_TOKEN", pattern=REPOSITORY)
     branch: str = Field("main", description="branch of the repository; one that is not there is made")
     round_branch: str | None = Field(
         None, description="of a loop: every round is published too, to a branch of this name with the round's number for {} (round-{})"

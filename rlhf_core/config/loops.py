@@ -100,7 +100,7 @@ class Preferences(Rounds):
 class Loop(Rounds, Trainable, Routed):
     """Rounds of sampling and training; round k starts from round k-1. Expands into stages of its own in the plan."""
 
-    rounds: Positive = Field(2, description="rounds")
+    rounds: Positive = Field(2, le=1000, description="rounds, at most 1000")
     max_len: int = Field(0, ge=0, description="longest sequence in training, in tokens; 0: prompt_max_len + generate_max_len")
     prompts_per_round: Positive = Field(1024, description="each round takes the next slice of the prompts")
     learning_rate: Rate = Field(5e-7, description="peak learning rate of each round")

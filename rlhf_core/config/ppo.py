@@ -214,10 +214,9 @@ class PPO(Optimised, Rewarded, Routed):
     def _check_placement(self) -> Iterator[str]:
         if self.colocate_critic_reward and not (self.has_critic and self.reward_models):
             yield "colocate_critic_reward needs a critic and a reward model: leave it out"
-        offloaded = [*self.adam_offload, *(["reference"] if self.ref_reward_offload else [])]
-        without = [role for role in offloaded if role in self.groups and not self.groups[role].gpus]
-        if without:
-            yield f"offloading frees a GPU's memory, and {', '.join(without)} has none: set gpus of its ranks, or leave it out"
+        for field, roles in (("adam_offload", self.adam_offload), ("ref_reward_offload", ["reference"] * self.ref_reward_offload)):
+            if without := [role for role in roles if role in self.groups and not self.groups[role].gpus]:
+                yield f"{field} frees a GPU's memory, and {', '.join(without)} has none: set gpus of its ranks, or leave it out"
         for names in self.together:
             check_together({name: self.placed[name] for name in names})
 

@@ -13,9 +13,11 @@ from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, check
 class Vllm(Config):
     """The vLLM engines of a stage."""
 
-    num_engines: Annotated[Positive, NotInDigest] = Field(1, description="engines")
+    num_engines: Annotated[Positive, NotInDigest] = Field(1, le=10_000, description="engines")
     cpus: Annotated[float, NotInDigest] = Field(1.0, gt=0, description="CPUs of one engine")
-    tensor_parallel_size: Annotated[Positive, NotInDigest] = Field(1, description="GPUs that share one engine's model, all of one node")
+    tensor_parallel_size: Annotated[Positive, NotInDigest] = Field(
+        1, le=256, description="GPUs that share one engine's model, all of one node"
+    )
     gpus: Annotated[float, NotInDigest] = Field(
         0.0, ge=0, description="GPUs of one engine; with tensor_parallel_size, of each of its processes"
     )

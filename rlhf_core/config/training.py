@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rlhf_core.config.data import Data, Rows, Text
+from rlhf_core.config.data import Data, Rows, Text, template_mistakes
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.processes import Groups
-from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, Share, check
+from rlhf_core.records import Config, Momentum, NotInDigest, Positive, Ranks, Rate, Share, check
 
 Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]
 
@@ -21,7 +21,7 @@ class Lora(Config):
     rank: Positive = Field(16, description="rank of the adapters")
     alpha: Rate = Field(32.0, description="scale: adapters count alpha / rank")
     targets: Literal["all-linear"] | tuple[str, ...] = Field(
-        "all-linear", description="layers with adapters: all linear ones but the head, or their names (q_proj, v_proj, ...)"
+        "all-linear", description="layers with adapters: all linear ones but the head, or their names (q_proj, v_proj, ...)", min_length=1
     )
     quantize: Literal["none", "nf4"] = Field(
         "none", description="nf4: frozen weights in 4 bits (QLoRA), on a GPU with bitsandbytes, ZeRO stage 0 to 2"
@@ -42,7 +42,7 @@ class Optimised(Gated):
         "passes equally full",
     )
     max_epochs: Positive = Field(1, description="passes over the data; of ppo over each rollout")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
+    betas: tuple[Momentum, Momentum] = Field((0.9, 0.95), description="AdamW")
     weight_decay: float = Field(0.0, ge=0, description="AdamW")
     warmup_ratio: Share = Field(0.03, description="share of the optimiser steps with a linear warm-up")
     min_lr_ratio: Share = Field(0.1, description="the cosine ends at this share of the peak")
@@ -158,6 +158,7 @@ class SFT(Trainable, Routed):
 
     @check
     def _check_data(self) -> Iterator[str]:
+        yield from template_mistakes(self.template)
         if (self.data is None) == (self.answers is None):
             yield "an sft stage needs exactly one of data (files) and answers (the name of a preferences stage)"
 
@@ -226,6 +227,10 @@ class Anchored(Trainable, Routed):
     reference: str | None = Field(None, description="reference model; default: the policy before training")
     template: str = Field("chat", description="template of pairs or answers: 'chat' or a plain one with one {}")
     learning_rate: Rate = Field(5e-7, description="peak learning rate")
+
+    @check
+    def _check_template(self) -> Iterator[str]:
+        yield from template_mistakes(self.template)
 
 
 class DPO(Anchored, PreferenceLoss):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -27,12 +28,12 @@ def shown(place: str) -> str:
 def is_hub_id(place: str) -> bool:
     """Returns whether this is a Hub id (`owner/name`, `owner/name@REVISION`), not an existing path or a name with a data suffix."""
     repo_id = parted(place)[0]
-    return bool(HUB_ID.fullmatch(repo_id)) and not repo_id.endswith(DATA_SUFFIXES) and not Path(place).exists()
+    return bool(HUB_ID.fullmatch(repo_id)) and not repo_id.endswith(DATA_SUFFIXES) and not os.path.exists(place)
 
 
 def is_remote(place: str) -> bool:
     """Returns whether this is a Hub id, also one of one word (`gpt2`); an existing file or folder is not."""
-    return is_hub_id(place) or ("/" not in place and not place.endswith(DATA_SUFFIXES) and not Path(place).exists())
+    return is_hub_id(place) or ("/" not in place and not place.endswith(DATA_SUFFIXES) and not os.path.exists(place))
 
 
 def parted(place: str) -> tuple[str, str | None]:

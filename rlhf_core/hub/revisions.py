@@ -8,6 +8,7 @@ the same commit, until `forget`. A Hub id without @ is not resolved: its default
 from __future__ import annotations
 
 import json
+import os
 import re
 from contextlib import suppress
 from functools import partial
@@ -74,7 +75,7 @@ def pinned_sources(config: Config, pins: Pins) -> Config:
 
 def _pinned(value: Any, pins: Pins) -> Any:
     if isinstance(value, Source):
-        path = value.path if Path(value.path).exists() else pins.pinned(value.path, "dataset")
+        path = value.path if os.path.exists(value.path) else pins.pinned(value.path, "dataset")
         return value if path == value.path else value.model_copy(update={"path": path})
     if isinstance(value, BaseModel):
         return pinned_sources(value, pins)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from rlhf_core.config import Evaluation, Loop, Preferences, Publication, Recipe, StageConfig
 from rlhf_core.config.kinds import KINDS, metrics_of, named
@@ -49,7 +49,7 @@ def _misnamed(stage: str, config: StageConfig, stages: Mapping[str, StageConfig]
         elif only_stages or (name == "base" and kinds == reward_models):
             valid = [other for other, found in stages.items() if found.stage in kinds]
             yield f"{where}: {unknown(name, valid, 'stage')}; {needed} is needed here"
-        elif name != "base" and "/" not in name and not Path(name).exists():
+        elif name != "base" and "/" not in name and not os.path.exists(name):
             valid = ["base", *(other for other, found in stages.items() if found.stage in kinds), *aliases]
             remote = ", an endpoint" if isinstance(config, Evaluation) and not place.startswith("judges") else ""
             valid += endpoints if remote else ()

@@ -32,7 +32,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     shown = _shown(path)
     raw = parse(_text_of(path, shown), f"recipe {shown}")
     if not isinstance(raw, dict):
-        raise ValueError(f"recipe {shown} must be a mapping with name, base_model and stages; it holds {type(raw).__name__}")
+        found = "nothing" if raw is None else type(raw).__name__
+        raise ValueError(f"recipe {shown} must be a mapping with name, base_model and stages; it holds {found}")
     return _overridden(raw, overrides)
 
 
@@ -151,6 +152,12 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
                 info = _fields(names[:-1], raw).get(names[-1])
                 meaning = f" ({info.description})" if info is not None and info.description else ""
                 found.append(f"{where}: missing{meaning}; add it")
+            case "too_short" if any(other["loc"][: len(item["loc"])] == item["loc"] for other in error.errors() if other != item):
+                continue  # its wrong items have sentences of their own
+            case _ if item["type"] == "invalid_key" or names[-1:] == ["[key]"]:
+                holder = ".".join(str(part) for part in names[: -2 if names[-1] == "[key]" else -1]) or "recipe"
+                told = "no text: put it in quotes (YAML reads on, off, yes and no as true and false)"
+                found.append(f"{holder}: the key {item['input']!r} is {told}")
             case "union_tag_not_found" if names[:1] == ["stages"] and len(names) == 2:
                 found.append(f"{where}: say which stage it is with `stage:`, one of {', '.join(KINDS)}")
             case "union_tag_invalid":
@@ -212,7 +219,7 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], li
     for override in overrides:
         name, equals, text = override.partition("=")
         keys = name.strip().removeprefix("stages.").split(".")
-        if not equals or not all(keys):
+        if not equals or not all(keys) or not name.isprintable():
             raise ValueError(f"override {override!r}: write <stage>.<field>=<value>, for example ppo.actor_learning_rate=5e-7, or seed=1")
         value = parse(text, f"override {override!r}")
         if len(keys) == 1:

@@ -4,20 +4,31 @@ aliases may not stand for more than MOST values, which would fill the memory."""
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
 
 MOST = 100_000
 
 
 class _Loader(yaml.SafeLoader):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):  # a date that there is not, a number of too many digits, a tag on other text
+            text = repr(str(node.value)[:60])
+            raise ConstructorError(None, None, f"{text} cannot be read as the date or number it looks like", node.start_mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise ConstructorError(None, None, "a key is a list or a mapping, and must be text", key_node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} appears twice", key_node.start_mark)
+                raise ConstructorError(None, None, f"the key {key!r} appears twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -27,8 +38,8 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9
 
 def parse(text: str, where: str) -> Any:
     """Returns the value of a YAML text. Raises ValueError: one sentence that begins with `where`."""
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)  # refuses control characters
         node = loader.get_single_node()
         if node is None:
             return None
@@ -40,10 +51,8 @@ def parse(text: str, where: str) -> Any:
         raise ValueError(f"{where}{line}: {error.problem}; correct the YAML") from None
     except RecursionError:
         raise ValueError(f"{where}: its brackets are nested too deeply to be read; correct the YAML") from None
-    except (yaml.YAMLError, ValueError) as error:  # a date that there is not, a number of too many digits
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # too many values; a tag on a value of another type
         raise ValueError(f"{where}: {str(error).splitlines()[0]}; correct the YAML") from None
-    finally:
-        loader.dispose()
 
 
 def _size(node: yaml.Node, sizes: dict[int, float]) -> float:

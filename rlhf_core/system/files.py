@@ -38,9 +38,9 @@ class Digests:
 
     def of(self, path: Path) -> str:
         """Returns the digest of a file, or of a folder's names and contents without hidden ones; `absent` when there is neither."""
-        if path.is_file():
+        if os.path.isfile(path):  # False also for a name that no file system takes
             return self._file(path.resolve())
-        if not path.is_dir():
+        if not os.path.isdir(path):
             return ABSENT
         inside = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
         names = sorted(name for name in inside if not any(part.startswith(".") for part in name.parts))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +16,7 @@ import pytest
 
 from rlhf_core.config import PPO, SFT, Evaluation, RewardJudge
 from rlhf_core.recipe.load import dump_recipe, given_recipe, load_recipe
+from rlhf_core.recipe.plan import plan
 from tests.support.s3_server import s3
 
 Write = Callable[..., Path]
@@ -129,7 +132,33 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
         ("ppo.reward=[]", "stages.ppo.reward: value should have at least 1 item"),
         ("ppo.temperature=0", "stages.ppo: temperature=0 gives the same answer every time"),
         ("ppo.top_p=0.9", "unknown key 'top_p'"),
+        ("ppo.betas=[0.9, 1]", "stages.ppo.betas.1: input should be less than 1, not 1; correct it"),
+        ("ppo.ref_reward_offload=true", "stages.ppo: ref_reward_offload frees a GPU's memory, and reference has none: set gpus"),
+        ("ppo.adam_offload=true", "stages.ppo: adam_offload frees a GPU's memory, and actor, critic has none: set gpus"),
+        ("ppo.vllm.num_engines=1000000000", "stages.ppo.vllm.num_engines: input should be less than or equal to 10000"),
+        ("ppo.vllm.tensor_parallel_size=512", "stages.ppo.vllm.tensor_parallel_size: input should be less than or equal to 256"),
+        ("sft.ranks.num_nodes=1024", "stages.sft.ranks.num_nodes: input should be less than or equal to 1000"),
+        ("sft.ranks.num_ranks_per_node=1024", "stages.sft.ranks.num_ranks_per_node: input should be less than or equal to 256"),
+        ("seed=4294967296", "seed: input should be less than 4294967296"),
+        ("sft.template='Question:'", "stages.sft: template 'Question:' must be 'chat' or hold exactly one {}"),
+        ("sft.data.template='{} {}'", "stages.sft.data: template '{} {}' must be 'chat' or hold exactly one {}"),
+        ("sft.data.sources.0.path=''", "stages.sft.data.sources.0.path: string should have at least 1 character"),
+        ("sft.lora={targets: []}", "stages.sft.lora.targets: "),
+        (
+            "evaluation.endpoints={gpt: {model: x, base_url: 'localhost:8000/v1'}}",
+            "stages.evaluation.endpoints.gpt.base_url: 'localhost:8000/v1' is no address: begin it with http:// or https://",
+        ),
+        (
+            "evaluation.judges=[{kind: openai, model: x, api_key_env: sk-123}]",
+            "stages.evaluation.judges.0.api_key_env: string should match pattern",
+        ),
         ("name=[", "correct the YAML"),
+        ("sft\n.max_len=3", "override 'sft\\n.max_len=3': write <stage>.<field>=<value>"),
+        (
+            "evaluation.endpoints={gpt: {model: x, more: {since: 2024-01-01}}}",
+            "stages.evaluation.endpoints.gpt.more: cannot be sent as JSON (Object of type date is not JSON serializable): write dates in",
+        ),
+        ("evaluation.endpoints={gpt: {model: x, more: {top_p: .nan}}}", "stages.evaluation.endpoints.gpt.more: cannot be sent as JSON"),
     ],
 )
 def test_a_wrong_override_is_one_sentence(recipe: Write, override: str, told: str) -> None:
@@ -148,7 +177,14 @@ def test_a_wrong_override_is_one_sentence(recipe: Write, override: str, told: st
         (("  ppo: {", "  ppo: {stage: pppo, "), "stages.ppo: stage: unknown value 'pppo'; did you mean ppo?"),
         (("  ppo:", "  p.po:"), "stages.p.po"),
         (("name: tiny", "name: stages"), "name: 'stages' is what the artifacts folder has of all recipes: give this one another name"),
-        (("name: tiny", "name: 2001-13-45"), "recipe.yaml: month must be in 1..12; correct the YAML"),
+        (("name: tiny", "name: 2001-13-45"), "recipe.yaml line 2: '2001-13-45' cannot be read as the date or number it looks like"),
+        (("name: tiny", "name: !!bool tiny"), "recipe.yaml line 2: 'tiny' cannot be read as the date or number it looks like"),
+        (("name: tiny", "name: tiny\nseed: " + "9" * 5000), "recipe.yaml line 3: '9999"),
+        (("name: tiny", "name: !!set [tiny]"), "correct the YAML"),
+        (("name: tiny", "[name]: tiny"), "recipe.yaml line 2: a key is a list or a mapping, and must be text"),
+        (("name: tiny", "name: tiny\non: 1"), "recipe: the key True is no text: put it in quotes (YAML reads on, off, yes and no as"),
+        (("{data: {sources: train.jsonl}", "{3: 1, data: {sources: train.jsonl}"), "stages.sft: the key 3 is no text"),
+        (("  ppo: {", "  off: {stage: ppo, "), "stages: the key False is no text"),
         (("name: tiny", "name: tiny\nartifacts: ''"), "artifacts: string should have at least 1 character, not ''; correct it"),
         (("  ppo:", "  base: {stage: sft, data: {sources: a.jsonl}}\n  ppo:"), "stages.base: a stage name is"),
         (("  ppo:", "  sft:"), "line 7: the key 'sft' appears twice"),
@@ -172,7 +208,6 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.jo
         (BOMB, "holds more than 100,000 values, with those that its aliases (*name) stand for; correct the YAML"),
         ("name: &a [*a]", "holds more than 100,000 values"),
         ("name: " + "[" * 100_000, "its brackets are nested too deeply to be read; correct the YAML"),
-        ("seed: " + "9" * 5000, "Exceeds the limit (4300 digits)"),
     ],
 )
 def test_a_recipe_that_would_fill_the_memory(recipe: Write, text: str, told: str) -> None:
@@ -185,6 +220,14 @@ def test_aliases_are_read(recipe: Write) -> None:
     """A byte order mark is read over."""
     loaded = load_recipe(recipe("\ufeff" + TEXT.replace("{sources: train.jsonl}", "&d {sources: train.jsonl}, eval_data: *d")))
     assert isinstance(sft := loaded.stages["sft"], SFT) and sft.eval_data == sft.data
+
+
+@pytest.mark.parametrize("name", ["", "a" * 300, "b\0"])
+def test_a_name_that_no_folder_can_have_is_unknown(recipe: Write, name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"stages.sft.model: unknown name {name!r}; valid: base, ")):
+        plan(load_recipe(recipe(), [f"sft.model={json.dumps(name)}"]))
+    if name:
+        assert plan(load_recipe(recipe(), [f"base_model={json.dumps(name)}", f"sft.data.sources.0.path={json.dumps(name)}"]))
 
 
 def test_every_mistake_has_its_line(recipe: Write) -> None:

@@ -1,0 +1,120 @@
+"""Recipes changed at random: they are read, or refused in sentences of ours, whatever stands in them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import fsspec
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.plan import plan
+from tests.support.mutations import places, require_sentence
+
+TEXT = """
+name: tiny
+base_model: org/base
+seed: 1
+store: s3://bucket/prefix
+notify: {url_env: HOOK, events: [completed]}
+stages:
+  sft: {data: {sources: train.jsonl}, lora: {rank: 4}, gates: [{metric: loss, max: 2}]}
+  reward_model: {data: {sources: [{path: a.jsonl, probability: 0.5}, {path: b.csv, probability: 0.5}]}}
+  ppo: {prompts: {sources: prompts.jsonl}, reward: [reward_model, "checks.py:short"], vllm: {cpus: 2}, betas: [0.9, 0.95]}
+  loop: {stage: iterative_dpo, prompts: {sources: prompts.jsonl}, rounds: 2}
+  evaluation:
+    models: [ppo, loop, remote]
+    questions: {path: q.jsonl}
+    judges: [{kind: rule}, {kind: openai, model: judge}]
+    endpoints: {remote: {model: m, base_url: "http://host/v1", more: {top_p: 0.9}}}
+  publication: {model: ppo, evaluation: evaluation}
+"""
+RECIPE: dict[str, Any] = yaml.safe_load(TEXT)
+# Texts that YAML reads as something else, or cannot read.
+ODD = ("2001-13-45", "0x_", "1e5", "1e999", "~", "on", ".nan", "12:30:45", "=", "<<", "%", "\t1")
+ODD = (*ODD, "!!int x", "!!set [1]", "&a [*a]", "*a", "{[a]: b}")
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.dates() | st.binary(max_size=5)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SCALARS, inner, max_size=3), max_leaves=6)
+KEYS = st.sampled_from(("stages", "sft", "data", "sources", "0", "lora", "seed", "evaluation", "judges")) | st.text(max_size=5)
+SETTINGS = settings(max_examples=300)
+
+
+def read(content: bytes, *overrides: str) -> None:
+    """Loads and plans a recipe; lets nothing through but a ValueError of ours."""
+    fsspec.filesystem("memory").pipe("/recipe.yaml", content)
+    try:
+        plan(load_recipe("memory://recipe.yaml", overrides))
+    except ValueError as error:
+        require_sentence(error)
+
+
+@st.composite
+def recipes(draw: Callable[..., Any]) -> str:
+    """The text of a recipe in which one to three values were replaced, dropped, swapped or given another key."""
+    recipe, odd = copy.deepcopy(RECIPE), {}
+    for number in range(draw(st.integers(1, 3))):
+        holder, key = draw(st.sampled_from(places(recipe) or [({"a": 1}, "a")]))
+        match draw(st.sampled_from(("replace", "odd", "drop", "swap", "rename"))):
+            case "replace":
+                holder[key] = draw(VALUES)
+            case "odd":
+                holder[key] = f"ODD{number}"
+                odd[f"ODD{number}"] = draw(st.sampled_from(ODD))
+            case "drop":
+                del holder[key]
+            case "swap":
+                other, its_key = draw(st.sampled_from(places(RECIPE)))
+                holder[key] = copy.deepcopy(other[its_key])
+            case "rename" if isinstance(holder, dict):
+                holder[draw(SCALARS)] = holder.pop(key)
+    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=draw(st.booleans()))
+    for name, value in odd.items():
+        text = text.replace(name, value)
+    return text
+
+
+@SETTINGS
+@given(recipes())
+def test_a_recipe_with_other_values(text: str) -> None:
+    read(text.encode("utf-8", "surrogatepass"))
+
+
+@SETTINGS
+@given(st.data())
+def test_a_recipe_with_other_lines_and_characters(data: st.DataObject) -> None:
+    lines = TEXT.splitlines(keepends=True)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(lines) - 1))
+        match data.draw(st.sampled_from(("double", "drop", "insert", "cut"))):
+            case "double":
+                lines.insert(at, lines[at])
+            case "drop":
+                lines[at] = ""
+            case "insert":
+                lines[at] = lines[at].replace(":", ":" + data.draw(st.text(max_size=6) | st.sampled_from(ODD)), 1)
+            case "cut":
+                lines[at] = lines[at][: data.draw(st.integers(0, len(lines[at])))]
+    read("".join(lines).encode("utf-8", "surrogatepass"))
+
+
+@SETTINGS
+@given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode) | st.text("{}[]:-&*!|>'\"%@,# \n\tab1", max_size=60).map(str.encode))
+def test_a_file_that_is_no_recipe(content: bytes) -> None:
+    read(content)
+
+
+@SETTINGS
+@given(st.lists(KEYS, max_size=5), st.sampled_from(ODD) | st.text(max_size=20) | VALUES.map(lambda value: yaml.safe_dump(value)))
+def test_an_override(keys: list[str], value: str) -> None:
+    read(TEXT.encode(), f"{'.'.join(keys)}={value}")
+
+
+@pytest.mark.parametrize("override", ["seed=2", "sft.lora.rank=8"])
+def test_the_recipe_is_right_before_it_is_changed(override: str) -> None:
+    fsspec.filesystem("memory").pipe("/recipe.yaml", TEXT.encode())
+    assert len(plan(load_recipe("memory://recipe.yaml", [override])).nodes) == 9
