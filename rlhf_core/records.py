@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _is_a_name(value: str) -> str:
+    if value and not re.fullmatch(r"[A-Za-z_]\w*", value):
+        raise ValueError("give the name of an environment variable, and the key itself to that variable: what is here ends up in files")
+    return value
+
+
+Variable = Annotated[str, AfterValidator(_is_a_name)]  # of the environment
 RECIPE_ONLY: dict[str, Any] = {"recipe_only": True}  # as `json_schema_extra`: a switch that no run of a deployment may turn (served.py)
 
 

@@ -93,14 +93,14 @@ def rewrite(folder: Path) -> Path:
 
     Raises ValueError when the folder has no readable `run.json`.
     """
+    artifacts = folder.absolute().parent
     try:
         run = json.loads((folder / RUN).read_text())
-    except (OSError, ValueError):
-        raise ValueError(f"{folder} has no {RUN}: give a recipe, or the folder <artifacts>/<recipe name> of a run") from None
+        views = [replace(view, run_dir=artifacts / view.run_dir) for view in VIEWS.validate_python(run["stages"])]
+    except (OSError, ValueError, LookupError, TypeError):
+        raise ValueError(f"{folder} has no {RUN} that can be read: give a recipe, or the folder <artifacts>/<recipe> of a run") from None
     from evaluation.report.page import write_report
 
-    artifacts = folder.absolute().parent
-    views = [replace(view, run_dir=artifacts / view.run_dir) for view in VIEWS.validate_python(run["stages"])]
     page = write_report(folder, run["recipe"], views)
     write_index(artifacts)
     return page

@@ -7,6 +7,7 @@ Commands import flows when they run them: `validate` and `--dry-run` do not impo
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -82,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors.print(str(error), markup=False)
         return ENVIRONMENT
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            errors.print(f"{str(error.filename)[:60]}...: no file or folder can have so long a name; correct it", markup=False)
+            return WRONG_INPUT
         if not (reason := disk_problem(error)):
             raise
         errors.print(f"{error.filename or 'the artifacts folder'} cannot be written to: {reason}, then run again", markup=False)

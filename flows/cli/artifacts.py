@@ -27,8 +27,12 @@ def report(run: Path) -> int:
         page = write_index(run)
     elif run.is_dir():
         page = rewrite(run)
+    elif not run.exists():
+        raise ValueError(f"{run}: there is no such file or folder: give a recipe, the folder ARTIFACTS/NAME of one, or ARTIFACTS")
     else:
         planned = plan(load_recipe(run))
+        if not (planned.folder / RUN).exists():
+            raise ValueError(f"recipe {planned.recipe.name} has not run yet, there is no {planned.folder / RUN}: run it first")
         page = write(planned, {node.name: found(node.run_dir) for node in planned.nodes})
     console.print(str(page), markup=False)
     return OK

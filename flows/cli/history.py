@@ -217,7 +217,9 @@ def _closure(folders: list[Path]) -> set[Path]:
 def _read_run(file: Path) -> dict[str, Any]:
     """Reads a `run.json` or a file of `runs/`. Raises ValueError when it cannot be read."""
     run = read_json(file)
-    if not isinstance(run.get("stages"), list):
+    stages = run.get("stages")
+    named = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
+    if named != stages or not all(isinstance(stage.get(key), str) for stage in named for key in ("name", "run_dir")):
         again = f"run the recipe again, or remove {file.parent}" if file.name == RUN else "restore it, or remove it"
         raise ValueError(f"{file} cannot be read: {again} if nothing needs it")
     return run
@@ -227,6 +229,6 @@ def _top(folder: Path) -> dict[str, Any]:
     """Returns a recipe's top-level fields, without its stages; {} when it cannot be read."""
     try:
         recipe = yaml.safe_load((folder / RECIPE).read_text())
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     return {key: value for key, value in recipe.items() if key != "stages"} if isinstance(recipe, dict) else {}

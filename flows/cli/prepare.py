@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain, count
 from pathlib import Path
 from typing import Literal
@@ -29,6 +30,8 @@ def migrate(script: Path, *, out: Path | None = None, gpus: int = 8) -> int:
         raise ValueError(f"--gpus {gpus}: give the number of GPUs of one machine, 1 or more")
     if out is not None and out.exists():
         raise ValueError(f"{out} exists already: give another --out, or remove it")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file")
     found = read(script, gpus)
     place = _free(Path("recipe.yaml")) if out is None else out
     write_text(place, found.text)
@@ -90,7 +93,7 @@ def forecast(
     from rlhf_core.forecast.seconds import GPUS
 
     given = {"memory": (gpu_memory, 2**30), "flops": (flops, 1e12), "bandwidth": (bandwidth, 1e12)}
-    if gpus < 0 or not all(value is None or value > 0 for value, _ in given.values()):
+    if gpus < 0 or not all(value is None or 0 < value < math.inf for value, _ in given.values()):
         raise ValueError("--gpus, --gpu-memory, --flops and --bandwidth are numbers above 0: leave out what is not known")
     planned = plan(load_recipe(recipe, overrides))
     needed = max((round(needs(node.config).gpus) for node in planned.nodes), default=0)

@@ -15,7 +15,7 @@ from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Sampling
 from rlhf_core.config.processes import Groups, Served
-from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, Share, check
+from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, Share, Variable, check
 
 
 class RuleJudge(Config):
@@ -33,10 +33,6 @@ class RewardJudge(Config):
     tie: float = Field(0.0, ge=0, description="score difference that still counts as a tie")
 
 
-KEY_ENV = r"^([A-Za-z_]\w*)?$"  # a name of a variable, or none; a key itself, which would end up in files, seldom fits
-REPOSITORY = r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$"
-
-
 class RequestLimits(Config):
     """Concurrency, timeout and retries of requests to a chat endpoint."""
 
@@ -50,9 +46,7 @@ class Remote(RequestLimits):
 
     model: str = Field(description="model name at the endpoint")
     base_url: str = Field("https://api.openai.com/v1", description="endpoint")
-    api_key_env: Annotated[str, NotInDigest] = Field(
-        "OPENAI_API_KEY", description="environment variable that holds the key", pattern=KEY_ENV
-    )
+    api_key_env: Annotated[Variable, NotInDigest] = Field("OPENAI_API_KEY", description="environment variable that holds the key")
     requests_per_minute: Annotated[Positive | None, NotInDigest] = Field(
         None, description="requests are spaced so that no more are sent; default: no limit"
     )
@@ -223,7 +217,7 @@ class Publication(Gated):
     )
     evaluation: str | None = Field(None, description="evaluation stage whose scores the model card shows")
     folder: str | None = Field(None, description="folder to publish to; default: published/ in the run directory", min_length=1)
-    repo_id: str | None = Field(None, description="Hub repository, owner/name; the token comes from HF_TOKEN", pattern=REPOSITORY)
+    repo_id: str | None = Field(None, description="Hub repository, owner/name; the token comes from HF_TOKEN")
     branch: str = Field("main", description="branch of the repository; one that is not there is made")
     round_branch: str | None = Field(
         None, description="of a loop: every round is published too, to a branch of this name with the round's number for {} (round-{})"
@@ -237,6 +231,13 @@ class Publication(Gated):
     )
     license: str | None = Field(None, description="licence on the model card; default: what the base model and the data require")
     licenses: dict[str, str] = Field({}, description="licence of a base model or data set, by Hub id or file, where its card names none")
+
+    @field_validator("repo_id")
+    @classmethod
+    def _is_a_repository(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", value):
+            raise ValueError(f"{value!r} is not a Hub repository: write it as owner/name")
+        return value
 
     @field_validator("branch", "round_branch")
     @classmethod

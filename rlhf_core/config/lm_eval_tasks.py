@@ -78,7 +78,14 @@ def _merged(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[P
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the task file {path} cannot be read ({getattr(error, 'strerror', None) or error}): correct the path") from None
-    except yaml.YAMLError as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise ValueError(f"the task file {path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"the task file {path} must be a mapping, as lm-eval's tasks are")

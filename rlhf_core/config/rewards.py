@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate
+from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, Variable
 
 
 class WeighedReward(Config):
@@ -82,7 +82,9 @@ class HttpReward(RequestedReward):
 
     kind: Literal["http"] = "http"
     url: str = Field(description="address", pattern=r"^https?://[^/]")
-    api_key_env: Annotated[str | None, NotInDigest] = Field(None, description="environment variable whose value is sent as a bearer token")
+    api_key_env: Annotated[Variable | None, NotInDigest] = Field(
+        None, description="environment variable whose value is sent as a bearer token"
+    )
 
     @property
     def title(self) -> str:

@@ -43,7 +43,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise ValueError(f"{path}: there is no model folder here; correct the path, or make the model first")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last two: of JSON that is no object
         lacks = Path(folder).is_dir() and not any(True for pattern in VOCABULARIES for _ in Path(folder).glob(pattern))
         why = f"there is no {', '.join(VOCABULARIES)}: save the model's tokenizer into this folder" if lacks else _first_line(error)
         raise ValueError(f"{path}: no tokenizer can be loaded from here ({why})") from error

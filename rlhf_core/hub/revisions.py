@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from rlhf_core.config import Source
 from rlhf_core.hub.ids import parted
-from rlhf_core.system.files import write_text
+from rlhf_core.system.files import read_json, write_text
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PINS = "pins.json"
@@ -39,10 +39,8 @@ class Pins:
 
     def __init__(self, folder: Path):
         self._file = folder / PINS
-        self._known: dict[str, str] = {}
+        self._known: dict[str, str] = read_json(self._file)
         self.used: dict[str, str] = {}
-        with suppress(OSError, ValueError):
-            self._known = dict(json.loads(self._file.read_text()))
 
     def pinned(self, place: str, repo_type: RepoType = "model") -> str:
         """Returns `place` with its branch or tag replaced by the commit. Raises ValueError when it cannot be found."""

@@ -9,12 +9,18 @@ from pathlib import Path
 
 from rlhf_core.hub.ids import is_hub_id, is_remote
 from rlhf_core.hub.model_files import TOKENIZER
+from rlhf_core.system.files import read_json
 
 Vocabulary = dict[str, int]
 
 
-def tokenizer_place(path: str) -> str:
-    """Returns the place of a model's tokenizer; fetches it when the path names a commit of the Hub."""
+def tokenizer_place(path: str, of: tuple[str, ...] = ()) -> str:
+    """Returns the place of a model's tokenizer; fetches it when the path names a commit of the Hub.
+
+    `of`: the adapters that have the model as base. Raises ValueError when it is one of these.
+    """
+    if path in of:
+        raise ValueError(f"{path}: is an adapter of itself: correct base_model_name_or_path in its adapter_config.json")
     if is_hub_id(path) and "@" in path:
         from rlhf_core.hub.snapshots import described
 
@@ -22,9 +28,9 @@ def tokenizer_place(path: str) -> str:
     folder = Path(path)
     if not (folder / "adapter_config.json").is_file() or (folder / "tokenizer_config.json").is_file():
         return path
-    base = json.loads((folder / "adapter_config.json").read_text())
+    base = read_json(folder / "adapter_config.json")
     name, revision = str(base.get("base_model_name_or_path") or ""), base.get("revision")
-    return tokenizer_place(f"{name}@{revision}" if revision and is_hub_id(name) else name) if name else path
+    return tokenizer_place(f"{name}@{revision}" if revision and is_hub_id(name) else name, (*of, path)) if name else path
 
 
 def stored_vocabulary(path: str) -> Vocabulary | None:

@@ -146,7 +146,14 @@ def scripts_of(text: str, variables: Variables) -> list[Script]:
     """Returns the scripts of a manifest, and sets the plain `env` of its containers in `variables`. Raises ValueError for wrong YAML."""
     try:
         documents = [document for document in yaml.safe_load_all(text) if isinstance(document, dict)]
-    except yaml.YAMLError as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         raise ValueError(

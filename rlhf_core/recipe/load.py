@@ -170,7 +170,9 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
             case "value_error":
                 found += [f"{where}: {line}" if where else line for line in str(item["ctx"]["error"]).splitlines()]
             case _:
-                found.append(f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}, not {_short(item['input'])}; correct it")
+                told = item["msg"][0].lower() + item["msg"][1:].removesuffix(" after validation, not 0")
+                told = told.replace("tuple", "list").replace("dictionary", "mapping")
+                found.append(f"{where}: {told}, not {_short(item['input'])}; correct it")
     return found
 
 
@@ -196,7 +198,7 @@ def _checks_behind(error: ValidationError, raw: object, told: Sequence[str]) -> 
 def unknown(name: str, valid: Iterable[str], what: str = "key") -> str:
     """Returns `unknown key 'x'; did you mean y?`, or with all valid names when none is close. `what` replaces "key"."""
     valid = list(valid)
-    near = difflib.get_close_matches(name, valid, n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name, valid, n=3, cutoff=0.6) or [other for other in valid if other.lower() == name.lower()]
     return f"unknown {what} {name!r}; " + (f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(valid) or 'none'}")
 
 

@@ -206,7 +206,7 @@ def directories(folder: Path) -> list[str]:
         record = Record.model_validate_json((folder / FILE).read_text())
     except FileNotFoundError:
         return []
-    except ValidationError:
+    except ValueError:  # no JSON, or not of a loop
         raise ValueError(f"{folder / FILE} cannot be read: restore it, or remove it if nothing needs the loop") from None
     stages = [done.stages for done in record.rounds] + ([record.begun.stages] if record.begun else [])
     return [f"{name}-{digest}" for found in stages for name, digest in found.items()]

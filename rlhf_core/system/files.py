@@ -31,9 +31,7 @@ class Digests:
 
     def __init__(self, folder: Path | None = None):
         self._store = (folder or Path(os.devnull)) / ".digests.json"
-        self._known: dict[str, list[object]] = {}
-        with contextlib.suppress(OSError, ValueError):
-            self._known = dict(json.loads(self._store.read_text()))
+        self._known: dict[str, Any] = read_json(self._store)
         self._before = dict(self._known)
 
     def of(self, path: Path) -> str:
@@ -49,7 +47,7 @@ class Digests:
     def save(self) -> None:
         """Writes new digests to the cache. A folder that is missing or read-only is no error: the cache only saves time."""
         if self._known != self._before:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 write_text(self._store, json.dumps(self._known, indent=0))
 
     def _file(self, path: Path) -> str:

@@ -26,7 +26,6 @@ from huggingface_hub.utils import logging as hub_logging
 
 from rlhf_core.config import Publication
 from rlhf_core.hub.api import RETRIES, TOKEN_ENV, Retries, client_options, with_retries, write_refusal
-from rlhf_core.hub.ids import HUB_ID
 from rlhf_core.hub.model_files import ADAPTER_CONFIG, MODEL_FILES
 from rlhf_core.records import EvalReport
 from rlhf_core.runs.lineage import lineage, stage_of
@@ -127,12 +126,8 @@ def would_send(folder: Path, repo_id: str | None, branch: str, private: bool, ta
 
 
 def read_token(repo_id: str | None, dry_run: bool = False) -> str | None:
-    """The token when something goes to the Hub; ValueError, before any work, when it is missing or the id is no id."""
-    if repo_id is None:
-        return None
-    if not HUB_ID.fullmatch(repo_id):
-        raise ValueError(f"repo_id {repo_id!r} is not a Hub repository: write it as owner/name")
-    if dry_run:
+    """Returns the token when something goes to the Hub. Raises ValueError, before any work, when it is missing."""
+    if repo_id is None or dry_run:
         return None
     token = os.environ.get(TOKEN_ENV, "").strip()
     if not token:

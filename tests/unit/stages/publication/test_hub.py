@@ -174,10 +174,9 @@ def test_a_missing_token_or_wrong_id_stops_before_any_work(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    run = stage(chain, tmp_path / "run", repo_id=repo_id)
     with pytest.raises(ValueError, match=sentence):
-        run_stage(run.path, hub.run)
-    assert not (run / "published").exists()
+        run_stage(stage(chain, tmp_path / "run", repo_id=repo_id).path, hub.run)
+    assert not (tmp_path / "run" / "published").exists()
 
 
 def test_the_stage_publishes_to_the_hub_and_no_file_or_line_holds_the_token(
