@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
@@ -53,6 +54,13 @@ def check(mistakes: Mistakes) -> Mistakes:
     return mistakes
 
 
+@cache
+def _checks(kind: type) -> tuple[str, ...]:
+    """Returns the names of the methods that `check` marks, those of base classes first."""
+    marked = (name for base in reversed(kind.__mro__) for name, value in vars(base).items() if hasattr(value, "is_check"))
+    return tuple(dict.fromkeys(marked))
+
+
 class Config(Frozen):
     """Base of everything a recipe may say. Infinity and NaN are no numbers here, and true is not 1, unless a field reads it itself."""
 
@@ -62,8 +70,7 @@ class Config(Frozen):
     def _make_checks(self) -> Self:
         """Raises one ValueError, with a line for each mistake, for all checks of the class; pydantic would stop at the first validator."""
         found: list[str] = []
-        marked = (name for kind in reversed(type(self).__mro__) for name, value in vars(kind).items() if hasattr(value, "is_check"))
-        for name in dict.fromkeys(marked):
+        for name in _checks(type(self)):
             try:
                 found.extend(getattr(self, name)())
             except ValueError as error:  # of a check that others make too

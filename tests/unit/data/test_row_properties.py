@@ -58,7 +58,7 @@ CHARACTERS = st.text(st.characters(exclude_categories=()), max_size=20)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | CHARACTERS | st.sampled_from(ODD)
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(CHARACTERS, inner, max_size=3), max_leaves=5)
 KINDS = st.sampled_from(get_args(Rows))
-SETTINGS = settings(max_examples=300)
+SETTINGS = settings(max_examples=200)
 
 
 @pytest.fixture(scope="module")
