@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, runtime
+from prefect import runtime
 
 from rlhf_core.config import Publication, Recipe
 from rlhf_core.config.gates import Verdict
@@ -28,12 +29,7 @@ from tasks.report import reported, statuses_of
 from tasks.served import recipe_of_run
 from tasks.stages import run_stage
 from tasks.store import bring_parents
-from tasks.temporary_server import watch_server
-
-# Options of every flow. The hooks send a run's states to the recipe's webhook; `recipe_of_run` checks parameters, with shorter messages.
-SETTINGS: dict[str, Any] = {hook: [notify_state] for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")}
-SETTINGS |= {"persist_result": False, "validate_parameters": False}
-
+from tasks.temporary_server import OwnServerFlow
 
 # The plan that the command line has made and checked before it calls a flow, which then does neither again.
 checked_plan: ContextVar[Plan | None] = ContextVar("checked_plan", default=None)
@@ -47,7 +43,12 @@ def run_name() -> str:
     return recipe.name if isinstance(recipe, Recipe) else Path(str(recipe)).stem
 
 
-@flow(name="alignment", flow_run_name=run_name, **SETTINGS)
+# Makes a flow. The hooks send a run's states to the recipe's webhook; `recipe_of_run` checks parameters, with shorter messages.
+HOOKS: dict[str, Any] = {hook: [notify_state] for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")}
+flow: Any = partial(OwnServerFlow, flow_run_name=run_name, persist_result=False, validate_parameters=False, **HOOKS)
+
+
+@flow
 def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: bool = False) -> None:
     """Runs all stages of a recipe (a path, URI, or Recipe), parents first, and writes its report. `latest`: see `refresh_hub_revisions`."""
     loaded = recipe_of_run(recipe, overrides, runtime.flow_run.id, runtime.deployment.id)
@@ -59,7 +60,7 @@ def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: boo
         run_all(planned, planned.nodes)
 
 
-@flow(name="stage", flow_run_name=run_name, **SETTINGS)
+@flow
 def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> None:
     """Runs one stage of a recipe (or the stages of one loop or round) and no other."""
     loaded = recipe_of_run(recipe, overrides, runtime.flow_run.id, runtime.deployment.id)
@@ -101,7 +102,6 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
         require_here(planned, nodes)
     if "PREFECT__FLOW_RUN_ID" in os.environ:  # a worker started this process: a run of its own does not outlive it
         orphan_watcher.end_with_parent()
-    watch_server()
     failed_gates: list[Verdict] = []  # gates whose dependent stages do not start
     blocked: set[str] = set()  # stages whose dependents do not start
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from prefect import flow, get_run_logger, runtime
+from prefect import get_run_logger, runtime
 from prefect.states import Completed
 
-from flows.alignment import SETTINGS, require_type, run_all, run_name
+from flows.alignment import flow, require_type, run_all
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.loop_record import alone, begin, check_judged, finish, folder_of, loop_of, loop_state
 from rlhf_core.runs.store import store_of
@@ -19,7 +19,7 @@ from tasks.keys import provided, variables
 from tasks.served import recipe_of_run
 
 
-@flow(name="loop", flow_run_name=run_name, **SETTINGS)
+@flow
 def loop(
     recipe: Recipe | str,
     overrides: tuple[str, ...] = (),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from prefect import flow, runtime
+from prefect import runtime
 
-from flows.alignment import SETTINGS, require_parents, require_type, run_all, run_name
+from flows.alignment import flow, require_parents, require_type, run_all
 from rlhf_core.config import Recipe
 from rlhf_core.config.kinds import named
 from rlhf_core.recipe.load import unknown
@@ -13,13 +13,13 @@ from tasks.keys import provided, variables
 from tasks.served import recipe_of_run
 
 
-@flow(name="evaluate", flow_run_name=run_name, **SETTINGS)
+@flow
 def evaluate(recipe: Recipe | str, overrides: tuple[str, ...] = (), name: str | None = None) -> None:
     """Runs the evaluations and alignment taxes of a recipe, or one of them."""
     _part(recipe, overrides, named("report"), name)
 
 
-@flow(name="publish", flow_run_name=run_name, **SETTINGS)
+@flow
 def publish(recipe: Recipe | str, overrides: tuple[str, ...] = (), name: str | None = None) -> None:
     """Runs the publications of a recipe, or one of them."""
     _part(recipe, overrides, named("published"), name)

@@ -1,7 +1,7 @@
 """Prefect's temporary server, beside a flow that was given no other: out of reach of Ctrl-C, started again when it ends before the flow.
 
-It only notes what happens, but a run without it tries for minutes to note its end, and then fails. The commands start one of their own
-(`server_process.py`), which is there sooner than Prefect's. A flow that is called from Python has the one that Prefect starts.
+It only notes what happens, but a run without it tries for minutes to note its end, and then fails. It is one of our own
+(`server_process.py`), which asks for an auth string and is there sooner than Prefect's.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ import atexit
 import contextlib
 import os
 import signal
-import sys
 import threading
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
+from prefect import Flow
 from prefect.client.base import ServerType, determine_server_type
 from prefect.context import refresh_global_settings_context
 from prefect.logging import get_logger
 from prefect.settings import (
-    PREFECT_API_URL,
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
     PREFECT_HOME,
     PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
@@ -29,7 +27,7 @@ from prefect.settings import (
 
 from rlhf_core.preflight.inputs import MachineLacks
 from tasks.fresh_database import lay_database
-from tasks.server_process import AUTH, ServerProcess, ours
+from tasks.server_process import AUTH, ours
 
 POLL_SECONDS, RESTARTS = 0.5, 3
 _turn, _over = threading.Lock(), threading.Event()
@@ -52,7 +50,7 @@ def start_server() -> None:
         ours.begin()
     from evaluation.report import page  # noqa: F401  (two seconds to import, at the end of every run: here the server needs that time)
 
-    _start(ours)
+    _start()
     if not ours.running:
         raise MachineLacks(
             f"Prefect's temporary server ended, or did not answer within {_start_seconds()} s (what it said stands above): look at its "
@@ -62,6 +60,16 @@ def start_server() -> None:
     os.environ.update({"PREFECT_API_URL": ours.api_url, AUTH: ours.auth})
     os.environ.setdefault("PREFECT_UI_URL", "")  # it has no pages to link to
     refresh_global_settings_context()  # for all threads
+    atexit.register(_over.set)  # called before what ends the server
+    threading.Thread(target=_watch, name="temporary-server", daemon=True).start()
+
+
+class OwnServerFlow(Flow[..., Any]):
+    """A flow whose call starts this process's own server where none is named: the one that Prefect would start answers anybody."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        start_server()
+        return super().__call__(*args, **kwargs)
 
 
 def without_heartbeats() -> AbstractContextManager[object]:
@@ -69,38 +77,17 @@ def without_heartbeats() -> AbstractContextManager[object]:
     return temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}) if ours.running else contextlib.nullcontext()
 
 
-@cache
-def watch_server() -> None:
-    """Looks after this process's temporary server, if it has one, from now to the process's end."""
-    if ours.begun or not PREFECT_API_URL.value():
-        atexit.register(_over.set)  # called before what ends the server
-        threading.Thread(target=_watch, name="temporary-server", daemon=True).start()
-
-
 def keep_server() -> None:
     """Starts the temporary server again, at its address and with its database, when it has ended; three times at most. Returns when it
     answers: a client that is made while there is none would fail at once."""
-    server = _server()
-    if server is None:
-        return
     with _turn:
-        process = server.server_process
-        if process is None or process.poll() is None or len(_ended) == RESTARTS or _over.is_set():
+        process = ours.server_process
+        if not ours.begun or process is None or process.poll() is None or len(_ended) == RESTARTS or _over.is_set():
             return
         _ended.append(process.returncode)
         get_logger("alignflow").warning("Prefect's temporary server ended with code %d: it is started again", process.returncode)
-        server.running = False
-        _start(server)
-        atexit.register(_over.set)  # before what `start` has registered
-
-
-def _server() -> ServerProcess | None:
-    """The one that this process has: its own, or Prefect's, which has the same attributes."""
-    if ours.begun:
-        return ours
-    module: Any = sys.modules.get("prefect.server.api.server")  # seconds to import: it is there once Prefect has started such a server
-    server: ServerProcess | None = None if PREFECT_API_URL.value() or module is None else module.SubprocessASGIServer()
-    return server
+        ours.running = False
+        _start()
 
 
 def _watch() -> None:
@@ -108,17 +95,17 @@ def _watch() -> None:
         keep_server()
 
 
-def _start(server: ServerProcess) -> None:
+def _start() -> None:
     """In a thread: a thread has its own blocked signals, and the main one can still be interrupted while it waits."""
-    starter = threading.Thread(target=_start_deaf, args=[server], daemon=True)
+    starter = threading.Thread(target=_start_deaf, daemon=True)
     starter.start()
     starter.join()
 
 
-def _start_deaf(server: ServerProcess) -> None:
+def _start_deaf() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with contextlib.suppress(Exception):
-        server.start(_start_seconds())
+        ours.start(_start_seconds())
 
 
 def _start_seconds() -> int:

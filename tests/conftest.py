@@ -51,8 +51,9 @@ settings.register_profile("alignflow", derandomize=True, deadline=None)
 settings.load_profile("alignflow")
 
 
-# Files that one process runs one after the other: PPO with its engines, all flows (they share a Prefect server), what else has engines.
-TOGETHER = ("tests/engines/test_ppo", "tests/flows/", "tests/engines/")
+# What takes long, the longest first.
+LONG = ("tests/engines/test_ppo.py", "tests/engines/test_zero.py", "tests/flows/", "tests/engines/")
+TOGETHER = "tests/flows/"  # they share a Prefect server
 
 
 @pytest.hookimpl(wrapper=True)
@@ -63,18 +64,17 @@ def pytest_collection() -> Iterator[Any]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first."""
-    items.sort(key=lambda item: next((i for i, start in enumerate(TOGETHER) if item.nodeid.startswith(start)), len(TOGETHER)))
+    items.sort(key=lambda item: next((i for i, start in enumerate(LONG) if item.nodeid.startswith(start)), len(LONG)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`-n` takes whole files, or those of TOGETHER."""
+    """`-n` deals out whole files, and those of TOGETHER to one process."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return next((start for start in TOGETHER if file.startswith(start)), file)
+            return TOGETHER if nodeid.startswith(TOGETHER) else nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False  # as collected
     return ByFile(config, log)

@@ -44,6 +44,16 @@ print([httpx.post(route, json={}, headers=headers).status_code for headers in ({
 command = Path(f"/proc/{ours.server_process.pid}/cmdline").read_text()
 print(len(ours.auth) > 40, ours.auth in command, ours.auth in child_environment().values())
 """
+CALLED = """
+import os, httpx
+from flows.alignment import alignment
+from tasks.server_process import ours
+try:
+    alignment("missing.yaml")
+except Exception as error:
+    print(error)
+print(os.environ["PREFECT_API_URL"] == ours.api_url, httpx.post(ours.api_url + "/flow_runs/filter", json={}).status_code)
+"""
 PREPARED = """
 import time
 from tasks.server_process import ours, prepared
@@ -86,6 +96,11 @@ def test_the_temporary_server_answers_only_its_own_process(tmp_path: Path) -> No
     environment = environment_of(tmp_path) | {"PREFECT_API_AUTH_STRING": "another:servers"}
     done = subprocess.run([sys.executable, "-c", ASKED], env=environment, capture_output=True, text=True, timeout=150)
     assert done.stdout == "0\n[401, 400, 403]\nTrue False False\n", done.stderr
+
+
+def test_a_flow_called_from_python_has_such_a_server(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", CALLED], env=environment_of(tmp_path), capture_output=True, text=True, timeout=150)
+    assert "missing.yaml" in done.stdout and done.stdout.endswith("True 401\n"), done.stderr
 
 
 def test_a_configured_server_is_used() -> None:
