@@ -1,6 +1,7 @@
 """Loads a recipe from YAML and overrides (`ppo.actor_learning_rate=5e-7`), and reports each mistake in one sentence.
 
-Paths in a recipe are relative to the working directory, as on any command line.
+Paths of inputs in a recipe's file are relative to its folder; `artifacts` and all paths on the command line, or of a recipe that is no
+file, to the working directory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from rlhf_core.config import KINDS, Judge, Recipe
 from rlhf_core.config.rewards import RewardSource
+from rlhf_core.recipe.references import beside
 from rlhf_core.recipe.yaml_text import parse
 
 STAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
@@ -34,7 +36,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if not isinstance(raw, dict):
         found = "nothing" if raw is None else type(raw).__name__
         raise ValueError(f"recipe {shown} must be a mapping with name, base_model and stages; it holds {found}")
-    return _overridden(raw, overrides)
+    local = str(path).removeprefix("file://")
+    return _overridden(raw, overrides, None if "://" in local else Path(local).absolute().parent)
 
 
 def given_recipe(given: object, overrides: object = ()) -> Recipe:
@@ -56,7 +59,7 @@ def given_overrides(given: object) -> list[str]:
     raise ValueError(f"parameter overrides: give a list of texts such as ppo.actor_learning_rate=5e-7, not {_short(given)}")
 
 
-def _overridden(given: dict[Any, Any], overrides: Sequence[str]) -> Recipe:
+def _overridden(given: dict[Any, Any], overrides: Sequence[str], folder: Path | None = None) -> Recipe:
     raw = dict(given)
     top, nested = split_overrides(overrides)
     for key, value in top:
@@ -64,9 +67,9 @@ def _overridden(given: dict[Any, Any], overrides: Sequence[str]) -> Recipe:
             raise ValueError(f"override {key}=...: {unknown(key, Recipe.model_fields)}; a stage's field is written <stage>.<field>=<value>")
         raw[key] = value
     recipe = recipe_of(raw)
-    if not nested:
+    if folder is None and not nested:
         return recipe
-    whole = recipe.model_dump()
+    whole = beside(recipe, folder, dict(top)) if folder else recipe.model_dump()
     for keys, value in nested:
         _set(whole["stages"], keys, value)
     return recipe_of(whole)

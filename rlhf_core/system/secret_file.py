@@ -1,9 +1,10 @@
-"""Keeps a secret that this program makes in a file that only its owner can read."""
+"""Keeps secrets that this program makes, and sockets and stores of its processes, from other users of the machine."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -22,3 +23,13 @@ def kept_secret(place: Path, prefix: str = "") -> str:
         file.write(f"{made}\n")
     os.replace(part, place)
     return made
+
+
+def private_folder(parent: Path) -> Path:
+    """Returns a folder that only this user can enter; a new one when another user can write to, or owns, what has its name."""
+    place = parent / f"alignflow-{os.getuid()}"
+    with suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    about = place.lstat()
+    mine = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
+    return place if mine else Path(tempfile.mkdtemp(prefix="alignflow-", dir=parent))
