@@ -85,10 +85,7 @@ class Recipe(Config):
     name: str = Field(
         description="name of the recipe; artifacts are filed under it", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100
     )
-    base_model: str = Field(
-        description="local folder or Hub id of the model called `base`; paths of inputs are relative to the recipe's file",
-        min_length=1,
-    )
+    base_model: str = Field(description="local folder or Hub id of the model that is called `base`", min_length=1)
     artifacts: str = Field(
         "artifacts",
         description="folder of all run directories, relative to the working directory",

@@ -17,13 +17,14 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rlhf_core.config import KINDS, Judge, Recipe
+from rlhf_core.config import KINDS, Data, Judge, Recipe, Source
 from rlhf_core.config.rewards import RewardSource
 from rlhf_core.recipe.references import beside
 from rlhf_core.recipe.yaml_text import parse
 
 STAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
 DOWNLOAD_SECONDS = 30.0
+ANYTHING = "placeholder"  # a value of a required field that is missing, for the checks behind it
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -180,9 +181,9 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
 
 
 def _checks_behind(error: ValidationError, raw: object, told: Sequence[str]) -> list[str]:
-    """Returns the sentences of checks that the wrong keys and values in `error` keep from running, but those that name one of these: what
-    the recipe without them is refused for."""
-    rest, wrong = copy.deepcopy(raw), set[str]()
+    """Returns the sentences of checks that wrong keys, wrong values and missing ones in `error` keep from running, but those that name one
+    of these: what the recipe without the former, and with some value for the latter, is refused for."""
+    rest, wrong = copy.deepcopy(raw), {ANYTHING}
     for item in error.errors():
         *path, last = _place(item["loc"]) or [""]
         holder: Any = rest
@@ -191,6 +192,11 @@ def _checks_behind(error: ValidationError, raw: object, told: Sequence[str]) -> 
         if item["type"] != "value_error" and isinstance(holder, dict) and last in holder:
             del holder[last]
             wrong |= {str(last), *difflib.get_close_matches(str(last), map(str, _fields(path, raw)))}
+        elif item["type"] == "missing" and isinstance(holder, dict) and (info := _fields(path, raw).get(last)) is not None:
+            shapes = {Data: {"sources": ANYTHING}, Source: {"path": ANYTHING}}
+            several = typing.get_origin(info.annotation) is tuple
+            holder[last] = [ANYTHING] if several else next((shapes[m] for m in models_in(info.annotation) if m in shapes), ANYTHING)
+            wrong.add(str(last))
     try:
         Recipe.model_validate(rest)
     except ValidationError as further:

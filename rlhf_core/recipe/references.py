@@ -48,24 +48,27 @@ def references(config: StageConfig) -> Iterator[Reference]:
                 yield Reference(f"judges.{i}.model", judge.model, named("policy"))
 
 
-def beside(recipe: Recipe, folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
+def beside(recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: bool = False) -> dict[str, Any]:
     """Returns the recipe as plain values, with absolute paths in place of inputs' relative ones, which are below `folder`, that of the
-    recipe's file. `given`: fields that the command line gives. Raises ValueError: a line for each that only the working directory has."""
+    recipe's file. `given`: fields that the command line gives; not `absolute`: what is
+    the same from the working directory stays. Raises ValueError: a line for each that only the working directory has."""
     whole, problems = recipe.model_dump(), list[str]()
     if "base_model" not in given:
-        whole["base_model"] = _placed(recipe.base_model, folder, problems)
+        whole["base_model"] = _placed(recipe.base_model, folder, problems, absolute)
     if "stages" not in given:
         names = {name: None for config in recipe.stages.values() for name in (*_models(config, recipe), *_files(config))}
-        whole["stages"] = renamed(whole["stages"], {name: _placed(name, folder, problems) for name in names})
+        whole["stages"] = renamed(whole["stages"], {name: _placed(name, folder, problems, absolute) for name in names})
     if problems:
         raise ValueError("\n".join(problems))
     return whole
 
 
-def _placed(name: str, folder: Path, problems: list[str]) -> str:
+def _placed(name: str, folder: Path, problems: list[str], absolute: bool) -> str:
     path, colon, function = name.rpartition(":") if ".py:" in name else (name, "", "")
     place = Path(os.path.normpath(folder / path))
     if Path(path).is_absolute() or path.startswith("~") or "://" in path or (is_remote(path) and not os.path.exists(place)):
+        return name
+    if not absolute and place == Path(os.path.abspath(path)):
         return name
     if os.path.exists(path) and not os.path.exists(place):
         where = "paths in a recipe are relative to its file"

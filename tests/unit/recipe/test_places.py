@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.load import given_recipe, load_recipe
+from rlhf_core.recipe.load import dump_recipe, given_recipe, load_recipe, recipe_of
 from rlhf_core.recipe.plan import plan
+from rlhf_core.recipe.references import beside
 
 TEXT = """
 name: places
@@ -61,6 +62,9 @@ def test_the_same_recipe_has_the_same_digests_from_each_folder_and_in_each_place
     found = digests(load_recipe("../project/recipe.yaml"))
     monkeypatch.chdir(folder)
     assert digests(load_recipe("recipe.yaml")) == found
+    assert load_recipe("recipe.yaml").base_model == "models/base", "messages name what the recipe says"
+    (tmp_path / "elsewhere" / "kept.yaml").write_text(dump_recipe(recipe_of(beside(load_recipe("recipe.yaml"), Path.cwd(), absolute=True))))
+    assert digests(load_recipe("../elsewhere/kept.yaml")) == found, "the recipe that a run keeps"
     moved = folder.rename(tmp_path / "moved")
     assert digests(load_recipe(moved / "recipe.yaml")) == found
     (moved / "other" / "config.json").write_text('"changed"')

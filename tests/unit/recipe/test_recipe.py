@@ -334,3 +334,25 @@ def test_a_recipe_from_a_bucket() -> None:
         for address, told in {f"{place}/none.yaml": "there is no such file", "s3://no-such-bucket/r.yaml": "bucket does not exist"}.items():
             with pytest.raises(ValueError, match=rf"^recipe {address}: .*{told}; give the path of a YAML file$"):
                 load_recipe(address)
+
+
+def test_checks_behind_missing_fields_are_told_with_them() -> None:
+    stages = {
+        "ppo": {"advantage_estimator": "rloo", "n_samples_per_prompt": 1},
+        "evaluation": {"gates": [{"metric": "win_rate/ppo"}], "judges": []},
+        "dpo": {"data": {}, "train_batch_size": 7, "micro_train_batch_size": 2},
+    }
+    with pytest.raises(ValueError) as refused:
+        given_recipe({"base_model": "org/base", "stages": stages})
+    told = str(refused.value)
+    for part in (
+        "name: missing (",
+        "stages.ppo.prompts: missing (rows with a prompt); add it",
+        "stages.ppo: rloo compares the answers to one prompt: set n_samples_per_prompt to 2 or more",
+        "stages.evaluation.models: missing (",
+        "stages.evaluation.questions: missing (",
+        "stages.dpo.data.sources: missing (",
+        "stages.dpo: train_batch_size=7 must be a multiple of",
+    ):
+        assert part in told, told
+    assert "placeholder" not in told and len(told.splitlines()) == len(set(told.splitlines()))
