@@ -118,7 +118,7 @@ def serve_reward(
         host: 0.0.0.0 listens to other machines too.
         allow_host: more names of this machine that clients use, with commas.
         home: folder of the key that requests need, in the file reward-key, unless ALIGNFLOW_REWARD_KEY is set.
-        without_key: answer everybody on this machine, for clients that send no key.
+        without_key: answer all users of this machine.
         template: 'chat': the tokenizer's chat template; else a plain one with one {} for the prompt.
         micro_batch_size: documents of one forward pass.
     """
