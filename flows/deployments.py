@@ -93,7 +93,7 @@ def schedule_of(every: float | None, cron: str, timezone: str) -> Schedule:
 def prepare(client: SyncPrefectClient) -> None:
     """Creates or updates pool, queues, slot and automation; ends unfinished runs of an earlier `serve` and frees their slots."""
     command = shlex.join([sys.executable, *SAFELY, "prefect.engine"])
-    template = job_template(command=command, working_dir=str(Path.cwd()))  # paths in a recipe are relative to the working directory
+    template = job_template(command=command, working_dir=str(Path.cwd()))  # of `artifacts` and overrides
     try:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
     except ObjectAlreadyExists:

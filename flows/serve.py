@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.system import orphan_watcher
 from rlhf_core.system.files import locked, read_json, write_text
 from rlhf_core.system.processes import module_path
+from rlhf_core.system.secret_file import kept_secret
 from tasks import server_process
 from tasks.served import SERVED_ENV
 from tasks.slots import LIMIT_ENV
@@ -59,7 +58,7 @@ class Servants:
         """`allowed`: further names of this machine, accepted in the Host header of requests."""
         self.home, self.ui = home, f"http://{server_process.LOOPBACK if host == EVERYWHERE else host}:{port}"
         self.api = f"{self.ui}/api"
-        self.auth = auth_string(home)
+        self.auth = kept_secret(home / AUTH, "alignflow:")
         self._address, self._hosts = (host, port), (host, *([socket.gethostname()] if host == EVERYWHERE else []), *allowed)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -149,21 +148,6 @@ class Servants:
         ours |= {LIMIT_ENV: LIMIT, SERVED_ENV: str(self.home / SERVED)}
         theirs = {"PREFECT_WORKER_QUERY_SECONDS": "3"}
         return theirs | dict(os.environ) | ours | module_path()
-
-
-def auth_string(home: Path) -> str:
-    """Returns the auth string of a home from its file; makes a new one when there is none, or when other users can read it."""
-    place = home / AUTH
-    with suppress(OSError), open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-        about, there = os.fstat(file.fileno()), file.read().strip()
-        if there and about.st_uid == os.getuid() and not about.st_mode & 0o077:
-            return there
-    made = f"alignflow:{secrets.token_urlsafe(32)}"
-    descriptor, part = tempfile.mkstemp(prefix=f".{AUTH}.", dir=home)  # with mode 0600
-    with open(descriptor, "w") as file:
-        file.write(f"{made}\n")
-    os.replace(part, place)
-    return made
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -22,8 +22,9 @@ from pydantic import TypeAdapter
 from evaluation.report.index import write_index
 from evaluation.report.summary import StageView, Status
 from rlhf_core.recipe.gates import gates_of
-from rlhf_core.recipe.load import dump_recipe
+from rlhf_core.recipe.load import dump_recipe, recipe_of
 from rlhf_core.recipe.plan import Plan
+from rlhf_core.recipe.references import beside
 from rlhf_core.runs.run_dir import REQUEST, RunDir
 from rlhf_core.system.files import digest, read_json, write_text
 
@@ -78,7 +79,7 @@ def record(plan: Plan, views: list[StageView], started: float, ended: float | No
     `started`, `ended`: seconds since 1970.
     """
     (plan.folder / RUNS).mkdir(parents=True, exist_ok=True)
-    write_text(plan.folder / RECIPE, dump_recipe(plan.recipe))
+    write_text(plan.folder / RECIPE, dump_recipe(recipe_of(beside(plan.recipe, Path.cwd(), absolute=True))))
     relative = [replace(view, run_dir=view.run_dir.relative_to(plan.artifacts)) for view in views]
     stages = VIEWS.dump_python(relative, mode="json")
     run = {"recipe": plan.recipe.name, "started": started, "ended": ended, "stages": stages}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import socket
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +15,9 @@ from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of, stage_of
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.files import write_text
+from rlhf_core.system.secret_file import kept_secret
+
+REWARD_KEY = "ALIGNFLOW_REWARD_KEY"  # the variable of `serve-reward` and of its clients
 
 
 def report(run: Path) -> int:
@@ -93,26 +99,50 @@ def gc(artifacts: Path = Path("artifacts"), *, delete: bool = False) -> int:
     return OK
 
 
-def serve_reward(checkpoint: str, *, port: int = 8000, host: str = "127.0.0.1", template: str = "chat", micro_batch_size: int = 8) -> int:
-    """Serve a reward model over HTTP, for `reward: http://HOST:PORT` of other runs. Ends with Ctrl-C.
+def serve_reward(
+    checkpoint: str,
+    *,
+    port: int = 8000,
+    host: str = "127.0.0.1",
+    allow_host: str = "",
+    home: Path = Path(".alignflow"),
+    without_key: bool = False,
+    template: str = "chat",
+    micro_batch_size: int = 8,
+) -> int:
+    """Serve a reward model over HTTP, for `reward: {url: "http://HOST:PORT", api_key_env: ALIGNFLOW_REWARD_KEY}`. Ends with Ctrl-C.
 
     Args:
         checkpoint: folder or Hub id of a reward model.
         port: 0 takes a free one and prints it.
-        host: 0.0.0.0 listens to other machines too; there is no authentication.
+        host: 0.0.0.0 listens to other machines too.
+        allow_host: more names of this machine that clients use, with commas.
+        home: folder of the key that requests need, in the file reward-key, unless ALIGNFLOW_REWARD_KEY is set.
+        without_key: answer all users of this machine.
         template: 'chat': the tokenizer's chat template; else a plain one with one {} for the prompt.
         micro_batch_size: documents of one forward pass.
     """
     if "{}" not in template and template != "chat":
         raise ValueError(f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt")
+    if without_key and host not in ("127.0.0.1", "localhost", "::1"):
+        raise ValueError(f"--without-key with --host {host}: whoever reaches that address could use the server: leave one of them out")
     import uvicorn
 
     from flows.serve import listen
     from rlhf_core.rewards.server import reward_application
+    from tasks.server_process import own_only
 
-    application, listener = reward_application(checkpoint, template, micro_batch_size), listen(host, port)
-    console.print(f"serving {checkpoint} on http://{host}:{listener.getsockname()[1]}", markup=False)
-    uvicorn.Server(uvicorn.Config(application, log_level="error", lifespan="off")).run([listener])
+    names = [host, socket.gethostname(), *(name for name in allow_host.split(",") if name)]
+    with listen(host, port) as listener:
+        key = None if without_key else os.environ.get(REWARD_KEY) or kept_secret(home / "reward-key")
+        application = reward_application(checkpoint, template, micro_batch_size, key=key)
+        told = f"serving {checkpoint} on http://{host}:{listener.getsockname()[1]}"
+        if without_key:
+            told += "\nwarning: there is no key: every user of this machine can use it"
+        elif not os.environ.get(REWARD_KEY):
+            told += f'\nclients need its key: export {REWARD_KEY}="$(cat {shlex.quote(str((home / "reward-key").absolute()))})"'
+        console.print(told, markup=False, soft_wrap=True)
+        uvicorn.Server(uvicorn.Config(own_only(application, names), log_level="error", lifespan="off")).run([listener])
     return OK
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
@@ -18,11 +18,12 @@ from rich.table import Table
 
 from flows.cli.history import Difference, Found, Garbage
 from rlhf_core.config import KINDS, Recipe
+from rlhf_core.config.kinds import metrics_of
 from rlhf_core.hub.revisions import PINS
 from rlhf_core.recipe.dry_run import Outlook
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.load import models_in
-from rlhf_core.recipe.plan import Plan
+from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.markdown_table import table
@@ -74,7 +75,7 @@ def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
     table = table_of("stage", "status", "seconds", "metrics", whole=("stage", "status"))
     for node in plan.nodes:
         result, status = RunDir(node.run_dir).result(), statuses.get(node.name, "not run")
-        shown = [f"{name} {value:.4g}" for name, value in sorted(result.metrics.items())][:4] if result else []
+        shown = [f"{name} {value:.4g}" for name, value in sorted(result.metrics.items(), key=_importance(node))][:4] if result else []
         seconds = f"{result.seconds:.0f}" if result else ""
         table.add_row(node.name, f"[{COLOURS.get(status, 'green')}]{status}[/]", seconds, ", ".join(shown))
     console.print(table)
@@ -82,6 +83,12 @@ def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
         mark = "[green]gate passed[/]" if verdict.passed else f"[red]gate failed ({verdict.gate.on_fail})[/]"
         console.print(f"{mark} {escape(verdict.summary)}", highlight=False)
     console.print(f"report: {plan.folder / 'report.html'}")
+
+
+def _importance(node: Node) -> Callable[[tuple[str, float]], tuple[bool, int, str]]:
+    """Sorts metrics: win rates first, in the order of the recipe's models, then as the kind of stage lists its metrics."""
+    places = {name: place for place, name in enumerate(metrics_of(node.config))}
+    return lambda item: (not item[0].startswith("win_rate/"), places.get(item[0], len(places)), item[0])
 
 
 def show_board(console: Console, board: Board) -> None:

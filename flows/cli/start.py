@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import yaml
 
 from flows.cli.show import OK, console
+from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.positions import positions_of, stored_config
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.load import recipe_of
@@ -58,9 +59,11 @@ def demo(*, folder: Path = Path(".")) -> int:
 
     shipped = _shipped()
     _make_folder(folder)
-    os.chdir(folder)  # paths in the recipe are relative to it
+    os.chdir(folder)  # artifacts go there
     _make_material(shipped / "demo" / "make_material.py")
-    code = run(str(shipped / "recipes" / "tiny-cpu.yaml"))
+    recipe = Path("demo/tiny-cpu.yaml")  # beside the material: paths in a recipe are relative to its file
+    write_text(recipe, (shipped / "recipes" / "tiny-cpu.yaml").read_text().replace("../../demo/material", "material"))
+    code = run(str(recipe))
     console.print(f"The page: {Path('artifacts/tiny-cpu/report.html').absolute()}", markup=False, highlight=False)
     return code
 
@@ -159,9 +162,15 @@ def recipe_text(given: dict[str, str | None], gpus: int, name: str, path: Path) 
     }
     environment = Environment(loader=PackageLoader("flows.cli"), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
     environment.filters["quoted"] = _quoted
-    text = environment.get_template("recipe.yaml.j2").render({**given, **known})
+    text = environment.get_template("recipe.yaml.j2").render({**{name: _beside(name, text, path) for name, text in given.items()}, **known})
     recipe_of(yaml.safe_load(text))
     return text
+
+
+def _beside(name: str, value: str | None, recipe: Path) -> str | None:
+    """Returns a path of the command line as the recipe's file must name it."""
+    local = name != "kind" and value and not is_remote(value) and not os.path.isabs(value) and not value.startswith("~")
+    return os.path.relpath(value, recipe.parent) if value and local and recipe.parent != Path() else value
 
 
 def _answered(given: dict[str, str | None]) -> dict[str, str | None]:

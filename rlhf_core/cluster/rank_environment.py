@@ -7,10 +7,12 @@ import socket
 import tempfile
 import uuid
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rlhf_core.cluster import LOOPBACK
+from rlhf_core.system.secret_file import private_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -40,7 +42,7 @@ def store_address(host: str = LOOPBACK) -> str:
     PyTorch's TCP store asks nobody for a password and listens on all interfaces by itself: this one listens on `host` alone.
     """
     if host == LOOPBACK:
-        return f"file://{tempfile.gettempdir()}/alignflow-ranks-{uuid.uuid4().hex}"
+        return f"file://{private_folder(Path(tempfile.gettempdir()))}/ranks-{uuid.uuid4().hex}"
     listener = socket.create_server((host, 0))
     address = f"tcp://{host}:{listener.getsockname()[1]}"
     _listening[address] = listener

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import ray
@@ -15,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from rlhf_core.cluster.layout import Layout, Slot, by_node, shortage
 from rlhf_core.runs.launch import SECRET_NAME
 from rlhf_core.system.machine import num_gpus
+from rlhf_core.system.secret_file import private_folder
 
 # Settings of the libraries, by how their names begin.
 KEPT = tuple(
@@ -69,6 +71,7 @@ def connect() -> None:
         object_store_memory=store,
         job_config=SafePathJob(),
         logging_level="WARNING",
+        _temp_dir=str(private_folder(Path("/tmp")) / "ray"),  # noqa: S108  short: paths of sockets have a limit
     )
     global _started
     _started = ray.get_runtime_context().gcs_address

@@ -86,7 +86,12 @@ class Recipe(Config):
         description="name of the recipe; artifacts are filed under it", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100
     )
     base_model: str = Field(description="local folder or Hub id of the model that is called `base`", min_length=1)
-    artifacts: str = Field("artifacts", description="folder of all run directories", min_length=1, pattern=r"^[^\x00-\x1f]*$")
+    artifacts: str = Field(
+        "artifacts",
+        description="folder of all run directories, relative to the working directory",
+        min_length=1,
+        pattern=r"^[^\x00-\x1f]*$",
+    )
     store: str | None = Field(None, description="bucket or folder that finished stages are copied to and fetched from: s3://bucket/prefix")
     store_checkpoints: bool = Field(False, description="also copy the newest resume state of a running stage to the store")
     seed: int = Field(0, ge=0, lt=2**32, description="seed of every stage")

@@ -189,12 +189,12 @@ def _frames(plan: Plan, nodes: Sequence[Node], broken: Collection[str]) -> dict[
     """Maps (tokenizer, template) to the template's own length in tokens, or to the reason why they cannot be used."""
     starts = {node.name: start for node in nodes if (start := tokenizer_of(plan, node)) is not None and start not in broken}
     pairs = {(starts[node.name], text.data.template): None for node in nodes if node.name in starts for text in node.config.texts}
-    apart = not plan.recipe.trust_remote_code and "transformers" not in sys.modules
-    found = _frames_apart(pairs) if apart else {}
-    return {pair: found[pair] if pair in found else _frame(*pair, plan.recipe.trust_remote_code) for pair in pairs}
+    trust = plan.recipe.trust_remote_code
+    found = _frames_apart(pairs, trust) if trust or "transformers" not in sys.modules else {}
+    return {pair: found[pair] if pair in found else _frame(*pair, trust) for pair in pairs}
 
 
-def _frames_apart(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int | str]:
+def _frames_apart(pairs: Iterable[tuple[str, str]], trust_remote_code: bool) -> dict[tuple[str, str], int | str]:
     """As `_frames`, of those that a process without torch can read; fetches tokenizers from the Hub."""
     found: dict[tuple[str, str], int | str] = {}
     folders = {}
@@ -203,7 +203,7 @@ def _frames_apart(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int
             folders[place, template] = (tokenizer_place(place) if is_remote(place) else place), template
         except ValueError as error:
             found[place, template] = str(error)
-    lengths = frame_lengths(folder for folder in folders.values() if not is_remote(folder[0]))
+    lengths = frame_lengths((folder for folder in folders.values() if not is_remote(folder[0])), trust_remote_code)
     return found | {pair: lengths[folder] for pair, folder in folders.items() if folder in lengths}
 
 

@@ -17,6 +17,7 @@ from rlhf_core.config import KINDS, AlignmentTax, Recipe, Source, StageConfig
 from rlhf_core.config.lm_eval_tasks import is_path, read_task, task_name
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.hub.ids import is_remote
+from rlhf_core.recipe.references import renamed
 from rlhf_core.records import NotInDigest
 from rlhf_core.system.files import ABSENT, Digests, digest
 
@@ -26,13 +27,15 @@ def stage_digest(recipe: Recipe, config: StageConfig, stages: Mapping[str, str],
 
     `stages` maps the names of stages in its config to these stages' digests; `models` maps all other names to a folder or Hub id.
     """
+    contents = {named: _content(place, digests) for named, place in models.items()}
+    local = {named: content for named, content in contents.items() if named != "base" and not content.startswith("hub:")}
     return digest(
         {
             "stage": config.stage,
             "version": KINDS[config.stage].version,
-            "config": deciding(config, digests),
+            "config": renamed(deciding(config, digests), local),
             "stages": stages,
-            "models": {named: _content(place, digests) for named, place in models.items()},
+            "models": renamed(contents, local),
             "seed": recipe.seed,
             "trust_remote_code": recipe.trust_remote_code,
         }
@@ -47,7 +50,7 @@ def deciding(value: Any, digests: Digests) -> Any:
         if isinstance(value, Source):
             content["path"] = _content(value.path, digests)
         if isinstance(value, FunctionReward):
-            content["code"] = digests.of(value.file)
+            content |= {"function": value.function_name, "code": digests.of(value.file)}
         if isinstance(value, AlignmentTax):
             content["tasks"] = [_task_content(task, digests) if is_path(task) else task for task in value.tasks]
         return content

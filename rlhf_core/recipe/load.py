@@ -1,6 +1,7 @@
 """Loads a recipe from YAML and overrides (`ppo.actor_learning_rate=5e-7`), and reports each mistake in one sentence.
 
-Paths in a recipe are relative to the working directory, as on any command line.
+Paths of inputs in a recipe's file are relative to its folder; `artifacts` and all paths on the command line, or of a recipe that is no
+file, to the working directory.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rlhf_core.config import KINDS, Judge, Recipe
+from rlhf_core.config import KINDS, Data, Judge, Recipe, Source
 from rlhf_core.config.rewards import RewardSource
+from rlhf_core.recipe.references import beside
 from rlhf_core.recipe.yaml_text import parse
 
 STAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
 DOWNLOAD_SECONDS = 30.0
+ANYTHING = "placeholder"  # a value of a required field that is missing, for the checks behind it
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -34,7 +37,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if not isinstance(raw, dict):
         found = "nothing" if raw is None else type(raw).__name__
         raise ValueError(f"recipe {shown} must be a mapping with name, base_model and stages; it holds {found}")
-    return _overridden(raw, overrides)
+    local = str(path).removeprefix("file://")
+    return _overridden(raw, overrides, None if "://" in local else Path(local).absolute().parent)
 
 
 def given_recipe(given: object, overrides: object = ()) -> Recipe:
@@ -56,7 +60,7 @@ def given_overrides(given: object) -> list[str]:
     raise ValueError(f"parameter overrides: give a list of texts such as ppo.actor_learning_rate=5e-7, not {_short(given)}")
 
 
-def _overridden(given: dict[Any, Any], overrides: Sequence[str]) -> Recipe:
+def _overridden(given: dict[Any, Any], overrides: Sequence[str], folder: Path | None = None) -> Recipe:
     raw = dict(given)
     top, nested = split_overrides(overrides)
     for key, value in top:
@@ -64,9 +68,9 @@ def _overridden(given: dict[Any, Any], overrides: Sequence[str]) -> Recipe:
             raise ValueError(f"override {key}=...: {unknown(key, Recipe.model_fields)}; a stage's field is written <stage>.<field>=<value>")
         raw[key] = value
     recipe = recipe_of(raw)
-    if not nested:
+    if folder is None and not nested:
         return recipe
-    whole = recipe.model_dump()
+    whole = beside(recipe, folder, dict(top)) if folder else recipe.model_dump()
     for keys, value in nested:
         _set(whole["stages"], keys, value)
     return recipe_of(whole)
@@ -177,9 +181,9 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
 
 
 def _checks_behind(error: ValidationError, raw: object, told: Sequence[str]) -> list[str]:
-    """Returns the sentences of checks that the wrong keys and values in `error` keep from running, but those that name one of these: what
-    the recipe without them is refused for."""
-    rest, wrong = copy.deepcopy(raw), set[str]()
+    """Returns the sentences of checks that wrong keys, wrong values and missing ones in `error` keep from running, but those that name one
+    of these: what the recipe without the former, and with some value for the latter, is refused for."""
+    rest, wrong = copy.deepcopy(raw), {ANYTHING}
     for item in error.errors():
         *path, last = _place(item["loc"]) or [""]
         holder: Any = rest
@@ -188,6 +192,11 @@ def _checks_behind(error: ValidationError, raw: object, told: Sequence[str]) -> 
         if item["type"] != "value_error" and isinstance(holder, dict) and last in holder:
             del holder[last]
             wrong |= {str(last), *difflib.get_close_matches(str(last), map(str, _fields(path, raw)))}
+        elif item["type"] == "missing" and isinstance(holder, dict) and (info := _fields(path, raw).get(last)) is not None:
+            shapes = {Data: {"sources": ANYTHING}, Source: {"path": ANYTHING}}
+            several = typing.get_origin(info.annotation) is tuple
+            holder[last] = [ANYTHING] if several else next((shapes[m] for m in models_in(info.annotation) if m in shapes), ANYTHING)
+            wrong.add(str(last))
     try:
         Recipe.model_validate(rest)
     except ValidationError as further:

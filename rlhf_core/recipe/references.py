@@ -1,13 +1,19 @@
-"""Finds the names of models and stages in a stage's config, with the kinds that each may have. Torch-free."""
+"""Finds the names of models, stages and files in a stage's config, and the places of a recipe's files. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from rlhf_core.config import Evaluation, RewardJudge, StageConfig, VllmJudge
+from pydantic import BaseModel
+
+from rlhf_core.config import AlignmentTax, Evaluation, Recipe, RewardJudge, Source, StageConfig, VllmJudge
 from rlhf_core.config.kinds import KINDS, named
-from rlhf_core.config.rewards import ModelReward
+from rlhf_core.config.lm_eval_tasks import is_path
+from rlhf_core.config.rewards import FunctionReward, ModelReward
+from rlhf_core.hub.ids import is_remote
 
 
 class Reference(NamedTuple):
@@ -40,3 +46,61 @@ def references(config: StageConfig) -> Iterator[Reference]:
                 yield Reference(f"judges.{i}.reward", judge.reward, named("reward"))
             elif isinstance(judge, VllmJudge):
                 yield Reference(f"judges.{i}.model", judge.model, named("policy"))
+
+
+def beside(recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: bool = False) -> dict[str, Any]:
+    """Returns the recipe as plain values, with absolute paths in place of inputs' relative ones, which are below `folder`, that of the
+    recipe's file. `given`: fields that the command line gives; not `absolute`: what is
+    the same from the working directory stays. Raises ValueError: a line for each that only the working directory has."""
+    whole, problems = recipe.model_dump(), list[str]()
+    if "base_model" not in given:
+        whole["base_model"] = _placed(recipe.base_model, folder, problems, absolute)
+    if "stages" not in given:
+        names = {name: None for config in recipe.stages.values() for name in (*_models(config, recipe), *_files(config))}
+        whole["stages"] = renamed(whole["stages"], {name: _placed(name, folder, problems, absolute) for name in names})
+    if problems:
+        raise ValueError("\n".join(problems))
+    return whole
+
+
+def _placed(name: str, folder: Path, problems: list[str], absolute: bool) -> str:
+    path, colon, function = name.rpartition(":") if ".py:" in name else (name, "", "")
+    place = Path(os.path.normpath(folder / path))
+    if Path(path).is_absolute() or path.startswith("~") or "://" in path or (is_remote(path) and not os.path.exists(place)):
+        return name
+    if not absolute and place == Path(os.path.abspath(path)):
+        return name
+    if os.path.exists(path) and not os.path.exists(place):
+        where = "paths in a recipe are relative to its file"
+        problems.append(f"{path}: {where}: there is no {place}, but {Path(path).absolute()}: write {os.path.relpath(path, folder)}")
+    return f"{place}{colon}{function}"
+
+
+def _models(config: StageConfig, recipe: Recipe) -> Iterator[str]:
+    """The names of models in a config that are no stages of the recipe."""
+    for reference in references(config):
+        if reference.name != "base" and reference.name.partition(".")[0] not in recipe.stages:
+            yield reference.name
+
+
+def _files(value: Any) -> Iterator[str]:
+    """The data files, functions and task files in a config."""
+    match value:
+        case Source():
+            yield value.path
+        case FunctionReward():
+            yield value.function
+        case AlignmentTax():
+            yield from filter(is_path, value.tasks)
+    parts = [getattr(value, name) for name in type(value).model_fields] if isinstance(value, BaseModel) else value
+    for part in parts.values() if isinstance(parts, dict) else parts if isinstance(parts, list | tuple) else ():
+        yield from _files(part)
+
+
+def renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """Returns plain values with other names in place of some, also where these are the keys of a mapping."""
+    if isinstance(value, dict):
+        return {names.get(key, key): renamed(item, names) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [renamed(item, names) for item in value]
+    return names.get(value, value) if isinstance(value, str) else value

@@ -2,12 +2,13 @@
 
 POST (any path) takes `prompts`, `responses` and, optional, `finished`; other lists are ignored. GET says what is served. One request is
 scored at a time. Wrong input is 400 with a sentence, a failure of the model 500: the client retries what may pass.
-Left out: authentication and TLS, which belong to a proxy in front; by default only this machine is listened to.
+With a key, each request needs it as a bearer token, else it gets 401. Left out: TLS, which belongs to a proxy in front.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import math
 import traceback
@@ -58,7 +59,9 @@ def document(renderer: Renderer, answer: AnswerToScore) -> Document:
     return whole if answer.finished else whole.cut(len(whole) - 1)
 
 
-def reward_application(checkpoint: str, template: str = "chat", micro_batch_size: int = 8, trust_remote_code: bool = False) -> Starlette:
+def reward_application(
+    checkpoint: str, template: str = "chat", micro_batch_size: int = 8, trust_remote_code: bool = False, key: str | None = None
+) -> Starlette:
     """Returns the application that serves a reward model. ValueError when the checkpoint or its tokenizer cannot be used."""
     renderer = Renderer(load_tokenizer(checkpoint, trust_remote_code), template)
     scorer = RewardScorer(checkpoint, "auto", micro_batch_size, trust_remote_code)
@@ -68,13 +71,16 @@ def reward_application(checkpoint: str, template: str = "chat", micro_batch_size
         with lock:
             return scorer.score([document(renderer, answer) for answer in answers])
 
-    return application(score, {"model": checkpoint, "template": template})
+    return application(score, {"model": checkpoint, "template": template}, key)
 
 
-def application(score: Callable[[Sequence[AnswerToScore]], list[float]], about: dict[str, Any]) -> Starlette:
-    """Returns the HTTP side of a scoring function, which is called in a thread."""
+def application(score: Callable[[Sequence[AnswerToScore]], list[float]], about: dict[str, Any], key: str | None = None) -> Starlette:
+    """Returns the HTTP side of a scoring function, which is called in a thread. `key`: what requests need as a bearer token."""
 
     async def reply(request: Request) -> JSONResponse:
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if key and not hmac.compare_digest(given, f"Bearer {key}".encode()):
+            return _error(401, "this server needs its key as a bearer token: name its variable in api_key_env", {"connection": "close"})
         if request.method != "POST":
             return JSONResponse(about)
         length = request.headers.get("content-length", "")

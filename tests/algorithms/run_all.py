@@ -8,6 +8,8 @@ docs/reference/algorithms-learn.md. Exit code 1 when a run failed or an algorith
 from __future__ import annotations
 
 import argparse
+import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,12 +18,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import date
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from cases import CASES, ROOT, Case
 from measure import CLEAR, Measured, measure
 from transformers.utils.logging import disable_progress_bar
 
+from flows.cli.artifacts import REWARD_KEY
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.files import write_text
 from rlhf_core.system.machine import num_cpus
@@ -92,6 +95,7 @@ def command(arguments: Sequence[str], name: str) -> int:
 @contextmanager
 def reward_server(case: Case) -> Iterator[None]:
     """`alignflow serve-reward` with the recipe's reward model, at the address that the recipe names."""
+    os.environ.setdefault(REWARD_KEY, secrets.token_urlsafe(32))  # for the server and the recipe
     planned = case.plan()
     if RunDir(planned["reward_model"].run_dir).result() is None:
         command(["-m", "flows.cli", "stage", "sft", *case.arguments], f"{case.name}-sft")
@@ -112,7 +116,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + SERVER_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            with urlopen(url, timeout=5):
+            with urlopen(Request(url, headers={"Authorization": f"Bearer {os.environ[REWARD_KEY]}"}), timeout=5):
                 return
         except (URLError, OSError):
             time.sleep(0.5)

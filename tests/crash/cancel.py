@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from rlhf_core.runs.run_dir import LOG, METRICS, RESULT  # noqa: E402
+from tests.support.demo_recipe import demo_recipe  # noqa: E402
 from tests.support.hub_server import TOKEN, Hub  # noqa: E402
 from tests.support.hub_server import serve as hub_server  # noqa: E402
 from tests.support.micro import Serve, ask, left, wait_until  # noqa: E402
@@ -211,7 +211,7 @@ def main() -> int:
     if not (folder / "demo" / "material" / "base").exists():
         script = ROOT / "deployments" / "demo" / "make_material.py"
         subprocess.run([sys.executable, str(script), "--out", str(folder / "demo" / "material"), "--scale", "0.1"], check=True)
-    shutil.copy(ROOT / "deployments" / "recipes" / f"{NAME}.yaml", folder / "recipe.yaml")
+    demo_recipe(folder, NAME)
     file = folder / "results.json"
     results: dict[str, dict[str, object]] = json.loads(file.read_text()) if file.exists() else {}
     with hub_server() as hub:

@@ -23,6 +23,7 @@ from rlhf_core.config.kinds import has_metric, metrics_of
 from rlhf_core.config.metrics import BALANCE
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir
+from tests.support.demo_recipe import demo_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ STAGES = [
 
 
 def alignflow(folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "flows.cli", "run", str(ROOT / "deployments/recipes/tiny-cpu.yaml"), *SMALL]
+    command = [sys.executable, "-m", "flows.cli", "run", str(demo_recipe(folder)), *SMALL]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with (folder / "out.txt").open("ab") as out:
         return subprocess.Popen(

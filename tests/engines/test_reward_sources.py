@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import rlhf_core.stages.reward_model
+from flows.cli.artifacts import REWARD_KEY
 from rlhf_core.config import PPO, Data, Ranks, RewardModel, Vllm
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.models.scoring import RewardScorer
@@ -25,6 +29,7 @@ from rlhf_core.rewards.server import AnswerToScore, document
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.families import make_family
+from tests.support.sockets import beyond_loopback, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ITERATIONS = 3
@@ -50,8 +55,9 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "checks").mkdir()
     (root / "checks" / "checks.py").write_text(FUNCTION)
     served = subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "serve-reward", str(root / "rm" / "checkpoint"), "--port", "0"],
+        [sys.executable, "-m", "flows.cli", "serve-reward", str(root / "rm" / "checkpoint"), "--port", "0", "--home", str(root / "home")],
         stdout=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name != REWARD_KEY},
         text=True,
     )
     try:
@@ -59,6 +65,7 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         line = served.stdout.readline()
         address = re.search(r"http://127\.0\.0\.1:\d+", line)
         assert address, f"the server said {line!r}"
+        check_its_protection(address[0], root / "home" / "reward-key", served)
         share = Ranks(cpus=0.25)
         config = PPO(
             actor="base",
@@ -69,7 +76,7 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             reward=(
                 {"model": "reward_model", "normalize": "running"},
                 {"function": f"{root / 'checks' / 'checks.py'}:short", "weight": 0.5, "max_attempts": 1, "batch_size": 16},
-                {"url": address[0], "name": "server", "weight": 0.25, "batch_size": 4},
+                {"url": address[0], "name": "server", "weight": 0.25, "batch_size": 4, "api_key_env": REWARD_KEY},
             ),
             max_failed_rewards=0.1,
             prompts=Data(sources=str(material / "prompts.jsonl")),
@@ -92,12 +99,26 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         RunDir(root / "grpo").prepare(StageRequest(name="grpo", digest="0", config=config, inputs=inputs, seed=7))
         with (root / "log.txt").open("wb") as log:
             command = [sys.executable, "-m", "rlhf_core", str(root / "grpo")]
-            code = subprocess.run(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=400).returncode
+            environment = os.environ | {REWARD_KEY: (root / "home" / "reward-key").read_text().strip()}
+            code = subprocess.run(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=400).returncode
         assert code == 0, (root / "log.txt").read_text()[-3000:]
     finally:
         served.terminate()
         served.wait(30)
     return root
+
+
+def check_its_protection(address: str, place: Path, served: subprocess.Popen[str]) -> None:
+    """Strangers are refused; the key is in a file of its owner alone."""
+    key = place.read_text().strip()
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600 and len(key) > 40
+    assert served.stdout is not None and str(place) in served.stdout.readline()
+    body, own = {"prompts": ["1 + 1"], "responses": ["2"]}, {"Authorization": f"Bearer {key}"}
+    assert httpx.post(address, json=body).status_code == 401
+    assert httpx.post(address, json=body, headers=own | {"Host": "evil.example"}).status_code == 400, "DNS rebinding"
+    assert httpx.post(address, json=body, headers=own | {"Origin": "http://evil.example"}).status_code == 403
+    assert httpx.post(address, json=body, headers=own).status_code == 200
+    assert listening(served.pid) and not beyond_loopback(served.pid)
 
 
 def test_all_three_sources_are_summed(run: Path) -> None:

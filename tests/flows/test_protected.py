@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import websockets
 from websockets.sync.client import connect
@@ -24,6 +25,8 @@ from websockets.sync.client import connect
 from rlhf_core.recipe.load import load_recipe
 from tests.support import micro
 from tests.support.micro import AUTH, Serve, ask, wait_until
+from tests.support.sockets import beyond_loopback, listening
+from tests.support.strangers import as_nobody, as_root
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -159,6 +162,27 @@ def test_a_web_page_cannot_start_a_run(api: str, tmp_path: Path, content: str) -
     command += ["--dump-dom", f"http://evil.example:{urlsplit(api).port}/"]
     assert "does not answer for that host" in subprocess.run(command, capture_output=True, text=True, timeout=90).stdout
     assert runs(api) == before
+
+
+def test_it_listens_on_loopback_alone_also_while_a_run_goes_on(serve: Serve, api: str) -> None:
+    run = serve.run(api, "alignment/micro", overrides=["seed=11"])
+    wait_until(lambda: serve.state(api, run) == "RUNNING", "the run to start", 120, serve.told)
+    while serve.state(api, run) == "RUNNING":
+        assert listening(serve.process.pid) and not beyond_loopback(serve.process.pid)
+    assert ended(serve, api, run)["type"] == "COMPLETED"
+
+
+@as_root
+def test_another_user_cannot_read_the_auth_string(serve: Serve, api: str, tmp_path: Path) -> None:
+    place = serve.folder / "home" / "auth-string"
+    for folder in place.parents[:-2]:  # pytest's own folders keep others out: let them in
+        folder.chmod(0o755)
+    (readable := place.with_name("readable")).touch(0o644)
+    assert as_nobody("open(sys.argv[1])", str(readable)) == "allowed"
+    assert as_nobody("open(sys.argv[1])", str(place)) == "PermissionError"
+    processes = [serve.process.pid, *(child.pid for child in psutil.Process(serve.process.pid).children(recursive=True))]
+    for pid in processes:
+        assert as_nobody(f"open('/proc/{pid}/environ').read()") == "PermissionError"
 
 
 def test_a_run_cannot_change_command_environment_or_folder(serve: Serve, api: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.loop_record import loop_of, with_rounds
 from rlhf_core.recipe.plan import plan
+from tests.support.demo_recipe import demo_recipe
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "deployments" / "recipes").glob("*.yaml"))
@@ -33,8 +34,6 @@ def test_the_demos_loop_can_be_scheduled_which_begins_with_one_round() -> None:
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_family_fits_the_demos_material(name: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, demo = (load_recipe(ROOT / "deployments" / "recipes" / f"{stem}.yaml") for stem in (name, "tiny-cpu"))
-    assert recipe.artifacts == demo.artifacts
     # The fixture's material has a twentieth of the prompts; their number is not tested.
     place = tmp_path / "demo" / "material"
     place.mkdir(parents=True)
@@ -43,6 +42,9 @@ def test_the_family_fits_the_demos_material(name: str, material: Path, tmp_path:
     (place / "prompts.jsonl").unlink()
     (place / "prompts.jsonl").write_text((material / "prompts.jsonl").read_text() * 20)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "checks.py").write_text((ROOT / "deployments" / "recipes" / "checks.py").read_text())
+    recipe, demo = (load_recipe(demo_recipe(tmp_path, stem, f"{stem}.yaml")) for stem in (name, "tiny-cpu"))
+    assert recipe.artifacts == demo.artifacts
     planned, of_demo = plan(recipe), plan(demo)
     assert check_inputs(planned, planned.nodes) == []
     for stage in {"sft", "reward_model"} & recipe.stages.keys():

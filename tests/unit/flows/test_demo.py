@@ -9,6 +9,7 @@ import pytest
 
 from flows.cli import run as cli_run
 from flows.cli.app import main
+from rlhf_core.recipe.load import load_recipe
 
 
 def test_without_the_engines_nothing_is_written(
@@ -38,14 +39,16 @@ def test_material_is_made_in_the_folder_and_the_shipped_recipe_is_run_there(
 ) -> None:
     """Replaces the run, which trains for minutes, by a function that records its arguments."""
     monkeypatch.chdir(tmp_path)
-    seen: list[tuple[str, bool]] = []
+    seen: list[tuple[str, Path]] = []
 
     def run(recipe: str) -> int:
-        seen.append((Path(recipe).read_text(), Path("demo/material/base/model.safetensors").is_file()))
+        seen.append((Path(recipe).read_text(), Path(load_recipe(recipe).base_model)))
         return 0
 
     monkeypatch.setattr(cli_run, "run", run)
     assert main(["demo", "--folder", "tried"]) == 0
     root = Path(__file__).parents[3]
-    assert seen == [((root / "deployments" / "recipes" / "tiny-cpu.yaml").read_text(), True)]
+    shipped = (root / "deployments" / "recipes" / "tiny-cpu.yaml").read_text()
+    assert seen == [(shipped.replace("../../demo/material", "material"), tmp_path / "tried" / "demo" / "material" / "base")]
+    assert (seen[0][1] / "model.safetensors").is_file()
     assert str(tmp_path / "tried" / "artifacts" / "tiny-cpu" / "report.html") in capsys.readouterr().out

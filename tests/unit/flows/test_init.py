@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flows.cli import start
 from flows.cli.app import main
 from rlhf_core.preflight.inputs import check_inputs, needs
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load import given_recipe, load_recipe
 from rlhf_core.recipe.plan import plan
 
 DATA = {"sft": ["--sft-data", "s.jsonl"], "dpo": ["--preference-data", "p.jsonl"]}
@@ -59,6 +60,16 @@ def test_a_recipe_for_the_demos_material_needs_nothing_more(material: Path) -> N
     given = [word for flag, name in files.items() for word in (f"--{flag}", str(material / f"{name}.jsonl"))]
     assert main(["init", "--kind", "dpo", "--base-model", str(material / "base"), *given, "--gpus", "0", "--name", "own"]) == 0
     planned = plan(load_recipe("recipe.yaml"))
+    assert check_inputs(planned, planned.nodes) == []
+
+
+def test_paths_of_the_command_line_are_found_from_the_recipes_folder(material: Path) -> None:
+    Path("data").symlink_to(material)
+    given = ["--sft-data", "data/sft.jsonl", "--questions", f"{material}/questions.jsonl"]
+    assert main(["init", "mine/new", "--kind", "sft", "--base-model", "data/base", *given, "--gpus", "0"]) == 0
+    recipe = load_recipe("mine/new/recipe.yaml")
+    assert "../../data/sft.jsonl" in Path("mine/new/recipe.yaml").read_text()
+    planned = plan(recipe)
     assert check_inputs(planned, planned.nodes) == []
 
 
@@ -123,5 +134,6 @@ def test_the_end_of_the_input_is_reported_in_one_sentence(terminal: list[str], c
 @pytest.mark.parametrize("value", ["1e5", "true", "null", 'a "b" \\ c: d', "a,b", "#x", "ä.jsonl", "{x}", ".5", "~", "plain/x-1.jsonl"])
 def test_any_text_is_read_back_unchanged(value: str) -> None:
     assert main(["init", "--kind", "sft", "--base-model", value, "--sft-data", value, "--name", "x", "--gpus", "0"]) == 0
-    stage = load_recipe("recipe.yaml").stages["sft"].model_dump()
-    assert (load_recipe("recipe.yaml").base_model, stage["data"]["sources"][0]["path"]) == (value, value)
+    recipe = given_recipe(yaml.safe_load(Path("recipe.yaml").read_text()))
+    stage = recipe.stages["sft"].model_dump()
+    assert (recipe.base_model, stage["data"]["sources"][0]["path"]) == (value, value)

@@ -16,6 +16,7 @@ from rlhf_core.preflight.template_length import frame_lengths
 from tests.support.micro import ROOT
 from tests.support.tiny_models import save_weights
 from tests.unit.preflight.test_check import TEMPLATE, save_tokenizer
+from tests.unit.preflight.test_wrong_inputs import ENDLESS as ENDLESS_TEMPLATE
 
 PLAIN = "Question: {}\nAnswer: "
 RECIPE = "{name: n, base_model: ./base, stages: {sft: {data: {sources: sft.jsonl}, max_len: LIMIT}}}"
@@ -79,3 +80,22 @@ def test_refusals_are_those_of_the_stages(base: Path) -> None:
     (base / "chat_template.jinja").unlink(missing_ok=True)
     problems, imported = checked(base.parent, 200)
     assert problems.startswith("stages.sft.data: ") and "the model has no chat template" in problems and imported == "True"
+
+
+def test_templates_of_tokenizers_with_code_have_the_limit_too(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def with_code(template: str) -> tuple[str, str]:
+        save_tokenizer(base, template)
+        own = "import torch\nfrom transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
+        (base / "own.py").write_text(own)
+        file = base / "tokenizer_config.json"
+        code = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+        file.write_text(json.dumps(json.loads(file.read_text()) | code))
+        return str(base), "chat"
+
+    pair = with_code(ENDLESS_TEMPLATE + TEMPLATE)
+    assert frame_lengths([pair]) == {}, "nobody trusts it"
+    assert frame_lengths([pair], trust_remote_code=True) == {pair: template_length.ENDLESS}
+    pair = with_code(TEMPLATE)
+    assert frame_lengths([pair], trust_remote_code=True)[pair] == Renderer(load_tokenizer(str(base), True), "chat").frame_len

@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import yaml
 
 from rlhf_core.config import PPO, SFT, Evaluation, RewardJudge
 from rlhf_core.recipe.load import dump_recipe, given_recipe, load_recipe
@@ -295,7 +296,7 @@ def site(tmp_path: Path) -> Iterator[str]:
 def test_a_recipe_from_a_web_server(recipe: Write, site: str) -> None:
     path = recipe()
     address = f"{site}/{path.name}"
-    assert given_recipe(address, ["seed=5"]) == load_recipe(path, ["seed=5"])
+    assert given_recipe(address, ["seed=5"]) == given_recipe(yaml.safe_load(TEXT), ["seed=5"])
     path.write_text(TEXT.replace("name: tiny", "name: edited"))
     assert load_recipe(address).name == "edited", "each run reads it anew"
 
@@ -325,11 +326,33 @@ def test_a_recipe_that_a_web_server_does_not_give(recipe: Write, site: str) -> N
         assert str(caught.value).startswith(told) and "password" not in str(caught.value) and "abc" not in str(caught.value)
 
 
-def test_a_recipe_from_a_bucket(recipe: Write) -> None:
+def test_a_recipe_from_a_bucket() -> None:
     with s3() as place:
         with fsspec.open(f"{place}/recipes/tiny.yaml", "wt") as file:
             file.write(TEXT)
-        assert given_recipe(f"{place}/recipes/tiny.yaml", ["seed=5"]) == load_recipe(recipe(), ["seed=5"])
+        assert given_recipe(f"{place}/recipes/tiny.yaml", ["seed=5"]) == given_recipe(yaml.safe_load(TEXT), ["seed=5"])
         for address, told in {f"{place}/none.yaml": "there is no such file", "s3://no-such-bucket/r.yaml": "bucket does not exist"}.items():
             with pytest.raises(ValueError, match=rf"^recipe {address}: .*{told}; give the path of a YAML file$"):
                 load_recipe(address)
+
+
+def test_checks_behind_missing_fields_are_told_with_them() -> None:
+    stages = {
+        "ppo": {"advantage_estimator": "rloo", "n_samples_per_prompt": 1},
+        "evaluation": {"gates": [{"metric": "win_rate/ppo"}], "judges": []},
+        "dpo": {"data": {}, "train_batch_size": 7, "micro_train_batch_size": 2},
+    }
+    with pytest.raises(ValueError) as refused:
+        given_recipe({"base_model": "org/base", "stages": stages})
+    told = str(refused.value)
+    for part in (
+        "name: missing (",
+        "stages.ppo.prompts: missing (rows with a prompt); add it",
+        "stages.ppo: rloo compares the answers to one prompt: set n_samples_per_prompt to 2 or more",
+        "stages.evaluation.models: missing (",
+        "stages.evaluation.questions: missing (",
+        "stages.dpo.data.sources: missing (",
+        "stages.dpo: train_batch_size=7 must be a multiple of",
+    ):
+        assert part in told, told
+    assert "placeholder" not in told and len(told.splitlines()) == len(set(told.splitlines()))

@@ -14,11 +14,12 @@ from uuid import UUID, uuid4
 import pytest
 from pydantic import BaseModel
 
-from flows.serve import AUTH, auth_string
+from flows.serve import AUTH
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.load import load_recipe, models_in
 from rlhf_core.recipe.served import _is_plain, require_settings
 from rlhf_core.records import RECIPE_ONLY
+from rlhf_core.system.secret_file import kept_secret
 from tasks.served import SERVED_ENV, own_recipe
 from tasks.server_process import refusal
 
@@ -143,20 +144,20 @@ def test_a_run_has_its_deployments_own_recipe(recipe: Path, tmp_path: Path, monk
     assert own_recipe("other.yaml", ["artifacts=elsewhere"], None).artifacts == "elsewhere", "without a deployment: somebody's own call"
 
 
-def test_the_auth_string_is_its_users_alone_and_stays(tmp_path: Path) -> None:
+def test_a_kept_secret_is_its_users_alone_and_stays(tmp_path: Path) -> None:
     place, before = tmp_path / AUTH, os.umask(0)
     try:
-        made = auth_string(tmp_path)
+        made = kept_secret(place)
     finally:
         os.umask(before)
     assert stat.S_IMODE(place.stat().st_mode) == 0o600 and place.read_text() == f"{made}\n" and len(made) > 40
-    assert auth_string(tmp_path) == made
+    assert kept_secret(place) == made
     place.chmod(0o644)
-    assert auth_string(tmp_path) != made and stat.S_IMODE(place.stat().st_mode) == 0o600, "one that others could read is not used again"
+    assert kept_secret(place) != made and stat.S_IMODE(place.stat().st_mode) == 0o600, "one that others could read is not used again"
     place.unlink()
     (tmp_path / "elsewhere").write_text("known:to-another\n")
     place.symlink_to(tmp_path / "elsewhere")
-    assert auth_string(tmp_path) != "known:to-another" and not place.is_symlink()
+    assert kept_secret(place) != "known:to-another" and not place.is_symlink()
 
 
 @pytest.mark.parametrize(

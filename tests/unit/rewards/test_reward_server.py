@@ -78,6 +78,24 @@ def test_a_wrong_request_gets_a_message_that_names_the_fault(url: str, body: Any
     assert httpx.post(url, json={"prompts": ["1 + 1"], "responses": ["2"]}).status_code == 200, "and the next one is answered"
 
 
+def test_each_request_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_KEY", "k-1")
+    scored: list[Any] = []
+    with served(application(lambda answers: [float(len(scored.extend(answers) or answers))], {"model": "m"}, "k-1")) as url:
+        for headers in ({}, *({"authorization": given} for given in ("k-1", "Bearer", "Bearer k-", "Bearer k-11", "Basic k-1"))):
+            assert httpx.get(url, headers=headers).status_code == 401 and scored == []
+            refused = httpx.post(url, json={"prompts": ["1"], "responses": ["1"]}, headers=headers)
+            assert refused.status_code == 401 and "api_key_env" in refused.json()["error"] and scored == []
+        with pytest.raises(ValueError, match=r"answers 401: check its address$"):
+            Server(url, 30, None).score([Sample(PROMPTS[0], "1", {}, True, "")])
+        assert Server(url, 30, "REWARD_KEY").score([Sample(PROMPTS[0], "1", {}, True, "")]) == [1.0]
+
+
+def test_without_a_key_it_listens_to_this_machine_alone(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve-reward", str(checkpoint), "--without-key", "--host", "0.0.0.0"]) == 2
+    assert "whoever reaches that address could use the server" in capfd.readouterr().err
+
+
 def test_a_request_without_a_length_is_refused(url: str) -> None:
     assert httpx.post(url, content=iter([b"{}"])).status_code == 413
 

@@ -1,0 +1,99 @@
+"""What the paths in a recipe are relative to, and that a run from another folder has the same digests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config import Recipe
+from rlhf_core.recipe.load import dump_recipe, given_recipe, load_recipe, recipe_of
+from rlhf_core.recipe.plan import plan
+from rlhf_core.recipe.references import beside
+
+TEXT = """
+name: places
+base_model: models/base
+stages:
+  sft: {data: {sources: data/chats.jsonl}}
+  rm: {stage: reward_model, model: other, data: {sources: [{path: data/pairs.jsonl}]}}
+  ppo: {actor: sft, advantage_estimator: reinforce_pp, reward: [rm, "checks.py:score", org/reward], prompts: {sources: data/prompts.jsonl}}
+  evaluation: {models: [ppo, models/old], parents: {models/old: base}, questions: {path: org/questions}, judges: [{kind: rule}]}
+  tax: {stage: alignment_tax, models: [ppo], tasks: [task.yaml, gsm8k]}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe with its files; the working directory is beside it."""
+    folder = tmp_path / "project"
+    for name in ("models/base", "models/old", "other", "data"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(f'"{name}"')
+    for name in ("chats", "pairs", "prompts"):
+        (folder / "data" / f"{name}.jsonl").write_text(f'{{"{name}": 1}}\n')
+    (folder / "checks.py").write_text("def score(responses): return [0 for _ in responses]\n")
+    (folder / "task.yaml").write_text("task: own\n")
+    (folder / "recipe.yaml").write_text(TEXT)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return folder
+
+
+def digests(recipe: Recipe) -> dict[str, str]:
+    return {node.name: node.digest for node in plan(recipe).nodes}
+
+
+def test_inputs_are_beside_the_recipe_and_artifacts_in_the_working_directory(folder: Path) -> None:
+    recipe = load_recipe("../project/recipe.yaml")
+    sft, rm, ppo, evaluation, tax = recipe.stages.values()
+    assert recipe.base_model == str(folder / "models/base") and rm.model == str(folder / "other")
+    assert [config.data.sources[0].path for config in (sft, rm)] == [str(folder / "data" / f"{name}.jsonl") for name in ("chats", "pairs")]
+    assert ppo.actor == "sft" and ppo.reward[0].model == "rm" and ppo.reward[2].model == "org/reward", "stages and Hub ids stay"
+    assert ppo.reward[1].file == folder / "checks.py" and tax.tasks == (str(folder / "task.yaml"), "gsm8k")
+    old = str(folder / "models/old")
+    assert evaluation.models == ("ppo", old) and evaluation.parents == {old: "base"} and evaluation.questions.path == "org/questions"
+    assert plan(recipe).artifacts == Path.cwd() / "artifacts"
+
+
+def test_the_same_recipe_has_the_same_digests_from_each_folder_and_in_each_place(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = digests(load_recipe("../project/recipe.yaml"))
+    monkeypatch.chdir(folder)
+    assert digests(load_recipe("recipe.yaml")) == found
+    assert load_recipe("recipe.yaml").base_model == "models/base", "messages name what the recipe says"
+    (tmp_path / "elsewhere" / "kept.yaml").write_text(dump_recipe(recipe_of(beside(load_recipe("recipe.yaml"), Path.cwd(), absolute=True))))
+    assert digests(load_recipe("../elsewhere/kept.yaml")) == found, "the recipe that a run keeps"
+    moved = folder.rename(tmp_path / "moved")
+    assert digests(load_recipe(moved / "recipe.yaml")) == found
+    (moved / "other" / "config.json").write_text('"changed"')
+    changed = digests(load_recipe(moved / "recipe.yaml"))
+    assert {name for name in found if changed[name] != found[name]} == {"rm", "ppo", "evaluation", "tax"}
+
+
+def test_overrides_and_recipes_that_are_no_file_are_relative_to_the_working_directory(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere" / "base").mkdir()
+    (tmp_path / "elsewhere" / "mine.jsonl").touch()
+    recipe = load_recipe("../project/recipe.yaml", ["base_model=base", "sft.data.sources.0.path=mine.jsonl"])
+    assert recipe.base_model == "base" and recipe.stages["sft"].data.sources[0].path == "mine.jsonl"
+    assert recipe.stages["rm"].data.sources[0].path == str(folder / "data/pairs.jsonl")
+    raw = {"name": "inline", "base_model": "models/base", "stages": {"sft": {"data": {"sources": "data/chats.jsonl"}}}}
+    assert given_recipe(raw).base_model == "models/base"
+    monkeypatch.chdir(folder)
+    assert digests(given_recipe(raw | {"name": "x"}))["sft"] == digests(load_recipe("recipe.yaml"))["sft"]
+
+
+def test_files_in_the_working_directory_alone_are_a_sentence_that_says_what_to_write(folder: Path, tmp_path: Path) -> None:
+    (folder / "data" / "chats.jsonl").rename(tmp_path / "elsewhere" / "chats.jsonl")
+    (folder / "recipe.yaml").write_text(TEXT.replace("data/chats.jsonl", "chats.jsonl").replace("models/base", "base"))
+    (tmp_path / "elsewhere" / "base").mkdir()
+    with pytest.raises(ValueError) as refused:
+        load_recipe("../project/recipe.yaml")
+    where = "paths in a recipe are relative to its file"
+    assert str(refused.value).splitlines() == [
+        f"{name}: {where}: there is no {folder / name}, but {tmp_path}/elsewhere/{name}: write ../elsewhere/{name}"
+        for name in ("base", "chats.jsonl")
+    ]
