@@ -51,7 +51,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     if config.eval_data:
         held_out = load_documents(request, config, tokenizer, config.eval_data, run / STATE, suffix_of).documents
     policy = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
-    engine = make_engine(policy, config)
+    engine = make_engine(policy, config, packed=config.packing)
     if engine.rank == 0:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 

@@ -121,7 +121,7 @@ def run_on_two(config: StageConfig, material: Path, folder: Path, monkeypatch: p
 
     for name in {"load_policy", "trained_policy", "load_tokenizer", "Renderer", "preference_pairs", "labelled_answers"} & set(vars(module)):
         monkeypatch.setattr(module, name, guarded(getattr(module, name)))
-    monkeypatch.setattr(module, "make_engine", lambda policy, config: RankEngine(policy, config, here.rank, group))
+    monkeypatch.setattr(module, "make_engine", lambda policy, config, **_: RankEngine(policy, config, here.rank, group))
     failed: list[BaseException] = []
 
     def work(rank: int) -> None:
