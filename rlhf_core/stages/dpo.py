@@ -6,6 +6,7 @@ SimPO and ORPO have no reference: none is loaded, nothing is computed for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -14,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import DPO, REFERENCE_FREE, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.collate import collate, sent
 from rlhf_core.data.documents import Document, Lazy, Pair, joined, mapped
 from rlhf_core.data.packing import Parts, Passes
 from rlhf_core.data.report import write_data_report
@@ -23,6 +23,7 @@ from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, trained_policy
+from rlhf_core.objectives.collate import collate, sent
 from rlhf_core.objectives.losses import MEAN_LOGPROBS, Loss, preference_loss, sft_loss, with_balance
 from rlhf_core.objectives.masked import document_mean, document_sum
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
@@ -56,13 +57,8 @@ class Denominator(NamedTuple):
     chosen_tokens: float
 
 
-def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Trains `config.policy` on pairs; the output is `checkpoint`."""
-    return on_ranks(train, request, run)
-
-
 def train(request: StageRequest, run: RunDir) -> Outcome:
-    """One rank of the stage."""
+    """Trains `config.policy` on pairs; the output is `checkpoint`. Runs on every rank."""
     config = cast(DPO, request.config)
     source, reference = request.inputs[config.policy], request.inputs[config.reference or config.policy]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
@@ -112,6 +108,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     task = Task(items, micro_batches, count, loss, evaluate if held_out_items else None, show=("loss", "accuracy", "margin"))
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     return finish_training(engine, request, run, source, config.lora, metrics)
+
+
+run = partial(on_ranks, train)
 
 
 def count(items: Sequence[Anchored]) -> Denominator:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -18,7 +19,6 @@ import torch
 
 from rlhf_core.config import KTO, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.collate import sent
 from rlhf_core.data.documents import Document, Labelled, Lazy, joined, mapped
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
@@ -26,6 +26,7 @@ from rlhf_core.data.sources import labelled_answers
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.load import load_policy, trained_policy
+from rlhf_core.objectives.collate import sent
 from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance, dealt_logprobs, reference_logprobs
@@ -58,13 +59,8 @@ class Step(NamedTuple):
     kl: float
 
 
-def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Trains `config.policy` on labelled answers; the output is `checkpoint`."""
-    return on_ranks(train, request, run)
-
-
 def train(request: StageRequest, run: RunDir) -> Outcome:
-    """One rank of the stage."""
+    """Trains `config.policy` on labelled answers; the output is `checkpoint`. Runs on every rank."""
     config = cast(KTO, request.config)
     source, reference = request.inputs[config.policy], request.inputs[config.reference or config.policy]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
@@ -141,6 +137,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     metrics["data/desirable"] = float(sum(item.desirable for item in data.items))
     return finish_training(engine, request, run, source, config.lora, metrics)
+
+
+run = partial(on_ranks, train)
 
 
 def mismatches_of(indices: Sequence[int]) -> list[Mismatch]:

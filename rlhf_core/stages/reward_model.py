@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -11,7 +12,6 @@ import torch
 
 from rlhf_core.config import Data, RewardModel
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.collate import collate, sent
 from rlhf_core.data.documents import Pair
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
@@ -20,6 +20,7 @@ from rlhf_core.data.survey import Loaded
 from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import trained_scorer
 from rlhf_core.models.scoring import STATISTICS
+from rlhf_core.objectives.collate import collate, sent
 from rlhf_core.objectives.losses import Loss, reward_loss
 from rlhf_core.objectives.masked import gather_last
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
@@ -31,13 +32,8 @@ from rlhf_core.training.train_loop import Task, deal, fit
 STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
 
 
-def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Trains a scalar head and its backbone on `config.data`; the output is `checkpoint`."""
-    return on_ranks(train, request, run)
-
-
 def train(request: StageRequest, run: RunDir) -> Outcome:
-    """One rank of the stage."""
+    """Trains a scalar head and its backbone on `config.data`; the output is `checkpoint`. Runs on every rank."""
     config = cast(RewardModel, request.config)
     source = request.inputs[config.model]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
@@ -82,6 +78,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     if engine.rank == 0:
         write_text(run / "checkpoint" / STATISTICS, json.dumps(statistics))
     return outcome._replace(metrics=outcome.metrics | {f"score/{name}": value for name, value in statistics.items()})
+
+
+run = partial(on_ranks, train)
 
 
 def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> torch.Tensor:

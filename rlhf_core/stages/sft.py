@@ -7,6 +7,7 @@ Conditional SFT is this stage with `condition: reward` (`data.condition`); rejec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -14,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import SFT, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document, store_suffix
 from rlhf_core.data.packing import Passes, best_fit
 from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import AnswerDocuments, SuffixOf, answer_documents, sft_documents
 from rlhf_core.models.load import masked_logprobs, trained_policy
+from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.training.engine import Engine
@@ -36,13 +37,8 @@ class Counted(NamedTuple):
     documents: float
 
 
-def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Trains `config.model` on `config.data`; the output is `checkpoint`."""
-    return on_ranks(train, request, run)
-
-
 def train(request: StageRequest, run: RunDir) -> Outcome:
-    """One rank of the stage."""
+    """Trains `config.model` on `config.data`; the output is `checkpoint`. Runs on every rank."""
     config = cast(SFT, request.config)
     source = request.inputs[config.model]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
@@ -80,6 +76,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     if engine.rank == 0 and best_suffix:
         store_suffix(run / "checkpoint", best_suffix)
     return outcome
+
+
+run = partial(on_ranks, train)
 
 
 def load_documents(

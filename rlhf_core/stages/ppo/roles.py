@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config import PPO
-from rlhf_core.data.collate import Batch, collate, sent
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.document_leak import detect_document_leak
@@ -26,6 +25,7 @@ from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, mask
 from rlhf_core.models.token_logprobs import Entropy
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
+from rlhf_core.objectives.collate import Batch, collate, sent
 from rlhf_core.objectives.losses import Loss, value_loss, with_balance
 from rlhf_core.objectives.masked import before
 from rlhf_core.rollout.weight_receiver import gpu_uuid

@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, OlmoeConfig, OlmoeForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from rlhf_core.config import PPO, Data
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models import routing
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, recompute
 from rlhf_core.models.routing import REPLAYED
+from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Answer, _answer
 from rlhf_core.rollout.vllm_patches import returns_routing
 from rlhf_core.stages.ppo import fleet, roles
