@@ -6,7 +6,6 @@ SimPO and ORPO have no reference: none is loaded, nothing is computed for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -57,8 +56,13 @@ class Denominator(NamedTuple):
     chosen_tokens: float
 
 
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Trains `config.policy` on pairs; the output is `checkpoint`."""
+    return on_ranks(train, request, run)
+
+
 def train(request: StageRequest, run: RunDir) -> Outcome:
-    """Trains `config.policy` on pairs; the output is `checkpoint`. Runs on every rank."""
+    """One rank of the stage."""
     config = cast(DPO, request.config)
     source, reference = request.inputs[config.policy], request.inputs[config.reference or config.policy]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
@@ -108,9 +112,6 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     task = Task(items, micro_batches, count, loss, evaluate if held_out_items else None, show=("loss", "accuracy", "margin"))
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     return finish_training(engine, request, run, source, config.lora, metrics)
-
-
-run = partial(on_ranks, train)
 
 
 def count(items: Sequence[Anchored]) -> Denominator:

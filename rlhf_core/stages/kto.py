@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -59,8 +58,13 @@ class Step(NamedTuple):
     kl: float
 
 
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Trains `config.policy` on labelled answers; the output is `checkpoint`."""
+    return on_ranks(train, request, run)
+
+
 def train(request: StageRequest, run: RunDir) -> Outcome:
-    """Trains `config.policy` on labelled answers; the output is `checkpoint`. Runs on every rank."""
+    """One rank of the stage."""
     config = cast(KTO, request.config)
     source, reference = request.inputs[config.policy], request.inputs[config.reference or config.policy]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
@@ -137,9 +141,6 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     metrics["data/desirable"] = float(sum(item.desirable for item in data.items))
     return finish_training(engine, request, run, source, config.lora, metrics)
-
-
-run = partial(on_ranks, train)
 
 
 def mismatches_of(indices: Sequence[int]) -> list[Mismatch]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import cast
 
 import numpy as np
@@ -32,8 +31,13 @@ from rlhf_core.training.train_loop import Task, deal, fit
 STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
 
 
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Trains a scalar head and its backbone on `config.data`; the output is `checkpoint`."""
+    return on_ranks(train, request, run)
+
+
 def train(request: StageRequest, run: RunDir) -> Outcome:
-    """Trains a scalar head and its backbone on `config.data`; the output is `checkpoint`. Runs on every rank."""
+    """One rank of the stage."""
     config = cast(RewardModel, request.config)
     source = request.inputs[config.model]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
@@ -78,9 +82,6 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     if engine.rank == 0:
         write_text(run / "checkpoint" / STATISTICS, json.dumps(statistics))
     return outcome._replace(metrics=outcome.metrics | {f"score/{name}": value for name, value in statistics.items()})
-
-
-run = partial(on_ranks, train)
 
 
 def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> torch.Tensor:

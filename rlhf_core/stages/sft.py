@@ -7,7 +7,6 @@ Conditional SFT is this stage with `condition: reward` (`data.condition`); rejec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -37,8 +36,13 @@ class Counted(NamedTuple):
     documents: float
 
 
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Trains `config.model` on `config.data`; the output is `checkpoint`."""
+    return on_ranks(train, request, run)
+
+
 def train(request: StageRequest, run: RunDir) -> Outcome:
-    """Trains `config.model` on `config.data`; the output is `checkpoint`. Runs on every rank."""
+    """One rank of the stage."""
     config = cast(SFT, request.config)
     source = request.inputs[config.model]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
@@ -76,9 +80,6 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     if engine.rank == 0 and best_suffix:
         store_suffix(run / "checkpoint", best_suffix)
     return outcome
-
-
-run = partial(on_ranks, train)
 
 
 def load_documents(
