@@ -17,7 +17,7 @@ from evaluation.report.summary import Curve
 from evaluation.scores.over_optimisation import OverOptimisation
 from evaluation.scores.reward_accuracy import RewardReports
 from rlhf_core.config import KINDS
-from rlhf_core.config.shown import Panel
+from rlhf_core.config.metrics import Panel
 from rlhf_core.records import WinRate
 
 MAX_POINTS = 300

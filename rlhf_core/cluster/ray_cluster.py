@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import ray
-from ray.job_config import JobConfig
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group
 
 from rlhf_core.cluster.layout import Layout, Slot, by_node, shortage
+from rlhf_core.cluster.ray_internals import SafePathJob, report_missing
 from rlhf_core.runs.launch import SECRET_NAME
 from rlhf_core.system.machine import num_gpus
 from rlhf_core.system.secret_file import private_folder
@@ -35,21 +34,11 @@ class Reservation(NamedTuple):
     slots: Mapping[str, Sequence[Slot]]
 
 
-class SafePathJob(JobConfig):
-    """Keeps the working directory off the workers' module path, unless it is on this process's own.
-
-    Ray puts the driver's working directory before everything else there, so that a `tasks.py` in it hides our package. Made for Ray
-    2.60, whose `ray._private.worker.connect` does so where this method says False; a Ray without the method ignores it.
-    """
-
-    def _runtime_env_has_working_dir(self) -> bool:
-        return bool(super()._runtime_env_has_working_dir()) or os.getcwd() not in map(os.path.abspath, sys.path)
-
-
 def connect() -> None:
     """Joins the cluster at RAY_ADDRESS or starts a private one that ends with this process."""
     if ray.is_initialized():
         return
+    report_missing()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would give them a lower priority
     if os.environ.get("RAY_ADDRESS"):

@@ -14,16 +14,15 @@ from typing import Any
 
 import ray
 from ray.exceptions import RpcError
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
+from rlhf_core.cluster.ray_internals import get, put
 from rlhf_core.system import progress
 
-NAMESPACE = "alignflow-progress"
 REPORT_SECONDS = 0.5
 LOOKS = 10  # in the time that a rank may be silent
 LONGEST_PAUSE = 15.0  # seconds between two looks
 
-_last: dict[str, bytes] = {}  # what each rank reported when it was last looked at
+_last: dict[str, bytes | None] = {}  # what each rank reported when it was last looked at
 
 
 def report(key: str) -> None:
@@ -37,7 +36,7 @@ def _report(key: str) -> None:
     while True:
         if (now := progress.seen()) != reported:
             with suppress(RpcError):  # the next round tries again
-                _internal_kv_put(key, now, namespace=NAMESPACE)
+                put(key, now)
                 reported = now
         time.sleep(REPORT_SECONDS)
 
@@ -74,7 +73,7 @@ class Watch:
         _, working = ray.wait(others, num_returns=len(others), timeout=0, fetch_local=False) if others else ([], [])
         now = time.monotonic()
         self._next_look = now + self._pause
-        reports = {key: _internal_kv_get(key, namespace=NAMESPACE) for key in {self._keys[ref] for ref in working}}
+        reports = {key: get(key) for key in {self._keys[ref] for ref in working}}
         self._since |= {ref: now for ref in working if reports[self._keys[ref]] != _last.get(self._keys[ref])}
         _last.update(reports)
         silent = [ref for ref in working if now - self._since[ref] >= self._timeout]

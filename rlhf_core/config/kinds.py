@@ -10,11 +10,12 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from rlhf_core.config import metrics, shown
+from rlhf_core.config import metrics
 from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Iterative, IterativeDPO, PostProcessor, Preferences
+from rlhf_core.config.metrics import Panel
 from rlhf_core.config.ppo import PPO
 from rlhf_core.config.training import DPO, KTO, SFT, RewardModel
 
@@ -34,7 +35,7 @@ class Kind(NamedTuple):
     main_of: Callable[[Mapping[str, Any]], Iterable[str]] | None = None  # in place of `main`, by the configuration as JSON
     metrics: Callable[[Any], Iterable[str]] | None = None  # those that gates may name, by the configuration; default: `main`
     means: Mapping[str, str] = MappingProxyType({})  # what a failed gate on a metric usually means
-    charts: tuple[shown.Panel, ...] | None = ()  # its curves on the page; (): those of `main`; None: no curves
+    charts: tuple[Panel, ...] | None = ()  # its curves on the page; (): those of `main`; None: no curves
     title: str = ""  # on the page and on model cards; default: the name of its config class
 
     @property
@@ -42,8 +43,8 @@ class Kind(NamedTuple):
         return self.title or self.config.__name__
 
     @property
-    def panels(self) -> tuple[shown.Panel, ...]:
-        return self.charts or tuple(shown.Panel(metric, {metric: ""}) for metric in self.main)
+    def panels(self) -> tuple[Panel, ...]:
+        return self.charts or tuple(Panel(metric, {metric: ""}) for metric in self.main)
 
     @property
     def package(self) -> str:
@@ -69,9 +70,9 @@ KINDS = {
         names={"model": ("policy",), "answers": ("pairs",)},
         takes=("rejection_sampling", "conditional_sft"),
         metrics=metrics.trained("loss", held_out=("loss",)),
-        means=shown.SFT_MEANS,
+        means=metrics.SFT_MEANS,
         main=("eval/loss", "loss"),
-        charts=shown.SFT,
+        charts=metrics.SFT_CHARTS,
     ),
     "reward_model": Kind(
         RewardModel,
@@ -79,9 +80,9 @@ KINDS = {
         makes="reward",
         names={"model": ("policy",)},
         metrics=metrics.trained(*metrics.REWARD_LOSS, held_out=metrics.REWARD_HELD_OUT, after=("score/mean", "score/std")),
-        means=shown.REWARD_MODEL_MEANS,
+        means=metrics.REWARD_MODEL_MEANS,
         main=("eval/accuracy", "accuracy"),
-        charts=shown.REWARD_MODEL,
+        charts=metrics.REWARD_MODEL_CHARTS,
         title="reward model",
     ),
     "dpo": Kind(
@@ -93,9 +94,9 @@ KINDS = {
         given_tokens=("reference",),
         takes=("dpo",),
         metrics=metrics.trained(*metrics.PAIRS),
-        means=shown.DPO_MEANS,
+        means=metrics.DPO_MEANS,
         main=("eval/accuracy", "accuracy"),
-        charts=shown.DPO,
+        charts=metrics.DPO_CHARTS,
     ),
     "kto": Kind(
         KTO,
@@ -106,9 +107,9 @@ KINDS = {
         given_tokens=("reference",),
         takes=("kto", "dpo"),
         metrics=metrics.trained(*metrics.LABELLED, after=("data/desirable",)),
-        means=shown.KTO_MEANS,
+        means=metrics.KTO_MEANS,
         main=("eval/accuracy", "accuracy"),
-        charts=shown.KTO,
+        charts=metrics.KTO_CHARTS,
     ),
     "preferences": Kind(
         Preferences,
@@ -118,7 +119,7 @@ KINDS = {
         names={"policy": ("policy",), "reward": ("reward",)},
         given_tokens=("reward",),
         metrics=metrics.sampled,
-        means=shown.PREFERENCES_MEANS,
+        means=metrics.PREFERENCES_MEANS,
         main=("pairs", "answers"),
     ),
     "iterative_dpo": Kind(IterativeDPO),
@@ -131,9 +132,9 @@ KINDS = {
         names={"actor": ("policy",), "critic": ("policy", "reward"), "reference": ("policy",), "reward": ("reward",)},
         given_tokens=("critic", "reference", "reward"),
         metrics=metrics.reinforced,
-        means=shown.PPO_MEANS,
+        means=metrics.PPO_MEANS,
         main=("reward/last_fifth", "reward/mean"),
-        charts=shown.PPO,
+        charts=metrics.PPO_CHARTS,
     ),
     "evaluation": Kind(
         Evaluation,
@@ -143,7 +144,7 @@ KINDS = {
         names={"models": ("policy",), "baseline": ("policy",), "proxy": ("reward",)},
         metrics=metrics.judged,
         main_of=lambda config: (f"win_rate/{config['models'][-1]}",),
-        means=shown.EVALUATION_MEANS,
+        means=metrics.EVALUATION_MEANS,
         charts=None,
     ),
     "alignment_tax": Kind(
@@ -154,7 +155,7 @@ KINDS = {
         names={"models": ("policy",), "baseline": ("policy",)},
         metrics=metrics.taxed,
         main_of=lambda config: (f"tax/{task_name(task)}" for task in config["tasks"]),
-        means=shown.ALIGNMENT_TAX_MEANS,
+        means=metrics.ALIGNMENT_TAX_MEANS,
         charts=None,
     ),
     "publication": Kind(

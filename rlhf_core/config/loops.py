@@ -120,7 +120,9 @@ class Iterative(Loop, PreferenceLoss, UnpairedLoss):
     post_processor: PostProcessor = Field(
         description="dpo: pairs; kto: labelled answers; rejection_sampling, conditional_sft: SFT on answers"
     )
-    packing: bool = Field(True, description="rejection_sampling, conditional_sft: pack documents into rows of max_len")
+    packing: Annotated[bool, NotInDigest] = Field(
+        True, description="rejection_sampling, conditional_sft: pack documents into rows of max_len"
+    )
 
     @check
     def _check_owners(self) -> Iterator[str]:

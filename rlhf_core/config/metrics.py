@@ -1,4 +1,5 @@
-"""Which metrics the result of a stage has, by its configuration: the names that gates may use (kinds.py).
+"""Which metrics the result of a stage has, by its configuration (the names that gates may use), their charts, and what a failed gate on
+one usually means. The table of kinds (kinds.py) names what is here.
 
 Names end in `*` where the rest is known only after the run (a judge, a reason).
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_core.config.evaluation import AlignmentTax, ChatJudge, Evaluation, RuleJudge
 from rlhf_core.config.lm_eval_tasks import task_name
@@ -111,3 +112,124 @@ def taxed(config: AlignmentTax) -> Iterator[str]:
         yield from (f"{name}/{task}/{model}" for model in models for name in ("tax", "tax_low", "tax_high"))
         yield from (f"score/{task}/{model}" for model in (config.baseline, *models))
         yield f"documents/{task}"
+
+
+class Panel(NamedTuple):
+    """One small chart. `lines`: metric -> label; `band`: the metric drawn as +- around the first line; `level`: a dashed line."""
+
+    title: str
+    lines: dict[str, str]
+    band: str | None = None
+    level: float | None = None
+
+
+LOSS = Panel("Loss", {"loss": "training", "eval/loss": "held out"})
+ACCURACY = Panel("Share of pairs ranked right", {"accuracy": "training", "eval/accuracy": "held out"}, level=0.5)
+SFT_CHARTS = (LOSS, Panel("Learning rate", {"learning_rate": ""}), Panel("Gradient norm", {"grad_norm": ""}))
+REWARD_MODEL_CHARTS = (LOSS, ACCURACY, Panel("Gradient norm", {"grad_norm": ""}))
+DPO_CHARTS = (
+    LOSS,
+    ACCURACY,
+    Panel("Margin of the implicit reward", {"margin": ""}, level=0.0),
+    Panel("Implicit rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}, level=0.0),
+)
+KTO_CHARTS = (
+    LOSS,
+    Panel("Share of answers on their label's side of the KL", {"accuracy": "training", "eval/accuracy": "held out"}, level=0.5),
+    Panel("Margin to the KL", {"margin": ""}, level=0.0),
+    Panel("Implicit rewards", {"rewards/desirable": "desirable", "rewards/undesirable": "undesirable"}, level=0.0),
+    Panel("KL to the reference", {"kl": ""}, level=0.0),
+)
+PPO_CHARTS = (
+    Panel("Reward of the answers (band: ± 1 std)", {"reward/mean": "mean"}, band="reward/std"),
+    Panel("KL to the reference", {"kl/mean": ""}, level=0.0),
+    Panel("Answer length (tokens)", {"response/length": ""}),
+    Panel("Policy ratio", {"policy/ratio": ""}, level=1.0),
+    Panel("Share of clipped tokens", {"policy/clip_share": ""}),
+    Panel("Share of truncated answers", {"response/truncated": ""}),
+    Panel("Value loss", {"value/loss": ""}),
+    Panel("Explained variance of the values", {"value/explained_variance": ""}, level=0.0),
+    Panel("Log-prob gap, sampler to trainer", {"sampler/gap": ""}),
+)
+
+# Keys are a metric or its first part; the longer match is used.
+SFT_MEANS = {
+    "loss": "The SFT did not fit its data: learning rate, number of steps, or a chat template that does not match it.",
+    "eval/loss": "The SFT is bad: everything after it starts from this model. A training loss far below it means overfitting, one as "
+    "high means too little training or a wrong chat template.",
+    "grad_norm": "The SFT is unstable: lower its learning rate, or look for odd rows in its data.",
+}
+REWARD_MODEL_MEANS = {
+    "loss": "The reward model did not fit its pairs: learning rate, number of pairs, or contradicting labels.",
+    "accuracy": "The reward model does not even rank the pairs it was trained on: labels may be swapped or random, or it was trained "
+    "too little.",
+    "eval/loss": "The reward model is bad, or overconfident: it does not generalise to unseen pairs.",
+    "eval/accuracy": "The reward model is bad: it ranks unseen pairs little better than a coin (0.5), so PPO and every round would "
+    "optimise a wrong reward. Check the labels of its pairs first.",
+    "eval/confidence": "The reward model's confidence is not its accuracy: it is badly calibrated, often from too many epochs.",
+    "score": "The reward model's scores lie on another scale than expected: normalise them, or set centering.",
+}
+DPO_MEANS = {
+    "accuracy": "DPO does not separate chosen from rejected answers: learning rate or beta, or pairs without a real difference.",
+    "margin": "DPO separates the pairs by another margin than expected: a huge one means it left its reference far behind.",
+    "rewards/chosen": "DPO made the chosen answers less likely too: lower its learning rate, raise beta, or add nll_coef.",
+    "eval": "DPO does not generalise to unseen pairs: overfitting, or another kind of pairs.",
+}
+KTO_MEANS = {
+    "accuracy": "KTO does not separate desirable from undesirable answers: learning rate or beta, or wrong labels.",
+    "kl": "KTO left its reference far behind: lower its learning rate or raise beta.",
+    "eval": "KTO does not generalise to unseen answers: overfitting, or another kind of answers.",
+}
+PREFERENCES_MEANS = {
+    "pairs": "Sampling gave too few pairs: all answers to a prompt score the same; raise temperature or n_samples_per_prompt.",
+    "answers": "Sampling gave too few answers to train on: lower min_reward, or raise generate_max_len.",
+    "dropped": "Many prompts gave no training row: raise temperature, n_samples_per_prompt or generate_max_len.",
+    "reward": "The sampled answers are rewarded otherwise than expected: the policy or the reward model before this stage is bad.",
+}
+PPO_MEANS = {
+    "reward": "PPO's reward is outside its bound: a low one means it does not learn (learning rate, or a reward model it cannot "
+    "optimise), a very high one with short or odd answers means it exploits the reward model.",
+    "kl": "PPO left its reference far behind: lower actor_learning_rate or raise init_kl_coef, and distrust its reward.",
+    "policy/clip_share": "PPO's steps are too large: many tokens are clipped; lower actor_learning_rate or max_epochs.",
+    "policy/ratio": "PPO's steps are too large: the policy moves far within one rollout; lower actor_learning_rate.",
+    **dict.fromkeys(
+        ("policy/first_ratio", "policy/first_ratio_gap"),
+        "Sampling and training disagree before the first step: not PPO is bad, but its log-probs; compare dtypes.",
+    ),
+    "policy/kl_old": "PPO's steps are too large: lower actor_learning_rate or max_epochs.",
+    "policy/entropy": "PPO's policy has collapsed to few answers, or came apart: look at its answers, learning rate and entropy_coef.",
+    "policy/grad_norm": "PPO is unstable: lower actor_learning_rate.",
+    "value": "PPO's critic does not predict the returns: raise critic_learning_rate or freezing_actor_steps.",
+    "sampler": "vLLM's log-probs are far from the trainer's: the samples come from another policy; compare dtypes and versions.",
+    "sync": "vLLM's log-probs are far from the trainer's right after a weight update: weights did not arrive whole.",
+    "response/length": "Answers have another length than expected: a reward model that likes long answers is the usual cause.",
+    "rollout": "Many answers could not be learned from: a reward source failed, or a prompt's answers lost their rewards.",
+}
+EVALUATION_MEANS = {
+    "win_rate": "The model is not better by as much as required: look at the gates of the stages before it for the reason.",
+    "ci_low": "It is not sure that the model is better: more questions narrow the interval, a better model moves it.",
+    "ci_high": "The interval of the win rate ends outside its bound: look at the gates of the stages before it for the reason.",
+    "length_controlled": "The model wins by longer answers: its reward model probably likes length.",
+    "swap_consistency": "The judge changes its mind with the order of the answers: the judge is weak, whatever the models are.",
+    "failed_games": "The judge gave no verdict in too many games: look at its answers and limits.",
+    "judge": "The judges disagree or fail: check them before you trust the win rates.",
+    "right": "The model gives too few right answers: look at the gates of the stages before it for the reason.",
+    "truncated": "The model's answers are cut: raise generate_max_len, or it never learned to stop.",
+    "reward_accuracy": "The reward model is bad: it does not rank held-out pairs well enough to train on.",
+    "reward_calibration_error": "The reward model is badly calibrated: its confidence is not its accuracy.",
+    "reward_longer_preferred": "The reward model has a length bias: it prefers the longer answer more often than the labels do.",
+}
+ALIGNMENT_TAX_MEANS = {
+    "tax": "Alignment cost the model what it could do before: look at its KL to the reference, and at the data it was trained on.",
+    "tax_low": "It is sure that alignment cost the model what it could do before: look at its KL to the reference first.",
+    "tax_high": "It is not sure that the model kept what it could do before: more documents narrow the interval.",
+    "score": "A model scores otherwise than expected on this task: compare it with the baseline's score.",
+}
+ANY = {
+    "response/truncated": "Answers are cut at generate_max_len: raise it, or the policy never learned to stop (a bad SFT).",
+    "prompt/truncated": "Prompts are cut at prompt_max_len: raise it.",
+    "data": "The data is not what was expected: `alignflow data RECIPE` shows what was dropped or cut and why.",
+    "router": "The experts are not evenly used: raise router_aux_coef.",
+    "loss": "Training did not reach the bound: learning rate, number of steps, or the data.",
+    "grad_norm": "Training is unstable: lower the learning rate.",
+}  # of every kind, where its own table has no entry

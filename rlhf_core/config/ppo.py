@@ -131,6 +131,11 @@ class PPO(Optimised, Rewarded, Routed):
         return self.loss_aggregation or ("sequence" if self.ratio == "sequence" else AGGREGATIONS.get(self.advantage_estimator, "token"))
 
     @property
+    def clips(self) -> tuple[float, float]:
+        """How far the policy ratio may go below 1 and above it."""
+        return self.eps_clip_low or self.eps_clip, self.eps_clip_high or self.eps_clip
+
+    @property
     def longest(self) -> int:
         return self.prompt_max_len + self.generate_max_len
 

@@ -151,7 +151,9 @@ class SFT(Trainable, Routed):
     answers: str | None = Field(None, description="a preferences stage whose answers are the data (rejection_sampling, conditional_sft)")
     template: str = Field("chat", description="template of those answers: 'chat' or a plain one with one {}")
     eval_data: Data | None = Field(None, description="held-out rows for the evaluation loss")
-    packing: bool = Field(True, description="pack documents into rows of max_len (best fit); attention never crosses them")
+    packing: Annotated[bool, NotInDigest] = Field(
+        True, description="pack documents into rows of max_len (best fit); attention never crosses them"
+    )
     condition: Literal["none", "reward"] = Field(
         "none", description="reward: conditional SFT, the prompt ends with the standardised reward of its answer (column reward_key)"
     )

@@ -105,7 +105,7 @@ class Renderer:
         The template's own tokens and the end of the prompt stay: first the oldest turns are dropped, then the beginning of the last
         message; system messages only when they and the template fill the limit. Raises ValueError as `check_limit`.
         """
-        self.check_limit(limit)
+        check_limit(limit, self.frame_len)
         tokens = self.prompt(messages)
         if len(tokens) <= limit:
             return tokens, False
@@ -133,10 +133,6 @@ class Renderer:
             if not content:  # check_limit lets the user's empty prompt fit
                 raise ValueError(f"the role {last['role'][:40]!r} and the template take {len(tokens)} tokens, and the limit is {limit}")
             cut += len(tokens) - limit
-
-    def check_limit(self, limit: int) -> None:
-        """Raises ValueError when `limit` is not larger than the number of the template's own tokens."""
-        check_limit(limit, self.frame_len)
 
     def conversation(self, messages: Sequence[Message]) -> Document:
         """Returns the messages as a document, with the mask on all answers and their end-of-turn tokens.

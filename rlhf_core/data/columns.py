@@ -42,7 +42,7 @@ def conversation_of(located: Located) -> list[Message]:
         if isinstance(row["messages"], str):
             raise ValueError(f"{where}: the messages must be a list of {{role, content}}, found a string")
         return _messages(row["messages"], where, "messages")
-    return [*prompt_of(located), {"role": "assistant", "content": _text(row.get("response"), where, "response")}]
+    return [*prompt_of(located), {"role": "assistant", "content": text_of(row.get("response"), where, "response")}]
 
 
 def prompt_of(located: Located) -> list[Message]:
@@ -77,19 +77,18 @@ def preference_of(located: Located) -> Preference:
     if prompt[-1]["role"] == "assistant":
         raise ValueError(f"{where}: the prompt ends with an assistant message, so there is nothing to answer")
     cut = row.get("chosen_cut") is True, row.get("rejected_cut") is True
-    return Preference(prompt, answers[0], answers[1], _number(row.get("margin"), where, "margin"), cut)
+    margin = number_of(0.0 if row.get("margin") in (None, "") else row["margin"], where, "margin")
+    return Preference(prompt, answers[0], answers[1], margin, cut)
 
 
 def answer_of(located: Located) -> tuple[list[Message], str]:
     """Returns the prompt and the response of a row."""
-    return prompt_of(located), _text(located.row.get("response"), located.where, "response")
+    return prompt_of(located), text_of(located.row.get("response"), located.where, "response")
 
 
 def reward_of(located: Located) -> float:
     """Returns the reward of a row's response."""
-    if located.row.get("reward") in (None, ""):
-        raise ValueError(f"{located.where}: column 'reward' must be a finite number, found {located.row.get('reward')!r}")
-    return _number(located.row["reward"], located.where, "reward")
+    return number_of(located.row.get("reward"), located.where, "reward")
 
 
 def labelled_of(located: Located) -> tuple[list[Message], list[tuple[str, bool]]]:
@@ -160,19 +159,21 @@ def _messages(value: Any, where: str, column: str) -> list[Message]:
     return messages
 
 
-def _text(value: Any, where: str, column: str) -> str:
+def text_of(value: Any, where: str, column: str) -> str:
+    """Returns a text of a row. Raises ValueError for another type."""
     if not isinstance(value, str):
-        raise ValueError(f"{where}: column {column!r} must be a string, found {_type(value)}")
+        raise ValueError(f"{where}: column {column!r} must be a string, found {_type(value)}: correct or drop the row")
     return value
 
 
-def _number(value: Any, where: str, column: str) -> float:
+def number_of(value: Any, where: str, column: str) -> float:
+    """Returns a finite number of a row, which may be text. Raises ValueError for another value."""
     try:
-        number = 0.0 if value is None or value == "" else float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{where}: column {column!r} must be a number, found {_type(value)}") from None
+        number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{where}: column {column!r} must be a finite number, found {value!r}")
+        raise ValueError(f"{where}: column {column!r} must be a finite number, found {value!r:.60}: correct or drop the row")
     return number
 
 

@@ -7,7 +7,6 @@ tokenise again, and the ranks of a stage tokenise once. A folder gets its final 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from rlhf_core.data.documents import Document, Lazy
-from rlhf_core.data.survey import DataReport, Loaded, Survey, Surveyed
+from rlhf_core.data.survey import DataReport, Loaded, Survey
 from rlhf_core.system.files import locked
 
 TOKENS, ENDS, PLACES, VALUES, ORDER = "tokens.i32", "ends.i64", "places.i64", "values.f64", "order.i64"
@@ -56,12 +55,9 @@ class Writer:
         """Sorts the items by `place` and writes the order and the report."""
         for file in self._files.values():
             file.close()
-        assert report.survey is not None
         np.argsort(np.fromfile(self._folder / PLACES, dtype=np.int64), kind="stable").astype(np.int64).tofile(self._folder / ORDER)
-        np.save(self._folder / PROMPTS, report.survey.prompts, allow_pickle=False)
-        counts = {name: getattr(report, name) for name in ("rows", "kept", "truncated", "dropped", "tokens")}
-        content = {"counts": counts, "survey": report.survey.survey.model_dump(mode="json")}
-        (self._folder / REPORT).write_text(json.dumps(content))
+        np.save(self._folder / PROMPTS, report.prompts, allow_pickle=False)
+        (self._folder / REPORT).write_text(report.survey.model_dump_json())
 
 
 def stored(folder: Path | None, key: str, shape: Shape, build: Callable[[Writer], DataReport]) -> Loaded[Any]:
@@ -101,9 +97,8 @@ def _opened(folder: Path, shape: Shape) -> Loaded[Any]:
         documents = [_document(tokens[int(ends[at - 1]) if at else 0 : int(ends[at])]) for at in range(first, first + shape.width)]
         return shape.restore(documents, float(values[item]))
 
-    content = json.loads((folder / REPORT).read_text())
-    surveyed = Surveyed(Survey.model_validate(content["survey"]), np.load(folder / PROMPTS, mmap_mode="r", allow_pickle=False))
-    return Loaded(Lazy(len(order), get), DataReport(**content["counts"], survey=surveyed))
+    survey = Survey.model_validate_json((folder / REPORT).read_text())
+    return Loaded(Lazy(len(order), get), DataReport(survey, np.load(folder / PROMPTS, mmap_mode="r", allow_pickle=False)))
 
 
 def _document(coded: np.ndarray) -> Document:

@@ -156,6 +156,11 @@ def reward_suffix(rewards: Sequence[float]) -> Callable[[float], str]:
     return lambda reward: SUFFIX.format(round((reward - mean) / std, 2) + 0.0)  # + 0.0: no "-0.00"
 
 
+def as_text(messages: Sequence[Message]) -> str:
+    """Returns messages as one text, for judges and digests; several begin with their role."""
+    return messages[0]["content"] if len(messages) == 1 else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+
+
 def with_suffix(prompt: Sequence[Message], suffix: str) -> list[Message]:
     """Returns the prompt with the suffix appended to its last message."""
     return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + suffix}] if suffix else list(prompt)

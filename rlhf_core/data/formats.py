@@ -8,11 +8,11 @@ Every converter takes the row's place and the row, and raises ValueError when a 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from rlhf_core.data.columns import number_of, text_of
 from rlhf_core.data.documents import Message
 
 Row = Mapping[str, Any]
@@ -58,11 +58,11 @@ def ultrafeedback(where: str, row: Row) -> Standard:
     `fine-grained_score`). Binarized: unchanged. `margin` is the difference of the two scores.
     """
     if "completions" not in row:
-        scores = [_number(row.get(name), where, name) for name in ("score_chosen", "score_rejected")]
+        scores = [number_of(row.get(name), where, name) for name in ("score_chosen", "score_rejected")]
         return Standard({"margin": scores[0] - scores[1]}, "" if scores[0] != scores[1] else "equal scores")
-    prompt = [{"role": "user", "content": _text(row.get("instruction"), where, "instruction")}]
+    prompt = [{"role": "user", "content": text_of(row.get("instruction"), where, "instruction")}]
     completions = _list(row["completions"], where, "completions")
-    scored = [(_score(completion, where), _text(completion.get("response"), where, "response")) for completion in completions]
+    scored = [(_score(completion, where), text_of(completion.get("response"), where, "response")) for completion in completions]
     if len(scored) < 2:
         return Standard(_preference(prompt, None, None), "a single completion")
     best, worst = max(scored, key=lambda pair: pair[0]), min(scored, key=lambda pair: pair[0])
@@ -110,7 +110,7 @@ def sharegpt(where: str, row: Row) -> Standard:
             raise ValueError(
                 f"{where}: turn {number} of 'conversations' is from {turn.get('from')!r}, known are {', '.join(ROLES)}: rename or drop it"
             )
-        messages.append({"role": role, "content": _text(turn.get("value"), where, f"conversations' turn {number}")})
+        messages.append({"role": role, "content": text_of(turn.get("value"), where, f"conversations' turn {number}")})
     return Standard({"messages": messages, "prompt": messages[:-1] if messages[-1]["role"] == "assistant" else messages})
 
 
@@ -125,17 +125,17 @@ def _preference(prompt: list[Message], chosen: str | None, rejected: str | None,
 def _score(completion: Mapping[str, Any], where: str) -> float:
     """Returns a completion's score; UltraFeedback's ratings are texts, some of them "N/A"."""
     if completion.get("overall_score") is not None:
-        return _number(completion["overall_score"], where, "overall_score")
+        return number_of(completion["overall_score"], where, "overall_score")
     aspects = completion.get("annotations")
     ratings = [aspect.get("Rating") for aspect in aspects.values() if isinstance(aspect, dict)] if isinstance(aspects, dict) else []
-    given = [_number(rating, where, "Rating") for rating in ratings if rating not in (None, "N/A")]
+    given = [number_of(rating, where, "Rating") for rating in ratings if rating not in (None, "N/A")]
     if given:
         return sum(given) / len(given)
-    return _number(completion.get("fine-grained_score"), where, "fine-grained_score")
+    return number_of(completion.get("fine-grained_score"), where, "fine-grained_score")
 
 
 def _dialogue(value: Any, where: str, column: str) -> list[Message]:
-    text = _text(value, where, column)
+    text = text_of(value, where, column)
     first, *parts = TURN.split(text)
     if first.strip() or not parts:
         raise ValueError(f'{where}: column {column!r} must begin with "\\n\\nHuman:": correct the row, or set format to columns')
@@ -145,7 +145,10 @@ def _dialogue(value: Any, where: str, column: str) -> list[Message]:
 
 def _chat(value: Any, where: str, column: str) -> list[Message]:
     messages = [
-        {"role": _text(turn.get("role"), where, f"{column}'s role"), "content": _text(turn.get("content"), where, f"{column}'s content")}
+        {
+            "role": text_of(turn.get("role"), where, f"{column}'s role"),
+            "content": text_of(turn.get("content"), where, f"{column}'s content"),
+        }
         for turn in _list(value, where, column)
     ]
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
@@ -157,19 +160,3 @@ def _list(value: Any, where: str, column: str) -> list[Mapping[str, Any]]:
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(item, Mapping) for item in value):
         raise ValueError(f"{where}: column {column!r} must be a list of objects with at least one: correct or drop the row")
     return list(value)
-
-
-def _text(value: Any, where: str, column: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: {column} must be a string, found {type(value).__name__}: correct or drop the row")
-    return value
-
-
-def _number(value: Any, where: str, column: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{where}: {column} must be a number, found {value!r}: correct or drop the row")
-    return number

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_core.config import Data, Source
 from rlhf_core.data.columns import Located, prompt_of
-from rlhf_core.data.documents import Message
+from rlhf_core.data.documents import Message, as_text
 from rlhf_core.data.rows import load_rows
 from rlhf_core.system.files import digest
 
@@ -24,10 +24,8 @@ class Question:
 
     @property
     def prompt(self) -> str:
-        """The prompt as one text, for the judge; several messages begin with their role."""
-        if len(self.messages) == 1:
-            return self.messages[0]["content"]
-        return "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
+        """The prompt as one text, for the judge."""
+        return as_text(self.messages)
 
 
 def load_questions(source: Source, max_questions: int | None, seed: int) -> list[Question]:

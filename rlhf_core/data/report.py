@@ -29,10 +29,10 @@ def write_data_report(run: RunDir, name: str, **parts: DataReport | None) -> Non
 
 def surveys_of(parts: Mapping[str, DataReport | None]) -> dict[str, Survey]:
     """Returns the surveys by field; that of `eval_data` also has the share of its prompts that are in `data`."""
-    surveyed = {field: report.survey for field, report in parts.items() if report is not None and report.survey is not None}
-    surveys = {field: found.survey for field, found in surveyed.items()}
-    if "data" in surveyed and "eval_data" in surveyed:
-        share, finding = shared_prompts(surveyed["data"], surveyed["eval_data"])
+    reports = {field: report for field, report in parts.items() if report is not None}
+    surveys = {field: report.survey for field, report in reports.items()}
+    if "data" in reports and "eval_data" in reports:
+        share, finding = shared_prompts(reports["data"], reports["eval_data"])
         own = surveys["eval_data"]
         findings = (*own.findings, finding) if finding else own.findings
         surveys["eval_data"] = own.model_copy(update={"facts": own.facts | {"shared with data": share}, "findings": findings})

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rlhf_core.config import Data
 from rlhf_core.data.columns import Kind, Located, answer_of, conversation_of, labelled_of, preference_of, prompt_of, reward_of
 from rlhf_core.data.document_files import Shape, Writer, stored
-from rlhf_core.data.documents import Document, Labelled, Message, Pair, Prompt, answered, reward_suffix, with_suffix
+from rlhf_core.data.documents import Document, Labelled, Message, Pair, Prompt, answered, check_limit, reward_suffix, with_suffix
 from rlhf_core.data.rows import mixture_of, names, placed_rows, unusable
 from rlhf_core.data.survey import ANSWER_CUT, DataReport, Loaded, Made, Surveyor
 from rlhf_core.system import progress
@@ -80,7 +80,7 @@ def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> L
 
     Errors as in `sft_documents`.
     """
-    renderer.check_limit(prompt_max_len)
+    check_limit(prompt_max_len, renderer.frame_len)
     mixture, surveyor = mixture_of(data, seed), Surveyor(data, "prompt", prompt_max_len)
     found: list[tuple[int, Prompt]] = []
     for placed in placed_rows(data, seed, "prompt", mixture):
@@ -89,8 +89,7 @@ def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> L
         found.append((placed.place, Prompt(tuple(messages), tokens, located.row, truncated)))
         surveyor.see(placed, Made([((), 0.0)], truncated, 1, "", len(tokens)))
     items = [item for _, item in sorted(found, key=lambda pair: pair[0])]
-    cut, tokens = sum(item.truncated for item in items), sum(len(item.tokens) for item in items)
-    return Loaded(items, DataReport(len(items), len(items), cut, 0, tokens, surveyor.finish(mixture)))
+    return Loaded(items, surveyor.finish(mixture, sum(len(item.tokens) for item in items)))
 
 
 def collect(
@@ -108,12 +107,11 @@ def collect(
 
     Raises ValueError, with the reason `why`, when there are none.
     """
-    renderer.check_limit(limit)
+    check_limit(limit, renderer.frame_len)
 
     def build(writer: Writer) -> DataReport:
         mixture, surveyor = mixture_of(data, seed), Surveyor(data, kind, limit)
-        rows = truncated = 0
-        printed = time.monotonic()
+        rows, printed = 0, time.monotonic()
         for placed in placed_rows(data, seed, kind, mixture):
             lacks = unusable(placed.located, kind)
             made = Made((), 0, 1, lacks) if lacks else make(placed.located)
@@ -121,14 +119,13 @@ def collect(
                 writer.add(placed.place, documents, value)
             surveyor.see(placed, made)
             rows += made.rows
-            truncated += made.cut
             if time.monotonic() - printed > PROGRESS_SECONDS:
                 printed = time.monotonic()
                 progress.made()
                 print(f"reading {names(data)}: {rows:,} rows, {writer.tokens:,} tokens", flush=True)
         if not writer.items:
             raise ValueError(f"{names(data)}: all {rows} rows were dropped ({why}): raise the token limit or correct the data")
-        return DataReport(rows, writer.items, truncated, rows - writer.items, writer.tokens, surveyor.finish(mixture))
+        return surveyor.finish(mixture, writer.tokens)
 
     return stored(folder, f"data-{_key(data, renderer, kind, limit, seed)}", shape, build)
 

@@ -19,7 +19,7 @@ import numpy as np
 from rlhf_core.config import Data
 from rlhf_core.data.columns import Kind, Located, conversation_of, labelled_of, preference_of, prompt_of, reward_of
 from rlhf_core.data.columns import answer_of as prompt_and_answer
-from rlhf_core.data.documents import Document, Item, Message
+from rlhf_core.data.documents import Document, Item, as_text
 from rlhf_core.data.rows import Mixture, Placed, unusable
 from rlhf_core.records import Frozen
 
@@ -27,22 +27,27 @@ from rlhf_core.records import Frozen
 DAMAGE = re.compile("[\ufffd\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\x80-\xbf]|\u00e2\u20ac")
 PERCENTILES = {"p5": 5, "p50": 50, "p95": 95, "max": 100}
 BINS = 24
-# Shares of the rows above which a fact becomes a finding.
-LIMITS = {
-    "duplicate rows": 0.01,
-    "duplicate prompts": 0.2,
-    "equal answers": 0.01,
-    "empty answers": 0.01,
-    "empty prompts": 0.01,
-    "damaged text": 0.01,
-    "truncated": 0.1,
-    "dropped": 0.05,
-    "answers cut away": 0.01,
-    "negative margins": 0.01,
-    "unused rows": 0.1,
-    "shared with data": 0.0,
+# Facts of the rows: the share above which one becomes a finding, and its sentence.
+FACTS = {
+    "duplicate rows": (0.01, "rows that equal another one"),
+    "duplicate prompts": (0.2, "prompts that repeat an earlier one"),
+    "equal answers": (0.01, "chosen and rejected are the same"),
+    "empty answers": (0.01, "answers without any text"),
+    "empty prompts": (0.01, "prompts without any text"),
+    "damaged text": (0.01, "broken characters (lost encoding or control characters)"),
+    "truncated": (0.1, "longer than the token limit and cut"),
+    "dropped": (0.05, "left out"),
+    "answers cut away": (0.01, "the prompt takes all tokens of the limit, and no answer is left"),
+    "negative margins": (0.01, "margins below 0, as if the rejected answer were the better one"),
+    "unused rows": (0.1, "is too small for its share"),
+    "shared with data": (0.0, "held-out prompts that are also trained on"),
 }
+LIMITS = {name: limit for name, (limit, _) in FACTS.items()}
 BALANCE = {"desirable": (0.2, 0.8), "chosen longer": (0.3, 0.7)}  # shares outside are findings, from FEWEST values on
+UNBALANCED = {
+    "desirable": "the labels are out of balance, desirable answers",
+    "chosen longer": "length predicts which answer was chosen, chosen ones that are longer",
+}
 FEWEST = 20
 REPEATS = ("sft", "prompt", "preference")  # kinds whose prompts are expected once; sampled answers come several to a prompt
 ANSWER_CUT = "no answer within the token limit"
@@ -80,8 +85,9 @@ class SourceUse(Frozen):
 
 
 class Survey(Frozen):
-    """Facts of one data set. `rows`: those used of the files; `items`: expected from them; `kept`: made. `facts` are shares of the rows,
-    but for statistics of margins and rewards.
+    """Facts of one data set. `rows`: those used of the files; `items`: expected from them; `kept`: made; `truncated`: those of these
+    that were cut; `tokens`: of those kept (of both documents of a pair). `facts` are shares of the rows, but for statistics of margins and
+    rewards.
 
     `histogram` has counts of lengths in equal bins from 0 to its last number, the upper edge in tokens.
     """
@@ -97,13 +103,27 @@ class Survey(Frozen):
     histogram: dict[str, list[int]]
     facts: dict[str, float]
     findings: tuple[Finding, ...]
+    truncated: int = 0
+    tokens: int = 0
 
 
-class Surveyed(NamedTuple):
-    """A survey and the digests of all prompts: (N, 3) uint64 with digest, number of the source, number of the row."""
+@dataclass(frozen=True)
+class DataReport:
+    """A survey, and the digests of all prompts: (N, 3) uint64 with digest, number of the source, number of the row."""
 
     survey: Survey
-    prompts: np.ndarray
+    prompts: np.ndarray = field(compare=False, repr=False)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Items expected from the rows, items kept, those of them that were cut, items dropped, and the tokens of those kept."""
+        found = self.survey
+        dropped = found.items - found.kept
+        return {"rows": found.items, "kept": found.kept, "truncated": found.truncated, "dropped": dropped, "tokens": found.tokens}
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Returns the counts as metrics `{prefix}/rows`, `{prefix}/kept`, ..."""
+        return {f"{prefix}/{name}": float(count) for name, count in self.counts.items()}
 
 
 class Surveyor:
@@ -118,13 +138,14 @@ class Surveyor:
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         self._dropped: Counter[str] = Counter()
-        self._items = self._kept = self._compared = self._longer = self._labels = self._desirable = 0
+        self._items = self._kept = self._truncated = self._compared = self._longer = self._labels = self._desirable = 0
 
     def see(self, placed: Placed, made: Made) -> None:
         """Counts a row and the items made from it."""
         located = placed.located
         self._items += made.rows
         self._kept += len(made.items)
+        self._truncated += made.cut
         if made.dropped:
             self._dropped[made.dropped] += made.rows - len(made.items)
         self._mark("truncated", bool(made.cut), located.where)
@@ -146,8 +167,8 @@ class Surveyor:
         self._sources.append(placed.source)
         self._numbers.append(placed.number)
 
-    def finish(self, mixture: Mixture | None) -> Surveyed:
-        """Returns the survey of the rows seen; `mixture` is the one they were read with."""
+    def finish(self, mixture: Mixture | None, tokens: int) -> DataReport:
+        """Returns the report on the rows seen. `mixture`: the one they were read with; `tokens`: of the items kept."""
         rows = len(self._rows)
         columns = ((self._prompts, np.uint64), (self._sources, np.uint16), (self._numbers, np.uint64))
         numbers = np.stack([np.frombuffer(values, dtype=kind).astype(np.uint64) for values, kind in columns], axis=1)
@@ -159,7 +180,7 @@ class Surveyor:
         findings = [
             Finding(
                 name=name,
-                sentence=f"{SENTENCES[name]}: {self._counts[name]} of {rows} rows{self._reasons() if name == 'dropped' else ''}",
+                sentence=f"{FACTS[name][1]}: {self._counts[name]} of {rows} rows{self._reasons() if name == 'dropped' else ''}",
                 example=self._examples.get(name, ""),
             )
             for name, limit in LIMITS.items()
@@ -170,7 +191,7 @@ class Surveyor:
                 facts[name] = part / whole
                 low, high = BALANCE[name]
                 if whole >= FEWEST and not low <= part / whole <= high:
-                    findings.append(Finding(name=name, sentence=f"{SENTENCES[name]}: {part} of {whole}"))
+                    findings.append(Finding(name=name, sentence=f"{UNBALANCED[name]}: {part} of {whole}"))
         for name, values in (("margin", self._margins), ("reward", self._rewards)):
             if values:
                 facts |= {f"{name} {what}": value for what, value in _spread(values).items()}
@@ -191,17 +212,19 @@ class Surveyor:
             histogram=_histogram(self._lengths),
             facts=facts,
             findings=tuple(findings),
+            truncated=self._truncated,
+            tokens=tokens,
         )
-        return Surveyed(survey, numbers)
+        return DataReport(survey, numbers)
 
     def _texts(self, located: Located) -> tuple[str, list[str]]:
         """Returns the prompt and the answers as texts; also counts labels, margins, rewards and comparisons of two answers."""
         if self._kind == "sft":
             messages = conversation_of(located)
             first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-            return _joined(messages[:first]), [message["content"] for message in messages[first:] if message["role"] == "assistant"]
+            return as_text(messages[:first]), [message["content"] for message in messages[first:] if message["role"] == "assistant"]
         if self._kind == "prompt":
-            return _joined(prompt_of(located)), []
+            return as_text(prompt_of(located)), []
         if self._kind == "labelled":
             prompt, labelled = labelled_of(located)
             self._labels += len(labelled)
@@ -223,7 +246,7 @@ class Surveyor:
             if len(answers[0]) != len(answers[1]):
                 self._compared += 1
                 self._longer += len(answers[0]) > len(answers[1])
-        return _joined(prompt), answers
+        return as_text(prompt), answers
 
     def _reasons(self) -> str:
         return f" ({', '.join(f'{why}: {count}' for why, count in self._dropped.most_common())})"
@@ -252,44 +275,22 @@ class Surveyor:
         if facts["unused rows"] <= LIMITS["unused rows"]:
             return []
         sentence = (
-            f"{source.path} {SENTENCES['unused rows']} of {source.probability:g}: the mixture ends after {mixture.rows} rows and leaves "
+            f"{source.path} {FACTS['unused rows'][1]} of {source.probability:g}: the mixture ends after {mixture.rows} rows and leaves "
             f"{mixture.left} rows of the other sources unused"
         )
         return [Finding(name="unused rows", sentence=sentence)]
 
 
-SENTENCES = {
-    "duplicate rows": "rows that equal another one",
-    "duplicate prompts": "prompts that repeat an earlier one",
-    "equal answers": "chosen and rejected are the same",
-    "empty answers": "answers without any text",
-    "empty prompts": "prompts without any text",
-    "damaged text": "broken characters (lost encoding or control characters)",
-    "truncated": "longer than the token limit and cut",
-    "dropped": "left out",
-    "answers cut away": "the prompt takes all tokens of the limit, and no answer is left",
-    "negative margins": "margins below 0, as if the rejected answer were the better one",
-    "unused rows": "is too small for its share",
-    "desirable": "the labels are out of balance, desirable answers",
-    "chosen longer": "length predicts which answer was chosen, chosen ones that are longer",
-    "shared with data": "held-out prompts that are also trained on",
-}
-
-
-def shared_prompts(train: Surveyed, held_out: Surveyed) -> tuple[float, Finding | None]:
+def shared_prompts(train: DataReport, held_out: DataReport) -> tuple[float, Finding | None]:
     """Returns the share of held-out prompts that the training data has too, and a finding when it is above the limit."""
     same = np.flatnonzero(np.isin(held_out.prompts[:, 0], train.prompts[:, 0]))
     share, total = len(same) / len(held_out.prompts), len(held_out.prompts)
     if share <= LIMITS["shared with data"]:
         return share, None
     _, source, number = held_out.prompts[same[0]]
-    sentence = f"{SENTENCES['shared with data']}: {len(same)} of {total} rows"
+    sentence = f"{FACTS['shared with data'][1]}: {len(same)} of {total} rows"
     example = f"{held_out.survey.sources[int(source)].path}, row {int(number)}"
     return share, Finding(name="shared with data", sentence=sentence, example=example)
-
-
-def _joined(messages: Sequence[Message]) -> str:
-    return messages[0]["content"] if len(messages) == 1 else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
 
 
 def _digest(*texts: str) -> int:
@@ -311,23 +312,6 @@ def _histogram(lengths: dict[str, array[int]]) -> dict[str, list[int]]:
     longest = max((max(values) for values in lengths.values() if values), default=0)
     edge = -(-max(longest, 1) // BINS) * BINS
     return {name: [*np.histogram(values, BINS, (0, edge))[0].tolist(), edge] for name, values in lengths.items() if values}
-
-
-@dataclass(frozen=True)
-class DataReport:
-    """Counts of a data set: rows read, items kept, items of them that were cut, rows dropped, tokens of the kept items (of both documents
-    of a pair). `survey` has the other facts."""
-
-    rows: int
-    kept: int
-    truncated: int
-    dropped: int
-    tokens: int
-    survey: Surveyed | None = field(default=None, compare=False, repr=False)
-
-    def metrics(self, prefix: str) -> dict[str, float]:
-        """Returns the counts as metrics `{prefix}/rows`, `{prefix}/kept`, ..."""
-        return {f"{prefix}/{name}": float(getattr(self, name)) for name in ("rows", "kept", "truncated", "dropped", "tokens")}
 
 
 class Loaded(NamedTuple, Generic[Item]):

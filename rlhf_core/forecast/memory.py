@@ -109,9 +109,17 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
         head = name in ("actor", "reference")
         if name in ("actor", "critic"):
             assert config.zero_stage != "auto", "decided before (zero_stage.py)"
-            training, offload = recipe_pass(config, ranks.world_size), name in config.adam_offload
-            adapters, weight = config.lora is not None, bytes_of_weights(config.lora)
-            how = Training(ranks.world_size, config.zero_stage, training.recomputed, training.tokens, offload, adapters, gpu_bytes, weight)
+            training = recipe_pass(config, ranks.world_size)
+            how = Training(
+                ranks=ranks.world_size,
+                zero_stage=config.zero_stage,
+                recomputed=training.recomputed,
+                tokens=training.tokens,
+                offload=name in config.adam_offload,
+                adapters=config.lora is not None,
+                gpu_bytes=gpu_bytes,
+                weight=bytes_of_weights(config.lora),
+            )
             held[name] = trained(sizes[name], how, head, scoring)
         else:
             held[name] = read(sizes[name], scoring, head, config.ref_reward_offload)

@@ -69,8 +69,15 @@ def stage_of_training(config: Trainable, size: Size | None, gpu_bytes: float) ->
 def peak_of_training(config: Trainable, size: Size, stage: int, gpu_bytes: float, what: Pass | None = None) -> float:
     """Bytes of a GPU of a training stage under a ZeRO stage, with passes as the recipe has them or others."""
     tokens, recomputed = what or recipe_pass(config, config.ranks.world_size)
-    adapters, weight = config.lora is not None, bytes_of_weights(config.lora)
-    how = Training(config.ranks.world_size, stage, recomputed, tokens, False, adapters, gpu_bytes, weight)
+    how = Training(
+        ranks=config.ranks.world_size,
+        zero_stage=stage,
+        recomputed=recomputed,
+        tokens=tokens,
+        adapters=config.lora is not None,
+        gpu_bytes=gpu_bytes,
+        weight=bytes_of_weights(config.lora),
+    )
     return stage_peak(size, how, "reference" in KINDS[config.stage].names, KINDS[config.stage].has_vocabulary)
 
 

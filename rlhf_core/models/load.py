@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config import Lora
-from rlhf_core.data.collate import Batch, rounded, sent
 from rlhf_core.hub.model_config import more_than_text, num_experts
 from rlhf_core.models.experts import balance_loss
 from rlhf_core.models.kernels.attention import VARLEN, attention_for, document_bounds, is_stateful, set_attention, takes_varlen
@@ -29,6 +28,7 @@ from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 from rlhf_core.models.routing import Replay, replayed
 from rlhf_core.models.stored_head import has_trained_head, no_reward_head, several_labels
 from rlhf_core.models.token_logprobs import Entropy, logit_scale, token_logprobs
+from rlhf_core.objectives.collate import Batch, rounded, sent
 from rlhf_core.objectives.masked import next_token_pairs
 from rlhf_core.system import progress
 

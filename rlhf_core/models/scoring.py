@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from rlhf_core.data.chat import load_tokenizer
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.dtype import dtype_of
 from rlhf_core.models.load import Scorer, load_scorer
+from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.masked import gather_last
 
 STATISTICS = "score_statistics.json"
@@ -35,8 +35,7 @@ def score_documents(scorer: Scorer, documents: Sequence[Document], pad_token_id:
 
 
 class RewardScorer:
-    """A reward model checkpoint that scores documents; `mean` and `std` are the statistics stored with it (0 and 1 without).
-    `dtype` auto: that of the checkpoint."""
+    """A reward model checkpoint that scores documents. `dtype` auto: that of the checkpoint."""
 
     def __init__(self, path: str, dtype: str, micro_batch_size: int, trust_remote_code: bool = False):
         self.pad_token_id = load_tokenizer(path, trust_remote_code).pad_token_id
@@ -45,26 +44,18 @@ class RewardScorer:
             self.scorer.cuda()
         detect_document_leak(self.scorer, self.scorer, next(self.scorer.parameters()).device, packed=False)
         self.micro_batch_size = micro_batch_size
-        self.mean, self.std = load_statistics(path)
 
     def score(self, documents: Sequence[Document]) -> list[float]:
         return score_documents(self.scorer, documents, self.pad_token_id, self.micro_batch_size)
 
 
-def load_statistics(path: str) -> tuple[float, float]:
-    """Returns mean and standard deviation of the scores on the evaluation split, as stored by the reward model stage; else 0 and 1."""
+def stored_statistics(path: str) -> tuple[float, float]:
+    """Returns mean and standard deviation of the scores, as stored by the reward model stage. Raises ValueError when there are none."""
     file = Path(path) / STATISTICS
     if not file.is_file():
-        return 0.0, 1.0
-    stored = json.loads(file.read_text())
-    return float(stored["mean"]), float(stored["std"])
-
-
-def stored_statistics(path: str) -> tuple[float, float]:
-    """Returns `load_statistics`; raises ValueError when none are stored with the reward model."""
-    if not (Path(path) / STATISTICS).is_file():
         raise ValueError(
             f"rewards are to be standardised with the mean and std stored with the reward model, and {path} has no {STATISTICS}: set "
             f"`normalize` of this reward to running or none"
         )
-    return load_statistics(path)
+    stored = json.loads(file.read_text())
+    return float(stored["mean"]), float(stored["std"])

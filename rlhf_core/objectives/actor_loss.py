@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlhf_core.config import PPO, Aggregation
 from rlhf_core.objectives.losses import Loss, entropy_loss, gspo_logprobs, kl_loss, policy_loss
 from rlhf_core.objectives.masked import document_sum
-
-Aggregation = Literal["token", "sequence", "constant"]
-
-
-class Objective(NamedTuple):
-    """Constants of the actor's loss; see `config.PPO`. `kl_loss` None: the KL is part of the reward."""
-
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-    ratio: Literal["token", "sequence"]
-    aggregation: Aggregation
-    constant_length: int
-    kl_loss: Literal["k2", "k3"] | None
-    entropy_coef: float
-    router_aux_coef: float = 0.0
 
 
 class Counted(NamedTuple):
@@ -65,39 +50,30 @@ def denominator(aggregation: Aggregation, counted: Counted, constant_length: int
             return counted.answers * constant_length
 
 
-def actor_loss(x: PerToken, num_documents: int, counted: Counted, objective: Objective, kl_coef: float) -> Loss:
+def actor_loss(x: PerToken, num_documents: int, counted: Counted, config: PPO, kl_coef: float) -> Loss:
     """Returns `policy_loss + kl_coef * KL - entropy_coef * entropy`, all with the same denominator.
 
     Metrics: shares and ratios are means over tokens, or over answers with aggregation `sequence`. Raises ValueError when the step has no
     response token or answer.
     """
-    divisor = denominator(objective.aggregation, counted, objective.constant_length)
+    divisor = denominator(config.aggregation, counted, config.generate_max_len)
     weights = None
-    if objective.aggregation == "sequence":
+    if config.aggregation == "sequence":
         lengths = document_sum(torch.ones_like(x.logprobs), x.mask, x.documents, num_documents)
         weights = torch.where(x.mask, 1 / lengths.clamp(min=1)[x.documents.clamp(min=0)], 0)
     new = x.logprobs
-    if objective.ratio == "sequence":
+    if config.ratio == "sequence":
         new = gspo_logprobs(x.logprobs, x.old_logprobs, x.mask, x.documents, num_documents)
     surrogate = policy_loss(
-        new,
-        x.old_logprobs,
-        x.advantages,
-        x.mask,
-        objective.clip_low,
-        objective.clip_high,
-        x.is_weights,
-        divisor,
-        objective.dual_clip,
-        weights,
+        new, x.old_logprobs, x.advantages, x.mask, *config.clips, x.is_weights, divisor, dual_clip=config.dual_clip, weights=weights
     )
     entropy = entropy_loss(x.entropy, x.mask, divisor, weights)
     loss, metrics = surrogate.loss, surrogate.metrics | entropy.metrics
-    if objective.kl_loss is not None:
-        kl = kl_loss(x.logprobs, x.ref_logprobs, x.mask, objective.kl_loss, divisor, weights)
+    if config.kl_in == "loss":
+        kl = kl_loss(x.logprobs, x.ref_logprobs, x.mask, config.kl_estimator, divisor, weights)
         loss, metrics = loss + kl_coef * kl.loss, metrics | kl.metrics
-    if objective.entropy_coef:
-        loss = loss + objective.entropy_coef * entropy.loss
+    if config.entropy_coef:
+        loss = loss + config.entropy_coef * entropy.loss
     # Dr. GRPO's constant applies to the loss only: metrics are means over tokens.
-    readable = divisor / counted.tokens if objective.aggregation == "constant" else 1.0
+    readable = divisor / counted.tokens if config.aggregation == "constant" else 1.0
     return Loss(loss, {name: value if name == "policy/loss" else value * readable for name, value in metrics.items()})

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_core.config.training import PreferenceLoss
-from rlhf_core.objectives.advantages import kl_estimate
+from rlhf_core.objectives.advantages import KLEstimator, kl_estimate
 from rlhf_core.objectives.masked import document_mean, masked_sum
 
 
@@ -268,7 +268,7 @@ def kl_loss(
     logprobs: Tensor,
     ref_logprobs: Tensor,
     mask: Tensor,
-    estimator: Literal["k2", "k3"],
+    estimator: KLEstimator,
     denominator: float,
     weights: Tensor | None = None,
 ) -> Loss:

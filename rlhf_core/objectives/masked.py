@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_core.data.collate import sent
+from rlhf_core.objectives.collate import sent
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rlhf_core.config import KINDS, Publication, StageConfig
 from rlhf_core.config.gates import Verdict
-from rlhf_core.config.shown import ANY
+from rlhf_core.config.metrics import ANY
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.records import StageResult
 from rlhf_core.runs.run_dir import RunDir

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.columns import Located, prompt_of, text_of
 from rlhf_core.data.documents import Document, Message
 from rlhf_core.models.scoring import RewardScorer
 
@@ -50,7 +51,8 @@ def read_request(text: bytes) -> list[AnswerToScore]:
     finished = body.get("finished", [True] * len(prompts))
     if not isinstance(finished, list) or not len(prompts) == len(responses) == len(finished):
         raise ValueError("prompts, responses and finished must be lists of one length")
-    return [AnswerToScore(_messages(p), _text(r), bool(f)) for p, r, f in zip(prompts, responses, finished, strict=True)]
+    where, lists = "the request", zip(prompts, responses, finished, strict=True)
+    return [AnswerToScore(prompt_of(Located(where, {"prompt": p})), text_of(r, where, "responses"), bool(f)) for p, r, f in lists]
 
 
 def document(renderer: Renderer, answer: AnswerToScore) -> Document:
@@ -105,18 +107,3 @@ def application(score: Callable[[Sequence[AnswerToScore]], list[float]], about: 
 
 def _error(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     return JSONResponse({"error": sentence}, status, headers)
-
-
-def _messages(prompt: Any) -> list[Message]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    valid = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and set(m) >= {"role", "content"} for m in prompt)
-    if not valid:
-        raise ValueError("a prompt is a string or a list of messages with role and content")
-    return [{"role": _text(message["role"]), "content": _text(message["content"])} for message in prompt]
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"a response, role or content must be a string, not {type(value).__name__}")
-    return value

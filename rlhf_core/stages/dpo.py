@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import DPO, REFERENCE_FREE, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.collate import collate, sent
 from rlhf_core.data.documents import Document, Lazy, Pair, joined, mapped
 from rlhf_core.data.packing import Parts, Passes
 from rlhf_core.data.report import write_data_report
@@ -23,6 +22,7 @@ from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, trained_policy
+from rlhf_core.objectives.collate import collate, sent
 from rlhf_core.objectives.losses import MEAN_LOGPROBS, Loss, preference_loss, sft_loss, with_balance
 from rlhf_core.objectives.masked import document_mean, document_sum
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest

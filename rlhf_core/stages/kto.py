@@ -18,7 +18,6 @@ import torch
 
 from rlhf_core.config import KTO, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.collate import sent
 from rlhf_core.data.documents import Document, Labelled, Lazy, joined, mapped
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
@@ -26,6 +25,7 @@ from rlhf_core.data.sources import labelled_answers
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.load import load_policy, trained_policy
+from rlhf_core.objectives.collate import sent
 from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance, dealt_logprobs, reference_logprobs

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import Policy, masked_logprobs
+from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.masked import document_mean, document_sum
 from rlhf_core.runs.run_dir import STATE, RunDir
 from rlhf_core.system import progress

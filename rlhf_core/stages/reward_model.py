@@ -11,7 +11,6 @@ import torch
 
 from rlhf_core.config import Data, RewardModel
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.collate import collate, sent
 from rlhf_core.data.documents import Pair
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
@@ -20,6 +19,7 @@ from rlhf_core.data.survey import Loaded
 from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import trained_scorer
 from rlhf_core.models.scoring import STATISTICS
+from rlhf_core.objectives.collate import collate, sent
 from rlhf_core.objectives.losses import Loss, reward_loss
 from rlhf_core.objectives.masked import gather_last
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest

@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import SFT, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document, store_suffix
 from rlhf_core.data.packing import Passes, best_fit
 from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import AnswerDocuments, SuffixOf, answer_documents, sft_documents
 from rlhf_core.models.load import masked_logprobs, trained_policy
+from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.training.engine import Engine
@@ -51,7 +51,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     if config.eval_data:
         held_out = load_documents(request, config, tokenizer, config.eval_data, run / STATE, suffix_of).documents
     policy = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
-    engine = make_engine(policy, config)
+    engine = make_engine(policy, config, packed=config.packing)
     if engine.rank == 0:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 

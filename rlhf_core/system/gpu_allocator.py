@@ -55,9 +55,15 @@ def _others(settings: str) -> str:
 
 
 def _apply(settings: str) -> None:
-    """Sets the allocator's settings, all of them: what `settings` leaves out goes back to its default."""
+    """Sets the allocator's settings, all of them: what `settings` leaves out goes back to its default.
+
+    A private function of PyTorch, made for 2.11 to 2.13. Without it the allocator stays as it is, and a line in the log says so.
+    """
     import torch
 
+    if not hasattr(torch.cuda.memory, "_set_allocator_settings"):
+        print(f"this PyTorch keeps expandable segments on: take {SEGMENTS} out of {VARIABLES[0]} if weights do not arrive", flush=True)
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # later releases of PyTorch rename this function
         torch.cuda.memory._set_allocator_settings(settings)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
-from rlhf_core.config import KINDS, Lora, Trainable
+from rlhf_core.config import KINDS, Lora, Optimised, Trainable
 from rlhf_core.data.report import JSON
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_training, require_start, size_at, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
@@ -74,25 +74,24 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int) -> None:
         print(doubt(peak_of_training(config, size, stage, gpu_bytes), gpu_bytes), end="", flush=True)
 
 
-def make_engine(module: Policy | Scorer, config: Trainable) -> Engine:
-    """The engine of one rank: plain torch for `zero_stage` 0 (and for auto on one rank), DeepSpeed otherwise. Tests packed rows."""
-    engine = _engine(module, config)
-    packed = bool(config.micro_train_tokens or getattr(config, "packing", False))
-    detect_document_leak(engine, module, engine.device, packed, engine.all_reduce)
-    return engine
+def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False, offload: bool = False) -> Engine:
+    """The engine of one rank: plain torch for `zero_stage` 0 (and for auto on one rank), DeepSpeed otherwise. Tests `packed` rows.
 
-
-def _engine(module: Policy | Scorer, config: Trainable) -> Engine:
-    assert config.zero_stage != "auto" or config.ranks.world_size == 1, "resolved by with_zero_stage"
+    `offload`: as in `ZeroEngine`.
+    """
+    assert config.zero_stage != "auto" or all(ranks.world_size == 1 for ranks in config.trained_ranks.values()), "decided before"
     recompute(module.model, config.gradient_checkpointing)
     module.train()  # transformers loads models in eval mode, which does not recompute
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
-    zero_stage = 0 if config.zero_stage == "auto" else config.zero_stage
-    if zero_stage == 0:
-        return TorchEngine(module, adamw)
-    from rlhf_core.training.zero_engine import ZeroEngine
+    engine: Engine
+    if config.zero_stage == "auto" or config.zero_stage == 0:
+        engine = TorchEngine(module, adamw)
+    else:
+        from rlhf_core.training.zero_engine import ZeroEngine
 
-    return ZeroEngine(module, adamw, zero_stage, config.dtype, config.micro_train_batch_size)
+        engine = ZeroEngine(module, adamw, config.zero_stage, config.dtype, config.micro_train_batch_size, offload)
+    detect_document_leak(engine, module, engine.device, packed or bool(config.micro_train_tokens), engine.all_reduce)
+    return engine
 
 
 def finish_training(

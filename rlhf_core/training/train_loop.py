@@ -10,7 +10,7 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,6 @@ from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system import progress
 from rlhf_core.training.engine import Engine, at, check_finite, learning_rate, sum_metrics
 
-Item = TypeVar("Item")
 LAST_STEPS = 4  # final metrics average at least this many steps: the last one may have few items
 
 
@@ -136,11 +135,6 @@ def accumulate(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any
         if name.rpartition("/")[2] == "loss":
             check_finite(mean, "the loss")
     return metrics
-
-
-def cut(items: Sequence[Item], size: int) -> list[list[Item]]:
-    """Splits items into consecutive parts of at most `size`."""
-    return [list(items[i : i + size]) for i in range(0, len(items), size)]
 
 
 def deal(count: int, rank: int, world_size: int) -> list[tuple[int, float]]:

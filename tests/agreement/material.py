@@ -123,7 +123,7 @@ RL: dict[str, RLCase] = {
     # TRL's RLOO has one ratio for a whole answer, the product of its tokens'; ours has one a token. The two are the same function for
     # answers of one token, and have the same gradient on the policy that sampled, whose loss TRL does not sum over tokens.
     "rloo, answers of one token": RLCase("rloo", "token", {}, "RLOO", {}, one_token=True),
-    "rloo, kl, on policy (gradient)": RLCase("rloo", "constant", {"constant_length": 1}, "RLOO", {}, beta=0.05, on_policy=True),
+    "rloo, kl, on policy (gradient)": RLCase("rloo", "constant", {"generate_max_len": 1}, "RLOO", {}, beta=0.05, on_policy=True),
 }
 
 

@@ -14,11 +14,11 @@ import rlhf_core.stages.reward_model
 import rlhf_core.stages.sft
 from rlhf_core.config import DPO, KTO, PPO, SFT, Data, RewardModel, Source, StageConfig
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.collate import Batch, collate
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load import load_policy
-from rlhf_core.objectives.actor_loss import Objective, PerToken, actor_loss, count
+from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
 from rlhf_core.objectives.advantages import kl_estimate
+from rlhf_core.objectives.collate import Batch, collate
 from rlhf_core.objectives.losses import importance_weights, orpo_loss
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
@@ -107,12 +107,12 @@ def rl_loss(case: material.RLCase, folder: Path, recorded: dict[str, list[list[f
         old = new.detach()
     weights = torch.ones_like(old) if case.cap is None else importance_weights(old, sampler, 0.0, case.cap)
     found = advantages(case, torch.tensor(material.rollout().rewards), old, ref, batch.mask)
-    in_loss = bool(case.beta) and case.trainer == "GRPO"
-    fields = {"dual_clip": None, "ratio": "token", "constant_length": MAX_LENGTH, "entropy_coef": 0.0, **case.ours}
-    objective = Objective(clip_low=CLIP_LOW, clip_high=CLIP_HIGH, aggregation=case.aggregation, kl_loss="k3" if in_loss else None, **fields)
+    fields = {"eps_clip_low": CLIP_LOW, "eps_clip_high": CLIP_HIGH, "loss_aggregation": case.aggregation, "generate_max_len": MAX_LENGTH}
+    fields |= {"kl_in": "loss", "kl_estimator": "k3"} if case.beta and case.trainer == "GRPO" else {}
+    config = PPO(prompts=Data(sources="none"), **fields | case.ours)
     spread = found[:, None].expand_as(new)
     per_token = PerToken(new, torch.zeros_like(new), old, ref, spread, weights, batch.mask, batch.documents)
-    loss = actor_loss(per_token, len(items), count([document.mask for document in items]), objective, case.beta).loss
+    loss = actor_loss(per_token, len(items), count([document.mask for document in items]), config, case.beta).loss
     loss.backward()
     return {"advantages": found.tolist(), **gradient(policy.model, float(loss.detach()))}
 

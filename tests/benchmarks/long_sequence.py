@@ -12,10 +12,10 @@ import time
 
 import torch
 
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.token_logprobs import LOGITS_CHUNK
+from rlhf_core.objectives.collate import collate
 
 GIB = 1 << 30
 

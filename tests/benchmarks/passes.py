@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load import masked_logprobs, trained_policy
+from rlhf_core.objectives.collate import collate
 from rlhf_core.training.engine import AdamW, TorchEngine
 from rlhf_core.training.zero_engine import ZeroEngine
 

@@ -16,10 +16,10 @@ import torch
 
 from rlhf_core.config import PPO, Ranks
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.data.sources import prompts
 from rlhf_core.models.load import load_policy
+from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.stages.ppo.fleet import PROBE_TOLERANCE
 from rlhf_core.stages.ppo.one_step_off import read_ahead

@@ -11,9 +11,9 @@ import torch
 
 from rlhf_core.config import Vllm
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load import Policy, load_policy
+from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Answer, Sampler, Sampling
 from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS
 from rlhf_core.stages.ppo.fleet import PROBE_TOLERANCE, WeightsDiffer, check_gap

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.kernels import attention, choose
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.kernels.self_test import CLOSE, NEAR, Heads, Kind, difference
 from rlhf_core.models.load import Policy, Scorer, masked_logprobs
+from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import dpo_loss, reward_loss, sft_loss
 from rlhf_core.stages.dpo import pair_logprobs
 from rlhf_core.stages.reward_model import pair_scores

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config import Vllm
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.hub.model_config import num_experts
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs
 from rlhf_core.models.weights import checkpoint_weights
+from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Sampler, Sampling
 from tests.support.families import make_family
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from rlhf_core.data.collate import sent
 from rlhf_core.hub.model_config import STATEFUL_LAYERS
 from rlhf_core.models.kernels import choose
 from rlhf_core.models.kernels.choose import flash_kernel, kernel_for
 from rlhf_core.models.kernels.self_test import MANY, Heads, Kind
+from rlhf_core.objectives.collate import sent
 
 FLASH, VARLEN = "flash_attention_2", "varlen"
 WITHIN_DOCUMENTS = {"full_attention", "sliding_attention"}

@@ -9,14 +9,11 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
-from rlhf_core.config import PPO
-from rlhf_core.data.documents import Document
-from rlhf_core.rewards.combine import Running, Term
-from rlhf_core.rollout.engine import Sampling
+from rlhf_core.rewards.combine import Running
 from rlhf_core.stages.ppo.credit import credit
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.roles import Update
-from rlhf_core.stages.ppo.sampling import Filtering, PromptOrder, Sampled, sample, start_sample
+from rlhf_core.stages.ppo.sampling import Sampled, Setup, sample, start_sample
 
 
 class Optimisation(NamedTuple):
@@ -29,19 +26,6 @@ class Optimisation(NamedTuple):
     max_epochs: int
     rates: Mapping[str, Sequence[float]]
     shuffle_seed: str
-
-
-class Setup(NamedTuple):
-    """Holds what stays the same over the iterations of a run. `terms`: the sources of rewards; `probe`: the documents that a weight sync is
-    checked with; `allowed_failures`: answers that a reward source may fail on in one iteration."""
-
-    config: PPO
-    order: PromptOrder
-    sampling: Sampling
-    filtering: Filtering | None
-    terms: Sequence[Term]
-    probe: Sequence[Document]
-    allowed_failures: int
 
 
 class Carried(NamedTuple):
@@ -71,17 +55,9 @@ def ppo_iteration(
     config, phases = setup.config, dict[str, float]()
     start = time.monotonic()
     with _phase(phases, "generate"):
-        sampled = carried.ahead or sample(
-            fleet,
-            order=setup.order,
-            position=carried.position,
-            sampling=setup.sampling,
-            filtering=setup.filtering,
-            allowed_failures=setup.allowed_failures,
-            part=config.stream_batch_size,
-        )
+        sampled = carried.ahead or sample(fleet, setup, carried.position)
         rollouts = sampled.rollouts
-    pending = start_sample(fleet, setup.order, sampled.position, setup.sampling) if config.one_step_off_policy and not last else None
+    pending = start_sample(fleet, setup, sampled.position) if config.one_step_off_policy and not last else None
     if fleet.sleeps:
         with _phase(phases, "sleep"):
             fleet.sleep(keep_weights="actor" not in optimisation.rates)

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_core.config import Lora
-from rlhf_core.data.collate import Batch, collate, sent
+from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import can_share
-from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, masked_logprobs, recompute, trained_policy, trained_scorer
+from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, masked_logprobs, trained_policy, trained_scorer
 from rlhf_core.models.token_logprobs import Entropy
 from rlhf_core.models.weights import checkpoint_weights
-from rlhf_core.objectives.actor_loss import Objective, PerToken, actor_loss, count
+from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
+from rlhf_core.objectives.collate import Batch, collate, sent
 from rlhf_core.objectives.losses import Loss, value_loss, with_balance
 from rlhf_core.objectives.masked import before
 from rlhf_core.rollout.weight_receiver import gpu_uuid
@@ -33,10 +33,10 @@ from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Ro
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roofline import Ceilings, Shape, measure_ceilings, shape_of
 from rlhf_core.system import progress
-from rlhf_core.training.engine import AdamW, Engine, TorchEngine, at
-from rlhf_core.training.ranks import export
+from rlhf_core.training.engine import Engine, at
+from rlhf_core.training.ranks import export, make_engine
 from rlhf_core.training.train_loop import accumulate, deal
-from rlhf_core.training.zero_engine import ZeroEngine, library
+from rlhf_core.training.zero_engine import library
 
 Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
 
@@ -64,19 +64,6 @@ class Update(NamedTuple):
     indices: list[int]
     learning_rate: float
     kl_coef: float
-
-
-class Training(NamedTuple):
-    """Says how actor and critic train."""
-
-    adamw: AdamW
-    zero_stage: int
-    micro_batch_size: int
-    gradient_checkpointing: float
-    lora: Lora | None = None
-    seed: int = 0
-    micro_tokens: int | None = None
-    adam_offload: Sequence[str] = ()
 
 
 class ModelRole:
@@ -130,11 +117,12 @@ class ReadOnlyModel(ModelRole):
 
 
 class Trained(ModelRole):
-    """Trains a model. `name`: that of the role's group."""
+    """Trains a model. `name`: that of the role's group; `config`: with its ZeRO stage decided."""
 
-    def __init__(self, name: str, module: Policy | Scorer, model: ModelSpec, training: Training):
-        self.engine, self.module, self.model = _engine(module, model, training, name in training.adam_offload), module, model
-        self.passes = _passes(self.engine, training.micro_batch_size, training.micro_tokens)
+    def __init__(self, name: str, module: Policy | Scorer, model: ModelSpec, config: PPO):
+        self.engine = make_engine(module, config, packed=bool(model.micro_tokens), offload=name in config.adam_offload)
+        self.module, self.model, self.config = module, model, config
+        self.passes = _passes(self.engine, config.micro_train_batch_size, config.micro_train_tokens)
 
     def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
         """Takes one optimiser step per update; returns the metrics of each."""
@@ -163,32 +151,31 @@ class Trained(ModelRole):
 class Actor(Trained):
     """Trains the policy, and sends its weights to the engines."""
 
-    def __init__(self, model: ModelSpec, training: Training, objective: Objective, temperature: float, routing_replay: bool = False):
-        policy = trained_policy(model.path, model.dtype, model.trust_remote_code, training.lora, training.seed, objective.router_aux_coef)
-        if routing_replay:
+    def __init__(self, model: ModelSpec, config: PPO, seed: int):
+        policy = trained_policy(model.path, model.dtype, model.trust_remote_code, config.lora, seed, config.router_aux_coef)
+        if config.routing_replay:
             policy.replay_routing()
-        super().__init__("actor", policy, model, training)
-        self.lora, self.objective, self.temperature = training.lora, objective, temperature
+        super().__init__("actor", policy, model, config)
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
-        scale = self.temperature if temperature is None else temperature
+        scale = self.config.temperature if temperature is None else temperature
         return _score(self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, scale).logprobs)
 
     def update(self, items: list[Experience], update: Update) -> dict[str, float]:
         """Takes one step on PPO's clipped surrogate or a relative of it."""
         counted = count([item.document.mask for item in items])
-        entropy: Entropy = "gradient" if self.objective.entropy_coef else "value"
+        entropy: Entropy = "gradient" if self.config.entropy_coef else "value"
 
         def loss(part: list[Experience]) -> Loss:
             batch, shared = _collate(part, self.passes, self.model.pad_token_id, self.engine)
-            new = masked_logprobs(self.engine, batch, self.temperature, entropy)
+            new = masked_logprobs(self.engine, batch, self.config.temperature, entropy)
             old, ref, advantages, weights = (
                 _per_token(batch, shared, [getattr(e, name) for e in part])
                 for name in ("old_logprobs", "ref_logprobs", "advantages", "is_weights")
             )
             per_token = PerToken(new.logprobs, new.entropy, old, ref, advantages, weights, batch.mask, batch.documents)
-            result = actor_loss(per_token, len(part), counted, self.objective, update.kl_coef)
-            return with_balance(result, new.balance, self.objective.router_aux_coef, counted.answers)
+            result = actor_loss(per_token, len(part), counted, self.config, update.kl_coef)
+            return with_balance(result, new.balance, self.config.router_aux_coef, counted.answers)
 
         metrics = accumulate(self.engine, _micro_batches(items, self.passes), loss)
         return metrics | {"policy/grad_norm": self.engine.step(update.learning_rate), "policy/learning_rate": update.learning_rate}
@@ -221,16 +208,15 @@ class Actor(Trained):
 
     def export(self, folder: str) -> None:
         """Writes a transformers checkpoint on rank 0."""
-        export(self.engine, Path(folder), self.model.path, self.lora, self.model.trust_remote_code)
+        export(self.engine, Path(folder), self.model.path, self.config.lora, self.model.trust_remote_code)
 
 
 class Critic(Trained):
     """Trains the value model, which starts from the reward model, head included."""
 
-    def __init__(self, model: ModelSpec, training: Training, value_clip: float):
-        scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, training.lora, training.seed)
-        super().__init__("critic", scorer, model, training)
-        self.value_clip = value_clip
+    def __init__(self, model: ModelSpec, config: PPO, seed: int):
+        scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, config.lora, seed)
+        super().__init__("critic", scorer, model, config)
 
     def values(self, documents: Sequence[Document]) -> Scored:
         """Returns `V(tokens[<t])` for every token."""
@@ -243,7 +229,7 @@ class Critic(Trained):
         def loss(part: list[Experience]) -> Loss:
             batch, shared = _collate(part, self.passes, self.model.pad_token_id, self.engine)
             old, returns = (_per_token(batch, shared, [getattr(e, name) for e in part]) for name in ("values", "returns"))
-            return value_loss(self._values(batch), old, returns, batch.mask, self.value_clip, tokens)
+            return value_loss(self._values(batch), old, returns, batch.mask, self.config.value_clip, tokens)
 
         metrics = accumulate(self.engine, _micro_batches(items, self.passes), loss)
         return metrics | {"value/grad_norm": self.engine.step(update.learning_rate), "value/learning_rate": update.learning_rate}
@@ -276,18 +262,6 @@ class Reward(ReadOnlyModel):
         """Returns the score at each document's last token, as an array of one."""
         everywhere = self.score(documents, lambda b: self.module(b.tokens, b.host.positions))
         return [(index, values[-1:]) for index, values in everywhere]
-
-
-def _engine(module: Policy | Scorer, model: ModelSpec, training: Training, offload: bool) -> Engine:
-    recompute(module.model, training.gradient_checkpointing)
-    module.train()
-    engine: Engine
-    if training.zero_stage == 0:
-        engine = TorchEngine(module, training.adamw)
-    else:
-        engine = ZeroEngine(module, training.adamw, training.zero_stage, model.dtype, training.micro_batch_size, offload)
-    detect_document_leak(engine, module, engine.device, bool(model.micro_tokens or training.micro_tokens), engine.all_reduce)
-    return engine
 
 
 def _tensors(module: torch.nn.Module) -> list[Tensor]:

@@ -22,7 +22,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     begun, config = time.monotonic(), cast(PPO, request.config)
     require_layout(run, layout_of(config))
     actor = request.inputs[config.actor]
-    require_positions(actor, stored_config(actor), config.prompt_max_len + config.generate_max_len)
+    require_positions(actor, stored_config(actor), config.longest)
     try:
         groups = start_processes(config)
         with uncollected():

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Term, plain_sum
@@ -39,12 +40,16 @@ class PromptOrder(NamedTuple):
         return taken
 
 
-class Filtering(NamedTuple):
-    """Configures dynamic filtering (DAPO, Yu et al. 2025, eq. 11): replaces groups whose rewards differ by at most `min_spread`."""
+class Setup(NamedTuple):
+    """Holds what stays the same over the iterations of a run. `terms`: the sources of rewards; `probe`: the documents that a weight sync is
+    checked with; `allowed_failures`: answers that a reward source may fail on in one iteration."""
 
-    rounds: int
-    min_spread: float
+    config: PPO
+    order: PromptOrder
+    sampling: Sampling
     terms: Sequence[Term]
+    probe: Sequence[Document]
+    allowed_failures: int
 
 
 class Sampled(NamedTuple):
@@ -61,33 +66,27 @@ class Sampled(NamedTuple):
     scores: Callable[[], Scores] | None = None
 
 
-def sample(
-    fleet: Fleet,
-    order: PromptOrder,
-    position: int,
-    sampling: Sampling,
-    filtering: Filtering | None,
-    allowed_failures: int,
-    part: int | None = None,
-) -> Sampled:
-    """Samples answers to a batch of prompts. With filtering it takes as many rounds as are needed, at most `rounds`.
+def sample(fleet: Fleet, setup: Setup, position: int) -> Sampled:
+    """Samples answers to a batch of prompts, or as `stream`.
 
-    `part`: prompts whose answers go to scoring while others are sampled (`stream`). Raises ValueError when no group has a signal.
+    With dynamic filtering (DAPO, Yu et al. 2025, eq. 11) it takes as many rounds as are needed, at most `max_filter_rounds`. Raises
+    ValueError when no group has a signal.
     """
-    if part is not None:
-        return stream(fleet, order, position, sampling, part, allowed_failures)
-    if filtering is None:
-        return start_sample(fleet, order, position, sampling)()
+    config, n, batch = setup.config, setup.sampling.n, setup.order.batch
+    if config.stream_batch_size is not None:
+        return stream(fleet, setup, position, config.stream_batch_size)
+    if not config.dynamic_filtering:
+        return start_sample(fleet, setup, position)()
     kept: list[Rollout] = []
     rewards: list[Rewards] = []
     computed: list[Rewards] = []
     start, rounds = position, 0
-    while len(kept) < order.batch * sampling.n and rounds < filtering.rounds:
-        missing = order.batch - len(kept) // sampling.n
-        rollouts = start_sample(fleet, order, position, sampling, missing)().rollouts
-        computed.append(fleet.reward(rollouts, allowed_failures))
-        join(computed).check(allowed_failures)
-        chosen = with_signal(plain_sum(computed[-1].by_source, filtering.terms), sampling.n, filtering.min_spread)
+    while len(kept) < batch * n and rounds < config.max_filter_rounds:
+        missing = batch - len(kept) // n
+        rollouts = start_sample(fleet, setup, position, missing)().rollouts
+        computed.append(fleet.reward(rollouts, setup.allowed_failures))
+        join(computed).check(setup.allowed_failures)
+        chosen = with_signal(plain_sum(computed[-1].by_source, setup.terms), n, config.filter_min_spread)
         kept += [rollouts[i] for i in chosen]
         rewards.append(computed[-1].take(chosen))
         position, rounds = position + missing, rounds + 1
@@ -96,15 +95,15 @@ def sample(
             f"dynamic_filtering: none of the {position - start} groups of {rounds} rounds had answers of different reward: raise "
             f"temperature or n_samples_per_prompt, take other prompts, or turn it off"
         )
-    accepted = len(kept) // sampling.n
+    accepted = len(kept) // n
     metrics = {"filter/rounds": float(rounds), "filter/accepted": accepted / (position - start), "filter/groups": float(accepted)}
     return Sampled(kept, join(rewards), position, metrics)
 
 
-def start_sample(fleet: Fleet, order: PromptOrder, position: int, sampling: Sampling, count: int | None = None) -> Callable[[], Sampled]:
+def start_sample(fleet: Fleet, setup: Setup, position: int, count: int | None = None) -> Callable[[], Sampled]:
     """Starts to sample answers to `count` prompts (None: a batch) from a position on. Returns a function that waits for them."""
-    taken = order.take(position, order.batch if count is None else count)
-    answers = fleet.start_sample([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], sampling)
+    taken = setup.order.take(position, setup.order.batch if count is None else count)
+    answers = fleet.start_sample([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], setup.sampling)
 
     def wait() -> Sampled:
         groups = zip(taken, answers(), strict=True)
@@ -113,27 +112,27 @@ def start_sample(fleet: Fleet, order: PromptOrder, position: int, sampling: Samp
     return wait
 
 
-def stream(fleet: Fleet, order: PromptOrder, position: int, sampling: Sampling, part: int, allowed_failures: int) -> Sampled:
+def stream(fleet: Fleet, setup: Setup, position: int, part: int) -> Sampled:
     """Samples answers to a batch of prompts, and starts to score each `part` of them as soon as its last answer is there.
 
     The parts are cut by the prompts' places, not by what arrives first, so that what is scored together, and with it every bit of the
     scores, is the same in each run.
     """
-    taken = order.take(position, order.batch)
+    taken = setup.order.take(position, setup.order.batch)
     groups: list[list[Rollout]] = [[] for _ in taken]
     begun: dict[int, Callable[[], Scores]] = {}
-    for index, answers in fleet.stream([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], sampling):
+    for index, answers in fleet.stream([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], setup.sampling):
         groups[index] = [rollout(taken[index][0], answer) for answer in answers]
         start = index // part * part
         if all(groups[start : start + part]):
             whole = [found for group in groups[start : start + part] for found in group]
-            begun[start] = fleet.start_score(whole, None, allowed_failures)
+            begun[start] = fleet.start_score(whole, None, setup.allowed_failures)
     rollouts = [found for group in groups for found in group]
 
     def scores() -> Scores:
-        return join_scores([begun[start]() for start in sorted(begun)], allowed_failures)
+        return join_scores([begun[start]() for start in sorted(begun)], setup.allowed_failures)
 
-    return Sampled(rollouts, None, position + order.batch, {}, scores=scores)
+    return Sampled(rollouts, None, position + setup.order.batch, {}, scores=scores)
 
 
 def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:

@@ -12,27 +12,10 @@ from rlhf_core.cluster.worker_group import Group, Pending
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, starts_of_ppo
-from rlhf_core.objectives.actor_loss import Objective
 from rlhf_core.rewards.clients import Clients, client_of
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward, Training
-from rlhf_core.training.engine import AdamW
-
-
-def objective_of(config: PPO) -> Objective:
-    """Returns the constants of the actor's loss."""
-    return Objective(
-        clip_low=config.eps_clip_low or config.eps_clip,
-        clip_high=config.eps_clip_high or config.eps_clip,
-        dual_clip=config.dual_clip,
-        ratio=config.ratio,
-        aggregation=config.aggregation,
-        constant_length=config.generate_max_len,
-        kl_loss=None if config.kl_in == "reward" or config.kl_estimator == "k1" else config.kl_estimator,
-        entropy_coef=config.entropy_coef,
-        router_aux_coef=config.router_aux_coef,
-    )
+from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward
 
 
 def start_fleet(
@@ -66,7 +49,7 @@ def start_fleet(
             SamplerRole,
             model=paths["actor"],
             seed=seed,
-            max_model_len=config.prompt_max_len + config.generate_max_len,
+            max_model_len=config.longest,
             dtype=config.dtype,
             vllm=config.vllm,
             trust_remote_code=trust_remote_code,
@@ -78,29 +61,10 @@ def start_fleet(
         ),
         *(group.build(Reward, model=model(group.name), offload=offload) for group in rewards.values()),
     ]
-    adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
-    training = Training(
-        adamw=adamw,
-        zero_stage=chosen.stage,
-        micro_batch_size=config.micro_train_batch_size,
-        gradient_checkpointing=config.gradient_checkpointing,
-        lora=config.lora,
-        seed=seed,
-        micro_tokens=config.micro_train_tokens,
-        adam_offload=config.adam_offload,
-    )
-    loading.append(
-        groups["actor"].build(
-            Actor,
-            model=model("actor"),
-            training=training,
-            objective=objective_of(config),
-            temperature=config.temperature,
-            routing_replay=config.routing_replay,
-        )
-    )
+    decided = config.model_copy(update={"zero_stage": chosen.stage})
+    loading.append(groups["actor"].build(Actor, model=model("actor"), config=decided, seed=seed))
     if "critic" in groups:
-        loading.append(groups["critic"].build(Critic, model=model("critic"), training=training, value_clip=config.value_clip))
+        loading.append(groups["critic"].build(Critic, model=model("critic"), config=decided, seed=seed))
     for pending in loading:
         print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
         ranks = pending.wait(config.timeout)

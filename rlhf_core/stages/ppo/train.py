@@ -26,9 +26,9 @@ from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
 from rlhf_core.runs.run_dir import EXPORTS, Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.iteration import Carried, Optimisation, Setup, ppo_iteration
+from rlhf_core.stages.ppo.iteration import Carried, Optimisation, ppo_iteration
 from rlhf_core.stages.ppo.one_step_off import read_ahead, write_ahead
-from rlhf_core.stages.ppo.sampling import Filtering, PromptOrder
+from rlhf_core.stages.ppo.sampling import PromptOrder, Setup
 from rlhf_core.stages.ppo.start import start_fleet
 from rlhf_core.training.engine import at, learning_rate
 
@@ -121,7 +121,6 @@ def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], s
         config=config,
         order=PromptOrder(prompts, config.rollout_batch_size, seed),
         sampling=Sampling(n=n, temperature=config.temperature, max_new_tokens=config.generate_max_len, stop_token_ids=stop_token_ids),
-        filtering=Filtering(config.max_filter_rounds, config.filter_min_spread, terms) if config.dynamic_filtering else None,
         terms=terms,
         probe=probe,
         allowed_failures=int(config.max_failed_rewards * config.rollout_batch_size * n),

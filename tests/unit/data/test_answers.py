@@ -124,14 +124,15 @@ def test_labelled_answers_and_pairs_become_the_same(labels: tuple[Any, Any], ren
     pairs = write(tmp_path / "pairs.jsonl", [{"prompt": "2 plus 2", "chosen": "4", "rejected": "5"}])
     check_columns(pairs, "labelled")
     split = labelled_answers(pairs, renderer, 64, seed=0)
-    assert split == loaded and split.report.rows == split.report.kept == 2 and split.report.dropped == 0
+    assert split.items == loaded.items and split.report.counts == loaded.report.counts
+    assert split.report.survey.items == split.report.survey.kept == 2
 
 
 def test_answers_are_cut_as_pairs_are(renderer: Renderer, tmp_path: Path) -> None:
     data = write(tmp_path / "a.jsonl", [{"prompt": "7" * 60, "response": "5" * 40, "label": True, "reward": float(i)} for i in range(2)])
     loaded = labelled_answers(data, renderer, 32, seed=0)
     (document, *_), report = [item.document for item in loaded.items], loaded.report
-    assert len(document) == 32 and sum(document.mask) == 16 and report.truncated == 2
+    assert len(document) == 32 and sum(document.mask) == 16 and report.survey.truncated == 2
     conditioned = answer_documents(data, renderer, 64, 0, "reward")
     document, text = conditioned.documents.items[1], renderer.tokenizer.decode(conditioned.documents.items[1].tokens)
     assert len(document) == 64 and sum(document.mask) == 32

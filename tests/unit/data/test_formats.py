@@ -35,8 +35,7 @@ def data(path: Path, rows: list[Any], **source: Any) -> Data:
 
 
 def reasons(loaded: Loaded[Any]) -> dict[str, int]:
-    assert loaded.report.survey is not None
-    return loaded.report.survey.survey.dropped
+    return loaded.report.survey.dropped
 
 
 def completion(response: str, score: float, **more: Any) -> dict[str, Any]:
@@ -128,13 +127,13 @@ def test_rows_without_a_preference_are_dropped_and_counted_by_reason(tmp_path: P
     ):
         mixture = data(tmp_path / "rows.jsonl", rows)
         loaded = preference_pairs(mixture, renderer, 64, 0)
-        assert (loaded.report.rows, loaded.report.kept) == (len(rows), 1) and reasons(loaded) == dropped
+        assert (loaded.report.survey.items, loaded.report.survey.kept) == (len(rows), 1) and reasons(loaded) == dropped
         assert len(load_rows(mixture, 0, "preference")) == 1
         assert len(prompts(mixture, renderer, 64, 0).items) == len(rows), "a prompt needs no preference"
     # A first row that prefers nothing does not hide what the format has.
     check_columns(data(tmp_path / "rows.jsonl", [arena[1], ARENA]), "preference")
     # Binarized rows hold a conversation of their own: what is preferred does not matter to SFT.
-    assert sft_documents(data(tmp_path / "rows.jsonl", [{**BINARIZED, "score_rejected": 8.5}]), renderer, 64, 0).report.kept == 1
+    assert sft_documents(data(tmp_path / "rows.jsonl", [{**BINARIZED, "score_rejected": 8.5}]), renderer, 64, 0).report.survey.kept == 1
 
 
 def test_dialogues_of_several_turns_keep_their_turns(tmp_path: Path, renderer: Renderer) -> None:
@@ -158,9 +157,13 @@ def test_sharegpt_conversations_are_messages(tmp_path: Path, renderer: Renderer)
     ("row", "bad", "message"),
     [
         (ULTRAFEEDBACK, {"completions": []}, "'completions' must be a list of objects"),
-        (ULTRAFEEDBACK, {"completions": [completion("4", 1.0), {"response": "5"}]}, "fine-grained_score must be a number, found None"),
-        (BINARIZED, {"score_chosen": "much"}, "score_chosen must be a number, found 'much'"),
-        (BINARIZED, {"score_chosen": float("nan")}, "score_chosen must be a number, found nan"),
+        (
+            ULTRAFEEDBACK,
+            {"completions": [completion("4", 1.0), {"response": "5"}]},
+            "'fine-grained_score' must be a finite number, found None",
+        ),
+        (BINARIZED, {"score_chosen": "much"}, "'score_chosen' must be a finite number, found 'much'"),
+        (BINARIZED, {"score_chosen": float("nan")}, "'score_chosen' must be a finite number, found nan"),
         (ARENA, {"winner": "a"}, "'winner' must be model_a, model_b or tie, found 'a'"),
         (ARENA, {"conversation_b": [user("2 + 2")]}, "'conversation_b' must be a conversation that ends with an assistant message"),
         (HH, {"rejected": "5"}, "'rejected' must begin with"),

@@ -178,7 +178,7 @@ GOOD: dict[str, dict[str, Any]] = {
         ("prompt", {"prompt": [user("x"), assistant("y")]}, "nothing to answer"),
         ("preference", {**GOOD["preference"], "rejected": None}, "'rejected' must be"),
         ("preference", {**GOOD["preference"], "chosen": [user("x")]}, "must end with an assistant message"),
-        ("preference", {**GOOD["preference"], "margin": "much"}, "'margin' must be a number"),
+        ("preference", {**GOOD["preference"], "margin": "much"}, "'margin' must be a finite number, found 'much'"),
         ("preference", {**GOOD["preference"], "margin": float("nan")}, "'margin' must be a finite number, found nan"),
         ("preference", {"chosen": [user("x"), assistant("y")], "rejected": [user("X"), assistant("z")]}, "differ before it"),
         ("preference", {"chosen": [assistant("y")], "rejected": [assistant("z")]}, "'prompt' must be a string"),
@@ -242,10 +242,10 @@ def test_every_shape_of_a_preference_is_the_same_pair(tmp_path: Path, renderer: 
         {"chosen": [user("p"), assistant("c")], "rejected": [user("p"), assistant("r")]},
     ]
     items, report = preference_pairs(data(write(tmp_path / "rows.jsonl", rows)), renderer, 100, seed=0)
-    assert (report.rows, report.kept, report.truncated, report.dropped) == (5, 5, 0, 0)
+    assert list(report.counts.values())[:4] == [5, 5, 0, 0]
     assert items[0].chosen == renderer.answer([user("p")], "c") and items[0].rejected == renderer.answer([user("p")], "r")
     assert all(item == items[0] for item in items)
-    assert report.tokens == 5 * (len(items[0].chosen) + len(items[0].rejected))
+    assert report.survey.tokens == 5 * (len(items[0].chosen) + len(items[0].rejected))
 
 
 def test_answers_that_the_length_limit_cut_when_they_were_sampled_have_no_end(tmp_path: Path, renderer: Renderer) -> None:
@@ -272,7 +272,7 @@ def test_long_pairs_keep_the_end_of_the_prompt_and_equal_answers_are_dropped(tmp
         {"prompt": "p", "chosen": "c" * 300 + "1", "rejected": "c" * 300 + "2"},
     ]
     items, report = preference_pairs(data(write(tmp_path / "rows.jsonl", rows)), renderer, 100, seed=0)
-    assert (report.rows, report.kept, report.truncated, report.dropped) == (4, 2, 2, 2)
+    assert list(report.counts.values())[:4] == [4, 2, 2, 2]
     short, long = items
     for pair in items:
         start = pair.chosen.mask.index(True)
@@ -290,8 +290,8 @@ def test_prompts_keep_their_row_and_count_cuts(tmp_path: Path, renderer: Rendere
     assert [(item.truncated, item.row["uid"]) for item in items] == [(False, 1), (True, 2)]
     assert items[0].tokens == renderer.prompt([user("x")]) and items[0].messages == (user("x"),)
     assert len(items[1].tokens) == 60 and len(items[1].messages) == 3
-    assert (report.rows, report.kept, report.truncated, report.dropped) == (2, 2, 1, 0)
-    assert report.tokens == 60 + len(items[0].tokens)
+    assert list(report.counts.values())[:4] == [2, 2, 1, 0]
+    assert report.survey.tokens == 60 + len(items[0].tokens)
 
 
 def test_errors_of_the_template_name_the_row(tmp_path: Path, renderer: Renderer) -> None:

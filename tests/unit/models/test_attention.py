@@ -22,9 +22,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_core.data.collate import collate
 from rlhf_core.models.kernels import attention, choose
 from rlhf_core.models.load import Policy
+from rlhf_core.objectives.collate import collate
 from tests.unit.models.test_models import FAMILIES, SHAPE, documents, logprobs_by_document
 
 WINDOWED = {"mistral-window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4))}

@@ -29,15 +29,16 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, StageConfig
+from rlhf_core.config import DPO, KTO, PPO, SFT, Data, RewardModel, StageConfig
 from rlhf_core.models import document_leak
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels import attention
 from rlhf_core.models.load import Policy, Scorer
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.stages.ppo import roles
-from rlhf_core.stages.ppo.roles import ModelSpec, Reference, Reward, Training
-from rlhf_core.training.engine import AdamW, TorchEngine
+from rlhf_core.stages.ppo.roles import ModelSpec, Reference, Reward
+from rlhf_core.training.engine import TorchEngine
+from rlhf_core.training.ranks import make_engine
 from tests.unit.models.test_attention import WINDOWED, kernel
 from tests.unit.models.test_lora import run
 from tests.unit.models.test_models import FAMILIES, SHAPE, documents, logprobs_by_document
@@ -207,7 +208,7 @@ def test_roles_of_ppo_score_what_would_leak_one_document_a_row(bases: Path, monk
     for tokens in (None, 30):
         policy, reward = (ModelSpec(str(places[name]), "float32", 0, 8, False, tokens) for name in ("policy", "rm"))
         trained = Policy(roles.load_policy(policy.path).model)
-        engine = roles._engine(trained, policy, Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 8, False, micro_tokens=tokens), False)
+        engine = make_engine(trained, PPO(prompts=Data(sources="none"), zero_stage=0, micro_train_tokens=tokens))
         assert isinstance(engine, TorchEngine) and trained.document_leak is (True if tokens else None)
         own = roles._score(engine, documents(), policy, lambda batch, policy=trained: roles.masked_logprobs(policy, batch).logprobs)
         found.append([dict(own), dict(Reference(policy, 1.0).logprobs(documents())), dict(Reward(reward).scores(documents()))])

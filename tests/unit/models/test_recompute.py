@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, Trainable
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load import load_policy, trained_policy, trained_scorer
+from rlhf_core.objectives.collate import collate
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.ranks import make_engine
 

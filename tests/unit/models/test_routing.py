@@ -14,18 +14,17 @@ from torch.overrides import TorchFunctionMode
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, OlmoeConfig, OlmoeForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from rlhf_core.config import PPO, Data
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models import routing
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, recompute
 from rlhf_core.models.routing import REPLAYED
+from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Answer, _answer
 from rlhf_core.rollout.vllm_patches import returns_routing
 from rlhf_core.stages.ppo import fleet, roles
 from rlhf_core.stages.ppo.one_step_off import read_ahead, write_ahead
 from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled, rollout
-from rlhf_core.stages.ppo.start import objective_of, start_fleet
-from rlhf_core.training.engine import AdamW, TorchEngine
+from rlhf_core.stages.ppo.start import start_fleet
 from tests.support.families import FAMILIES, QWEN_MOE, SHAPE, make_family
 
 SPARSE = {**SHAPE, "vocab_size": 96, "initializer_range": 0.2}
@@ -153,14 +152,12 @@ def test_replay_removes_the_effect_of_rounding_on_routing(material: Path, tmp_pa
 
 
 def test_the_actor_scores_and_trains_with_the_samplers_experts(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "ZeroEngine", lambda module, adamw, *_: TorchEngine(module, adamw))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     base = make_family("qwen3-moe", material / "base", tmp_path / "base")
     model = roles.ModelSpec(str(base), "float32", 0, 4, False)
-    objective = objective_of(PPO(prompts=Data(sources="none")))
-    training = roles.Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 4, 0.0)
-    replaying, plain = (roles.Actor(model, training, objective, 1.0, routing_replay=replay) for replay in (True, False))
+    config = PPO(prompts=Data(sources="none"), zero_stage=0)
+    replaying, plain = (roles.Actor(model, config.model_copy(update={"routing_replay": replay}), 0) for replay in (True, False))
     routed, without_experts = documents(), documents(with_experts=False)
     theirs, own = dict(replaying.logprobs(routed)), dict(plain.logprobs(without_experts))
     begun, other = (dict(roles.Reference(model, 1.0, routing_replay=replay).logprobs(routed)) for replay in (True, False))
@@ -248,8 +245,9 @@ def test_roles_replay_as_configured(fields: dict[str, Any], expected: dict[str, 
             self.name = name
 
         def build(self, factory: Any, **options: Any) -> SimpleNamespace:
-            if "routing_replay" in options:
-                built[self.name] = options["routing_replay"]
+            replays = options["config"].routing_replay if self.name == "actor" else options.get("routing_replay")
+            if replays is not None:
+                built[self.name] = replays
             up = SimpleNamespace(imports=0.0, loading=0.0, process=1)
             return SimpleNamespace(role=self.name, wait=lambda timeout: [up])
 

@@ -12,21 +12,20 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from rlhf_core.data.collate import collate
 from rlhf_core.data.documents import Document, Pair
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.kernels import attention, choose
 from rlhf_core.models.load import Policy, Scorer
+from rlhf_core.objectives.collate import collate
 from rlhf_core.stages.dpo import pair_logprobs
 from rlhf_core.stages.ppo import roles
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward, Update
-from rlhf_core.stages.ppo.start import objective_of
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance
 from rlhf_core.stages.reward_model import pair_scores
 from tests.unit.models.test_attention import WINDOWED, kernel, plain_varlen
 from tests.unit.models.test_models import FAMILIES, SHAPE
-from tests.unit.stages.ppo.test_ppo_tricks import models, plain_engine, ppo, training
+from tests.unit.stages.ppo.test_ppo_tricks import models, plain_engine, ppo
 
 APART, TOGETHER = Passes(1, 4096), Passes(1, 4096, share=True)
 __all__ = ["kernel", "models", "plain_engine"]
@@ -209,7 +208,7 @@ def test_roles_say_and_learn_the_same_of_answers(
     for share in (False, True):
         monkeypatch.setattr(roles, "can_share", lambda model, device, share=share: share)
         place = lambda name: ModelSpec(str(models / name), "float32", 0, 8, False, tokens)  # noqa: E731
-        actor, critic = Actor(place("sft"), training(), objective_of(ppo(entropy_coef=0.01)), 1.0), Critic(place("rm"), training(), 0.2)
+        actor, critic = Actor(place("sft"), ppo(entropy_coef=0.01), 0), Critic(place("rm"), ppo(), 0)
         reference, reward = Reference(place("other"), 1.0), Reward(place("rm"))
         for role in (actor, critic, reference, reward):
             role.module.model.set_attn_implementation(attention.VARLEN)

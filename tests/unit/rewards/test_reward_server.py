@@ -67,9 +67,9 @@ def test_it_says_what_it_serves(url: str, checkpoint: Path) -> None:
         (b"{", "no JSON"),
         ({"prompts": PROMPTS}, "needs the lists prompts and responses"),
         ({"prompts": PROMPTS, "responses": ["1"]}, "lists of one length"),
-        ({"prompts": [[]], "responses": ["1"]}, "a prompt is a string or a list of messages"),
-        ({"prompts": PROMPTS, "responses": [1, 2]}, "must be a string, not int"),
-        ({"prompts": [[{"role": "robot", "content": {}}]], "responses": ["1"]}, "must be a string, not dict"),
+        ({"prompts": [[]], "responses": ["1"]}, "must be a string or a list of messages, found an empty list"),
+        ({"prompts": PROMPTS, "responses": [1, 2]}, "must be a string, found int"),
+        ({"prompts": [[{"role": "robot", "content": {}}]], "responses": ["1"]}, "must have a role and a content, both strings"),
     ],
 )
 def test_a_wrong_request_gets_a_message_that_names_the_fault(url: str, body: Any, expected: str) -> None:

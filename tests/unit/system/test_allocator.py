@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf_core.system.gpu_allocator import give_up_segments, shared_bytes, wants_segments
+from rlhf_core.system.gpu_allocator import _apply, give_up_segments, shared_bytes, wants_segments
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,11 @@ def test_memory_to_be_shown_is_asked_for_without_them(monkeypatch: pytest.Monkey
     off = "max_split_size_mb:64,expandable_segments:False"
     assert done == ["3 bytes", off, "5 bytes", asked, off, "-1 bytes", asked]
     assert shared_bytes(7, torch.device("cpu")).size == 7 and done[-1] == "7 bytes" and len(done) == 8
+
+
+def test_a_pytorch_without_the_private_function_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(torch.cuda.memory, "_set_allocator_settings")
+    _apply("expandable_segments:False")
+    assert "take expandable_segments out of PYTORCH_ALLOC_CONF" in capsys.readouterr().out

@@ -17,14 +17,13 @@ import pytest
 import torch
 
 from rlhf_core.cluster.rank_environment import store_address
-from rlhf_core.config import SFT, Data
+from rlhf_core.config import PPO, SFT, Data
 from rlhf_core.data import sources
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer
 from rlhf_core.models.weights import checkpoint_weights
-from rlhf_core.objectives.actor_loss import Objective
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.rollout import vllm_patches
 from rlhf_core.rollout.engine import Sampler, Sampling
@@ -34,7 +33,6 @@ from rlhf_core.stages.ppo import roles
 from rlhf_core.stages.reference_logprobs import dealt_logprobs
 from rlhf_core.system import progress
 from rlhf_core.system.files import sync_to_disk
-from rlhf_core.training.engine import AdamW
 from rlhf_core.training.train_loop import Task, accumulate, fit, save_on_all_ranks
 from tests.support.tiny_models import reward_model
 
@@ -51,8 +49,7 @@ def actor(material: Path) -> roles.Actor:
         patch.setenv("RANK", "0")
         patch.setenv("WORLD_SIZE", "1")
         model = roles.ModelSpec(str(material / "base"), "float32", 0, 2, False)
-        training = roles.Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 2, 0.0)
-        return roles.Actor(model, training, Objective(0.2, 0.2, None, "token", "token", 8, None, 0.0, 0.0), 1.0)
+        return roles.Actor(model, PPO(prompts=Data(sources="none"), zero_stage=0), 0)
 
 
 def test_each_pass_counts(actor: roles.Actor) -> None:

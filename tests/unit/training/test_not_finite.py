@@ -22,9 +22,8 @@ from rlhf_core.data.documents import Document
 from rlhf_core.recipe.load import models_in
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.records import Experience
-from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Training, Update
-from rlhf_core.stages.ppo.start import objective_of
-from rlhf_core.training.engine import AdamW, TorchEngine
+from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Update
+from rlhf_core.training.engine import TorchEngine
 from tests.unit.training.test_training import WORK, config_of
 
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -146,9 +145,9 @@ def test_roles_of_ppo(role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     kind = Qwen2ForCausalLM if role == "actor" else Qwen2ForSequenceClassification
     kind(Qwen2Config(**SHAPE, num_labels=1)).save_pretrained(tmp_path)
-    model, training = ModelSpec(str(tmp_path), "float32", 0, 8, False), Training(AdamW((0.9, 0.95), 0.0, 1.0), 0, 8, False)
-    config = PPO.model_validate({"prompts": {"sources": "p.jsonl"}})
-    made = Actor(model, training, objective_of(config), 1.0) if role == "actor" else Critic(model, training, 0.2)
+    model = ModelSpec(str(tmp_path), "float32", 0, 8, False)
+    config = PPO.model_validate({"prompts": {"sources": "p.jsonl"}, "zero_stage": 0})
+    made = Actor(model, config, 0) if role == "actor" else Critic(model, config, 0)
     tokens, ones = [1, 2, 3, 4], np.ones(4, np.float32)
     good = Experience(Document(tokens, [False, False, True, True]), -ones, -ones, ones, ones, ones, ones)
     bad = replace(good, advantages=ones * math.inf, returns=ones * math.inf)

@@ -28,7 +28,7 @@ from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.kto import all_mismatches, mismatch, mismatches_of
 from rlhf_core.stages.reference_logprobs import answer_logprobs, reference_logprobs
 from rlhf_core.training.engine import AdamW, TorchEngine
-from rlhf_core.training.train_loop import cut, items_of_step
+from rlhf_core.training.train_loop import items_of_step
 
 COMMON: dict[str, Any] = {"train_batch_size": 8, "micro_train_batch_size": 4, "max_len": 96, "learning_rate": 1e-3}
 LOSSES: dict[str, dict[str, Any]] = {
@@ -121,7 +121,7 @@ def run_on_two(config: StageConfig, material: Path, folder: Path, monkeypatch: p
 
     for name in {"load_policy", "trained_policy", "load_tokenizer", "Renderer", "preference_pairs", "labelled_answers"} & set(vars(module)):
         monkeypatch.setattr(module, name, guarded(getattr(module, name)))
-    monkeypatch.setattr(module, "make_engine", lambda policy, config: RankEngine(policy, config, here.rank, group))
+    monkeypatch.setattr(module, "make_engine", lambda policy, config, **_: RankEngine(policy, config, here.rank, group))
     failed: list[BaseException] = []
 
     def work(rank: int) -> None:
@@ -347,7 +347,7 @@ def scored_rows(material: Path, folder: Path, count: int) -> Path:
 def mean_logprob(policy: Policy, renderer: Renderer, rows: list[dict[str, str]], column: str) -> float:
     documents = [renderer.answer([{"role": "user", "content": row["prompt"]}], row[column]) for row in rows]
     with torch.no_grad():
-        parts = [answer_logprobs(policy, part, 0, True, torch.device("cpu")) for part in cut(documents, 16)]
+        parts = [answer_logprobs(policy, part, 0, True, torch.device("cpu")) for part in Passes(16).split(documents, len)]
     return float(torch.cat(parts).mean())
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
-from rlhf_core.objectives.actor_loss import Counted, Objective, PerToken, actor_loss
+from rlhf_core.objectives.actor_loss import Counted, PerToken, actor_loss
 from rlhf_core.objectives.losses import value_loss
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
@@ -112,10 +112,9 @@ def layout(rows: list[list[float]]) -> torch.Tensor:
 DOCUMENTS = torch.tensor([[0, 0, 0, 0], [1, 1, 1, -1]])
 MASK = torch.tensor([[False, True, True, True], [False, True, True, False]])
 RATIOS = [[1.0, 1.5, 1.0, 0.5], [1.0, 0.9, 1.25]]
-OBJECTIVE = Objective(0.2, 0.2, None, "token", "token", 10, None, 0.0)
 
 
-def loss_of(objective: Objective = OBJECTIVE, kl_coef: float = 0.0, entropy: float = 0.0) -> tuple[float, dict[str, float]]:
+def loss_of(kl_coef: float = 0.0, entropy: float = 0.0, **changes: object) -> tuple[float, dict[str, float]]:
     """The actor's loss when the policy has moved by RATIOS since the rollout."""
     found = credited()
     old = layout(OLD)
@@ -129,7 +128,7 @@ def loss_of(objective: Objective = OBJECTIVE, kl_coef: float = 0.0, entropy: flo
         mask=MASK,
         documents=DOCUMENTS,
     )
-    loss, metrics = actor_loss(x, 2, Counted(5, 2), objective, kl_coef)
+    loss, metrics = actor_loss(x, 2, Counted(5, 2), ppo(generate_max_len=10, **changes), kl_coef)
     return float(loss), {name: float(value) for name, value in metrics.items()}
 
 
@@ -143,23 +142,23 @@ def test_policy_loss_of_the_recorded_rollout() -> None:
 
 def test_policy_loss_by_aggregation() -> None:
     a, b = 0.828 + 1.28 + 0.22, -0.4995 - 0.825
-    loss, metrics = loss_of(OBJECTIVE._replace(aggregation="sequence"))
+    loss, metrics = loss_of(loss_aggregation="sequence")
     assert loss == close(-(a / 3 + b / 2) / STD / 2)  # GRPO: the mean of each answer, then of the answers
     assert metrics["policy/ratio"] == close((3 / 3 + 2.15 / 2) / 2)
-    loss, metrics = loss_of(OBJECTIVE._replace(aggregation="constant"))
+    loss, metrics = loss_of(loss_aggregation="constant")
     assert loss == close(-(a + b) / STD / (2 * 10))  # Dr. GRPO: two answers of a constant length of 10
     assert metrics["policy/ratio"] == close(5.15 / 5), "a ratio stays one of tokens"
 
 
 def test_clip_higher_and_dual_clip_reach_the_loss() -> None:
     # clip_high 0.5: the first token keeps its 1.5: 1.5 * 0.69 = 1.035
-    assert loss_of(OBJECTIVE._replace(clip_high=0.5))[0] == close(-(1.0035 - 0.828 + 1.035) / STD / 5)
+    assert loss_of(eps_clip_high=0.5)[0] == close(-(1.0035 - 0.828 + 1.035) / STD / 5)
     # dual clip 1.1: the last is at least 1.1 * -0.66 = -0.726
-    assert loss_of(OBJECTIVE._replace(dual_clip=1.1))[0] == close(-(1.0035 + 0.825 - 0.726) / STD / 5)
+    assert loss_of(dual_clip=1.1)[0] == close(-(1.0035 + 0.825 - 0.726) / STD / 5)
 
 
 def test_the_sequence_ratio_is_the_geometric_mean() -> None:
-    loss, metrics = loss_of(OBJECTIVE._replace(ratio="sequence", aggregation="sequence"))
+    loss, metrics = loss_of(ratio="sequence")
     a, b = 0.75 ** (1 / 3), 1.125**0.5  # of 1.5, 1, 0.5 and of 0.9, 1.25; neither is clipped
     assert metrics["policy/ratio"] == close((a + b) / 2)
     assert loss == close(-(a * (0.69 + 2 * 0.64 + 0.44) / 3 + b * (0.5 * -1.11 - 0.66) / 2) / STD / 2)
@@ -168,11 +167,11 @@ def test_the_sequence_ratio_is_the_geometric_mean() -> None:
 def test_kl_in_the_loss() -> None:
     gaps = [math.log(1.5) + 0.5, 0.0, math.log(0.5) - 1.0, math.log(0.9) - 0.5, math.log(1.25)]  # new - reference
     kl = sum(gap**2 / 2 for gap in gaps) / 5
-    loss, metrics = loss_of(OBJECTIVE._replace(kl_loss="k2"), kl_coef=0.3)
+    loss, metrics = loss_of(kl_in="loss", kl_estimator="k2", kl_coef=0.3)
     assert metrics["policy/kl_loss"] == close(kl)
     assert loss == close(-1.0035 / STD / 5 + 0.3 * kl)
     kl = sum(math.exp(-gap) - 1 + gap for gap in gaps) / 5
-    assert loss_of(OBJECTIVE._replace(kl_loss="k3"), kl_coef=0.3)[0] == close(-1.0035 / STD / 5 + 0.3 * kl)
+    assert loss_of(kl_in="loss", kl_estimator="k3", kl_coef=0.3)[0] == close(-1.0035 / STD / 5 + 0.3 * kl)
     # and the rewards are then free of it: A earns 2, B -1, so the last returns are those
     found = credited(ppo(kl_in="loss", kl_estimator="k2", whiten_advantages=False))
     assert [e.returns[-1].item() for e in found.experience] == close([2.0, -1.0])
@@ -180,7 +179,7 @@ def test_kl_in_the_loss() -> None:
 
 
 def test_entropy_bonus() -> None:
-    loss, metrics = loss_of(OBJECTIVE._replace(entropy_coef=0.1), entropy=1.3)
+    loss, metrics = loss_of(entropy_coef=0.1, entropy=1.3)
     assert metrics["policy/entropy"] == close(1.3)
     assert loss == close(-1.0035 / STD / 5 - 0.1 * 1.3)
 

@@ -21,7 +21,7 @@ from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Update
-from rlhf_core.stages.ppo.sampling import Filtering, PromptOrder, Sampled, sample, with_signal
+from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled, Setup, sample, with_signal
 from rlhf_core.stages.ppo.train import loop_state, optimisation, restore, setup_of
 
 N = 2
@@ -80,6 +80,12 @@ class Fleet:
         return 0.0
 
 
+def setup(order: PromptOrder, rounds: int = 0, allowed: int = 0) -> Setup:
+    """With dynamic filtering of at most `rounds`; 0: without."""
+    filtering: dict[str, Any] = {"dynamic_filtering": True, "max_filter_rounds": rounds} if rounds else {}
+    return Setup(config(**filtering), order, HOW, TERMS, [], allowed)
+
+
 def prompts_of(sampled: Sampled) -> list[int]:
     return [rollout.prompt.tokens[0] for rollout in sampled.rollouts[::N]]
 
@@ -114,7 +120,7 @@ def test_a_group_has_a_signal_when_its_rewards_differ() -> None:
 
 def test_without_filtering_a_batch_is_sampled_once_and_scored_with_the_others() -> None:
     fleet = Fleet(lambda prompt, j: 0.0)
-    sampled = sample(fleet, PromptOrder(PROMPTS, 4, 0), 4, HOW, None, 0)  # type: ignore[arg-type]
+    sampled = sample(fleet, setup(PromptOrder(PROMPTS, 4, 0)), 4)  # type: ignore[arg-type]
     assert sampled.rewards is None and sampled.position == 8 and len(sampled.rollouts) == 8
     assert fleet.requested == [[prompt.tokens[0] for prompt, _ in PromptOrder(PROMPTS, 4, 0).take(4, 4)]]
 
@@ -122,7 +128,7 @@ def test_without_filtering_a_batch_is_sampled_once_and_scored_with_the_others() 
 def test_groups_without_signal_are_replaced_until_the_batch_is_full() -> None:
     fleet = Fleet(lambda prompt, j: float(j) if prompt % 2 else 1.0)  # only odd prompts have a signal
     order = PromptOrder(PROMPTS, batch=4, seed=0)
-    sampled = sample(fleet, order, 0, HOW, Filtering(10, 1e-6, TERMS), 0)  # type: ignore[arg-type]
+    sampled = sample(fleet, setup(order, 10), 0)  # type: ignore[arg-type]
     assert len(prompts_of(sampled)) == 4 and all(prompt % 2 for prompt in prompts_of(sampled))
     assert sampled.rewards is not None and sampled.rewards.by_source["reward_model"].tolist() == [0, 1] * 4
     in_line = [prompt.tokens[0] for prompt, _ in order.take(0, sampled.position)]
@@ -139,7 +145,7 @@ def test_accepted_groups_survive_the_end_of_the_data() -> None:
     """The order has 8 prompts an episode, two of the ten have a signal: a batch of four needs several episodes and loses nothing."""
     fleet = Fleet(lambda prompt, j: float(j) if prompt in (3, 7) else 1.0)
     order = PromptOrder(PROMPTS, batch=4, seed=0)
-    sampled = sample(fleet, order, 0, HOW, Filtering(100, 1e-6, TERMS), 0)  # type: ignore[arg-type]
+    sampled = sample(fleet, setup(order, 100), 0)  # type: ignore[arg-type]
     assert sampled.position > 16
     accepted = [prompt for requested in fleet.requested for prompt in requested if prompt in (3, 7)]
     assert prompts_of(sampled) == accepted and len(accepted) == 4
@@ -148,10 +154,10 @@ def test_accepted_groups_survive_the_end_of_the_data() -> None:
 
 def test_after_the_last_round_what_is_there_is_trained_on() -> None:
     fleet = Fleet(lambda prompt, j: float(j) if prompt == 3 else 1.0)
-    sampled = sample(fleet, PromptOrder(PROMPTS, 4, 0), 0, HOW, Filtering(3, 1e-6, TERMS), 0)  # type: ignore[arg-type]
+    sampled = sample(fleet, setup(PromptOrder(PROMPTS, 4, 0), 3), 0)  # type: ignore[arg-type]
     assert len(fleet.requested) == 3 and set(prompts_of(sampled)) == {3}
     with pytest.raises(ValueError, match=r"dynamic_filtering: none of the 12 groups of 3 rounds"):
-        sample(Fleet(lambda prompt, j: 1.0), PromptOrder(PROMPTS, 4, 0), 0, HOW, Filtering(3, 1e-6, TERMS), 0)  # type: ignore[arg-type]
+        sample(Fleet(lambda prompt, j: 1.0), setup(PromptOrder(PROMPTS, 4, 0), 3), 0)  # type: ignore[arg-type]
 
 
 def test_failures_of_all_rounds_count_against_the_limit() -> None:
@@ -159,7 +165,7 @@ def test_failures_of_all_rounds_count_against_the_limit() -> None:
         return float("nan") if j else 1.0
 
     with pytest.raises(RewardsFailed, match=r"reward_model left 8 of 16 answers without a reward, more than the 7 .*the last error"):
-        sample(Fleet(score), PromptOrder(PROMPTS, 4, 0), 0, HOW, Filtering(9, 1e-6, TERMS), 7)  # type: ignore[arg-type]
+        sample(Fleet(score), setup(PromptOrder(PROMPTS, 4, 0), 9, 7), 0)  # type: ignore[arg-type]
 
 
 # An iteration.

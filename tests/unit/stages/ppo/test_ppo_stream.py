@@ -16,7 +16,7 @@ from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Rollout, Scores
-from rlhf_core.stages.ppo.sampling import PromptOrder, sample
+from rlhf_core.stages.ppo.sampling import PromptOrder, Setup, sample
 from rlhf_core.stages.ppo.train import optimisation, setup_of
 
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(7)]
@@ -65,7 +65,8 @@ class Fleet:
 
 
 def streamed(fleet: Any, part: int, allowed: int = 0) -> tuple[list[Rollout], Scores]:
-    sampled = sample(fleet, ORDER, 0, HOW, None, allowed, part)
+    setup = Setup(config(stream_batch_size=part), ORDER, HOW, [], [], allowed)
+    sampled = sample(fleet, setup, 0)
     assert sampled.scores is not None and sampled.position == 7 and sampled.rewards is None
     return sampled.rollouts, sampled.scores()
 

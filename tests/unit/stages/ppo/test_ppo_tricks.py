@@ -24,8 +24,7 @@ from rlhf_core.stages.ppo import roles
 from rlhf_core.stages.ppo.credit import Credited, credit
 from rlhf_core.stages.ppo.iteration import Optimisation, minibatches
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
-from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward, Training, Update
-from rlhf_core.stages.ppo.start import objective_of
+from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward, Update
 from rlhf_core.stages.ppo.train import model_paths, optimisation, setup_of
 from rlhf_core.training.engine import AdamW, TorchEngine
 
@@ -92,13 +91,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "_engine", lambda module, model, training, offload: TorchEngine(module, training.adamw))
+    plain = lambda module, config, **_: TorchEngine(module, AdamW(config.betas, config.weight_decay, config.max_norm))  # noqa: E731
+    monkeypatch.setattr(roles, "make_engine", plain)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-
-
-def training(micro: int = 8, max_norm: float = 1.0) -> Training:
-    return Training(AdamW((0.9, 0.95), 0.0, max_norm), 0, micro, False)
 
 
 def model(folder: Path) -> ModelSpec:
@@ -106,11 +102,12 @@ def model(folder: Path) -> ModelSpec:
 
 
 def actor(models: Path, micro: int = 8, max_norm: float = 1.0, **changes: object) -> Actor:
-    return Actor(model(models / "sft"), training(micro, max_norm), objective_of(ppo(**changes)), 1.0)
+    config = ppo(**changes).model_copy(update={"micro_train_batch_size": micro, "max_norm": max_norm})
+    return Actor(model(models / "sft"), config, 0)
 
 
 def critic(models: Path) -> Critic:
-    return Critic(model(models / "rm"), training(), 0.2)
+    return Critic(model(models / "rm"), ppo(), 0)
 
 
 def experience(models: Path, scale: float = 1.0) -> list[Experience]:
@@ -312,13 +309,13 @@ def test_without_a_critic_there_is_no_process_and_no_rate_for_one(estimator: str
     ],
 )
 def test_each_estimator_averages_its_loss_as_its_paper_does(estimator: str, ratio: str, expected: str) -> None:
-    assert objective_of(ppo(advantage_estimator=estimator, ratio=ratio)).aggregation == expected
-    assert objective_of(ppo(advantage_estimator=estimator, ratio=ratio, loss_aggregation="token")).aggregation == "token"
+    assert ppo(advantage_estimator=estimator, ratio=ratio).aggregation == expected
+    assert ppo(advantage_estimator=estimator, ratio=ratio, loss_aggregation="token").aggregation == "token"
 
 
 def test_the_clip_is_symmetric_by_default() -> None:
-    assert objective_of(ppo(eps_clip=0.3))[:2] == (0.3, 0.3)
-    assert objective_of(ppo(eps_clip_high=0.28))[:2] == (0.2, 0.28)
+    assert ppo(eps_clip=0.3).clips == (0.3, 0.3)
+    assert ppo(eps_clip_high=0.28).clips == (0.2, 0.28)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers.masking_utils import find_packed_sequence_indices
 
-from rlhf_core.data.collate import collate, rounded
 from rlhf_core.data.documents import Document
+from rlhf_core.objectives.collate import collate, rounded
 
 PAD = 99
 A = Document([1, 2, 3], [False, True, True])
