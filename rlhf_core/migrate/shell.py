@@ -123,11 +123,11 @@ class _Reader:
         if not words:
             return
         if words[0] == "for" and len(words) > 3 and words[2] == "in":
-            self.variables.values.setdefault(words[1], words[3])
+            self.variables.setdefault(words[1], [words[3]])
             if len(words) > 4:
-                self.remark(f"the loop over {words[1]} is read once, with {words[1]}={self.variables.text(words[1])}")
+                self.remark(f"the loop over {words[1]} is read once, with {words[1]}={self.variables.expand(words[1])}")
         elif words[0] == "read" and stdin:
-            self.assign(words[-1], "", stdin.strip(), guarded)
+            self.assign(words[-1], "", [stdin.strip()], guarded)
         elif words[0] in ("source", "."):
             self.remark(f"{' '.join(words)} is not read: what it sets is unknown here")
         else:
@@ -135,20 +135,19 @@ class _Reader:
             found = [match for word in rest if (match := ASSIGNMENT.match(word))]
             if len(found) == len(rest) or words[0] in DECLARING:
                 for match in found:
-                    self.assign(match[1], match[2], match.string[match.end() :], guarded)
+                    self.assign(match[1], match[2], [match.string[match.end() :]], guarded, text=True)
         self.script.commands.append(Command(tuple(words), self.line(self.start)))
 
-    def assign(self, name: str, plus: str, value: str | list[str], guarded: bool) -> None:
-        values = self.variables.values
-        if guarded and name in values:
-            if values[name] != value:
+    def assign(self, name: str, plus: str, words: list[str], guarded: bool, text: bool = False) -> None:
+        """Sets a variable. `text`: words are one text, which `+=` appends to the one that is there, not an array's."""
+        known = self.variables.get(name, [])
+        if guarded and name in self.variables:
+            if known != words:
                 self.remark(f"{name} is set again in a condition or a loop; its first value is used")
-        elif plus and isinstance(value, list):
-            values[name] = [*(self.variables.words(name) or []), *value]
-        elif plus and isinstance(value, str):
-            values[name] = (self.variables.text(name) or "") + value
+        elif plus and text:
+            self.variables[name] = ["".join(known[:1]) + words[0]]
         else:
-            values[name] = value
+            self.variables[name] = [*known, *words] if plus else words
 
     def remark(self, text: str) -> None:
         self.script.remarks.append(Remark(self.line(self.start), text))
@@ -173,7 +172,7 @@ class _Reader:
         while piece := self.take(PIECE):
             quoted = quoted or piece["single"] is not None or piece["double"] is not None or piece["ansi"] is not None
             if piece["array"]:
-                words = self.variables.words(piece["array"])
+                words = self.variables.get(piece["array"])
                 text += piece[0].strip('"') if words is None else BORDER.join(words)
             elif piece["double"] is not None:
                 text += self.in_quotes(piece["double"])
