@@ -14,7 +14,7 @@ import numpy as np
 from scipy.special import expit
 
 from evaluation.scores.bradley_terry import RIDGE, STYLE_RIDGE, fit, one_hot
-from evaluation.scores.scoring import Floats, arena_clusters
+from evaluation.scores.scoring import Floats, arena_clusters, plain_clusters
 from evaluation.scores.style import FEATURES, Control, Style, columns, features, scaled
 from rlhf_core.records import Judgment
 
@@ -52,10 +52,14 @@ def question_rows(judgments: Sequence[Judgment], styles: Styles | None, arena: b
     and its outcome is the mean of its games, as in `scoring.plain_clusters`. Raises ValueError when no game has a verdict or an answer's
     style is missing."""
     found = [judgment for judgment in judgments if judgment.score is not None]
-    if not arena:
-        return _rows(found, [judgment.score for judgment in found if judgment.score is not None], [1.0] * len(found), styles)
-    clusters = [arena_clusters([judgment]) for judgment in found]
-    return _rows(found, [cluster.score for cluster in clusters], [float(cluster.weight[0]) for cluster in clusters], styles)
+    if not found:
+        raise ValueError("no game has a verdict, so there is no score: look at the judgments for the reason")
+    clusters = [(arena_clusters if arena else plain_clusters)([judgment]) for judgment in found]
+    values = None
+    if styles is not None:
+        values = features([_style(styles, j.model, j.uid) for j in found], [_style(styles, j.baseline, j.uid) for j in found])
+    outcomes, weights = np.array([cluster.score for cluster in clusters]), np.array([cluster.weight[0] for cluster in clusters])
+    return Rows([j.uid for j in found], [j.model for j in found], outcomes, weights, values)
 
 
 def controlled(rows: Rows, controls: Sequence[Control], rounds: int, seed: int) -> Controlled:
@@ -86,15 +90,6 @@ def _estimate(values: Floats) -> Estimate:
     """Returns the first value with the 2.5 % and 97.5 % quantiles of the others, which are its bootstraps."""
     low, high = np.quantile(values[1:], [0.025, 0.975])
     return Estimate(float(values[0]), float(low), float(high))
-
-
-def _rows(judgments: Sequence[Judgment], outcomes: Sequence[float], weights: Sequence[float], styles: Styles | None) -> Rows:
-    if not judgments:
-        raise ValueError("no game has a verdict, so there is no score: look at the judgments for the reason")
-    values = None
-    if styles is not None:
-        values = features([_style(styles, j.model, j.uid) for j in judgments], [_style(styles, j.baseline, j.uid) for j in judgments])
-    return Rows([j.uid for j in judgments], [j.model for j in judgments], np.array(outcomes, np.float64), np.array(weights), values)
 
 
 def _style(styles: Styles, model: str, uid: str) -> Style:
