@@ -1,7 +1,7 @@
-"""Prefect's temporary server, beside a flow that was given no other: out of reach of Ctrl-C, started again when it ends before the flow.
+"""Prefect's temporary server, beside a command that was given no other: started again when it ends before the flow.
 
-It only notes what happens, but a run without it tries for minutes to note its end, and then fails. The commands start one of their own
-(`server_process.py`), which is there sooner than Prefect's. A flow that is called from Python has the one that Prefect starts.
+It only notes what happens, but a run without it tries for minutes to note its end, and then fails. It is there sooner than Prefect's own
+(`server_process.py`). A flow that is called from Python has the one that Prefect starts, which nobody starts again.
 """
 
 from __future__ import annotations
@@ -9,18 +9,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
-import sys
 import threading
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
 
 from prefect.client.base import ServerType, determine_server_type
 from prefect.context import refresh_global_settings_context
 from prefect.logging import get_logger
 from prefect.settings import (
-    PREFECT_API_URL,
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
     PREFECT_HOME,
     PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
@@ -29,7 +25,7 @@ from prefect.settings import (
 
 from rlhf_core.preflight.inputs import MachineLacks
 from tasks.fresh_database import lay_database
-from tasks.server_process import AUTH, ServerProcess, ours
+from tasks.server_process import AUTH, ours
 
 POLL_SECONDS, RESTARTS = 0.5, 3
 _turn, _over = threading.Lock(), threading.Event()
@@ -52,13 +48,14 @@ def start_server() -> None:
         ours.begin()
     from evaluation.report import page  # noqa: F401  (two seconds to import, at the end of every run: here the server needs that time)
 
-    _start(ours)
-    if not ours.running:
+    try:
+        ours.start(_start_seconds())
+    except (OSError, RuntimeError):
         raise MachineLacks(
             f"Prefect's temporary server ended, or did not answer within {_start_seconds()} s (what it said stands above): look at its "
             f"database in {PREFECT_HOME.value()}; on a slow machine raise PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS; or start a "
             "server and set PREFECT_API_URL"
-        )
+        ) from None
     os.environ.update({"PREFECT_API_URL": ours.api_url, AUTH: ours.auth})
     os.environ.setdefault("PREFECT_UI_URL", "")  # it has no pages to link to
     refresh_global_settings_context()  # for all threads
@@ -71,36 +68,10 @@ def without_heartbeats() -> AbstractContextManager[object]:
 
 @cache
 def watch_server() -> None:
-    """Looks after this process's temporary server, if it has one, from now to the process's end."""
-    if ours.begun or not PREFECT_API_URL.value():
+    """Looks after this process's own server, if it has one, from now to the process's end."""
+    if ours.begun:
         atexit.register(_over.set)  # called before what ends the server
         threading.Thread(target=_watch, name="temporary-server", daemon=True).start()
-
-
-def keep_server() -> None:
-    """Starts the temporary server again, at its address and with its database, when it has ended; three times at most. Returns when it
-    answers: a client that is made while there is none would fail at once."""
-    server = _server()
-    if server is None:
-        return
-    with _turn:
-        process = server.server_process
-        if process is None or process.poll() is None or len(_ended) == RESTARTS or _over.is_set():
-            return
-        _ended.append(process.returncode)
-        get_logger("alignflow").warning("Prefect's temporary server ended with code %d: it is started again", process.returncode)
-        server.running = False
-        _start(server)
-        atexit.register(_over.set)  # before what `start` has registered
-
-
-def _server() -> ServerProcess | None:
-    """The one that this process has: its own, or Prefect's, which has the same attributes."""
-    if ours.begun:
-        return ours
-    module: Any = sys.modules.get("prefect.server.api.server")  # seconds to import: it is there once Prefect has started such a server
-    server: ServerProcess | None = None if PREFECT_API_URL.value() or module is None else module.SubprocessASGIServer()
-    return server
 
 
 def _watch() -> None:
@@ -108,17 +79,18 @@ def _watch() -> None:
         keep_server()
 
 
-def _start(server: ServerProcess) -> None:
-    """In a thread: a thread has its own blocked signals, and the main one can still be interrupted while it waits."""
-    starter = threading.Thread(target=_start_deaf, args=[server], daemon=True)
-    starter.start()
-    starter.join()
-
-
-def _start_deaf(server: ServerProcess) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    with contextlib.suppress(Exception):
-        server.start(_start_seconds())
+def keep_server() -> None:
+    """Starts this process's own server again, at its address and with its database, when it has ended; three times at most. Returns when
+    it answers: a client that is made while there is none would fail at once."""
+    with _turn:
+        process = ours.server_process
+        if not ours.begun or process is None or process.poll() is None or len(_ended) == RESTARTS or _over.is_set():
+            return
+        _ended.append(process.returncode)
+        get_logger("alignflow").warning("Prefect's temporary server ended with code %d: it is started again", process.returncode)
+        ours.running = False
+        with contextlib.suppress(OSError, RuntimeError):
+            ours.start(_start_seconds())
 
 
 def _start_seconds() -> int:
