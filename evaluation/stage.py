@@ -130,14 +130,7 @@ def answer_all(
         from rlhf_core.rollout.engine import Sampler  # imports vLLM, which takes seconds, so only when there is something to generate
 
         dtype = stored_dtype(model_config(path, max_len, trust)) if config.dtype == "auto" else config.dtype
-        return Sampler(
-            path,
-            seed=request.seed,
-            max_model_len=max_len,
-            dtype=dtype,
-            vllm=config.vllm,
-            trust_remote_code=trust,
-        )
+        return Sampler(path, seed=request.seed, max_model_len=max_len, dtype=dtype, vllm=config.vllm, trust_remote_code=trust)
 
     count = token_counter(config.style_tokenizer) if config.style_tokenizer else None
     engine = Engine(open_sampler)

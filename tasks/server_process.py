@@ -2,7 +2,7 @@
 
 Prefect's own class for such a server takes two seconds to import, since it imports the whole server; importing this file takes nothing of
 Prefect. Until the process is told to begin it has touched nothing, so it can be killed without harm, and it ends when the command does.
-Ctrl-C, which a terminal sends to all processes of a command, is blocked in it: the command ends it, after its own last words.
+It has a process group of its own, so Ctrl-C in a terminal does not reach it: the command ends it, after its own last words.
 The API asks for an auth string. A request for another host (DNS rebinding) or from another server's page is refused before Prefect has it.
 `alignflow serve` runs its server by this file too.
 """
@@ -14,7 +14,6 @@ import contextlib
 import gc
 import os
 import secrets
-import signal
 import socket
 import ssl
 import subprocess
@@ -63,7 +62,7 @@ def answers(process: subprocess.Popen[bytes], api: str, seconds: float) -> bool:
 
 
 class ServerProcess:
-    """`server_process`, `running`, `api_url` and `start` mean what they mean in Prefect's own class. `begun`: it was told so once."""
+    """The process and its address. `running`: it was told to begin and has not been stopped; `begun`: it was told so once."""
 
     def __init__(self) -> None:
         self.server_process: subprocess.Popen[bytes] | None = None
@@ -85,7 +84,7 @@ class ServerProcess:
             self._port = listener.getsockname()[1]
             environment = kept | MODE | protected(self.auth, f"http://{LOOPBACK}:{self._port}")
             self.server_process = subprocess.Popen(
-                command(listener.fileno()), stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()]
+                command(listener.fileno()), stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()], process_group=0
             )
 
     def begin(self) -> None:
@@ -168,7 +167,6 @@ def refusal(headers: Sequence[tuple[bytes, bytes]], hosts: Sequence[str]) -> tup
 
 def main(descriptor: int, hosts: Sequence[str]) -> None:
     """The process itself: loads, waits for a byte on its standard input, and serves on the socket it was given. Without one it ends."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     gc.disable()  # while loading, which makes nothing but what stays: a fifth of its time
     import uvicorn
     from prefect.server.api.server import create_app

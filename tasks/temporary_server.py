@@ -1,4 +1,4 @@
-"""Prefect's temporary server, beside a flow that was given no other: out of reach of Ctrl-C, started again when it ends before the flow.
+"""Prefect's temporary server, beside a flow that was given no other: started again when it ends before the flow.
 
 It only notes what happens, but a run without it tries for minutes to note its end, and then fails. It is one of our own
 (`server_process.py`), which asks for an auth string and is there sooner than Prefect's.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
 import threading
 from contextlib import AbstractContextManager
 from typing import Any
@@ -50,13 +49,14 @@ def start_server() -> None:
         ours.begin()
     from evaluation.report import page  # noqa: F401  (two seconds to import, at the end of every run: here the server needs that time)
 
-    _start()
-    if not ours.running:
+    try:
+        ours.start(_start_seconds())
+    except (OSError, RuntimeError):
         raise MachineLacks(
             f"Prefect's temporary server ended, or did not answer within {_start_seconds()} s (what it said stands above): look at its "
             f"database in {PREFECT_HOME.value()}; on a slow machine raise PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS; or start a "
             "server and set PREFECT_API_URL"
-        )
+        ) from None
     os.environ.update({"PREFECT_API_URL": ours.api_url, AUTH: ours.auth})
     os.environ.setdefault("PREFECT_UI_URL", "")  # it has no pages to link to
     refresh_global_settings_context()  # for all threads
@@ -77,9 +77,14 @@ def without_heartbeats() -> AbstractContextManager[object]:
     return temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}) if ours.running else contextlib.nullcontext()
 
 
+def _watch() -> None:
+    while not _over.wait(POLL_SECONDS):
+        keep_server()
+
+
 def keep_server() -> None:
-    """Starts the temporary server again, at its address and with its database, when it has ended; three times at most. Returns when it
-    answers: a client that is made while there is none would fail at once."""
+    """Starts this process's own server again, at its address and with its database, when it has ended; three times at most. Returns when
+    it answers: a client that is made while there is none would fail at once."""
     with _turn:
         process = ours.server_process
         if not ours.begun or process is None or process.poll() is None or len(_ended) == RESTARTS or _over.is_set():
@@ -87,25 +92,8 @@ def keep_server() -> None:
         _ended.append(process.returncode)
         get_logger("alignflow").warning("Prefect's temporary server ended with code %d: it is started again", process.returncode)
         ours.running = False
-        _start()
-
-
-def _watch() -> None:
-    while not _over.wait(POLL_SECONDS):
-        keep_server()
-
-
-def _start() -> None:
-    """In a thread: a thread has its own blocked signals, and the main one can still be interrupted while it waits."""
-    starter = threading.Thread(target=_start_deaf, daemon=True)
-    starter.start()
-    starter.join()
-
-
-def _start_deaf() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    with contextlib.suppress(Exception):
-        ours.start(_start_seconds())
+        with contextlib.suppress(OSError, RuntimeError):
+            ours.start(_start_seconds())
 
 
 def _start_seconds() -> int:

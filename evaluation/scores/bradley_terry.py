@@ -16,7 +16,6 @@ Floats = NDArray[np.float64]
 
 RIDGE = 1e-5  # limits a model that always wins to about 99.99 %
 STYLE_RIDGE = 1e-3  # on features of size one; wins of a model that always has the same style count for its strength
-NO_RIDGE = 1e-9  # makes the matrix invertible
 STEPS, HALVINGS, GRADIENT = 100, 30, 1e-10
 CELLS = 1 << 22  # most weights in memory at once: 32 MB
 

@@ -1,32 +1,19 @@
 """Computes the leaderboard of a folder of judgments, without any model, for `alignflow leaderboard FOLDER`.
 
 One board for each judge, category and baseline: arena score with our interval (resampled by question), the style-controlled score if the
-answers are known, and optionally the reference's numbers (`scores/arena_hard.py`). Torch-free.
+answers are known. Torch-free.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from evaluation.scores.arena_files import V01
-from evaluation.scores.arena_hard import (
-    REFERENCE_ROUNDS,
-    Estimate,
-    Styles,
-    controlled,
-    question_rows,
-    reference_controlled,
-    reference_raw,
-    reference_rows,
-    seeded_indices,
-)
+from evaluation.scores.arena_hard import Estimate, Styles, controlled, question_rows
 from evaluation.scores.scoring import arena_clusters, share_interval, swap_consistency
 from evaluation.scores.style import Control
 from rlhf_core.records import Judgment
-
-Method = Literal["ours", "reference"]
 
 
 class Standing(NamedTuple):
@@ -47,17 +34,15 @@ class Board(NamedTuple):
     judge: str
     category: str
     baseline: str
-    method: Method
     standings: list[Standing]
     effects: dict[str, Estimate]
 
 
 class How(NamedTuple):
-    """How boards are computed. "ours": 95 % intervals over `rounds` question bootstraps; "reference": arena-hard-auto's statistics, its
-    bootstraps seeded. `controls`: styles to control for. `max_failed`: share of a board's games without a verdict."""
+    """How boards are computed. `controls`: styles to control for; `rounds`: question bootstraps of the 95 % intervals; `max_failed`: share
+    of a board's games without a verdict."""
 
     controls: Sequence[Control] = ()
-    method: Method = "ours"
     rounds: int = 1000
     seed: int = 0
     max_failed: float = 0.02
@@ -95,10 +80,15 @@ def _board(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> Bo
     by_model: dict[str, list[Judgment]] = {}
     for judgment in judgments:
         by_model.setdefault(judgment.model, []).append(judgment)
-    if how.method == "reference":
-        scores, held, effects = _reference(judgments, styles, how)
-    else:
-        scores, held, effects = _ours(by_model, styles, how)
+    scores = {}
+    for model, ours in by_model.items():
+        clusters = arena_clusters(ours)
+        scores[model] = Estimate(clusters.score, *share_interval(clusters, how.rounds, how.seed))
+    held: dict[str, Estimate] = {}
+    effects: dict[str, Estimate] = {}
+    if styles is not None and how.controls:
+        every = [judgment for ours in by_model.values() for judgment in ours]
+        held, effects = controlled(question_rows(every, styles, arena=True), how.controls, how.rounds, how.seed)
     standings = [
         Standing(
             model,
@@ -112,30 +102,4 @@ def _board(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> Bo
         for model, ours in by_model.items()
     ]
     standings.sort(key=lambda row: (-row.score.value, row.model))
-    return Board(judge, category, baseline, how.method, standings, effects)
-
-
-Scores = tuple[dict[str, Estimate], dict[str, Estimate], dict[str, Estimate]]  # raw, style-controlled, effects
-
-
-def _ours(by_model: dict[str, list[Judgment]], styles: Styles | None, how: How) -> Scores:
-    raw = {}
-    for model, judgments in by_model.items():
-        clusters = arena_clusters(judgments)
-        raw[model] = Estimate(clusters.score, *share_interval(clusters, how.rounds, how.seed))
-    if styles is None or not how.controls:
-        return raw, {}, {}
-    every = [judgment for judgments in by_model.values() for judgment in judgments]
-    return raw, *controlled(question_rows(every, styles, arena=True), how.controls, how.rounds, how.seed)
-
-
-def _reference(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> Scores:
-    if judgments[0].category == V01:
-        raise ValueError(f"the reference's statistics are those of v2.0, and these judgments are of {V01}: leave --reference out")
-    rows, raw = reference_rows(judgments, styles), {}
-    for model in sorted(set(rows.models)):
-        outcomes = rows.outcomes[[name == model for name in rows.models]]
-        raw[model] = reference_raw(outcomes, seeded_indices(len(outcomes), REFERENCE_ROUNDS, how.seed))
-    if styles is None or not how.controls:
-        return raw, {}, {}
-    return raw, *reference_controlled(rows, how.controls, seeded_indices(len(rows.outcomes), REFERENCE_ROUNDS, how.seed))
+    return Board(judge, category, baseline, standings, effects)

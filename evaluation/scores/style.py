@@ -60,12 +60,6 @@ def scaled(values: Floats) -> Floats:
     return values / np.where(size > 1e-12, size, 1)
 
 
-def standardised(values: Floats) -> Floats:
-    """Returns the original's z-scores over all rows, with the sample standard deviation. A constant column becomes zeros (there NaN)."""
-    spread = values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
-    return (values - values.mean(0)) / np.where(spread > 1e-12, spread, 1)
-
-
 def markdown(text: str) -> dict[str, dict[str, int]]:
     """Counts headers, list items and bold spans outside fenced code blocks, under arena-hard-auto's names."""
     text = CODE.sub("", text)

@@ -152,7 +152,6 @@ def leaderboard(
     answers: Path | None = None,
     control: tuple[Literal["length", "markdown"], ...] = ("length", "markdown"),
     category: tuple[str, ...] = (),
-    reference: bool = False,
     tokenizer: str | None = None,
     rounds: int = 1000,
     seed: int = 0,
@@ -166,7 +165,6 @@ def leaderboard(
         answers: folder of the answers, for style control; default: found from the folder of judgments.
         control: styles to control for.
         category: only these categories.
-        reference: also show arena-hard-auto's own statistics (its bootstraps, seeded).
         tokenizer: counts the tokens of answers whose file has no length: gpt-4o (tiktoken, a download) or a model's folder or Hub id.
         rounds: bootstrap resamples of the questions.
         seed: seed of the bootstraps.
@@ -188,10 +186,7 @@ def leaderboard(
         raise ValueError(f"{places.judgments}: there are no judgments of the categories {', '.join(category)}: correct --category")
     place = answers or places.answers
     styles = read_styles(place, token_counter(tokenizer) if tokenizer else None) if place and control else None
-    how = How(control, "ours", rounds, seed, max_failed)
-    found = boards(judgments, styles, how)
-    if reference:
-        found += boards(judgments, styles, how._replace(method="reference"))
+    found = boards(judgments, styles, How(control, rounds, seed, max_failed))
     for board in found:
         show_board(console, board)
     if styles is None and control:

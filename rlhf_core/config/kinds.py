@@ -29,6 +29,7 @@ class Kind(NamedTuple):
     makes: Literal["policy", "reward", "pairs", "report", "published", ""] = ""  # what other stages may use of it
     start: str = "model"  # the field that names the model it starts from; the stage has its tokenizer
     names: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # fields that name models or stages: allowed kinds, or what they make
+    scored: str = ""  # the field of the model that gets a head for one score where it has none
     given_tokens: tuple[str, ...] = ()  # fields of models that get the token ids of the start model
     takes: tuple[PostProcessor, ...] = ()  # of a preferences stage: what it must make of its answers for this stage to train on them
     main: tuple[str, ...] = ()  # main metrics for lists of runs: the first one that the result has
@@ -79,6 +80,7 @@ KINDS = {
         f"{STAGES}.reward_model",
         makes="reward",
         names={"model": ("policy",)},
+        scored="model",
         metrics=metrics.trained(*metrics.REWARD_LOSS, held_out=metrics.REWARD_HELD_OUT, after=("score/mean", "score/std")),
         means=metrics.REWARD_MODEL_MEANS,
         main=("eval/accuracy", "accuracy"),
@@ -130,6 +132,7 @@ KINDS = {
         makes="policy",
         start="actor",
         names={"actor": ("policy",), "critic": ("policy", "reward"), "reference": ("policy",), "reward": ("reward",)},
+        scored="critic",
         given_tokens=("critic", "reference", "reward"),
         metrics=metrics.reinforced,
         means=metrics.PPO_MEANS,

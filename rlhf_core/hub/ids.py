@@ -7,14 +7,8 @@ import re
 from pathlib import Path
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
 AT_REVISION = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)@([\w.-]+)")
-
-
 HUB_CACHE = re.compile(r"(models|datasets)--(.+?)--(.+)")
-
-
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
 
 

@@ -8,14 +8,8 @@ from typing import Any
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 HEADER_BYTES = 100_000_000  # the longest header that safetensors reads
-
-
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")  # any of them makes a tokenizer
-
-
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
-
-
 OTHERS = (
     "config.json",
     "generation_config.json",
@@ -26,11 +20,7 @@ OTHERS = (
     "LICENSE*",
     "NOTICE*",
 )
-
-
 ADAPTER_CONFIG = "adapter_config.json"
-
-
 MODEL_FILES = (*WEIGHTS, *TOKENIZER, *OTHERS, ADAPTER_CONFIG)
 
 

@@ -124,7 +124,7 @@ class Draft:
         self.left.clear()
 
 
-def draft_of(launch: Launch, name: str, kind: str = "") -> Draft:
+def draft_of(launch: Launch, name: str) -> Draft:
     """Returns a draft with all flags of a launch in `left`."""
     left: dict[str, Flag] = {}
     dialect: Dialect = "flat"
@@ -134,7 +134,7 @@ def draft_of(launch: Launch, name: str, kind: str = "") -> Draft:
         shown = "***" if SECRET.search(given) and words else " ".join(word.replace("\n", "\\n") for word in words)
         shown = IN_URL.sub("***@", shown)
         left[flag] = Flag(f"--{given} {shown if len(shown) <= 100 else shown[:97] + '...'}".rstrip(), words)
-    return Draft(name, kind or launch.kind, launch.line, dialect, left)
+    return Draft(name, launch.kind, launch.line, dialect, left)
 
 
 def find_field(model: type[BaseModel], name: str) -> Any:

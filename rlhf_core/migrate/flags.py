@@ -126,7 +126,7 @@ REASONS: dict[str, str] = {
         flash_attn attn_implementation ring_head_stride experts_implementation vllm_sync_backend vllm_sync_with_ray enforce_eager
         enable_prefix_caching overlap_comm grad_accum_dtype zpg actor_init_on_gpu gradient_checkpointing_use_reentrant rollout_tasks_per_gpu
         gradient_checkpointing_reentrant vllm_generate_batch_size value_head_prefix dataloader_num_workers disable_fast_tokenizer
-        disable_trace_cache local_rank deepcompile use_liger_kernel max_num_seqs tp_size output_path eval_task iter dist_backend dp_size""",
+        disable_trace_cache local_rank deepcompile use_liger_kernel max_num_seqs dist_backend""",
     "not needed: alignflow always does this": "load_checkpoint save_hf_ckpt perf multiturn unpaired_preference",
     "checkpoints are in the stage's run directory, artifacts/stages/<stage>-<digest>/": """
         ckpt_path disable_ds_ckpt use_ds_universal_ckpt max_ckpt_mem best_metric_key""",

@@ -11,16 +11,15 @@ from rlhf_core.migrate.values import Words, count, listed, number
 
 NO_LIMIT = 10**8  # in the dialects: all samples are used
 PLAIN = {"flat": "Human: {}\nAssistant: ", "dotted": "{}"}  # the template when a script gives none
-MODEL_FIELD = {"sft": "model", "reward_model": "model", "dpo": "policy", "kto": "policy", "ppo": "actor", "preferences": "policy"}
+MODEL_FIELD = {"sft": "model", "reward_model": "model", "dpo": "policy", "kto": "policy", "ppo": "actor"}
 
 
 @dataclass
 class Chain:
-    """The stages so far by their output paths: of models, and of data made of sampled answers. `base`: the recipe's base model."""
+    """The stages so far by the output paths of their models. `base`: the recipe's base model."""
 
     base: str | None = None
     models: dict[str, str] = field(default_factory=dict)
-    data: dict[str, str] = field(default_factory=dict)
 
     def model(self, path: str) -> str:
         """Returns the name of a model in the recipe: a stage, `base`, or the path itself. The first outside model becomes the base."""
@@ -143,18 +142,12 @@ def _read_critic(draft: Draft, chain: Chain, start: str) -> None:
         draft.note("approximated", "(no --critic_pretrain)", "critic: starts from the actor, as there is no reward model")
 
 
-def read_data(draft: Draft, chain: Chain) -> None:
+def read_data(draft: Draft) -> None:
     """Reads the training data and the held-out data of a stage. Raises ValueError when the command names no data."""
-    ppo = draft.kind in ("ppo", "preferences")
+    ppo = draft.kind == "ppo"
     flag = (draft.take("prompt_data") if ppo else None) or draft.take("dataset")
     flag = required(draft, flag, f"data (--{'prompt_data' if ppo else 'dataset'})")
     template = _template(draft)
-    if made := chain.data.get(plain(flag.first)):
-        draft.translate(flag, "pairs" if draft.kind == "dpo" else "answers", made)
-        draft.put("template", template)
-        for unused in ("dataset_probs", "train_split", "max_samples"):
-            draft.left.pop(unused, None)
-        return
     columns = _columns(draft, template)
     data: dict[str, Any] = {"sources": _sources(draft, flag, columns, "prompt" if ppo else "train")}
     if template != "chat":
@@ -216,7 +209,7 @@ def _columns(draft: Draft, template: str) -> dict[str, str]:
                 draft.note("approximated", draft.left["input_key"], text)
         case "kto":
             wanted = {"input_key": "prompt_key", "output_key": "response_key", "label_key": "label_key"}
-        case "ppo" | "preferences":
+        case "ppo":
             wanted = {"input_key": "prompt_key"}
         case _:
             wanted = {"prompt_key": "prompt_key", "chosen_key": "chosen_key", "rejected_key": "rejected_key"}

@@ -24,9 +24,9 @@ PROGRAMS = {
     "train_ppo": "ppo",
     "train_ppo_ray": "ppo",
     "train_ppo_ray_optim": "ppo",
-    "batch_inference": "batch_inference",
 }
 NOT_OURS = {"train_kd", "train_prm", "train_es_ray", "train_opd", "train_continue_pretrain", "train_grpo", "train_simpo", "train_orpo"}
+SAMPLING = "batch_inference"
 STARTERS = re.compile(r"(.*/)?(python[\d.]*|deepspeed|torchrun|accelerate|-m|--module)")
 SHELLS = {"bash", "sh", "zsh"}
 MAX_DEPTH = 4  # of scripts inside scripts
@@ -69,6 +69,9 @@ def launches_in(script: Script, variables: Variables, depth: int = 0) -> Found:
             found.remarks.extend(more.remarks)
         elif place is not None and name in PROGRAMS:
             found.launches.append(Launch(PROGRAMS[name], flags_of(words[place + 1 :]), line, _gpus(words[:place])))
+        elif name == SAMPLING:
+            text = f"{name} is left out: a stage `iterative_dpo` or `iterative` samples, scores and trains (docs/reference/algorithms.md)"
+            found.remarks.append(Remark(line, text))
         elif name:
             found.remarks.append(Remark(line, f"{name} has no counterpart here: the command is left out"))
     return found
@@ -113,7 +116,7 @@ def _program(words: tuple[str, ...]) -> int | None:
     """Returns the index of the program among the words of a training command; None for other commands."""
     started = False
     for at, word in enumerate(words):
-        if _name(word) in PROGRAMS.keys() | NOT_OURS and (at == 0 or started):
+        if _name(word) in PROGRAMS.keys() | NOT_OURS | {SAMPLING} and (at == 0 or started):
             return at
         started = started or STARTERS.fullmatch(word) is not None
         if word.startswith("--") and at and not started and "submit" not in words[:at]:
@@ -146,14 +149,7 @@ def scripts_of(text: str, variables: Variables) -> list[Script]:
     """Returns the scripts of a manifest, and sets the plain `env` of its containers in `variables`. Raises ValueError for wrong YAML."""
     try:
         documents = [document for document in yaml.safe_load_all(text) if isinstance(document, dict)]
-    except (
-        yaml.YAMLError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         raise ValueError(
@@ -162,7 +158,7 @@ def scripts_of(text: str, variables: Variables) -> list[Script]:
     for container in _containers(documents):
         for entry in _listed(container.get("env")):
             if isinstance(entry, dict) and isinstance(entry.get("value"), str):
-                variables.values[str(entry.get("name"))] = entry["value"]
+                variables[str(entry.get("name"))] = [entry["value"]]
     return [script for document in documents for script in _scripts_in(document, text, variables)]
 
 
@@ -178,7 +174,7 @@ def _scripts_in(document: dict[str, Any], text: str, variables: Variables) -> It
         yield read_script(joined, variables, _line(text, entrypoint))
     for container in _containers(document):
         words = [str(word) for key in ("command", "args") for word in _listed(container.get(key))]
-        words = [re.sub(r"\$\((\w+)\)", lambda m: variables.text(m[1]) or m[0], word) for word in words]
+        words = [re.sub(r"\$\((\w+)\)", lambda m: " ".join(variables.get(m[1], [m[0]])), word) for word in words]
         if words:
             yield Script([Command(tuple(words), _line(text, max(words, key=len)))])
 

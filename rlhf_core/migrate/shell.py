@@ -14,14 +14,28 @@ from typing import NamedTuple
 from rlhf_core.migrate.variables import Variables
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-NAME_ALONE = re.compile(r"\$([A-Za-z_]\w*|\d|[@*#?$!-])")
-QUOTED_ARRAY = re.compile(r"\"\$\{([A-Za-z_]\w*)\[@\]\}\"")
 BLANKS = re.compile(r"(?:[ \t\r]|\\\n)*(?:#[^\n]*)?")  # with the comment after them
 HEREDOC = re.compile(r"\d*<<(-?)[ \t]*(['\"\\]?)(\w+)['\"]?")  # dash, quote, delimiter
 REDIRECTION = re.compile(r"\d*(?:<<<|&>>?|[<>]&|>\||>>?|<)[ \t]*")
 OPERATOR = re.compile(r"&&|\|\||[;&|()\n]")
-LITERAL = re.compile(r"'([^']*)'|\\\n|\\([^\n])|([^ \t\n;&|<>()'\"\\$`]+)")
-ANSI = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.S)
+ARITHMETIC = re.compile(r"\(\((?:[^()]|\([^()]*\))*\)\)")
+VARIABLE = r"\$(?:\{(?P<braces>(?:[^{}]|\{[^{}]*\})*)\}|(?P<name>[A-Za-z_]\w*|[\d@*#?$!-]))"
+COMPUTED = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"  # a command or arithmetic; may have brackets in its brackets
+# A word is a sequence of these. An escaped newline continues the line.
+PIECE = re.compile(
+    rf"""
+      '(?P<single>[^']*)'
+    | \$'(?P<ansi>(?:[^'\\]|\\.)*)'
+    | "\$\{{(?P<array>[A-Za-z_]\w*)\[@\]\}}"
+    | "(?P<double>(?>\$\{{[^{{}}]*\}}|{COMPUTED}|\\.|[^"\\])*+)"
+    | \\(?P<escaped>.)
+    | (?P<computed>{COMPUTED})
+    | {VARIABLE}
+    | (?P<plain>[^ \t\n;&|<>()'"\\$`]+|\$(?![({{']))
+    """,
+    re.S | re.X,
+)
+IN_QUOTES = re.compile(rf"{VARIABLE}|\\(?P<escaped>[$`\"\\\n])", re.S)
 OPENING, CLOSING, JOINING = {"if", "while", "until", "for", "case", "select"}, {"fi", "done", "esac"}, {"then", "else", "elif", "do"}
 DECLARING = {"export", "declare", "typeset", "local", "readonly"}
 ESCAPES = {"n": "\n", "t": "\t"}
@@ -83,9 +97,9 @@ class _Reader:
 
     def read(self) -> None:
         while self.take(BLANKS) and self.more():
-            if self.text.startswith("((", self.at) and self.words in ([], ["for"]):
-                self.inside("()")
-            elif match := self.take(HEREDOC):
+            if self.words in ([], ["for"]) and self.take(ARITHMETIC):
+                continue
+            if match := self.take(HEREDOC):
                 self.pending.append(match)
             elif self.take(REDIRECTION):
                 self.word()
@@ -109,11 +123,11 @@ class _Reader:
         if not words:
             return
         if words[0] == "for" and len(words) > 3 and words[2] == "in":
-            self.variables.values.setdefault(words[1], words[3])
+            self.variables.setdefault(words[1], [words[3]])
             if len(words) > 4:
-                self.remark(f"the loop over {words[1]} is read once, with {words[1]}={self.variables.text(words[1])}")
+                self.remark(f"the loop over {words[1]} is read once, with {words[1]}={self.variables.expand(words[1])}")
         elif words[0] == "read" and stdin:
-            self.assign(words[-1], "", stdin.strip(), guarded)
+            self.assign(words[-1], "", [stdin.strip()], guarded)
         elif words[0] in ("source", "."):
             self.remark(f"{' '.join(words)} is not read: what it sets is unknown here")
         else:
@@ -121,20 +135,19 @@ class _Reader:
             found = [match for word in rest if (match := ASSIGNMENT.match(word))]
             if len(found) == len(rest) or words[0] in DECLARING:
                 for match in found:
-                    self.assign(match[1], match[2], match.string[match.end() :], guarded)
+                    self.assign(match[1], match[2], [match.string[match.end() :]], guarded, text=True)
         self.script.commands.append(Command(tuple(words), self.line(self.start)))
 
-    def assign(self, name: str, plus: str, value: str | list[str], guarded: bool) -> None:
-        values = self.variables.values
-        if guarded and name in values:
-            if values[name] != value:
+    def assign(self, name: str, plus: str, words: list[str], guarded: bool, text: bool = False) -> None:
+        """Sets a variable. `text`: words are one text, which `+=` appends to the one that is there, not an array's."""
+        known = self.variables.get(name, [])
+        if guarded and name in self.variables:
+            if known != words:
                 self.remark(f"{name} is set again in a condition or a loop; its first value is used")
-        elif plus and isinstance(value, list):
-            values[name] = [*(self.variables.words(name) or []), *value]
-        elif plus and isinstance(value, str):
-            values[name] = (self.variables.text(name) or "") + value
+        elif plus and text:
+            self.variables[name] = ["".join(known[:1]) + words[0]]
         else:
-            values[name] = value
+            self.variables[name] = [*known, *words] if plus else words
 
     def remark(self, text: str) -> None:
         self.script.remarks.append(Remark(self.line(self.start), text))
@@ -149,40 +162,40 @@ class _Reader:
             if not body:
                 raise self.fail(f"the heredoc {delimiter} is never closed", match.start())
             text = re.sub(r"^\t+", "", body[1], flags=re.M) if dash else body[1]
-            text = text if quote else _Reader(text, self.variables, self.line(body.start())).quoted("")
+            text = text if quote else self.in_quotes(text)
         self.pending = []
         return text
 
     def word(self) -> list[str]:
         """Reads one word of the script; an expansion without quotes may turn it into none or several."""
-        text, quoted = "", False
-        while self.more() and self.text[self.at] not in " \t\n;&|<>()":
-            begin, char = self.at, self.text[self.at]
-            if match := self.take(LITERAL):
-                text += "".join(filter(None, match.groups()))
-                quoted = quoted or char in "'\\"
-            elif match := self.take(ANSI):
-                text += re.sub(r"\\(.)", lambda m: ESCAPES.get(m[1], m[1]), match[1], flags=re.S)
-                quoted = True
-            elif (match := QUOTED_ARRAY.match(self.text, begin)) and (words := self.variables.words(match[1])) is not None:
-                text += BORDER.join(words)
-                self.at = match.end()
-            elif char == '"':
-                self.at += 1
-                text += self.quoted('"')
-                if not self.more():
-                    raise self.fail('the quote " is never closed', begin)
-                self.at += 1
-                quoted = True
-            elif char in "$`" and not self.text.startswith("$'", begin):
-                value, known = self.dollar()
-                text += re.sub(r"\s+", BORDER, value) if known and not ASSIGNMENT.match(text) else value
-            else:
-                raise self.fail("it ends in a backslash" if char == "\\" else "the quote ' is never closed", begin)
+        begin, text, quoted = self.at, "", False
+        while piece := self.take(PIECE):
+            quoted = quoted or piece["single"] is not None or piece["double"] is not None or piece["ansi"] is not None
+            if piece["array"]:
+                words = self.variables.get(piece["array"])
+                text += piece[0].strip('"') if words is None else BORDER.join(words)
+            elif piece["double"] is not None:
+                text += self.in_quotes(piece["double"])
+            elif piece["ansi"] is not None:
+                text += re.sub(r"\\(.)", lambda match: ESCAPES.get(match[1], match[1]), piece["ansi"], flags=re.S)
+            elif variable := piece["braces"] or piece["name"]:
+                value = self.variables.expand(variable)
+                text += value if value.startswith("$") or ASSIGNMENT.match(text) else re.sub(r"\s+", BORDER, value)
+            elif piece["escaped"] != "\n":
+                quoted = quoted or piece["escaped"] is not None
+                text += piece["single"] or piece["escaped"] or piece["computed"] or piece["plain"] or ""
+        if self.at == begin:
+            raise self.unclosed()
         if self.text.startswith("(", self.at) and (match := ASSIGNMENT.fullmatch(text)):
             self.assign(match[1], match[2], self.array(), self.guarded or self.depth > 0)
             return []
         return [part for part in text.split(BORDER) if part] or [""] * quoted
+
+    def unclosed(self) -> ValueError:
+        opening = self.text[self.at : self.at + 2].lstrip("$")[:1]
+        if opening == "\\":
+            return self.fail("it ends in a backslash", self.at)
+        return self.fail(f"the {'bracket' if opening in '({' else 'quote'} {opening} is never closed", self.at)
 
     def array(self) -> list[str]:
         begin, self.at = self.at, self.at + 1
@@ -196,53 +209,6 @@ class _Reader:
                 return words
         raise self.fail("the bracket ( is never closed", begin)
 
-    def quoted(self, mark: str) -> str:
-        """Reads a text as between double quotes, up to the quote `mark`; up to the end when that is ''."""
-        text = ""
-        escaped = re.compile(rf"\\([$`\\\n{mark}])")
-        while self.more() and self.text[self.at] != mark:
-            if match := self.take(escaped):
-                text += match[1].strip("\n")
-            elif self.text[self.at] in "$`":
-                text += self.dollar()[0]
-            else:
-                text += self.text[self.at]
-                self.at += 1
-        return text
-
-    def dollar(self) -> tuple[str, bool]:
-        """Expands `$A` and `${A}`; returns the text, and whether it is known. Commands and arithmetic stay as they are written."""
-        begin, closing = self.at, {"(": "()", "{": "{}"}.get(self.text[self.at + 1 : self.at + 2])
-        if self.text[begin] == "`":
-            self.at = self.text.find("`", begin + 1) + 1
-            if not self.at:
-                raise self.fail("the quote ` is never closed", begin)
-        elif closing:
-            self.at += 1
-            body = self.inside(closing)
-            if closing == "{}":
-                value = self.variables.expand(body)
-                return value, not value.startswith("$")
-        elif match := self.take(NAME_ALONE):
-            value = self.variables.expand(match[1])
-            return value, not value.startswith("$")
-        else:
-            self.at += 1
-        return self.text[begin : self.at], False
-
-    def inside(self, brackets: str) -> str:
-        """Moves behind the bracket that closes the one at this place, and returns what is between; skips quotes inside."""
-        depth, begin = 0, self.at
-        while self.more():
-            char = self.text[self.at]
-            if char == "\\":
-                self.at += 1
-            elif char == "'" and brackets == "()":
-                self.at = self.text.find("'", self.at + 1)
-                if self.at < 0:
-                    break
-            depth += (char == brackets[0]) - (char == brackets[1])
-            self.at += 1
-            if depth == 0:
-                return self.text[begin + 1 : self.at - 1]
-        raise self.fail(f"the bracket {brackets[0]} is never closed", begin)
+    def in_quotes(self, text: str) -> str:
+        """Expands the variables of a text as between double quotes."""
+        return IN_QUOTES.sub(lambda m: m["escaped"].strip("\n") if m["escaped"] else self.variables.expand(m["braces"] or m["name"]), text)

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,6 @@ from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.preflight.lengths import length_problems
 from rlhf_core.preflight.models import model_problem, packing_problem, unfit_models, unlike_vocabulary, vocabulary_problems
-from rlhf_core.preflight.publication import folder_problem
 from rlhf_core.preflight.questions import question_problems
 from rlhf_core.preflight.template_length import frame_lengths
 from rlhf_core.preflight.weights import weight_problem
@@ -35,6 +34,7 @@ from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.store import Store
 from rlhf_core.runs.wandb_mirror import KEY_ENV, MODE_ENV
+from rlhf_core.stages.publication.folder import refuse_foreign
 from rlhf_core.system.machine import MachineLacks as MachineLacks  # for those who check
 from rlhf_core.system.machine import num_cpus, num_gpus
 
@@ -79,7 +79,9 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     for node in todo:
         start = tokenizer_of(plan, node)
         problems += packing_problem(f"stages.{node.name}", node.config, start)
-        problems += length_problems(node, partial(_start_of, plan, node)) + folder_problem(node)
+        problems += length_problems(node, partial(_start_of, plan, node))
+        if isinstance(node.config, Publication) and node.config.folder and not node.config.dry_run:
+            problems += _refused(f"stages.{node.name}.folder", refuse_foreign, Path(node.config.folder).expanduser().resolve())
         problems += vocabulary_problems(node, partial(_start_of, plan, node), unlike)
         for text in node.config.texts:
             where = f"stages.{node.name}.{text.field}"
@@ -93,7 +95,9 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         problems += _prompt_problems(node, plan.recipe.seed) if not any(problem.startswith(of_prompts) for problem in problems) else []
         problems += question_problems(node, plan.recipe.seed)
         problems += _function_problems(node)
-        problems += _task_problems(node)
+        if isinstance(node.config, AlignmentTax):
+            for task in filter(is_path, node.config.tasks):
+                problems += _refused(f"stages.{node.name}.tasks", read_task, task, node.config.trust_task_code)
     return list(dict.fromkeys(problems))
 
 
@@ -216,8 +220,7 @@ def _frame(place: str, template: str, trust_remote_code: bool) -> int | str:
         return str(error)
 
 
-def _refused(where: str, check: object, *values: object) -> list[str]:
-    assert callable(check)
+def _refused(where: str, check: Callable[..., object], *values: object) -> list[str]:
     try:
         check(*values)
     except ValueError as error:
@@ -264,17 +267,6 @@ def _function_problems(node: Node) -> list[str]:
             imported = [alias.asname or alias.name for part in code.body if isinstance(part, ast.ImportFrom) for alias in part.names]
             if name not in (valid := defined + assigned + imported):
                 problems.append(f"{where}: {source.file}: {unknown(name, valid, 'function')}")
-    return problems
-
-
-def _task_problems(node: Node) -> list[str]:
-    """Checks that lm-eval's task files and their data exist, and that the recipe allows the code they run."""
-    config = node.config
-    if not isinstance(config, AlignmentTax):
-        return []
-    problems = []
-    for task in filter(is_path, config.tasks):
-        problems += _refused(f"stages.{node.name}.tasks", read_task, task, config.trust_task_code)
     return problems
 
 

@@ -17,7 +17,6 @@ from rlhf_core.recipe.plan import Node
 from rlhf_core.recipe.references import Reference, references
 
 REWARD = named("reward")
-SCORERS = {"reward_model": "model", "ppo": "critic"}  # the fields of models that get a head for one score where they have none
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
@@ -48,7 +47,7 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
             problems[place, "wrapper"] = f"{where}: {more_than_text(place, str(named))}"
         elif reference.kinds == REWARD and _lacks_head(Path(place)):
             problems[place, "head"] = f"{where}: {no_reward_head(place)}"
-        elif reference.place == SCORERS.get(node.kind) and _several_labels(Path(place)):
+        elif reference.place == KINDS[node.kind].scored and _several_labels(Path(place)):
             problems[place, "labels"] = f"{where}: {several_labels(place)}"
     return problems
 
@@ -116,13 +115,8 @@ def unlike_vocabulary(own: str, other: str, trust_remote_code: bool = False) -> 
 
 def packing_problem(where: str, config: StageConfig, place: str | None) -> list[str]:
     """Packed rows for a model whose layers keep state across documents, which its first pass would refuse."""
-    if place is None or not (packs := _packs(config)):
+    packs = [field for field in ("micro_train_tokens", "micro_rollout_tokens", "packing") if getattr(config, field, None)]
+    if place is None or not packs or not stateful_by_config(_config(place)):
         return []
-    stateful = stateful_by_config(_config(place))
     instead = " and ".join("set packing: false" if field == "packing" else f"leave out {field}" for field in packs)
-    return [f"{where}: layers of {place} keep state across documents of a row; {instead}"] if stateful else []
-
-
-def _packs(config: StageConfig) -> list[str]:
-    """Returns the config fields that put several documents into a row."""
-    return [field for field in ("micro_train_tokens", "micro_rollout_tokens", "packing") if getattr(config, field, None)]
+    return [f"{where}: layers of {place} keep state across documents of a row; {instead}"]

@@ -78,7 +78,7 @@ class LoopState:
         """
         rounds = self.record.rounds
         if max_rounds is not None and len(rounds) >= max_rounds:
-            return f"{len(rounds)} rounds are done, and max_rounds is {max_rounds}"
+            return f"{len(rounds)} rounds are done, and --max-rounds (parameter max_rounds of the flow) is {max_rounds}"
         if min_gain is not None and len(rounds) > 1:
             last, before = rounds[-1].win_rate, rounds[-2].win_rate if rounds[-1].before is None else rounds[-1].before
             if before is not None and last is not None and last - before <= min_gain:
@@ -109,7 +109,10 @@ def check_judged(recipe: Recipe, loop: str) -> None:
     """Raises ValueError when `min_gain` is used and no evaluation judges rounds of the loop."""
     judged = [model for config in recipe.stages.values() if isinstance(config, Evaluation) for model in config.models]
     if not any(model == loop or model.startswith(f"{loop}.round") for model in judged):
-        raise ValueError(f"recipe {recipe.name}: min_gain needs an evaluation that judges {loop}: add one, or leave min_gain out")
+        raise ValueError(
+            f"recipe {recipe.name}: --min-gain (parameter min_gain of the flow) needs an evaluation that judges {loop}: "
+            "add one, or leave it out"
+        )
 
 
 def with_rounds(recipe: Recipe, loop: str, rounds: int) -> Recipe:

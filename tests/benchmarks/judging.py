@@ -19,6 +19,8 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from record import add_options, figure, save
+
 from evaluation.answers.chat_client import ChatClient, remote
 from evaluation.judges.chat_judge import OpenAIJudge
 from evaluation.judges.offline import Match
@@ -61,6 +63,7 @@ def main() -> int:
     parser.add_argument("--latency", type=float, default=0.2, help="seconds")
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--limit", type=float, default=5.0, help="seconds above the ideal that are allowed")
+    add_options(parser, "judging")
     options = parser.parse_args()
     ours, theirs = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(options.latency, theirs), daemon=True)
@@ -87,6 +90,8 @@ def main() -> int:
     above = seconds - ideal
     print(f"{options.games} games in {seconds:.2f} s, ideal {ideal:.2f} s, above it {above:.2f} s (limit {options.limit:g} s)")
     print(f"own processor time {busy:.2f} s: on an idle machine the time above the ideal is at most about that")
+    figures = {"whole": figure(round(seconds, 2), "s"), "above the ideal": figure(round(above, 2), "s")}
+    save(options, f"{options.games:,} games against a mock endpoint of {1e3 * options.latency:.0f} ms", figures)
     return int(above > options.limit)
 
 

@@ -11,6 +11,7 @@ import argparse
 import time
 
 import torch
+from record import add_options, figure, save
 
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load import load_policy
@@ -24,6 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--tokens", type=int, default=32_768)
+    add_options(parser, "long-sequence")
     arguments = parser.parse_args()
 
     policy = load_policy(arguments.model, "bfloat16").cuda()
@@ -53,6 +55,9 @@ def main() -> int:
     torch.cuda.reset_peak_memory_stats()
     policy(batch.tokens, batch.positions, batch.documents).logprobs.sum().backward()
     print(f"forward and backward with gradient checkpointing: peak {torch.cuda.max_memory_allocated() / GIB:.2f} GiB")
+    training = torch.cuda.max_memory_allocated() / GIB
+    figures = {"scoring": figure(round(seconds, 3), "s"), "peak": figure(round(peak / GIB, 2), "GiB")}
+    save(arguments, f"Scoring {arguments.tokens:,} tokens", figures | {"peak of training": figure(round(training, 2), "GiB")})
     return 0 if held else 1
 
 

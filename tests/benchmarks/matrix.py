@@ -1,6 +1,6 @@
 """A PPO run for each option of placement, side by side on the cards of one host, and their table: seconds by phase, memory by card.
 
-    python tests/benchmarks/matrix.py --model FOLDER --out FOLDER [--steps 2] [--cards 4] [--rows ROW ...]
+    python tests/benchmarks/matrix.py --model FOLDER --out FOLDER [--steps 2] [--gpus 4] [--rows ROW ...]
 
 FOLDER of --model holds a transformers checkpoint with a tokenizer (random weights do). Each row is ppo_step.py with its placement, on cards
 of its own; a row starts as soon as as many cards are free as it needs. Rows that work at the same time share the host's processors.
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from openrlhf_ppo import start_child
 from ppo_step import ROLES
+from record import add_options, figure, save
 
 from rlhf_core.runs.metrics_log import read_metrics
 
@@ -64,15 +65,17 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--cards", type=int, default=4)
+    parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS, metavar="ROW")
     parser.add_argument("--options", default="", help="more of ppo_step.py, for all rows")
+    add_options(parser, "matrix")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True)
-    waiting, running = [name for name in arguments.rows if ROWS[name].cards <= arguments.cards], {}
+    waiting, running = [name for name in arguments.rows if ROWS[name].cards <= arguments.gpus], {}
     for name in set(arguments.rows) - set(waiting):
         print(f"left out, for want of cards: {name} ({ROWS[name].cards})")
-    free = set(range(arguments.cards))
+    free = set(range(arguments.gpus))
+    found: dict[str, dict[str, Any]] = {}
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
     while waiting or running:
         for name in [name for name in waiting if ROWS[name].cards <= len(free)][:1]:
@@ -82,9 +85,12 @@ def main() -> None:
             running[name] = taken, begin(name, taken, arguments)
         for name, (taken, process) in [(name, row) for name, row in running.items() if row[1].poll() is not None]:
             print(told(name, taken, arguments.out, process.returncode), flush=True)
+            if not process.returncode and (lines := read_metrics(arguments.out / slug(name) / "run")):
+                found[name] = figure(round(sum(value for key, value in lines[-1].items() if key.startswith("phase/")), 2), "s")
             free |= set(taken)
             del running[name]
         time.sleep(1)
+    save(arguments, "Seconds of a PPO step by placement", found)
 
 
 def begin(name: str, taken: list[int], arguments: argparse.Namespace) -> subprocess.Popen[bytes]:

@@ -18,7 +18,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from record import add_options, figure, save
 
 ROOT = Path(__file__).parents[2]
 SLEEP = 2.0  # seconds of a stage of the micro recipe
@@ -132,20 +134,26 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="<artifacts>/<recipe name>")
     parser.add_argument("--again", metavar="RECIPE", help="run the folder's recipe again, with stages that copy what they made")
     parser.add_argument("--micro", type=int, metavar="N", help="make a run of N stages that sleep")
+    add_options(parser, "orchestration")
     arguments = parser.parse_args()
+    found: dict[str, dict[str, Any]] = {}
     if arguments.again:
         before, between, after = again(arguments.again, arguments.folder)
         print(f"before the first stage {before:.1f} s, between the stages {between:.1f} s, after the last {after:.1f} s")
         print(f"in all {before + between + after:.1f} s")
+        found["besides stages, run again"] = figure(round(before + between + after, 1), "s")
     elif arguments.folder:
         share = measure(arguments.folder)
         print(f"{share.stages} stages: flow {share.flow:.1f} s, stages' processes {share.processes:.1f} s, their work {share.work:.1f} s")
         print(f"beside the stages' processes: {share.beside:.1f} s, {share.beside / share.flow:.1%} of the flow")
+        found["inside the flow"] = figure(round(share.beside, 1), "s")
     if arguments.micro:
         share, whole = micro(arguments.micro)
         around = whole - share.flow
         print(f"{share.stages} stages that sleep {SLEEP:g} s: command {whole:.1f} s, flow {share.flow:.1f} s")
         print(f"beside the stages' processes: {share.beside / share.stages:.2f} s a stage, {around:.1f} s before and after the flow")
+        found["beside a stage"] = figure(round(share.beside / share.stages, 2), "s")
+    save(arguments, "Time of a run that is no stage", found)
 
 
 if __name__ == "__main__":

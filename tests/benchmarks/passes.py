@@ -18,8 +18,10 @@ import time
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
+from record import add_options, figure, save
 
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load import masked_logprobs, trained_policy
@@ -37,6 +39,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384], help="of a pass; several sizes one after the other")
     parser.add_argument("--vocabulary", type=int, default=150000, help="tokens are drawn below this")
     parser.add_argument("--profile", action="store_true")
+    add_options(parser, "passes")
     arguments = parser.parse_args()
     on_card = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_card else torch.device("cpu")
@@ -46,12 +49,17 @@ def main() -> None:
     size = sum(weight.numel() for weight in policy.parameters())
     adamw, stage = AdamW((0.9, 0.95), 0.0, 1.0), arguments.zero_stage
     engine = ZeroEngine(policy, adamw, stage, "bfloat16", 1) if stage else TorchEngine(policy, adamw)
+    found: dict[str, dict[str, Any]] = {}
     for tokens in arguments.tokens:
-        measure(engine, tokens, size, arguments, device)
+        found |= measure(engine, tokens, size, arguments, device)
+    if engine.rank == 0:
+        save(arguments, f"Training passes, ZeRO-{stage}, {engine.world_size} ranks", found)
 
 
-def measure(engine: TorchEngine | ZeroEngine, tokens: int, size: int, arguments: argparse.Namespace, device: torch.device) -> None:
-    """Prints what a pass of so many tokens takes."""
+def measure(
+    engine: TorchEngine | ZeroEngine, tokens: int, size: int, arguments: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """Prints and returns what a pass of so many tokens takes."""
     on_card, stage = device.type == "cuda", arguments.zero_stage
     batch = collate([made_up(tokens, arguments.vocabulary)], 0).to(device)
     if on_card:
@@ -96,6 +104,8 @@ def measure(engine: TorchEngine | ZeroEngine, tokens: int, size: int, arguments:
             step()
         if engine.rank == 0:
             show(profile)
+    whole_rate = figure(round(tokens / seconds * engine.world_size), "tokens/s", "higher")
+    return {f"pass of {tokens:,}": figure(round(seconds * 1e3, 1), "ms"), f"rate, {tokens:,}": whole_rate}
 
 
 def made_up(tokens: int, vocabulary: int) -> list[Document]:

@@ -24,7 +24,7 @@ from typing import Any
 import openrlhf_ppo
 from headed import headed
 from openrlhf_ppo import run_child
-from record import figure, write
+from record import add_options, figure, save
 
 from rlhf_core.config import PPO
 from rlhf_core.forecast.placements import choose, forecast, placements
@@ -84,8 +84,8 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--placement", choices=[*PLACEMENTS, "plan"], default="one", help="plan: what `alignflow plan` chooses on one card")
-    parser.add_argument("--card", choices=GPUS, default="h200", help="for what the plan says")
+    parser.add_argument("--placement", choices=[*PLACEMENTS, "plan"], default="one", help="plan: what `alignflow plan` chooses on one GPU")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="for what the plan says")
     parser.add_argument("--set", default="{}", help="JSON of more settings of the stage; 'vllm' is merged, 'reward' names models")
     parser.add_argument("--no-critic", action="store_true", help="REINFORCE: actor, reference and reward model alone")
     parser.add_argument("--prompts", type=int, default=128)
@@ -102,8 +102,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--peer", action="store_true", help="afterwards the same work in OpenRLHF, where it is installed, and the ratios")
     parser.add_argument("--peer-seconds", type=int, default=900, help="then the peer is cut off; steps that ended count")
-    parser.add_argument("--json", type=Path, help="file for the record of this run (results/NAME.json)")
-    parser.add_argument("--name", default="ppo-step", help="name in the record: that of a stored one, to compare with it")
+    add_options(parser, "ppo-step")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True)
     rng = random.Random(0)
@@ -111,7 +110,7 @@ def main() -> None:
     prompts = ["".join(rng.choice(letters) for _ in range(arguments.prompt_len)) for _ in range(arguments.prompts * arguments.steps)]
     (arguments.out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
     config = stage_config(arguments)
-    card = GPUS[arguments.card]
+    card = GPUS[arguments.gpu]
     if arguments.placement == "plan":
         config = chosen(config, arguments.model, card)
     print(f"plan {json.dumps(foretold(config, arguments.model, card))}", flush=True)
@@ -128,9 +127,8 @@ def main() -> None:
     watcher.join()
     lines = read_metrics(run.path)
     print(f"exit code {code} after {time.time() - start:.0f} s; peak GiB by card {in_gib(peaks)}", flush=True)
-    if arguments.json and lines:
-        settings = {key: value for key, value in vars(arguments).items() if key not in ("model", "out", "json", "name")}
-        write(arguments.json, arguments.name, f"PPO step, placement {arguments.placement}", settings, figures(lines, start, peaks))
+    if lines:
+        save(arguments, f"PPO step, placement {arguments.placement}", figures(lines, start, peaks))
     if arguments.peer:
         beside(lines, arguments)
     sys.exit(code)

@@ -5,6 +5,7 @@ Left out: nothing averages runs. A record holds one run, or says in `note` how i
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -39,8 +40,21 @@ def load(file: Path) -> dict[str, Any]:
     return found
 
 
+def add_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the options of a record, for `save`; `name` is its default name."""
+    parser.add_argument("--json", type=Path, help="file for the record of this run (results/NAME.json)")
+    parser.add_argument("--name", default=name, help="name in the record: that of a stored one, to compare with it")
+
+
+def save(arguments: argparse.Namespace, title: str, figures: Mapping[str, dict[str, Any]]) -> None:
+    """Writes the record of a run that ended now on this machine, if it was asked for. Its settings are the other options but folders."""
+    if arguments.json:
+        settings = {key: value for key, value in vars(arguments).items() if key not in ("model", "out", "json", "name", "folder")}
+        write(arguments.json, arguments.name, title, settings, figures)
+
+
 def write(out: Path, name: str, title: str, settings: Mapping[str, Any], figures: Mapping[str, dict[str, Any]]) -> None:
-    """Writes the record of a run that ended now on this machine."""
+    """Writes a record."""
     found = {
         "name": name,
         "title": title,

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import subprocess
 import sys
 import time
+
+from record import add_options, figure, save
 
 ROUNDS = 3
 
@@ -27,10 +30,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--side", choices=("plain", "ours", "whole", "greedy", "answers"))
     parser.add_argument("--sides", nargs="+", default=["plain", "ours", "whole"], help="greedy, answers: the same for an evaluation")
+    add_options(parser, "rollout")
     arguments = parser.parse_args()
     if arguments.side is None:
+        found = {}
         for side in arguments.sides:
-            subprocess.run([sys.executable, *sys.argv, "--side", side], check=True)
+            done = subprocess.run([sys.executable, *sys.argv, "--side", side], check=True, stdout=subprocess.PIPE, text=True)
+            print(done.stdout, end="", flush=True)
+            rate = re.findall(rf"^{side}: .*?([\d,]+) tokens/s", done.stdout, re.M)[-1].replace(",", "")
+            found[side] = figure(int(rate), "tokens/s", "higher")
+        save(arguments, "Sampling, ours beside plain vLLM", found)
         return
     rng = random.Random(0)
     prompts = [

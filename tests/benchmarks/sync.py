@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from headed import headed
 from ppo_step import options, stage_config, watch_memory
+from record import add_options, figure, save
 from transformers import AutoConfig
 
 from rlhf_core.data.chat import load_tokenizer
@@ -35,6 +36,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rate", type=float, default=1e-4, help="learning rate of the steps between the syncs")
+    add_options(parser, "sync")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True)
     (arguments.out / "prompts.jsonl").write_text(json.dumps({"prompt": "not read"}) + "\n")
@@ -62,6 +64,8 @@ def main() -> None:
         )
         if fleet.sleeps:
             fleet.sleep(keep_weights=True)  # the next round looks at them before they are sent again
+    figures = {"sync": figure(round(seconds, 3), "s"), "extra memory": figure(max(rise, default=0.0), "GiB")}
+    save(arguments, f"Weight sync, placement {arguments.placement}, last round", figures)
 
 
 def gap(fleet: Fleet, documents: list[Document]) -> float:

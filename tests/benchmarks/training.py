@@ -1,10 +1,10 @@
-"""Tokens per second of packed SFT, reward model and DPO on random weights: ours on one or several cards, and TRL's on one.
+"""Tokens per second of packed SFT, reward model and DPO on random weights: ours on one or several GPUs, and TRL's on one.
 
-    python tests/benchmarks/training.py --model FOLDER --out FOLDER --what sft [--prompts 0.5] [--peer] [--cards 4 --zero-stage 3]
+    python tests/benchmarks/training.py --model FOLDER --out FOLDER --what sft [--prompts 0.5] [--peer] [--gpus 4 --zero-stage 3]
 
 Both train the same documents in bf16 with AdamW, equally many tokens a pass, and are timed from the third optimiser step on. Ours steps a
 copy of the weights in fp32; TRL steps what it loaded, bf16, or fp32 under autocast with --peer-weights float32. MFU counts 6N operations a
-token (DPO's reference log-probs are computed beforehand by both) against --flops, the card's measured matrix rate.
+token (DPO's reference log-probs are computed beforehand by both) against --flops, the GPU's measured matrix rate.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ppo import run_child
-from record import figure, write
+from record import add_options, figure, save
 
 from rlhf_core.config import DPO, KTO, SFT, Ranks, RewardModel, Trainable
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
-PASSES = 4  # of one optimiser step, on one card
+PASSES = 4  # of one optimiser step, on one GPU
 PAIR = 1024  # tokens of each side of a pair
 
 
@@ -36,24 +36,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--what", choices=("sft", "rm", "dpo", "kto"), default="sft")
     parser.add_argument("--prompts", type=float, default=0.0, help="share of each text that is its prompt, of which no loss is taken")
-    parser.add_argument("--pass-tokens", type=int, default=16384, help="tokens of a pass on one card")
+    parser.add_argument("--pass-tokens", type=int, default=16384, help="tokens of a pass on one GPU")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--cards", type=int, default=1)
-    parser.add_argument("--work", type=int, help="passes of a step are 4 times this, in place of 4 times the cards: equal steps on 1 and 2")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--work", type=int, help="passes of a step are 4 times this, in place of 4 times the GPUs: equal steps on 1 and 2")
     parser.add_argument("--zero-stage", type=int, default=0)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--no-liger", action="store_true")
     parser.add_argument("--peer", action="store_true", help="TRL in place of ours")
     parser.add_argument("--peer-weights", default="bfloat16", choices=("bfloat16", "float32"), help="float32: TRL steps fp32, as ours does")
     parser.add_argument("--flops", type=float, default=790e12)
-    parser.add_argument("--json", type=Path, help="file for the record of this run (results/NAME.json)")
-    parser.add_argument("--name", default="training", help="name in the record: that of a stored one, to compare with it")
+    add_options(parser, "training")
     arguments = parser.parse_args()
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("model", "out", "json", "name")}
-    if arguments.pass_tokens % (2 * PAIR) or (arguments.peer and arguments.cards > 1):
-        parser.error(f"--pass-tokens is a multiple of {2 * PAIR}, and TRL runs on one card")
+    if arguments.pass_tokens % (2 * PAIR) or (arguments.peer and arguments.gpus > 1):
+        parser.error(f"--pass-tokens is a multiple of {2 * PAIR}, and TRL runs on one GPU")
     arguments.out.mkdir(parents=True)
-    arguments.passes = (arguments.work or arguments.cards) * PASSES
+    arguments.passes = (arguments.work or arguments.gpus) * PASSES
     rows = make_rows(arguments.what, arguments.steps * arguments.passes * arguments.pass_tokens, arguments.prompts)
     seconds, per_step = (trl if arguments.peer else ours)(arguments, rows)
     steady = sorted(seconds[2:])[len(seconds[2:]) // 2]
@@ -62,13 +60,12 @@ def main() -> None:
     name = (
         f"TRL, {arguments.peer_weights} weights"
         if arguments.peer
-        else f"ours, {arguments.cards} card(s), ZeRO-{arguments.zero_stage}" + (", no Liger" if arguments.no_liger else "")
+        else f"ours, {arguments.gpus} GPU(s), ZeRO-{arguments.zero_stage}" + (", no Liger" if arguments.no_liger else "")
     )
-    mfu = 6 * size * rate / arguments.flops / arguments.cards
+    mfu = 6 * size * rate / arguments.flops / arguments.gpus
     print(f"{arguments.what} {name}: {rate:,.0f} tokens/s, {steady:.2f} s a step of {per_step:,.0f} tokens, MFU {mfu:.1%}", flush=True)
-    if arguments.json:
-        found = {"rate": figure(round(rate), "tokens/s", "higher"), "MFU": figure(round(100 * mfu, 1), "%", "higher")}
-        write(arguments.json, arguments.name, f"{arguments.what} {name}", settings, found)
+    found = {"rate": figure(round(rate), "tokens/s", "higher"), "MFU": figure(round(100 * mfu, 1), "%", "higher")}
+    save(arguments, f"{arguments.what} {name}", found)
 
 
 def tokens_of(row: dict[str, str]) -> int:
@@ -110,7 +107,7 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[lis
             "dtype": "bfloat16",
             "zero_stage": arguments.zero_stage,
             "gradient_checkpointing": arguments.checkpointing,
-            "ranks": Ranks(num_ranks_per_node=arguments.cards, gpus=1),
+            "ranks": Ranks(num_ranks_per_node=arguments.gpus, gpus=1),
         }
     )
     run = RunDir(arguments.out / "run")

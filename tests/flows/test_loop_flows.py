@@ -103,7 +103,7 @@ def test_wrong_parameters_are_one_sentence(here: tuple[Path, dict[str, str]]) ->
 def test_min_gain_without_an_evaluation_of_the_loop_is_refused_before_training(prefect: str, recipe: Callable[..., Recipe]) -> None:
     text = Path("recipe.yaml").read_text()
     Path("recipe.yaml").write_text(text.replace("models: [loop]", "models: [sft], baseline: base"))
-    with pytest.raises(ValueError, match="min_gain needs an evaluation that judges loop: add one, or leave min_gain out"):
+    with pytest.raises(ValueError, match=r"--min-gain .* needs an evaluation that judges loop: add one, or leave it out"):
         loop("recipe.yaml", max_rounds=1, min_gain=0.0)
     assert not attempts()
 

@@ -94,11 +94,6 @@ def their_rows(judgments: list[dict[str, Any]]) -> list[tuple[str, str, float]]:
     return rows
 
 
-def their_raw(scores: list[float], indices: np.ndarray) -> tuple[float, float, float]:
-    means = [sum(scores[i] for i in drawn) / len(drawn) for drawn in indices]
-    return float(np.mean(means)), float(np.quantile(means, 0.05)), float(np.quantile(means, 0.95))
-
-
 def their_features(rows: list[tuple[str, str, float]], answers: list[dict[str, Any]]) -> torch.Tensor:
     table = {(row["model"], row["uid"]): row["metadata"] for row in answers}
 

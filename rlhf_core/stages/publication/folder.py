@@ -60,9 +60,9 @@ def assemble(
 
     def finish(partial: Path) -> None:
         for name in ("config.json", "tokenizer_config.json"):
-            _forget_places(partial / name)
+            _rewrite(partial / name)
         if base is not None:
-            _name_base(partial / ADAPTER_CONFIG, base)
+            _rewrite(partial / ADAPTER_CONFIG, base)
         check_loads(partial, trust_remote_code)
 
     return put(files, folder, texts, name, digest, finish)
@@ -148,19 +148,15 @@ def _manifest(folder: Path) -> dict[str, FileInfo]:
     return {file.relative_to(folder).as_posix(): FileInfo(size=file.stat().st_size, sha256=file_digest(file)) for file in files}
 
 
-def _forget_places(file: Path) -> None:
-    """Drops the folder of this machine that a model or tokenizer was loaded from; a Hub id stays."""
+def _rewrite(file: Path, base: AdapterBase | None = None) -> None:
+    """Drops the folder of this machine that a model or tokenizer was loaded from, unless it is a Hub id, and names an adapter's base."""
     if not file.exists():
         return
     config = json.loads(file.read_text())
-    cleaned = _without_places(config)
-    if cleaned != config:
-        file.write_text(json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n")
-
-
-def _name_base(file: Path, base: AdapterBase) -> None:
-    config = json.loads(file.read_text()) | {"base_model_name_or_path": base.repo_id, "revision": base.revision}
-    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    named = {} if base is None else {"base_model_name_or_path": base.repo_id, "revision": base.revision}
+    changed = _without_places(config) | named
+    if changed != config:
+        file.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
 
 
 def _without_places(value: Any) -> Any:

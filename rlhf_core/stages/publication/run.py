@@ -14,10 +14,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -34,7 +35,7 @@ from rlhf_core.stages.publication.dataset import DATA_FILES, data_card, data_fil
 from rlhf_core.stages.publication.folder import AdapterBase, Published, adapter_base, assemble, put, read_marker
 from rlhf_core.stages.publication.licenses import inherited, upstream_licenses
 from rlhf_core.stages.publication.model_card import CardModel, card, eval_results, public_report
-from rlhf_core.system.files import file_digest, write_text
+from rlhf_core.system.files import file_digest, read_json, write_text
 
 MAIN = "main"
 CARD, REPORT, RESULTS, RECEIPT = "README.md", "eval_results.json", ".eval_results/alignflow.yaml", "hub.json"
@@ -152,11 +153,11 @@ def card_files(request: StageRequest, config: Publication, base: AdapterBase | N
             name = next((other for other, place in judged.items() if Path(place) == checkpoint), name)
         report, public = public_report(report)
         name = public.get(name, name)
-    architectures = _json(checkpoint / "config.json").get("architectures") or [""]
-    chat = any(checkpoint.glob("chat_template.*")) or "chat_template" in _json(checkpoint / "tokenizer_config.json")
+    architectures = read_json(checkpoint / "config.json").get("architectures") or [""]
+    chat = any(checkpoint.glob("chat_template.*")) or "chat_template" in read_json(checkpoint / "tokenizer_config.json")
     ancestor = lineage(checkpoint)
     is_reward_model = str(architectures[0]).endswith("ForSequenceClassification")
-    is_reward_model |= _json(checkpoint / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
+    is_reward_model |= read_json(checkpoint / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
     model = CardModel(
         lineage=ancestor,
         name=name,
@@ -211,7 +212,8 @@ def upload(
             call_hub("make the branch", lambda: api.create_branch(repo_id, branch=branch, exist_ok=True, repo_type=repo_type))
             heads[branch] = call_hub("read the branch", lambda: str(api.repo_info(repo_id, revision=branch, repo_type=repo_type).sha))
         head = heads.get(branch)
-        commit = call_hub("send the files", lambda: _commit(api, folder, repo_id, branch, head, f"Publish {tag}", repo_type))
+        adds = [CommitOperationAdd(path, file) for path, file in _files(folder).items()]  # reads every file: once for all attempts
+        commit = call_hub("send the files", lambda: _commit(api, adds, repo_id, branch, head, f"Publish {tag}", repo_type))
     different = call_hub("read the files back", lambda: _differences(api, folder, published, repo_id, commit, repo_type))
     if different and tag in tags:
         raise ValueError(f"the tag {tag} of {repo_id} holds another model ({different[0]} differs): delete the tag and run again")
@@ -222,19 +224,20 @@ def upload(
     return Commit(repo_id, commit, tag, f"{api.endpoint}/{'datasets/' if repo_type == 'dataset' else ''}{repo_id}/tree/{tag}")
 
 
-def _commit(api: HfApi, folder: Path, repo_id: str, branch: str, head: str | None, message: str, repo_type: str) -> str:
-    """One commit that makes the branch hold the folder: files are added or changed, files of the kind of an earlier publication go.
+def _commit(
+    api: HfApi, adds: Sequence[CommitOperationAdd], repo_id: str, branch: str, head: str | None, message: str, repo_type: str
+) -> str:
+    """One commit that makes the branch hold the files of `adds`; others of the kind of an earlier publication go.
 
     Called a second time with the same `head`, it finds nothing to change if the first commit went through, else commits on `head`.
     """
-    local = _files(folder)
     patterns = (*MODEL_FILES, REPORT, RESULTS) if repo_type == "model" else DATA_FILES
-    absent = _remote(api, repo_id, branch, repo_type).keys() - local.keys()
+    absent = _remote(api, repo_id, branch, repo_type).keys() - {add.path_in_repo for add in adds}
     old = [path for path in sorted(absent) if any(Path("/", path).match(f"/{pattern}") for pattern in patterns)]
     stale = [path for path in old if not path.startswith(("LICENSE", "NOTICE"))]  # somebody may have put them there
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationDelete(path) for path in stale),
-        *(CommitOperationAdd(path, file) for path, file in local.items()),
+        *map(copy, adds),  # the client writes into them what it found on the Hub
     ]
     commit = api.create_commit(repo_id, operations, commit_message=message, revision=branch, parent_commit=head, repo_type=repo_type)
     return commit.oid
@@ -265,7 +268,3 @@ def _remote(api: HfApi, repo_id: str, revision: str, repo_type: str) -> dict[str
 
 def _files(folder: Path) -> dict[str, Path]:
     return {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}

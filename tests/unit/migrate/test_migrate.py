@@ -92,15 +92,13 @@ def test_a_folder_inside_an_earlier_output(tmp_path: Path) -> None:
     assert "taken as its final model" in told(found, "approximated")["--pretrain out/sft/step_100"]
 
 
-def test_the_old_batch_inference_loop(tmp_path: Path) -> None:
+def test_of_a_loop_that_samples_the_training_is_read(tmp_path: Path) -> None:
     raw, found = migrated(tmp_path, LOOP)
-    sampled, dpo = raw["stages"]["preferences"], raw["stages"]["dpo"]
-    assert (sampled["policy"], sampled["reward"], sampled["post_processor"]) == ("base", "acme/rm", "dpo")
-    assert (sampled["n_samples_per_prompt"], sampled["num_prompts"], sampled["micro_rollout_batch_size"]) == (16, 10240, 4)
-    assert (sampled["generate_max_len"], sampled["prompt_max_len"]) == (2048, 1024)
-    assert (dpo["policy"], dpo["pairs"], dpo["template"], "data" in dpo) == ("base", "preferences", "chat", False)
-    assert any("POLICY is set again in a condition or a loop" in remark.text for remark in found.remarks)
-    assert "iterative_dpo" in told(found, "approximated")["(the loop around it)"]
+    dpo = raw["stages"]["dpo"]
+    assert list(raw["stages"]) == ["dpo"] and (dpo["policy"], dpo["data"]["sources"][0]["path"]) == ("base", "./work/scored.jsonl")
+    remarks = [remark.text for remark in found.remarks]
+    assert any("POLICY is set again in a condition or a loop" in text for text in remarks)
+    assert sum("batch_inference is left out: a stage `iterative_dpo`" in text for text in remarks) == 2
 
 
 def test_a_config_map_and_its_job(tmp_path: Path) -> None:
@@ -156,7 +154,7 @@ def test_values_that_do_not_fit(tmp_path: Path, flags: str, expected: dict[str, 
         ("a.sh", "python train_sft.py --pretrain 'x", "the quote ' is never closed"),
         ("a.sh", "python train_dpo.py --pretrain x --dataset y --label_smoothing 0.7", "stages.dpo.label_smoothing: .*less than 0.5"),
         ("a.yaml", "apiVersion: v1\nkind: ConfigMap\ndata: {a: {{ .Values.x }}}\n---\n: :", "the manifest is not plain YAML"),
-        ("a.sh", "python batch_inference.py --eval_task generate_vllm --pretrain a --dataset b", "no command scores them"),
+        ("a.sh", "python batch_inference.py --eval_task generate_vllm --pretrain a --dataset b", "there is no training command in it"),
     ],
 )
 def test_a_wrong_script_is_one_sentence(tmp_path: Path, name: str, text: str, sentence: str) -> None:

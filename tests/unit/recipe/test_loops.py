@@ -135,7 +135,7 @@ def test_why_not_now(tmp_path: Path) -> None:
         one_round(recipe(tmp_path))
     found = loop_state(recipe(tmp_path), "loop")
     assert found.why_not() == found.why_not(3, 0.005, SOON) == ""
-    assert found.why_not(2) == "2 rounds are done, and max_rounds is 2"
+    assert found.why_not(2) == "2 rounds are done, and --max-rounds (parameter max_rounds of the flow) is 2"
     assert "the win rate went from 0.600 to 0.610 in round 2: it does not rise by more than 0.02" in found.why_not(min_gain=0.02)
     assert "round 2 was begun and finished after" in found.why_not(due=datetime.now(UTC) - timedelta(hours=1))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evaluation.scores.arena_files import folders, judgment_lines, read_judgments, read_styles, to_judgment, token_counter
-from evaluation.scores.arena_hard import controlled, question_rows, reference_controlled, reference_rows, seeded_indices
+from evaluation.scores.arena_hard import controlled, question_rows
 from evaluation.scores.leaderboard import How, boards
 from evaluation.scores.scoring import arena_clusters, interval
 from evaluation.scores.style import Style, style_of
@@ -21,6 +21,8 @@ from tests.support.arena import (
     publish,
     published_benchmark,
     simulate,
+    their_controlled,
+    their_features,
     their_rows,
 )
 
@@ -93,12 +95,14 @@ def test_defect_1_rows_of_a_question_are_not_independent() -> None:
     """The score's true standard deviation, over 400 simulated evaluations: ours tells it, the row bootstrap understates it."""
     truth, rows_say, ours_say = [], [], []
     for seed in range(400):
-        judged = [to_judgment(row) for row in _correlated(60, seed)]
+        rows = _correlated(60, seed)
+        judged = [to_judgment(row) for row in rows]
         clusters = arena_clusters(judged)
         truth.append(clusters.score)
         if seed < 60:
-            outcomes = reference_rows(judged).outcomes
-            rows_say.append(np.std(outcomes[seeded_indices(len(outcomes), 300, seed)].mean(1)))
+            outcomes = np.array([score for *_, score in their_rows(rows)])
+            drawn = np.random.default_rng(seed).integers(len(outcomes), size=(300, len(outcomes)))
+            rows_say.append(np.std(outcomes[drawn].mean(1)))
             low, high = interval(clusters, 300, seed, level=0.6827)
             ours_say.append((high - low) / 2)
     assert np.mean(ours_say) / np.std(truth) == pytest.approx(1.0, abs=0.1)
@@ -129,11 +133,12 @@ def test_defect_2_style_control_works_with_one_model() -> None:
     styles = {(row["model"], row["uid"]): style_of(row["metadata"]) for row in answers}
     raw = arena_clusters(judged).score
     ours = controlled(question_rows(judged, styles, arena=True), ("length",), 200, 0).scores["long"]
-    rows = reference_rows(judged, styles)
-    theirs = reference_controlled(rows, ("length",), seeded_indices(len(rows.outcomes), 30, 0)).scores["long"]
+    rows = their_rows(judgments)
+    drawn = np.random.default_rng(0).integers(len(rows), size=(10, len(rows)))
+    theirs, *_ = their_controlled(rows, their_features(rows, answers)[:, :1], drawn)["long"]
     assert raw > 0.65
     assert ours.low < 0.5 < ours.high and ours.high - ours.low < 0.12
-    assert theirs.value > raw - 0.01
+    assert theirs > raw - 0.01
 
 
 @pytest.mark.parametrize("score", ["A", "A>>>B", "AB", "B>>>>A", "", None, 3, ["A>B"]])
