@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +25,8 @@ from evaluation.report.summary import StageView, Status
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.load import dump_recipe
 from rlhf_core.recipe.plan import Plan
-from rlhf_core.runs.run_dir import REQUEST, RunDir
-from rlhf_core.system.files import digest, read_json, write_text
+from rlhf_core.runs.run_dir import HOLDER_ENV, LOCK, REQUEST, RunDir
+from rlhf_core.system.files import digest, is_locked, read_json, write_text
 
 RECIPE, RUN, RUNS = "recipe.yaml", "run.json", "runs"
 VIEWS = TypeAdapter(list[StageView])  # the stages in `run.json`, with run directories relative to the artifacts
@@ -36,6 +37,7 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
     """Yields the status of every stage, which the block updates, and writes the report after the block, also when it raises."""
     statuses: dict[str, Status] = {node.name: found(node.run_dir) for node in plan.nodes}
     started = time.time()
+    os.environ[HOLDER_ENV] = f"run {plan.recipe.name}, process {os.getpid()},"
     record(plan, views_of(plan, statuses), started)  # so that `alignflow gc` keeps the stages of a run in progress
     try:
         yield statuses
@@ -45,6 +47,8 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
         except Exception:  # must not replace the exception that ended the run
             logging.getLogger(__name__).exception("the report of %s could not be written", plan.recipe.name)
         raise
+    finally:
+        del os.environ[HOLDER_ENV]
     page = write(plan, statuses, started)
     create_link_artifact(page.as_uri(), link_text=page.name, key="report", description=f"report of {plan.recipe.name}")
 
@@ -116,4 +120,6 @@ def found(run_dir: Path) -> Status:
     run = RunDir(run_dir)
     if run.result() is not None:
         return "done"
+    if is_locked(run / LOCK):
+        return "running"
     return "failed" if (run / REQUEST).exists() else "not run"

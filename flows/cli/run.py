@@ -119,6 +119,6 @@ def _without_trace(record: logging.LogRecord) -> bool:
     """
     if "ook 'notify_state'" in record.getMessage():
         return record.levelno > logging.INFO
-    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed | StoreFault | httpx.HTTPError):
+    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed | StoreFault | MachineLacks | httpx.HTTPError):
         record.exc_info = None
     return True

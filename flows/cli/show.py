@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # imports scipy, which most commands do not need
 OK, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143  # WRONG_INPUT and ENVIRONMENT, 2 and 3, are also those of a stage's process
 RecipePlace = Annotated[str, Parameter(help="YAML file, or its URI (https://, or what fsspec knows, such as s3://).")]
 Override = Annotated[str, Parameter(help="STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.")]
-COLOURS = {"skip": "green", "fetch": "green", "resume": "yellow", "run": "cyan", "done": "green", "failed": "red", "not run": "dim"}
+COLOURS = dict.fromkeys(("skip", "fetch", "done", "skipped"), "green") | {"run": "cyan", "failed": "red", "not run": "dim"}
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -61,7 +61,7 @@ def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
     table = table_of(*columns, title=f"recipe {plan.recipe.name}", whole=("stage", "digest", "action"))
     for node, action, why in lines:
         inputs = [*node.models, *node.parents]
-        table.add_row(node.name, node.kind, ", ".join(inputs), node.digest, f"[{COLOURS[action]}]{action}[/]", why)
+        table.add_row(node.name, node.kind, ", ".join(inputs), node.digest, f"[{COLOURS.get(action, 'yellow')}]{action}[/]", why)
     console.print(table)
     counts = {action: sum(line.action == action for line in lines) for action in ("run", "resume", "skip", "fetch")}
     summary = f"{counts['run']} to run, {counts['resume']} to resume, {counts['skip']} to skip"
@@ -76,7 +76,7 @@ def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
         result, status = RunDir(node.run_dir).result(), statuses.get(node.name, "not run")
         shown = [f"{name} {value:.4g}" for name, value in sorted(result.metrics.items())][:4] if result else []
         seconds = f"{result.seconds:.0f}" if result else ""
-        table.add_row(node.name, f"[{COLOURS.get(status, 'green')}]{status}[/]", seconds, ", ".join(shown))
+        table.add_row(node.name, f"[{COLOURS.get(status, 'yellow')}]{status}[/]", seconds, ", ".join(shown))
     console.print(table)
     for verdict in (verdict for node in plan.nodes for verdict in gates_of(node)):
         mark = "[green]gate passed[/]" if verdict.passed else f"[red]gate failed ({verdict.gate.on_fail})[/]"
