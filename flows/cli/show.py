@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
@@ -16,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.cli.history import Difference, Found, Garbage
+from flows.cli.history import Difference, Found, Item
 from rlhf_core.config import KINDS, Recipe
 from rlhf_core.hub.revisions import PINS
 from rlhf_core.recipe.dry_run import Outlook
@@ -25,6 +27,7 @@ from rlhf_core.recipe.load import models_in
 from rlhf_core.recipe.plan import Plan
 from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree
 from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.runs.run_records import RunRecord
 from rlhf_core.system.markdown_table import table
 
 if TYPE_CHECKING:  # imports scipy, which most commands do not need
@@ -107,7 +110,38 @@ def _estimate(estimate: Estimate | None) -> tuple[str, str]:
     return f"{100 * estimate.value:.1f}", f"{100 * estimate.low:.1f} - {100 * estimate.high:.1f}"
 
 
-def show_runs(console: Console, found: Sequence[Found]) -> None:
+def show_runs(console: Console, runs: Sequence[RunRecord], stages: Sequence[Found], as_json: bool) -> None:
+    """Prints the runs of an artifacts folder as a table or JSON. `stages`: those of the folder."""
+    known = {f"stages/{stage.path.name}": stage for stage in stages}
+    lines = []
+    for run in runs:
+        found = [known[stage.run_dir] for stage in run.stages if stage.run_dir in known]
+        rates = [stage.metric.removeprefix("win_rate/") for stage in found if stage.metric.startswith("win_rate/")]
+        lines.append((run, sum(stage.state == "done" for stage in found), rates[-1] if rates else None))
+    if as_json:
+        made = [run.model_dump(mode="json") | {"stages_done": done, "win_rate": rate} for run, done, rate in lines]
+        print(json.dumps(made, indent=2))
+        return
+    columns = ("id", "name", "pinned", "state", "started", "recipe", "stages", "win rate")
+    table = table_of(*columns, whole=("id", "state", "started", "stages"))
+    for run, done, rate in lines:
+        state, when = f"[{COLOURS.get(run.state, 'yellow')}]{run.state}[/]", f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}"
+        count = f"{done} of {len(run.stages)} done"
+        table.add_row(
+            escape(run.id),
+            escape(run.name or ""),
+            "pinned" if run.pinned else "",
+            state,
+            when,
+            escape(run.recipe),
+            count,
+            escape(rate or ""),
+        )
+    console.print(table)
+    console.print(f"{len(runs)} runs")
+
+
+def show_stages(console: Console, found: Sequence[Found]) -> None:
     """Prints the stages of an artifacts folder as a table."""
     columns = ("stage", "kind", "digest", "when", "seconds", "state", "metric")
     table = table_of(*columns, whole=("stage", "digest", "when", "state"))
@@ -154,15 +188,16 @@ def show_lineage(console: Console, ancestor: Ancestor, data: Sequence[Dataset]) 
         console.print(f"  {', '.join(names)}: {text}", markup=False, highlight=False)
 
 
-def show_garbage(console: Console, found: Sequence[Garbage], removed: set[Path] | None) -> None:
-    """Prints what can be removed, with sizes; `removed`: what was, None without --delete."""
-    for item in found:
-        what = "" if removed is None else "removed  " if item.path in removed else "in use, stays  "
-        console.print(f"{what}{item.size / 2**20:10.1f} MiB  {item.path}  ({item.why})", markup=False, highlight=False)
-    whole = sum(item.size for item in found if removed is None or item.path in removed)
-    end = "" if not found else "; --delete removes them" if removed is None else " were removed"
-    count = len(found) if removed is None else len(removed)
-    console.print(f"{count} folders, {whole / 2**20:.1f} MiB{end}", highlight=False)
+def show_garbage(console: Console, kept: Sequence[Item], garbage: Sequence[Item], removed: set[Path] | None) -> None:
+    """Prints what is kept and what can be removed, with sizes; `removed`: what was, None without --delete."""
+    lines = [("keep", item) for item in kept]
+    lines += [("remove" if removed is None else "removed" if item.path in removed else "in use, stays", item) for item in garbage]
+    for what, item in lines:
+        console.print(f"{what:13} {item.size / 2**20:10.1f} MiB  {item.path}  ({item.why})", markup=False, highlight=False)
+    whole = sum(item.size for item in garbage if removed is None or item.path in removed)
+    end = "" if not garbage else "; --delete removes them" if removed is None else " were removed"
+    count = len(garbage) if removed is None else len(removed)
+    console.print(f"{len(kept)} stages are kept; {count} folders, {whole / 2**20:.1f} MiB{end}", highlight=False)
 
 
 def show_migration(console: Console, out: Path, found: Migrated) -> None:

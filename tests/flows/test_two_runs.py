@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.runs.run_records import records
 from tests.support import micro
 from tests.support.micro import wait_until
 
@@ -34,7 +35,7 @@ def start(prefect: str, folder: Path) -> Iterator[Start]:
     def start(name: str) -> subprocess.Popen[bytes]:
         environment = micro.environment(folder) | {"PREFECT_API_URL": prefect}
         with (folder / f"{name}.txt").open("wb") as out:
-            command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml"]
+            command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", "seed=3", "--name", name]
             started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL))
         return started[-1]
 
@@ -51,7 +52,9 @@ def told(folder: Path, name: str) -> str:
 
 def waits(folder: Path, name: str, holder: subprocess.Popen[bytes], line: str) -> None:
     """Waits until a run says who holds the stage."""
-    expected = f"sft is waited for: run micro, process {holder.pid}, on {socket.gethostname()} since 20"
+    (run,) = (run for run in records(folder / "artifacts") if run.name == "first")
+    assert run.state == "running" and (run.pid, run.host) == (holder.pid, socket.gethostname())
+    expected = f"sft is waited for: run first ({run.id}) of micro, process {holder.pid}, on {socket.gethostname()} since 20"
     wait_until(lambda: expected in told(folder, name), "the run to wait", 90, lambda: told(folder, name))
     assert f" UTC works on it and says: {line}" in told(folder, name)
 
@@ -82,6 +85,22 @@ def test_a_waiting_run_ended_by_a_signal_and_one_that_takes_over(folder: Path, s
     assert second.wait(120) == 0, told(folder, "second")
     assert micro.begun(folder).count("sft") == 2 and set(statuses(folder).values()) == {"done"}
     assert not (stage / ".holder").exists()
+    runs = records(folder / "artifacts")
+    states = {run.name: run.state for run in runs}
+    assert states == {"first": "killed", "SIGTERM": "interrupted", "SIGINT": "interrupted", "second": "done"}
+    assert {(run.source, run.overrides) for run in runs} == {("recipe.yaml", ("seed=3",))}
+
+    def alignflow(*arguments: str) -> str:
+        command = [sys.executable, "-m", "flows.cli", *arguments]
+        return subprocess.run(command, cwd=folder, env=micro.environment(folder), check=True, capture_output=True, text=True).stdout
+
+    shown = alignflow("runs").splitlines()
+    assert shown[0].split() == ["id", "name", "pinned", "state", "started", "recipe", "stages", "win", "rate"]
+    assert shown[1].split()[1:3] == ["second", "done"] and "4 of 4 done" in shown[1] and "loop.round1 0.5" in shown[1]
+    alignflow("runs", "pin", "first")
+    assert shown[4].split()[1:3] == ["first", "killed"] and alignflow("runs").splitlines()[4].split()[1:3] == ["first", "pinned"]
+    kept = alignflow("gc", "--keep-runs", "0", "--delete")
+    assert kept.count(f"(run first ({runs[-1].id}), pinned)") == 4 and "4 stages are kept; 0 folders" in kept
 
 
 def test_a_stage_that_another_run_made_is_not_made_again(folder: Path, start: Start) -> None:
