@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from prefect import runtime
 from prefect.artifacts import create_link_artifact
@@ -39,32 +38,33 @@ RECIPE = "recipe.yaml"
 VIEWS = TypeAdapter(list[StageView])  # the stages in `run.json`, with run directories relative to the artifacts
 
 
-class ThisRun(NamedTuple):
-    """A run in progress. `id`: name of its record; `started`: seconds since 1970."""
-
-    id: str
-    started: float
-    asked: Asked
-
-
-def this_run() -> ThisRun:
-    """Returns a new run's id, time, and what it was asked for: by the command line, or by the parameters of a deployment's run."""
+def this_run(recipe: str) -> RunRecord:
+    """Returns the record of a run that starts now, with what the command line, or the parameters of a deployment's run, asked for."""
     started, parameters = time.time(), runtime.flow_run.parameters or {}
     source = parameters.get("recipe")
     given = asked.get() or Asked(source if isinstance(source, str) else "", tuple(parameters.get("overrides") or ()))
-    return ThisRun(f"{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", started, given)
+    return RunRecord(
+        id=f"{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}",
+        name=given.name,
+        recipe=recipe,
+        source=without_passwords(given.source),
+        overrides=tuple(map(without_passwords, given.overrides)),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started=started,
+    )
 
 
 @contextmanager
 def reported(plan: Plan) -> Iterator[dict[str, Status]]:
     """Yields the status of every stage, which the block updates, and writes the report after the block, also when it raises."""
     statuses: dict[str, Status] = {node.name: found(node.run_dir) for node in plan.nodes}
-    run = this_run()
-    lock, label = plan.folder / RUNS / f"{run.id}{RUN_LOCK}", RunRecord(id=run.id, name=run.asked.name).label
+    run = this_run(plan.recipe.name)
+    lock = plan.folder / RUNS / f"{run.id}{RUN_LOCK}"
     with ExitStack() as ends:
         ends.callback(lock.unlink, missing_ok=True)
         ends.enter_context(locked(lock))
-        os.environ[HOLDER_ENV] = f"run {label} of {plan.recipe.name}, process {os.getpid()},"
+        os.environ[HOLDER_ENV] = f"run {run.label} of {plan.recipe.name}, process {os.getpid()},"
         ends.callback(os.environ.pop, HOLDER_ENV)
         record(plan, views_of(plan, statuses), run)  # so that `alignflow gc` keeps the stages of a run in progress
         try:
@@ -80,7 +80,7 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
     create_link_artifact(page.as_uri(), link_text=page.name, key="report", description=f"report of {plan.recipe.name}")
 
 
-def write(plan: Plan, statuses: dict[str, Status], run: ThisRun | None = None, state: str = "") -> Path:
+def write(plan: Plan, statuses: dict[str, Status], run: RunRecord | None = None, state: str = "") -> Path:
     """Writes the recipe's folder, and the page over all runs. Returns the page's path.
 
     `run`: the one that ends now, in `state`; None: writes the pages only and keeps `run.json`, which `alignflow gc` reads.
@@ -103,24 +103,13 @@ def views_of(plan: Plan, statuses: dict[str, Status]) -> list[StageView]:
     return [StageView(node.name, node.kind, node.parents, node.run_dir, statuses[node.name], gates_of(node)) for node in plan.nodes]
 
 
-def record(plan: Plan, views: list[StageView], run: ThisRun, state: str = "", ended: float | None = None) -> None:
+def record(plan: Plan, views: list[StageView], run: RunRecord, state: str = "", ended: float | None = None) -> None:
     """Writes the recipe, `run.json`, and the run's own file in `runs/` (runs/run_records.py), which later runs do not change."""
     (plan.folder / RUNS).mkdir(parents=True, exist_ok=True)
     write_text(plan.folder / RECIPE, dump_recipe(plan.recipe))
     relative = [replace(view, run_dir=view.run_dir.relative_to(plan.artifacts)) for view in views]
-    source, overrides, name = run.asked
-    entry = {
-        "recipe": plan.recipe.name,
-        "name": name,
-        "source": without_passwords(source),
-        "overrides": [without_passwords(override) for override in overrides],
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": run.started,
-        "ended": ended,
-        "state": state,
-        "stages": VIEWS.dump_python(relative, mode="json"),
-    }
+    entry = run.model_dump(mode="json", exclude={"file", "id", "pinned"})
+    entry |= {"state": state, "ended": ended, "stages": VIEWS.dump_python(relative, mode="json")}
     write_text(plan.folder / RUNS / f"{run.id}.json", json.dumps(entry | {"config": plan.recipe.model_dump(mode="json")}, indent=2) + "\n")
     write_text(plan.folder / RUN, json.dumps(entry, indent=2) + "\n")
 

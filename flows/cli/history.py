@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -22,7 +21,7 @@ from rlhf_core.recipe import loop_record
 from rlhf_core.recipe.dry_run import changes
 from rlhf_core.runs.lineage import Ancestor, lineage, stage_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, RunDir
-from rlhf_core.runs.run_records import RUN, kept, read, records
+from rlhf_core.runs.run_records import RUN, RunRecord, kept, read, records
 from rlhf_core.system.files import is_locked, locked, read_json
 from rlhf_core.system.redaction import without_passwords
 
@@ -60,14 +59,7 @@ class Item(NamedTuple):
     why: str
 
 
-class Policy(NamedTuple):
-    """Which runs keep their stages, as `run_records.kept`: all when neither is given. `older_than` in seconds."""
-
-    keep_runs: int | None = None
-    older_than: float | None = None
-
-
-EVERY_RUN = Policy()
+Keeping = Callable[[Sequence[RunRecord]], set[str]]  # returns the ids of runs that keep their stages
 
 
 def stages(artifacts: Path) -> list[Found]:
@@ -98,14 +90,14 @@ def lineage_of(place: str) -> Ancestor:
     return ancestor
 
 
-def survey(artifacts: Path, policy: Policy = EVERY_RUN) -> tuple[list[Item], list[Item]]:
+def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Item], list[Item]]:
     """Returns what is kept and what can be removed: stages that no kept run refers to, directly or through parents, and resume states of
     stages that are done.
 
     Stages that a process works on or a loop needs, and their ancestors, are kept. Raises ValueError when a record cannot be read.
     """
-    keepers, former = _claims(artifacts, policy)
-    kept, garbage = [], []
+    keepers, former = _claims(artifacts, keeping)
+    used, garbage = [], []
     for folder, _ in _stages(artifacts):
         size = size_of(folder)
         if folder not in keepers:
@@ -115,15 +107,15 @@ def survey(artifacts: Path, policy: Policy = EVERY_RUN) -> tuple[list[Item], lis
         if (folder / STATE).is_dir() and not is_locked(folder / LOCK) and RunDir(folder).result() is not None:
             garbage.append(Item(folder / STATE, size_of(folder / STATE), "resume states of a stage that is done"))
             size -= garbage[-1].size
-        kept.append(Item(folder, size, _few(keepers[folder])))
-    return kept, garbage
+        used.append(Item(folder, size, _few(keepers[folder])))
+    return used, garbage
 
 
-def remove(item: Item, policy: Policy = EVERY_RUN) -> bool:
+def remove(item: Item, keeping: Keeping = kept) -> bool:
     """Removes a folder unless a process works there or a run now keeps it. Returns whether it was removed."""
     folder = item.path.parent if item.path.name == STATE else item.path
     with locked(folder / LOCK) as ours:
-        if not ours or (item.path == folder and folder in _claims(folder.parents[1], policy, locks=False)[0]):
+        if not ours or (item.path == folder and folder in _claims(folder.parents[1], keeping, locks=False)[0]):
             return False
         if item.path == folder:
             (folder / RESULT).unlink(missing_ok=True)  # first, so that a partly removed stage does not count as done
@@ -213,15 +205,14 @@ def _content(place: str) -> str:
     return f"{stage[1]['name']}-{stage[1]['digest']}" if stage else place
 
 
-def _claims(artifacts: Path, policy: Policy, locks: bool = True) -> tuple[dict[Path, list[str]], dict[Path, list[str]]]:
+def _claims(artifacts: Path, keeping: Keeping, locks: bool = True) -> tuple[dict[Path, list[str]], dict[Path, list[str]]]:
     """Returns by run directory who keeps it, and which runs no longer do. `locks`: also processes that work in it."""
     runs = [run.require_whole() for run in records(artifacts)]
     parents = cache(_parents)
-    keeping = kept(runs, policy.keep_runs, None if policy.older_than is None else time.time() - policy.older_than)
-    claims = []
+    keep, claims = keeping(runs), []
     for run in runs:
         what = ", pinned" if run.pinned else ", running" if run.state == "running" else ""
-        claims.append((f"run {run.label}{what}", run.id in keeping, [(artifacts / stage.run_dir).resolve() for stage in run.stages]))
+        claims.append((f"run {run.label}{what}", run.id in keep, [(artifacts / stage.run_dir).resolve() for stage in run.stages]))
     for file in sorted(artifacts.glob(f"*/{loop_record.FILE}")):
         rounds = [(artifacts / STAGES / name).resolve() for name in loop_record.directories(file.parent)]
         claims.append((f"the loop of {file.parent.name}", True, rounds))

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from rlhf_core.config import StageConfig, Wandb
 from rlhf_core.config.gates import Verdict
 from rlhf_core.records import FileInfo, Frozen, StageResult
-from rlhf_core.system.files import file_digest, locked, remember_digest, sync_to_disk, write_text
+from rlhf_core.system.files import file_digest, locked, remember_digest, sync_to_disk, tail, write_text
 from rlhf_core.system.machine import MachineLacks
 
 RESULT, REQUEST, METRICS, LOG, LOCK, STATE = "result.json", "config.json", "metrics.jsonl", "log.txt", ".lock", "state"
@@ -126,14 +126,14 @@ class RunDir:
             with locked(self / LOCK, wait_seconds=1.0) as free:
                 if free:
                     return
-            now, holder = time.monotonic(), _last_line(self / HOLDER) or "another process"
-            if (last := _last_line(self / LOG)) != line:
+            now, holder = time.monotonic(), tail(self / HOLDER) or "another process"
+            if (last := tail(self / LOG)) != line:
                 line, changed = last, now
             if now - changed > WAIT_SECONDS:
                 raise MachineLacks(f"stage {name} is held by {holder}, without a line in its log for a day: end it, then run this again")
             if now - said >= every:
                 said = now
-                log(f"{name} is waited for: {holder} works on it" + (f" and says: {line}" if line else ""))
+                log(f"{name} is waited for: {holder} works on it" + (f" and says: {line[:300]}" if line else ""))
 
     def finish(self, request: StageRequest, outcome: Outcome, seconds: float) -> StageResult:
         """Writes the manifest over all outputs and then `result.json`, without metrics that are infinite or NaN: the log names them."""
@@ -204,17 +204,6 @@ def environment() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _last_line(file: Path) -> str:
-    """Returns the last line of a text file that is not blank, cut to 300 characters; '' when there is none."""
-    try:
-        with file.open("rb") as opened:
-            opened.seek(max(0, file.stat().st_size - 4096))
-            lines = opened.read().decode(errors="replace").split("\n")
-    except OSError:
-        return ""
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
 
 
 def _size(path: Path) -> int | None:

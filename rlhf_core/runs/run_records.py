@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from rlhf_core.system.files import is_locked
 
@@ -34,19 +34,14 @@ asked: ContextVar[Asked | None] = ContextVar("asked", default=None)  # set by th
 class RecordedStage(BaseModel):
     """A stage of a recorded run. `run_dir` is relative to the artifacts; `status`: what the run did with it."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     name: str
     run_dir: str = Field(pattern=r"^stages/[^/\x00]+$")
-    kind: str = ""
     status: str = ""
 
 
 class RunRecord(BaseModel):
     """A recorded run. Earlier layouts lack fields. `state`: done, failed, gate failed, interrupted, running, killed (it wrote no end, and
     its process is gone), damaged (its record cannot be read), or unfinished (of earlier layouts); times in seconds since 1970."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     file: Path = Path()
     id: str = ""
@@ -104,7 +99,7 @@ def pin(artifacts: Path, which: str, pinned: bool) -> RunRecord:
     return found[0]
 
 
-def kept(runs: Sequence[RunRecord], keep_runs: int | None, not_before: float | None) -> set[str]:
+def kept(runs: Sequence[RunRecord], keep_runs: int | None = None, not_before: float | None = None) -> set[str]:
     """Returns the ids of runs whose stages are kept; `runs` are the newest first.
 
     They are the newest `keep_runs` of each recipe, those that began at `not_before` or later, pinned ones and those in progress; all when

@@ -15,9 +15,8 @@ from rlhf_core.config import DPO, SFT, Recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, Outcome, RunDir
-from rlhf_core.runs.run_records import Asked
 from rlhf_core.system.files import is_locked
-from tasks.report import ThisRun, record, views_of
+from tasks.report import record, this_run, views_of
 from tests.support.chain import BASE, Chain, build
 
 
@@ -171,7 +170,7 @@ def test_each_run_has_its_own_record(tmp_path: Path) -> None:
         run = RunDir(planned["sft"].run_dir)
         run.prepare(planned.request(planned["sft"]))
         names.append(run.path)
-        this = ThisRun(f"run-{seed}", 1e9 + seed, Asked())
+        this = this_run("one")
         record(planned, views_of(planned, {"sft": "failed"}), this)
         record(planned, views_of(planned, {"sft": "failed"}), this, "failed", ended=2e9)
     assert len(set(names)) == 3 and all(path.is_dir() for path in names) and garbage(tmp_path / "artifacts") == []

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from filelock import FileLock
 
 import flows.cli
-from flows.cli.history import Policy, remove, survey
+from flows.cli.history import remove, survey
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.runs.run_records import check_name, kept, pin, records
 from tests.support.chain import Chain, build
@@ -114,7 +115,7 @@ def test_gc_says_which_run_keeps_what(chain: Chain) -> None:
 
 def test_a_stage_that_a_run_takes_up_meanwhile_stays(chain: Chain) -> None:
     ran(chain, "a", 60, "sft")
-    policy = Policy(older_than=DAY)
+    policy = partial(kept, not_before=time.time() - DAY)
     (item,) = (item for item in survey(chain.root, policy)[1] if item.path == chain.stages["sft"])
     new = ran(chain, "b", 0, "sft", recipe="two")
     assert not remove(item, policy) and RunDir(item.path).result() is not None
