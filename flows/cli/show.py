@@ -125,18 +125,9 @@ def show_runs(console: Console, runs: Sequence[RunRecord], stages: Sequence[Foun
     columns = ("id", "name", "pinned", "state", "started", "recipe", "stages", "win rate")
     table = table_of(*columns, whole=("id", "state", "started", "stages"))
     for run, done, rate in lines:
-        state, when = f"[{COLOURS.get(run.state, 'yellow')}]{run.state}[/]", f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}"
-        count = f"{done} of {len(run.stages)} done"
-        table.add_row(
-            escape(run.id),
-            escape(run.name or ""),
-            "pinned" if run.pinned else "",
-            state,
-            when,
-            escape(run.recipe),
-            count,
-            escape(rate or ""),
-        )
+        when, count = f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}", f"{done} of {len(run.stages)} done"
+        cells = (run.id, run.name or "", "pinned" if run.pinned else "", run.state, when, run.recipe, count, rate or "")
+        table.add_row(*map(escape, cells))
     console.print(table)
     console.print(f"{len(runs)} runs")
 

@@ -117,12 +117,13 @@ def read(file: Path) -> RunRecord:
     recipe, identity = (file.parent.name, f"{file.parent.name}/{RUN}") if file.name == RUN else (file.parents[1].name, file.stem)
     own = {"file": file, "id": identity, "recipe": recipe, "pinned": file.with_suffix(PIN).exists()}
     own["started"] = file.stat().st_mtime if file.exists() else 0.0
+    running = is_locked(file.with_suffix(LOCK))  # looked at first: a run writes its end before it lets go
     try:
         run = RunRecord.model_validate_json(file.read_bytes())
     except (OSError, ValueError):
         return RunRecord().model_copy(update=own | {"state": "damaged"})
     statuses = {stage.status for stage in run.stages}
-    if is_locked(file.with_suffix(LOCK)):
+    if running:
         state = "running"
     elif run.state or statuses <= {"done", "skipped"}:
         state = run.state or "done"

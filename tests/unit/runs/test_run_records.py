@@ -139,7 +139,7 @@ def test_the_finished_stages_of_a_killed_run_are_kept(chain: Chain) -> None:
 )  # fmt: skip
 def test_a_damaged_record_is_a_sentence(chain: Chain, damage: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     ran(chain, "a", 1, "sft").write_bytes(damage)
-    ran(chain, "b", 1, "sft", name="[red]good")
+    ran(chain, "b", 1, "sft", name="[red]good", state="[/x]done")
     assert flows.cli.main(["runs", str(chain.root)]) == 0
     out = capsys.readouterr().out
     assert "damaged" in out and "[red]good" in out and "2 runs" in out
@@ -148,7 +148,7 @@ def test_a_damaged_record_is_a_sentence(chain: Chain, damage: bytes, capsys: pyt
     assert all(path.exists() for path in chain.stages.values())
     assert flows.cli.main(["runs", str(chain.root), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert {run["id"]: (run["state"], run["stages_done"]) for run in listed} == {"a": ("damaged", 0), "b": ("done", 1)}
+    assert {run["id"]: (run["state"], run["stages_done"]) for run in listed} == {"a": ("damaged", 0), "b": ("[/x]done", 1)}
 
 
 def test_a_list_while_records_are_written(chain: Chain) -> None:
