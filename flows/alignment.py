@@ -25,7 +25,7 @@ from rlhf_core.system import orphan_watcher
 from tasks.gates import check_gates
 from tasks.keys import provided, variables
 from tasks.notify import notify_gates, notify_stage, notify_state
-from tasks.report import reported, statuses_of
+from tasks.report import found, reported, statuses_of
 from tasks.served import recipe_of_run
 from tasks.stages import run_stage
 from tasks.store import bring_parents
@@ -108,11 +108,11 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
     def pass_gates(node: Node) -> None:
         verdicts = check_gates(node)
         notify_gates(planned.recipe, verdicts)
-        found = holding(verdicts)
-        failed_gates.extend(found)
-        if any(verdict.gate.on_fail == "stop" for verdict in found):
+        stopping = holding(verdicts)
+        failed_gates.extend(stopping)
+        if any(verdict.gate.on_fail == "stop" for verdict in stopping):
             raise GateFailed(failed_gates)
-        if found:
+        if stopping:
             blocked.add(node.name)
 
     with reported(planned) as statuses:
@@ -124,8 +124,13 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
             if blocked.intersection(node.parents):
                 blocked.add(node.name)
                 continue
-            statuses[node.name] = "failed"  # until it is done
-            statuses[node.name] = run_stage(request_of(planned, node), node.run_dir, store_of(planned.recipe))
+            try:
+                statuses[node.name] = run_stage(request_of(planned, node), node.run_dir, store_of(planned.recipe))
+            except BaseException as error:
+                statuses[node.name] = found(node.run_dir)
+                if isinstance(error, Exception) and statuses[node.name] != "running":  # else a signal, or another run works on it
+                    statuses[node.name] = "failed"
+                raise
             if statuses[node.name] == "done":
                 notify_stage(planned.recipe, node)
             pass_gates(node)

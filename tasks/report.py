@@ -9,61 +9,92 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import secrets
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from prefect import runtime
 from prefect.artifacts import create_link_artifact
 from pydantic import TypeAdapter
 
 from evaluation.report.index import write_index
 from evaluation.report.summary import StageView, Status
-from rlhf_core.recipe.gates import gates_of
+from rlhf_core.recipe.gates import GateFailed, gates_of
 from rlhf_core.recipe.load import dump_recipe, recipe_of
 from rlhf_core.recipe.plan import Plan
 from rlhf_core.recipe.references import beside
-from rlhf_core.runs.run_dir import REQUEST, RunDir
-from rlhf_core.system.files import digest, read_json, write_text
+from rlhf_core.runs.run_dir import HOLDER_ENV, LOCK, REQUEST, RunDir
+from rlhf_core.runs.run_records import LOCK as RUN_LOCK
+from rlhf_core.runs.run_records import RUN, RUNS, Asked, RunRecord, asked
+from rlhf_core.system.files import is_locked, locked, read_json, write_text
+from rlhf_core.system.redaction import without_passwords
 
-RECIPE, RUN, RUNS = "recipe.yaml", "run.json", "runs"
+RECIPE = "recipe.yaml"
 VIEWS = TypeAdapter(list[StageView])  # the stages in `run.json`, with run directories relative to the artifacts
+
+
+def this_run(recipe: str) -> RunRecord:
+    """Returns the record of a run that starts now, with what the command line, or the parameters of a deployment's run, asked for."""
+    started, parameters = time.time(), runtime.flow_run.parameters or {}
+    source = parameters.get("recipe")
+    given = asked.get() or Asked(source if isinstance(source, str) else "", tuple(parameters.get("overrides") or ()))
+    return RunRecord(
+        id=f"{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}",
+        name=given.name,
+        recipe=recipe,
+        source=without_passwords(given.source),
+        overrides=tuple(map(without_passwords, given.overrides)),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started=started,
+    )
 
 
 @contextmanager
 def reported(plan: Plan) -> Iterator[dict[str, Status]]:
     """Yields the status of every stage, which the block updates, and writes the report after the block, also when it raises."""
     statuses: dict[str, Status] = {node.name: found(node.run_dir) for node in plan.nodes}
-    started = time.time()
-    record(plan, views_of(plan, statuses), started)  # so that `alignflow gc` keeps the stages of a run in progress
-    try:
-        yield statuses
-    except BaseException:
+    run = this_run(plan.recipe.name)
+    lock = plan.folder / RUNS / f"{run.id}{RUN_LOCK}"
+    with ExitStack() as ends:
+        ends.callback(lock.unlink, missing_ok=True)
+        ends.enter_context(locked(lock))
+        os.environ[HOLDER_ENV] = f"run {run.label} of {plan.recipe.name}, process {os.getpid()},"
+        ends.callback(os.environ.pop, HOLDER_ENV)
+        record(plan, views_of(plan, statuses), run)  # so that `alignflow gc` keeps the stages of a run in progress
         try:
-            write(plan, statuses, started)
-        except Exception:  # must not replace the exception that ended the run
-            logging.getLogger(__name__).exception("the report of %s could not be written", plan.recipe.name)
-        raise
-    page = write(plan, statuses, started)
+            yield statuses
+        except BaseException as error:
+            state = "interrupted" if not isinstance(error, Exception) else "gate failed" if isinstance(error, GateFailed) else "failed"
+            try:
+                write(plan, statuses, run, state)
+            except Exception:  # must not replace the exception that ended the run
+                logging.getLogger(__name__).exception("the report of %s could not be written", plan.recipe.name)
+            raise
+        page = write(plan, statuses, run, "done")
     create_link_artifact(page.as_uri(), link_text=page.name, key="report", description=f"report of {plan.recipe.name}")
 
 
-def write(plan: Plan, statuses: dict[str, Status], started: float | None = None) -> Path:
+def write(plan: Plan, statuses: dict[str, Status], run: RunRecord | None = None, state: str = "") -> Path:
     """Writes the recipe's folder, and the page over all runs. Returns the page's path.
 
-    `started`: start of the run that ends now; None: writes the pages only and keeps `run.json`, which `alignflow gc` reads.
+    `run`: the one that ends now, in `state`; None: writes the pages only and keeps `run.json`, which `alignflow gc` reads.
     """
     views = views_of(plan, statuses)
-    if started:
-        record(plan, views, started)
+    if run:
+        record(plan, views, run)
     plan.folder.mkdir(parents=True, exist_ok=True)
     from evaluation.report.page import write_report  # imports matplotlib, which takes a second
 
     page = write_report(plan.folder, plan.recipe.name, views)
-    if started:
-        record(plan, views, started, time.time())
+    if run:
+        record(plan, views, run, state, time.time())
     write_index(plan.artifacts)
     return page
 
@@ -73,20 +104,15 @@ def views_of(plan: Plan, statuses: dict[str, Status]) -> list[StageView]:
     return [StageView(node.name, node.kind, node.parents, node.run_dir, statuses[node.name], gates_of(node)) for node in plan.nodes]
 
 
-def record(plan: Plan, views: list[StageView], started: float, ended: float | None = None) -> None:
-    """Writes the recipe, `run.json`, and the run's own file in `runs/`, which `alignflow gc` reads and later runs do not change.
-
-    `started`, `ended`: seconds since 1970.
-    """
+def record(plan: Plan, views: list[StageView], run: RunRecord, state: str = "", ended: float | None = None) -> None:
+    """Writes the recipe, `run.json`, and the run's own file in `runs/` (runs/run_records.py), which later runs do not change."""
     (plan.folder / RUNS).mkdir(parents=True, exist_ok=True)
     write_text(plan.folder / RECIPE, dump_recipe(recipe_of(beside(plan.recipe, Path.cwd(), absolute=True))))
     relative = [replace(view, run_dir=view.run_dir.relative_to(plan.artifacts)) for view in views]
-    stages = VIEWS.dump_python(relative, mode="json")
-    run = {"recipe": plan.recipe.name, "started": started, "ended": ended, "stages": stages}
-    directories = digest([stage["run_dir"] for stage in stages])
-    name = f"{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S-%f}-{directories[:8]}.json"
-    write_text(plan.folder / RUNS / name, json.dumps(run | {"config": plan.recipe.model_dump(mode="json")}, indent=2) + "\n")
-    write_text(plan.folder / RUN, json.dumps(run, indent=2) + "\n")
+    entry = run.model_dump(mode="json", exclude={"file", "id", "pinned"})
+    entry |= {"state": state, "ended": ended, "stages": VIEWS.dump_python(relative, mode="json")}
+    write_text(plan.folder / RUNS / f"{run.id}.json", json.dumps(entry | {"config": plan.recipe.model_dump(mode="json")}, indent=2) + "\n")
+    write_text(plan.folder / RUN, json.dumps(entry, indent=2) + "\n")
 
 
 def rewrite(folder: Path) -> Path:
@@ -117,4 +143,6 @@ def found(run_dir: Path) -> Status:
     run = RunDir(run_dir)
     if run.result() is not None:
         return "done"
+    if is_locked(run / LOCK):
+        return "running"
     return "failed" if (run / REQUEST).exists() else "not run"

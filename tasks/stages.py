@@ -50,12 +50,13 @@ def can_retry(task: Any, task_run: Any, state: Any) -> bool:
     persist_result=False,
 )
 def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) -> Literal["done", "skipped"]:
-    """Runs one stage unless it is done, here or in the store; copies its result to the store.
+    """Runs one stage unless it is done, here or in the store; copies its result to the store. Waits while another run works on it.
 
-    Raises StageFailed when its process ends without a result, StoreFault when the store cannot be used.
+    Raises StageFailed when its process ends without a result, StoreFault when the store cannot be used, MachineLacks as `RunDir.wait`.
     """
     logger = get_run_logger()
     run = RunDir(run_dir)
+    run.wait(request.name, logger.info)
     if store and run.result() is None:
         bring(store, run, request, logger.info)
     if run.result() is not None:

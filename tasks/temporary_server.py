@@ -25,6 +25,7 @@ from prefect.settings import (
 )
 
 from rlhf_core.preflight.inputs import MachineLacks
+from rlhf_core.system import orphan_watcher
 from tasks.fresh_database import lay_database
 from tasks.server_process import AUTH, ours
 
@@ -44,6 +45,8 @@ def start_server() -> None:
     if determine_server_type() != ServerType.EPHEMERAL:
         ours.stop()  # a profile of Prefect's names another: this one was prepared for nothing
         return
+    if orphan_watcher.MARK not in os.environ:
+        orphan_watcher.start()
     lay_database()
     with contextlib.suppress(OSError):  # it is tried once more below
         ours.begin()

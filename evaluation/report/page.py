@@ -23,7 +23,8 @@ from evaluation.report.verdict import suspects, tiles, verdict
 from evaluation.scores.over_optimisation import FILE as OVER_OPTIMISATION
 from evaluation.scores.over_optimisation import OverOptimisation
 from evaluation.scores.reward_accuracy import REWARD_MODELS, RewardReports
-from rlhf_core.system.files import write_text
+from rlhf_core.runs.run_dir import LOG
+from rlhf_core.system.files import tail, write_text
 
 
 def write_report(out_dir: Path, recipe_name: str, stages: Sequence[StageView]) -> Path:
@@ -52,7 +53,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         size=(WIDTH, HEIGHT),
         by_name={stage.view.name: stage for stage in stages},
         total_seconds=sum(stage.result.seconds for stage in stages if stage.result),
-        troubles=[(stage, page_stages.log_tail(stage)) for stage in stages if stage.view.status == "failed"],
+        troubles=[(stage, tail(stage.view.run_dir / LOG, 25)) for stage in stages if stage.view.status == "failed"],
         gates=[verdict for stage in stages for verdict in stage.view.gates],
         suspects=suspects(stages),
         families=page_stages.families(stages),

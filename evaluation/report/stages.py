@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +15,7 @@ from evaluation.report.summary import Evidence
 from rlhf_core.config import KINDS, Publication
 from rlhf_core.data.report import stored_warnings
 from rlhf_core.runs.lineage import data_of, lineage
-from rlhf_core.runs.run_dir import LOG
 from rlhf_core.system.redaction import without_passwords
-
-LOG_LINES = 25
 
 
 class Chart(NamedTuple):
@@ -125,17 +121,6 @@ def config_text(stage: Evidence) -> str | None:
         return None
     config = {"seed": stage.request.seed, **stage.request.config.model_dump(mode="json")}
     return without_passwords(json.dumps(config, indent=2, ensure_ascii=False))
-
-
-def log_tail(stage: Evidence) -> str:
-    """Returns the last LOG_LINES lines of a stage's log without colour codes; '' when there is no log."""
-    file = stage.view.run_dir / LOG
-    if not file.is_file():
-        return ""
-    with file.open("rb") as log:
-        log.seek(max(0, file.stat().st_size - 20_000))
-        lines = log.read().decode("utf-8", "replace").splitlines()
-    return "\n".join(re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines[-LOG_LINES:])
 
 
 PHASE, FLOOR, WAIT = "phase/", "floor/", "wait/"

@@ -40,7 +40,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "migrate": cli_prepare.migrate,
     "doctor": cli_prepare.doctor,
     "report": cli_artifacts.report,
-    "runs": cli_artifacts.runs,
+    "stages": cli_artifacts.stages,
     "diff": cli_artifacts.diff,
     "lineage": cli_artifacts.lineage,
     "gc": cli_artifacts.gc,
@@ -65,6 +65,7 @@ app = App(
     version=installed_version,
 )
 app.command(cli_loops.loop_app)
+app.command(cli_artifacts.runs_app)
 for name, command in COMMANDS.items():
     app.command(command, name=name)
 

@@ -1,23 +1,34 @@
-"""Commands on results (`alignflow report`, `runs`, `diff`, `lineage`, `gc`, `leaderboard`) and on reward models (`serve-reward`)."""
+"""Commands on results (`alignflow report`, `runs`, `stages`, `diff`, `lineage`, `gc`, `leaderboard`), and `serve-reward`."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
+import time
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
 
 from flows.cli import history
-from flows.cli.show import OK, console, show_board, show_differences, show_garbage, show_lineage, show_runs, show_stores
+from flows.cli.show import OK, console, show_board, show_differences, show_garbage, show_lineage, show_runs, show_stages, show_stores
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of, stage_of
 from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.runs.run_records import RUN, kept, pin, records
 from rlhf_core.system.files import write_text
 from rlhf_core.system.secret_file import kept_secret
 
 REWARD_KEY = "ALIGNFLOW_REWARD_KEY"  # the variable of `serve-reward` and of its clients
+
+Artifacts = Annotated[Path, Parameter(help="The `artifacts` folder of recipes.")]
+RunName = Annotated[str, Parameter(help="Name or id, as `alignflow runs` shows them; a name means its newest run.")]
+SECONDS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+runs_app = App(name="runs", help="The runs in an artifacts folder.")
 
 
 def report(run: Path) -> int:
@@ -27,7 +38,7 @@ def report(run: Path) -> int:
         run: a recipe, the folder ARTIFACTS/NAME of one, or ARTIFACTS for the page over all runs alone.
     """
     from evaluation.report.index import write_index
-    from tasks.report import RUN, found, rewrite, write
+    from tasks.report import found, rewrite, write
 
     if run.is_dir() and not (run / RUN).exists() and any(run.glob(f"*/{RUN}")):
         page = write_index(run)
@@ -44,13 +55,34 @@ def report(run: Path) -> int:
     return OK
 
 
-def runs(artifacts: Path = Path("artifacts")) -> int:
-    """List the stages in an artifacts folder, the oldest first.
+@runs_app.default
+def runs(artifacts: Artifacts = Path("artifacts"), *, json: bool = False) -> int:
+    """List the runs in an artifacts folder, the newest first.
 
     Args:
-        artifacts: the `artifacts` folder of recipes.
+        json: print a JSON list in place of a table.
     """
-    show_runs(console, history.runs(artifacts))
+    show_runs(console, records(artifacts), history.stages(artifacts), json)
+    return OK
+
+
+@runs_app.command(name="pin")
+def pin_run(run: RunName, artifacts: Artifacts = Path("artifacts")) -> int:
+    """Keep the stages of a run, whatever `alignflow gc` is told."""
+    console.print(f"pinned: {pin(artifacts, run, True).label}", markup=False, highlight=False)
+    return OK
+
+
+@runs_app.command(name="unpin")
+def unpin_run(run: RunName, artifacts: Artifacts = Path("artifacts")) -> int:
+    """Take back `alignflow runs pin`."""
+    console.print(f"not pinned: {pin(artifacts, run, False).label}", markup=False, highlight=False)
+    return OK
+
+
+def stages(artifacts: Artifacts = Path("artifacts")) -> int:
+    """List the stages in an artifacts folder, the oldest first."""
+    show_stages(console, history.stages(artifacts))
     show_stores(console, history.stores(artifacts))
     return OK
 
@@ -86,15 +118,25 @@ def lineage(checkpoint: str, *, out: Path | None = None) -> int:
     return OK
 
 
-def gc(artifacts: Path = Path("artifacts"), *, delete: bool = False) -> int:
-    """Show what no run needs: stages that no recorded run (ARTIFACTS/NAME/runs) refers to, resume states of stages that are done.
+def gc(
+    artifacts: Artifacts = Path("artifacts"), *, keep_runs: int | None = None, older_than: str | None = None, delete: bool = False
+) -> int:
+    """Show which run keeps which stage, and what no run keeps: other stages, and resume states of stages that are done.
+
+    Without --keep-runs and --older-than every recorded run keeps its stages. Pinned runs and those in progress always do.
 
     Args:
-        artifacts: the `artifacts` folder of recipes.
-        delete: remove it; directories that a process works in stay.
+        keep_runs: the newest N runs of each recipe keep their stages; older ones do not, unless --older-than says so.
+        older_than: runs that began earlier than this ago do not keep their stages, such as 12h, 30d or 8w.
+        delete: remove what no run keeps; directories that a process works in stay.
     """
-    found = history.garbage(artifacts)
-    show_garbage(console, found, {item.path for item in found if history.remove(item)} if delete else None)
+    age = re.fullmatch(r"(\d{1,5})([hdw])", older_than or "0h", re.ASCII)
+    if not age or (keep_runs or 0) < 0:
+        raise ValueError(f"--older-than {older_than} --keep-runs {keep_runs}: give an age such as 12h, 30d or 8w, and 0 or more runs")
+    not_before = time.time() - int(age[1]) * SECONDS[age[2]] if older_than else None
+    keeping = partial(kept, keep_runs=keep_runs, not_before=not_before)
+    used, garbage = history.survey(artifacts, keeping)
+    show_garbage(console, used, garbage, {item.path for item in garbage if history.remove(item, keeping)} if delete else None)
     show_stores(console, history.stores(artifacts))
     return OK
 

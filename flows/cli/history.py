@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +21,11 @@ from rlhf_core.recipe import loop_record
 from rlhf_core.recipe.dry_run import changes
 from rlhf_core.runs.lineage import Ancestor, lineage, stage_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, RunDir
+from rlhf_core.runs.run_records import RUN, RunRecord, kept, read, records
 from rlhf_core.system.files import is_locked, locked, read_json
 from rlhf_core.system.redaction import without_passwords
 
-STAGES, RUN, RUNS, RECIPE = "stages", "run.json", "runs", "recipe.yaml"
+STAGES, RECIPE = "stages", "recipe.yaml"
 
 
 class Found(NamedTuple):
@@ -48,15 +51,18 @@ class Difference(NamedTuple):
     after: str
 
 
-class Garbage(NamedTuple):
-    """A folder that can be removed. `path`: a run directory or its resume states; `size` in bytes."""
+class Item(NamedTuple):
+    """A folder for `gc`: a run directory or its resume states. `size` in bytes; `why`: who keeps it, or who no longer does."""
 
     path: Path
     size: int
     why: str
 
 
-def runs(artifacts: Path) -> list[Found]:
+Keeping = Callable[[Sequence[RunRecord]], set[str]]  # returns the ids of runs that keep their stages
+
+
+def stages(artifacts: Path) -> list[Found]:
     """Returns the stages of an artifacts folder, the oldest first. Raises ValueError when it has no `stages` folder."""
     return sorted((_found(folder, record) for folder, record in _stages(artifacts)), key=lambda found: found.when)
 
@@ -84,27 +90,32 @@ def lineage_of(place: str) -> Ancestor:
     return ancestor
 
 
-def garbage(artifacts: Path) -> list[Garbage]:
-    """Returns stages that no recorded run refers to, directly or through parents, and resume states of stages that are done.
+def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Item], list[Item]]:
+    """Returns what is kept and what can be removed: stages that no kept run refers to, directly or through parents, and resume states of
+    stages that are done.
 
-    Stages that a process works on, and their ancestors, are never included. Raises ValueError when a run's record cannot be read.
+    Stages that a process works on or a loop needs, and their ancestors, are kept. Raises ValueError when a record cannot be read.
     """
-    stages = dict(_stages(artifacts))
-    kept = _closure([*_referred(artifacts), *(folder for folder in stages if is_locked(folder / LOCK))])
-    found = []
-    for folder in stages:
-        if folder not in kept:
-            found.append(Garbage(folder, size_of(folder), "no recorded run refers to it"))
-        elif (folder / STATE).is_dir() and not is_locked(folder / LOCK) and RunDir(folder).result() is not None:
-            found.append(Garbage(folder / STATE, size_of(folder / STATE), "resume states of a stage that is done"))
-    return found
+    keepers, former = _claims(artifacts, keeping)
+    used, garbage = [], []
+    for folder, _ in _stages(artifacts):
+        size = size_of(folder)
+        if folder not in keepers:
+            why = f"of {_few(former[folder])}, which no longer keeps it" if former[folder] else "no recorded run refers to it"
+            garbage.append(Item(folder, size, why))
+            continue
+        if (folder / STATE).is_dir() and not is_locked(folder / LOCK) and RunDir(folder).result() is not None:
+            garbage.append(Item(folder / STATE, size_of(folder / STATE), "resume states of a stage that is done"))
+            size -= garbage[-1].size
+        used.append(Item(folder, size, _few(keepers[folder])))
+    return used, garbage
 
 
-def remove(item: Garbage) -> bool:
-    """Removes a folder unless a process works there or a run now refers to it. Returns whether it was removed."""
+def remove(item: Item, keeping: Keeping = kept) -> bool:
+    """Removes a folder unless a process works there or a run now keeps it. Returns whether it was removed."""
     folder = item.path.parent if item.path.name == STATE else item.path
     with locked(folder / LOCK) as ours:
-        if not ours or (item.path == folder and folder in _referred(folder.parents[1])):
+        if not ours or (item.path == folder and folder in _claims(folder.parents[1], keeping, locks=False)[0]):
             return False
         if item.path == folder:
             (folder / RESULT).unlink(missing_ok=True)  # first, so that a partly removed stage does not count as done
@@ -113,7 +124,7 @@ def remove(item: Garbage) -> bool:
 
 
 def stores(artifacts: Path) -> list[str]:
-    """Returns the stores that the recipes of an artifacts folder name. `runs` and `garbage` do not read them."""
+    """Returns the stores that the recipes of an artifacts folder name. `stages` and `survey` do not read them."""
     found = (_top(file.parent).get("store") for file in sorted(artifacts.glob(f"*/{RECIPE}")))
     return list(dict.fromkeys(str(store) for store in found if store))
 
@@ -146,13 +157,13 @@ def _found(folder: Path, record: Mapping[str, Any]) -> Found:
 
 
 def _recipe_differences(before: Path, after: Path) -> Iterator[Difference]:
-    old, new = ({stage["name"]: stage for stage in _read_run(folder / RUN)["stages"]} for folder in (before, after))
+    old, new = ({stage.name: stage for stage in read(folder / RUN).require_whole().stages} for folder in (before, after))
     yield from (Difference("", "recipe", *change) for change in _changed(_top(before), _top(after)))
     for name in {**old, **new}:
         if name not in old or name not in new:
             yield Difference(name, "stages", "", *("there" if name in side else "not there" for side in (old, new)))
             continue
-        paths = [folder.absolute().parent / stages[name]["run_dir"] for folder, stages in ((before, old), (after, new))]
+        paths = [folder.absolute().parent / stages[name].run_dir for folder, stages in ((before, old), (after, new))]
         if paths[0].resolve() != paths[1].resolve():
             yield from _stage_differences(name, *paths)
 
@@ -194,35 +205,44 @@ def _content(place: str) -> str:
     return f"{stage[1]['name']}-{stage[1]['digest']}" if stage else place
 
 
-def _referred(artifacts: Path) -> list[Path]:
-    """The stages' directories that recorded runs name, each recipe's last and all before it, and those of finished rounds of loops."""
-    files = sorted([*artifacts.glob(f"*/{RUN}"), *artifacts.glob(f"*/{RUNS}/*.json")])
-    named = [(artifacts / stage["run_dir"]).resolve() for file in files for stage in _read_run(file)["stages"]]
-    rounds = [name for file in sorted(artifacts.glob(f"*/{loop_record.FILE}")) for name in loop_record.directories(file.parent)]
-    return named + [(artifacts / STAGES / name).resolve() for name in rounds]
+def _claims(artifacts: Path, keeping: Keeping, locks: bool = True) -> tuple[dict[Path, list[str]], dict[Path, list[str]]]:
+    """Returns by run directory who keeps it, and which runs no longer do. `locks`: also processes that work in it."""
+    runs = [run.require_whole() for run in records(artifacts)]
+    parents = cache(_parents)
+    keep, claims = keeping(runs), []
+    for run in runs:
+        what = ", pinned" if run.pinned else ", running" if run.state == "running" else ""
+        claims.append((f"run {run.label}{what}", run.id in keep, [(artifacts / stage.run_dir).resolve() for stage in run.stages]))
+    for file in sorted(artifacts.glob(f"*/{loop_record.FILE}")):
+        rounds = [(artifacts / STAGES / name).resolve() for name in loop_record.directories(file.parent)]
+        claims.append((f"the loop of {file.parent.name}", True, rounds))
+    if locks:
+        claims += [("a process that works on it", True, [folder]) for folder, _ in _stages(artifacts) if is_locked(folder / LOCK)]
+    keepers, former = defaultdict[Path, list[str]](list), defaultdict[Path, list[str]](list)
+    for label, keeps, folders in claims:
+        for folder in _closure(folders, parents):
+            (keepers if keeps else former)[folder].append(label)
+    return keepers, former
 
 
-def _closure(folders: list[Path]) -> set[Path]:
+def _few(labels: list[str]) -> str:
+    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+
+
+def _closure(folders: list[Path], parents: Callable[[Path], list[Path]]) -> set[Path]:
     """Returns run directories with those of all their ancestors."""
     kept: set[Path] = set()
     while folders:
         folder = folders.pop()
         if folder not in kept:
             kept.add(folder)
-            parents = (stage_of(place) for place in read_json(folder / REQUEST).get("inputs", {}).values())
-            folders += [parent[0].resolve() for parent in parents if parent is not None]
+            folders += parents(folder)
     return kept
 
 
-def _read_run(file: Path) -> dict[str, Any]:
-    """Reads a `run.json` or a file of `runs/`. Raises ValueError when it cannot be read."""
-    run = read_json(file)
-    stages = run.get("stages")
-    named = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
-    if named != stages or not all(isinstance(stage.get(key), str) for stage in named for key in ("name", "run_dir")):
-        again = f"run the recipe again, or remove {file.parent}" if file.name == RUN else "restore it, or remove it"
-        raise ValueError(f"{file} cannot be read: {again} if nothing needs it")
-    return run
+def _parents(folder: Path) -> list[Path]:
+    found = (stage_of(place) for place in read_json(folder / REQUEST).get("inputs", {}).values())
+    return [parent[0].resolve() for parent in found if parent is not None]
 
 
 def _top(folder: Path) -> dict[str, Any]:

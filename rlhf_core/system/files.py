@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +101,17 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def tail(path: Path, count: int = 1) -> str:
+    """Returns the last lines of a log that are not blank, at most 20,000 bytes, without colour codes; '' when there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 20_000))
+            lines = re.sub(r"\x1b\[[0-9;]*m", "", file.read().decode(errors="replace")).splitlines()
+    except OSError:
+        return ""
+    return "\n".join([line for line in lines if line.strip()][-count:])
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -23,6 +23,7 @@ from rlhf_core.recipe.load import given_recipe, load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.launch import StageFailed
 from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.runs.run_records import records
 from tasks.keys import provided
 from tests.support.writing_stages import ORDER, artifacts, attempts, fault, statuses
 
@@ -90,7 +91,9 @@ def test_gc_keeps_the_stages_of_every_run(recipe: Callable[..., Recipe]) -> None
     assert flows.cli.main(["gc", "artifacts", "--delete"]) == 0
     assert {path.parent for path in Path("artifacts/stages").glob("*/result.json")} == made
 
-    runs = [json.loads(file.read_text()) for file in sorted(Path("artifacts/tiny/runs").iterdir())]
+    runs = [json.loads(run.file.read_text()) for run in reversed(records(Path("artifacts")))]
+    assert [run["overrides"] for run in runs] == [["seed=1"], ["seed=2"], ["seed=2", "evaluation.max_questions=5"]]
+    assert {(run["source"], run["state"], run["name"]) for run in runs} == {("recipe.yaml", "done", None)}
     assert [(run["config"]["seed"], run["config"]["stages"]["evaluation"]["max_questions"]) for run in runs] == [
         (1, None),
         (2, None),

@@ -82,7 +82,7 @@ def test_a_kind_added_as_documented(alignflow: Command, code: Path, tmp_path: Pa
     page = (work / "artifacts" / "soups" / "report.html").read_text()
     assert "curves of second" in page and page.count(">distance<") >= 2 and "Is my Soup bad?" in page
     assert "second: distance 3" in (work / "artifacts" / "index.html").read_text()
-    assert "distance 3" in alignflow("runs", "artifacts").stdout
+    assert "distance 3" in alignflow("stages", "artifacts").stdout
 
     told = alignflow("lineage", str(second / "checkpoint")).stdout
     assert told.startswith("second (soup) ") and "── first (soup) " in told and "    ├── base (folder) " in told

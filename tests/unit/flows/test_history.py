@@ -10,19 +10,23 @@ import pytest
 from filelock import FileLock
 
 import flows.cli
-from flows.cli.history import Difference, differences, garbage, lineage_of, remove, runs, size_of
+from flows.cli.history import Difference, Item, differences, lineage_of, remove, size_of, stages, survey
 from rlhf_core.config import DPO, SFT, Recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, Outcome, RunDir
 from rlhf_core.system.files import is_locked
-from tasks.report import record, views_of
+from tasks.report import record, this_run, views_of
 from tests.support.chain import BASE, Chain, build
 
 
 @pytest.fixture
 def chain(tmp_path: Path) -> Chain:
     return build(tmp_path / "artifacts")
+
+
+def garbage(artifacts: Path) -> list[Item]:
+    return survey(artifacts)[1]
 
 
 def refer(chain: Chain, recipe: str, *names: str) -> Path:
@@ -50,17 +54,17 @@ def another(chain: Chain, name: str, digest: str, metrics: dict[str, float], **c
 def test_runs_of_a_folder(chain: Chain) -> None:
     (chain.stages["ppo"] / RESULT).unlink()
     (chain.root / "stages" / "something else").mkdir()
-    found = {run.name: run for run in runs(chain.root)}
+    found = {run.name: run for run in stages(chain.root)}
     assert set(found) == set(chain.stages)
     assert (found["sft"].kind, found["sft"].digest, found["sft"].state) == ("sft", f"{0:016x}", "done")
     assert (found["sft"].seconds, found["sft"].metric) == (1.5, "loss 0.1235")
     assert (found["ppo"].state, found["ppo"].seconds, found["ppo"].metric) == ("unfinished", None, "")
     with FileLock(chain.stages["ppo"] / LOCK):
-        assert {run.name: run.state for run in runs(chain.root)}["ppo"] == "running"
+        assert {run.name: run.state for run in stages(chain.root)}["ppo"] == "running"
     (chain.stages["dpo-1"] / "checkpoint" / "made-by.txt").write_text("cut")
-    assert {run.name: run.state for run in runs(chain.root)}["dpo-1"] == "unfinished"
+    assert {run.name: run.state for run in stages(chain.root)}["dpo-1"] == "unfinished"
     with pytest.raises(ValueError, match="has no folder stages: give the `artifacts` folder"):
-        runs(chain.root / "stages")
+        stages(chain.root / "stages")
 
 
 def test_differences_of_two_runs_of_a_stage(chain: Chain) -> None:
@@ -166,8 +170,9 @@ def test_each_run_has_its_own_record(tmp_path: Path) -> None:
         run = RunDir(planned["sft"].run_dir)
         run.prepare(planned.request(planned["sft"]))
         names.append(run.path)
-        record(planned, views_of(planned, {"sft": "failed"}), started=1e9 + seed)
-        record(planned, views_of(planned, {"sft": "failed"}), started=1e9 + seed, ended=2e9)
+        this = this_run("one")
+        record(planned, views_of(planned, {"sft": "failed"}), this)
+        record(planned, views_of(planned, {"sft": "failed"}), this, "failed", ended=2e9)
     assert len(set(names)) == 3 and all(path.is_dir() for path in names) and garbage(tmp_path / "artifacts") == []
     kept = sorted((tmp_path / "artifacts" / "one" / "runs").iterdir())
     assert len(kept) == 3 and json.loads(kept[1].read_text())["ended"] == 2e9
@@ -176,7 +181,7 @@ def test_each_run_has_its_own_record(tmp_path: Path) -> None:
 def test_the_commands(chain: Chain, capsys: pytest.CaptureFixture[str]) -> None:
     refer(chain, "one", "dpo-1")
     for arguments, told in (
-        (["runs", str(chain.root)], "6 stages, 6 done"),
+        (["stages", str(chain.root)], "6 stages, 6 done"),
         (["lineage", str(chain.checkpoint)], "dpo-1 (dpo)"),
         (["diff", str(chain.stages["sft"]), str(chain.stages["sft"])], "no difference"),
         (["diff", str(chain.stages["sft"]), str(chain.stages["ppo"])], "configuration"),
@@ -195,7 +200,7 @@ def test_the_commands(chain: Chain, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_store_is_named_and_not_read(chain: Chain, capsys: pytest.CaptureFixture[str]) -> None:
     (chain.root / "one").mkdir(exist_ok=True)
     (chain.root / "one" / "recipe.yaml").write_text("{name: one, store: 's3://bucket/team', stages: {}}")
-    for command in ("runs", "gc"):
+    for command in ("stages", "gc"):
         assert flows.cli.main([command, str(chain.root)]) == 0
         assert "s3://bucket/team: a store, which was not read" in capsys.readouterr().out
 
@@ -207,5 +212,5 @@ def test_old_records_are_shown(chain: Chain) -> None:
         assert record["config"]["stage"] == kind.model_fields["stage"].default
         record["config"]["a_key_of_old"] = 1
         (chain.stages[name] / REQUEST).write_text(json.dumps(record))
-    assert {run.state for run in runs(chain.root)} == {"done"}
+    assert {run.state for run in stages(chain.root)} == {"done"}
     assert Difference("sft", "configuration", "a_key_of_old", "1", "-") in differences(chain.stages["sft"], chain.stages["ppo"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flows.cli.history import garbage
+from flows.cli.history import survey
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.loop_record import FILE, alone, begin, finish, folder_of, loop_of, loop_state, read, with_rounds
 from rlhf_core.recipe.plan import Node, Plan, plan
@@ -196,6 +196,6 @@ def test_which_loop(tmp_path: Path) -> None:
 def test_gc_keeps_what_a_loop_needs(tmp_path: Path) -> None:
     one_round(recipe(tmp_path))
     one_round(recipe(tmp_path, beta=0.7))
-    assert {item.path.name.partition("-")[0] for item in garbage(tmp_path)} == {"publication"}, "the model of the last round, elsewhere"
+    assert {item.path.name.partition("-")[0] for item in survey(tmp_path)[1]} == {"publication"}, "the model of the last round, elsewhere"
     (tmp_path / "night" / FILE).unlink()
-    assert len(garbage(tmp_path)) == len(list((tmp_path / "stages").iterdir()))
+    assert len(survey(tmp_path)[1]) == len(list((tmp_path / "stages").iterdir()))

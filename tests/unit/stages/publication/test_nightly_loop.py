@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.publication import run as hub
 from rlhf_core.stages.publication.folder import assemble
 from rlhf_core.stages.publication.run import upload
-from tasks.report import found, record, views_of
+from tasks.report import found, record, this_run, views_of
 from tests.support.hub_server import TOKEN, Hub, Repository
 from tests.support.publishing import ONCE, THREE, serving_hub
 
@@ -50,7 +49,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, material: Path) -> I
         try:
             yield statuses
         finally:
-            record(planned, views_of(planned, statuses), time.time())
+            record(planned, views_of(planned, statuses), this_run("mine"))
 
     monkeypatch.setattr(flows.alignment, "run_stage", work)
     monkeypatch.setattr(flows.alignment, "check_gates", gates_of)

@@ -1,0 +1,132 @@
+"""Reads, finds and pins the records of runs, `<artifacts>/<recipe>/runs/<id>.json`, which tasks/report.py writes. Torch-free.
+
+A run in progress holds `<id>.lock`, which the system frees when its process dies; `<id>.pin` beside a record pins the run. Neither is in
+the record, so that nobody but the run writes that. A recipe's `run.json` counts as a record where `runs/` does not have it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, Field
+
+from rlhf_core.system.files import is_locked
+
+RUN, RUNS, LOCK, PIN = "run.json", "runs", ".lock", ".pin"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Asked(NamedTuple):
+    """What a run was asked for. `source`: path or URI of the recipe; `name`: of the run."""
+
+    source: str = ""
+    overrides: tuple[str, ...] = ()
+    name: str | None = None
+
+
+asked: ContextVar[Asked | None] = ContextVar("asked", default=None)  # set by the command line before it calls a flow
+
+
+class RecordedStage(BaseModel):
+    """A stage of a recorded run. `run_dir` is relative to the artifacts; `status`: what the run did with it."""
+
+    name: str
+    run_dir: str = Field(pattern=r"^stages/[^/\x00]+$")
+    status: str = ""
+
+
+class RunRecord(BaseModel):
+    """A recorded run. Earlier layouts lack fields. `state`: done, failed, gate failed, interrupted, running, killed (it wrote no end, and
+    its process is gone), damaged (its record cannot be read), or unfinished (of earlier layouts); times in seconds since 1970."""
+
+    file: Path = Path()
+    id: str = ""
+    name: str | None = None
+    pinned: bool = False
+    state: str = ""
+    recipe: str = ""
+    source: str = ""
+    overrides: tuple[str, ...] = ()
+    host: str = ""
+    pid: int | None = None
+    started: float = Field(0, ge=0, le=2.5e11)
+    ended: float | None = Field(None, ge=0, le=2.5e11)
+    stages: tuple[RecordedStage, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The run's name and id, for messages."""
+        return f"{self.name} ({self.id})" if self.name else self.id
+
+    def require_whole(self) -> RunRecord:
+        """Returns this record. Raises ValueError when it is damaged."""
+        if self.state == "damaged":
+            again = f"run the recipe again, or remove {self.file.parent}" if self.file.name == RUN else "restore it, or remove it"
+            raise ValueError(f"{self.file} cannot be read: {again} if nothing needs it")
+        return self
+
+
+def check_name(name: str | None) -> None:
+    """Raises ValueError for a text that cannot name a run."""
+    if name is not None and not NAME.fullmatch(name):
+        raise ValueError(f"--name {name[:80]!r}: give 1 to 64 letters, digits, dots, dashes or underscores, first a letter or digit")
+
+
+def records(artifacts: Path) -> list[RunRecord]:
+    """Returns the recorded runs, the newest first."""
+    found = [read(file) for file in artifacts.glob(f"*/{RUNS}/*.json")]
+    known = {(run.recipe, run.started) for run in found}
+    last = [read(file) for file in artifacts.glob(f"*/{RUN}")]
+    found += [run for run in last if (run.recipe, run.started) not in known]
+    return sorted(found, key=lambda run: (run.started, run.id), reverse=True)
+
+
+def pin(artifacts: Path, which: str, pinned: bool) -> RunRecord:
+    """Pins or unpins a run, by its id or name; of several runs of that name the newest. Raises ValueError when there is none."""
+    runs = records(artifacts)
+    found = [run for run in runs if run.id == which] or [run for run in runs if run.name == which]
+    if not found:
+        raise ValueError(f"{artifacts} has no run {which[:80]!r}: give the name or id of one that `alignflow runs {artifacts}` lists")
+    file = found[0].file.with_suffix(PIN)
+    if pinned:
+        file.touch()
+    else:
+        file.unlink(missing_ok=True)
+    return found[0]
+
+
+def kept(runs: Sequence[RunRecord], keep_runs: int | None = None, not_before: float | None = None) -> set[str]:
+    """Returns the ids of runs whose stages are kept; `runs` are the newest first.
+
+    They are the newest `keep_runs` of each recipe, those that began at `not_before` or later, pinned ones and those in progress; all when
+    neither is given.
+    """
+    if keep_runs is None and not_before is None:
+        return {run.id for run in runs}
+    newest = {run.id for recipe in {run.recipe for run in runs} for run in [run for run in runs if run.recipe == recipe][: keep_runs or 0]}
+    young = {run.id for run in runs if not_before is not None and run.started >= not_before}
+    return newest | young | {run.id for run in runs if run.pinned or run.state == "running"}
+
+
+def read(file: Path) -> RunRecord:
+    """Reads a record, also `run.json`. One that cannot be read has the state `damaged`."""
+    recipe, identity = (file.parent.name, f"{file.parent.name}/{RUN}") if file.name == RUN else (file.parents[1].name, file.stem)
+    own = {"file": file, "id": identity, "recipe": recipe, "pinned": file.with_suffix(PIN).exists()}
+    own["started"] = file.stat().st_mtime if file.exists() else 0.0
+    running = is_locked(file.with_suffix(LOCK))  # looked at first: a run writes its end before it lets go
+    try:
+        run = RunRecord.model_validate_json(file.read_bytes())
+    except (OSError, ValueError):
+        return RunRecord().model_copy(update=own | {"state": "damaged"})
+    statuses = {stage.status for stage in run.stages}
+    if running:
+        state = "running"
+    elif run.state or statuses <= {"done", "skipped"}:
+        state = run.state or "done"
+    else:
+        state = "killed" if run.ended is None else "failed" if "failed" in statuses else "unfinished"
+    return run.model_copy(update=own | {"state": state, "started": run.started or own["started"]})

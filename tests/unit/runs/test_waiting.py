@@ -1,0 +1,62 @@
+"""A process that waits for a run directory: what it says, how often, and when it goes on or gives up."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from rlhf_core.config import SFT
+from rlhf_core.runs import run_dir as module
+from rlhf_core.runs.run_dir import HOLDER, HOLDER_ENV, LOCK, LOG, Outcome, RunDir, StageRequest, run_stage
+from rlhf_core.system.machine import MachineLacks
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    config = SFT.model_validate({"data": {"sources": "x.jsonl"}})
+    run = RunDir(tmp_path / "sft")
+    run.prepare(StageRequest(name="sft", digest="d", config=config, inputs={}, seed=0))
+    return run
+
+
+def test_it_names_the_holder_and_repeats_its_last_line(run: RunDir) -> None:
+    said: list[str] = []
+    (run / HOLDER).write_text("run one, process 7, on here since noon")
+    with FileLock(run / LOCK):
+        waiting = threading.Thread(target=run.wait, args=("sft", said.append, 1.0))
+        waiting.start()
+        for step in range(40):
+            (run / LOG).write_text(f"step {step}/40  loss 1\n\n" if step < 20 else "step 20/40\n" + "x" * 9000 + "\n")
+            waiting.join(0.1)
+        assert waiting.is_alive()
+    waiting.join(10)
+    assert not waiting.is_alive() and 2 <= len(said) <= 4, said
+    assert said[0].startswith("sft is waited for: run one, process 7, on here since noon works on it and says: step ")
+    assert said[-1].endswith("says: " + "x" * 300)
+
+
+def test_it_goes_on_when_there_is_nothing_to_wait_for(run: RunDir) -> None:
+    said: list[str] = []
+    run.wait("sft", said.append)
+    run_stage(run.path, lambda request, run: Outcome({}, {}))
+    with FileLock(run / LOCK):  # such as a copy to a store
+        run.wait("sft", said.append)
+    assert said == []
+
+
+def test_it_gives_up_when_the_holder_says_nothing_for_a_day(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAIT_SECONDS", 2.0)
+    (run / HOLDER).write_bytes(b"\xff\n")
+    with FileLock(run / LOCK), pytest.raises(MachineLacks, match="stage sft is held by \ufffd, without a line in its log for a day"):
+        run.wait("sft", [].append)
+
+
+def test_who_holds_a_directory(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, told in ((None, "process "), ("run one, process 7,", "run one, process 7, on ")):
+        monkeypatch.setenv(HOLDER_ENV, given) if given else monkeypatch.delenv(HOLDER_ENV, raising=False)
+        with run.locked(0):
+            assert (run / HOLDER).read_text().startswith(told)
+        assert not (run / HOLDER).exists()
