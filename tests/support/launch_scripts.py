@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,8 @@ def migrated(tmp_path: Path, text: str, name: str = "launch.sh") -> tuple[dict[s
     (tmp_path / name).write_text(text)
     found = migrate(tmp_path / name)
     (tmp_path / "recipe.yaml").write_text(found.text)
-    assert load_recipe(tmp_path / "recipe.yaml") == found.recipe
+    with contextlib.chdir(tmp_path):
+        assert load_recipe("recipe.yaml") == found.recipe
     raw: dict[str, Any] = yaml.safe_load(found.text)
     return raw, found
 
