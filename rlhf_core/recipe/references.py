@@ -9,11 +9,22 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rlhf_core.config import AlignmentTax, Evaluation, Recipe, RewardJudge, Source, StageConfig, VllmJudge
+from rlhf_core.config import AlignmentTax, Evaluation, Recipe, RewardEvaluation, RewardJudge, Source, StageConfig, VllmJudge
 from rlhf_core.config.kinds import KINDS, named
 from rlhf_core.config.lm_eval_tasks import is_path
 from rlhf_core.config.rewards import FunctionReward, ModelReward
 from rlhf_core.hub.ids import is_remote
+
+PLACES = {  # fields that name a model or a file, beside those of KINDS
+    Source: ("path",),
+    FunctionReward: ("function",),
+    ModelReward: ("model",),
+    AlignmentTax: ("tasks",),
+    Evaluation: ("parents",),
+    RewardEvaluation: ("models",),
+    RewardJudge: ("reward",),
+    VllmJudge: ("model",),
+}
 
 
 class Reference(NamedTuple):
@@ -57,7 +68,7 @@ def beside(recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: 
         whole["base_model"] = _placed(recipe.base_model, folder, problems, absolute)
     if "stages" not in given:
         names = {name: None for config in recipe.stages.values() for name in (*_models(config, recipe), *_files(config))}
-        whole["stages"] = renamed(whole["stages"], {name: _placed(name, folder, problems, absolute) for name in names})
+        whole["stages"] = _placed_in(recipe.stages, {name: _placed(name, folder, problems, absolute) for name in names})
     if problems:
         raise ValueError("\n".join(problems))
     return whole
@@ -74,6 +85,19 @@ def _placed(name: str, folder: Path, problems: list[str], absolute: bool) -> str
         where = "paths in a recipe are relative to its file"
         problems.append(f"{path}: {where}: there is no {place}, but {Path(path).absolute()}: write {os.path.relpath(path, folder)}")
     return f"{place}{colon}{function}"
+
+
+def _placed_in(value: Any, names: Mapping[str, str], named_here: bool = False) -> Any:
+    """Returns a config as plain values, with other names in place of some in the fields that name models and files."""
+    match value:
+        case BaseModel():
+            fields = {*PLACES.get(type(value), ()), *(KINDS[value.stage].names if hasattr(value, "stage") else ())}
+            return {field: _placed_in(getattr(value, field), names, field in fields) for field in type(value).model_fields}
+        case dict():
+            return {_placed_in(key, names, named_here): _placed_in(item, names, named_here) for key, item in value.items()}
+        case list() | tuple():
+            return [_placed_in(item, names, named_here) for item in value]
+    return names.get(value, value) if named_here else value
 
 
 def _models(config: StageConfig, recipe: Recipe) -> Iterator[str]:

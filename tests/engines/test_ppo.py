@@ -123,7 +123,12 @@ def finish_as_a_job(folder: Path) -> None:
         where = f"http://{cluster.head_node.webui_url}"
         command = [sys.executable, "-m", "rlhf_core", str(folder)]
         submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", where, "--", *command]
-        done = subprocess.run(submit, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+        deadline = time.monotonic() + 90
+        while True:
+            done = subprocess.run(submit, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+            if "No available agent" not in done.stderr or time.monotonic() > deadline:  # the node's agent starts after the dashboard
+                break
+            time.sleep(2)
         assert done.returncode == 0 and "succeeded" in done.stdout, (done.stdout + done.stderr)[-3000:]
     finally:
         cluster.shutdown()

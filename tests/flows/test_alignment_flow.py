@@ -19,8 +19,9 @@ import tasks.notify
 from flows.alignment import alignment, stage
 from rlhf_core.config import Recipe
 from rlhf_core.preflight.inputs import require_here
-from rlhf_core.recipe.load import given_recipe, load_recipe
+from rlhf_core.recipe.load import given_recipe, load_recipe, recipe_of
 from rlhf_core.recipe.plan import plan
+from rlhf_core.recipe.references import beside
 from rlhf_core.runs.launch import StageFailed
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.runs.run_records import records
@@ -34,7 +35,7 @@ def test_stages_run_in_order_and_a_second_run_skips_them(recipe: Callable[..., R
     alignment(recipe())
     assert attempts() == ORDER
     assert set(statuses().values()) == {"done"} and list(statuses()) == ORDER
-    assert load_recipe("artifacts/tiny/recipe.yaml") == recipe()
+    assert load_recipe("artifacts/tiny/recipe.yaml") == recipe_of(beside(recipe(), Path.cwd(), absolute=True))
     before = json.loads(Path("artifacts/tiny/summary.json").read_text())
     page = Path("artifacts/tiny/report.html").read_text()
     assert "loop.round2" in page

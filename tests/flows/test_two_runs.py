@@ -36,7 +36,9 @@ def start(prefect: str, folder: Path) -> Iterator[Start]:
         environment = micro.environment(folder) | {"PREFECT_API_URL": prefect}
         with (folder / f"{name}.txt").open("wb") as out:
             command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", "seed=3", "--name", name]
-            started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL))
+            started.append(
+                subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, preexec_fn=heard)
+            )
         return started[-1]
 
     yield start
@@ -44,6 +46,11 @@ def start(prefect: str, folder: Path) -> Iterator[Start]:
         process.kill()
         process.wait()
     wait_until(lambda: not micro.left(folder), "all processes to end", told=lambda: str(micro.left(folder)))
+
+
+def heard() -> None:
+    """A shell has commands in the background ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def told(folder: Path, name: str) -> str:

@@ -120,7 +120,7 @@ def test_mismatched_pairs_the_other_way_round_are_seen(folder: Path, tmp_path: P
         ("grpo, kl, importance weights", {"cap": 1.6}),
         ("grpo, dual clip", {"ours": {}}),
         ("gspo", {"ours": {}}),
-        ("dr_grpo", {"ours": {"constant_length": 17}}),
+        ("dr_grpo", {"ours": {"generate_max_len": 17}}),
         ("rloo, kl, on policy (gradient)", {"beta": 0.051}),
     ],
     ids=str,
