@@ -7,8 +7,8 @@ from prefect import runtime
 from flows.alignment import flow, require_parents, require_type, run_all
 from rlhf_core.config import Recipe
 from rlhf_core.config.kinds import named
-from rlhf_core.recipe.load import unknown
 from rlhf_core.recipe.plan import plan
+from rlhf_core.recipe.sentences import unknown
 from tasks.keys import provided, variables
 from tasks.served import recipe_of_run
 

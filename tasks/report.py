@@ -125,7 +125,8 @@ def rewrite(folder: Path) -> Path:
         run = json.loads((folder / RUN).read_text())
         views = [replace(view, run_dir=artifacts / view.run_dir) for view in VIEWS.validate_python(run["stages"])]
     except (OSError, ValueError, LookupError, TypeError):
-        raise ValueError(f"{folder} has no {RUN} that can be read: give a recipe, or the folder <artifacts>/<recipe> of a run") from None
+        why = f"its {RUN} is damaged" if (folder / RUN).is_file() else f"it has no {RUN}, so no run wrote here"
+        raise ValueError(f"{folder}: {why}: give a recipe, the folder <artifacts>/<recipe> of one that has run, or <artifacts>") from None
     from evaluation.report.page import write_report
 
     page = write_report(folder, run["recipe"], views)

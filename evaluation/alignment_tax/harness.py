@@ -17,7 +17,7 @@ from evaluation.answers.served_models import LocalModel
 from rlhf_core.config import AlignmentTax
 from rlhf_core.config.lm_eval_tasks import is_path, located, read_task, task_name
 from rlhf_core.data.chat import load_tokenizer
-from rlhf_core.recipe.load import unknown
+from rlhf_core.recipe.sentences import unknown
 from rlhf_core.rollout.server import Server
 
 SAME_MEAN = 1e-6  # tolerance: a metric that is the mean of its documents' values can be compared document by document

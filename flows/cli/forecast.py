@@ -15,7 +15,7 @@ from rlhf_core.config import KINDS, PPO, Optimised, Trainable
 from rlhf_core.config.rewards import FunctionReward, HttpReward, ModelReward
 from rlhf_core.forecast.memory import GIB, USABLE
 from rlhf_core.forecast.passes import alternatives, fields_of
-from rlhf_core.forecast.placements import Placement, choose, placements
+from rlhf_core.forecast.placements import Placement, choose, on_fewest
 from rlhf_core.forecast.seconds import Gpu, seconds_of_pass
 from rlhf_core.forecast.zero_stage import peak_of_training, size_of_folder, stage_of_training, starts, whole_on_each
 from rlhf_core.hub.model_config import Size
@@ -30,7 +30,9 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
     for node in planned.nodes:
         if isinstance(node.config, PPO):
             sizes = sizes_of(planned, node, node.config)
-            found = placements(node.config, count, sizes, gpu)
+            fewest, found = on_fewest(node.config, count, sizes, gpu)
+            if fewest < count:
+                console.print(f"{escape(node.name)}: {fewest} GPU(s) are as fast as {count} for models of these sizes", highlight=False)
             _show_ppo(console, node.name, node.config, found, gpu, sizes)
         elif isinstance(node.config, Trainable):
             size, config = model_size(planned, node, getattr(node.config, KINDS[node.kind].start)), node.config

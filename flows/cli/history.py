@@ -73,13 +73,22 @@ def differences(before: Path, after: Path) -> list[Difference]:
     if all(recipes):
         return list(_recipe_differences(before, after))
     stages = [stage_of(folder) for folder in (before, after)]
-    for folder, stage in zip((before, after), stages, strict=True):
-        if stage is None:
-            raise ValueError(
-                f"{folder} is no stage's directory: give two of <artifacts>/stages/<stage>-<digest>, or two recipe folders with a {RUN}"
-            )
+    if problems := [
+        f"{folder}: {_why_no_stage(folder)}: give two of <artifacts>/stages/<stage>-<digest>, or two of <artifacts>/<recipe> with a {RUN}"
+        for folder, stage in zip((before, after), stages, strict=True)
+        if stage is None
+    ]:
+        raise ValueError("\n".join(problems))
     (first, record), (second, _) = (stage for stage in stages if stage is not None)
     return list(_stage_differences(record["name"], first, second))
+
+
+def _why_no_stage(folder: Path) -> str:
+    if not folder.exists():
+        return "there is no such folder"
+    if (folder / RUN).is_file():
+        return "this is a recipe's folder, and the other argument is none"
+    return "this is no folder of a stage, nor of a recipe that has run" if folder.is_dir() else "this is a file"
 
 
 def lineage_of(place: str) -> Ancestor:

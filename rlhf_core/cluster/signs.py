@@ -7,7 +7,7 @@ groups would answer calls beside the work, but move the work off the main thread
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import Thread
 from typing import Any
@@ -21,6 +21,7 @@ from rlhf_core.system import progress
 REPORT_SECONDS = 0.5
 LOOKS = 10  # in the time that a rank may be silent
 LONGEST_PAUSE = 15.0  # seconds between two looks
+NOTICE_SECONDS = 30.0  # without progress, until the log says so
 
 _last: dict[str, bytes | None] = {}  # what each rank reported when it was last looked at
 
@@ -51,10 +52,12 @@ class Silent(Exception):
 
 class Watch:
     """The wait for the work of several ranks, none of which may go without progress for `timeout` seconds. `keys`: what each rank reports
-    under, by the reference of its work; ranks with one key are silent when none of them makes progress."""
+    under, by the reference of its work; ranks with one key are silent when none of them makes progress. `notice` gets the references of
+    ranks without progress for NOTICE_SECONDS, once, before the timeout is over."""
 
-    def __init__(self, keys: Mapping[Any, str], timeout: float):
-        self._keys, self._timeout = keys, timeout
+    def __init__(self, keys: Mapping[Any, str], timeout: float, notice: Callable[[Sequence[Any]], None]):
+        self._keys, self._timeout, self._notice = keys, timeout, notice
+        self._noticed: set[Any] = set()
         self._pause = min(timeout / LOOKS, LONGEST_PAUSE)
         now = time.monotonic()
         self._since, self._next_look = dict.fromkeys(keys, now), now + self._pause
@@ -76,6 +79,9 @@ class Watch:
         reports = {key: get(key) for key in {self._keys[ref] for ref in working}}
         self._since |= {ref: now for ref in working if reports[self._keys[ref]] != _last.get(self._keys[ref])}
         _last.update(reports)
-        silent = [ref for ref in working if now - self._since[ref] >= self._timeout]
-        if silent:
+        if silent := [ref for ref in working if now - self._since[ref] >= self._timeout]:
             raise Silent(silent)
+        self._noticed = {ref for ref in self._noticed if now - self._since[ref] >= NOTICE_SECONDS}
+        if fresh := [ref for ref in working if now - self._since[ref] >= NOTICE_SECONDS and ref not in self._noticed]:
+            self._notice(fresh)
+            self._noticed |= {*fresh}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 import ray
@@ -17,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.rank_environment import LESS_MEMORY
 from rlhf_core.cluster.ray_cluster import Reservation, connect, is_ours, passed_environment, reserve
-from rlhf_core.cluster.signs import Silent, Watch
+from rlhf_core.cluster.signs import NOTICE_SECONDS, Silent, Watch
 from rlhf_core.cluster.worker import RankReady, Worker
 from rlhf_core.config import Ranks
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
@@ -74,7 +75,8 @@ def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]
     """Waits for groups that work at once; returns the results by group and rank. Raises RoleFailed as soon as any rank failed, or made no
     progress for `timeout` seconds."""
     owner = {ref: work for work in pending for ref in work.refs}
-    watch = Watch({ref: key for work in pending for ref, key in zip(work.refs, work.keys, strict=True)}, timeout)
+    keys = {ref: key for work in pending for ref, key in zip(work.refs, work.keys, strict=True)}
+    watch = Watch(keys, timeout, partial(_notice, pending, timeout))
     waiting = list(owner)
     while waiting:
         try:
@@ -87,12 +89,21 @@ def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]
 
 
 def _silent(pending: Sequence[Pending[Any]], silent: Silent, timeout: float) -> RoleFailed:
-    who = " and ".join(
-        f"{work.role}: ranks {[rank for rank, ref in enumerate(work.refs) if ref in silent.refs]} made no progress in '{work.phase}'"
-        for work in pending
-        if any(ref in silent.refs for ref in work.refs)
-    )
+    who = _without_progress(pending, silent.refs)
     return RoleFailed(f"{who} for {timeout:.0f} s; raise `timeout` (of PPO) if this is normal, else start the stage again: it resumes")
+
+
+def _notice(pending: Sequence[Pending[Any]], timeout: float, refs: Sequence[Any]) -> None:
+    told = f"the process works on something long, or is stopped; the wait ends after {timeout:.0f} s"
+    print(f"{_without_progress(pending, refs)} for {NOTICE_SECONDS:.0f} s: {told}", flush=True)
+
+
+def _without_progress(pending: Sequence[Pending[Any]], refs: Sequence[Any]) -> str:
+    return " and ".join(
+        f"{work.role}: ranks {[rank for rank, ref in enumerate(work.refs) if ref in refs]} made no progress in '{work.phase}'"
+        for work in pending
+        if any(ref in refs for ref in work.refs)
+    )
 
 
 class Group:
@@ -161,7 +172,7 @@ class Group:
         working = [worker.stream.options(num_returns="streaming").remote(method.__name__, *args, **kwargs) for worker in self._workers]
         waiting, slowest = list(working), 0.0
         work = Pending[Any](self.name, phase, working, self._keys)
-        watch = Watch(dict(zip(working, self._keys, strict=True)), timeout)
+        watch = Watch(dict(zip(working, self._keys, strict=True)), timeout, partial(_notice, [work], timeout))
         while waiting:
             try:
                 ready, _ = watch.next(waiting)

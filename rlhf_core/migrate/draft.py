@@ -13,7 +13,7 @@ from rlhf_core.config import KINDS
 from rlhf_core.migrate.flags import DROPPED, FIELDS, PPO_ONLY, Dialect, flat
 from rlhf_core.migrate.launches import Launch
 from rlhf_core.migrate.values import Words
-from rlhf_core.recipe.load import models_in
+from rlhf_core.recipe.sentences import models_in
 
 SECRET = re.compile(r"(^|[._])(token|secret|password|api_?key|use_wandb|wandb\.key)$")
 IN_URL = re.compile(r"(?<=//)[^/@\s]+@")

@@ -29,8 +29,8 @@ from rlhf_core.preflight.models import model_problem, packing_problem, unfit_mod
 from rlhf_core.preflight.questions import question_problems
 from rlhf_core.preflight.template_length import frame_lengths
 from rlhf_core.preflight.weights import weight_problem
-from rlhf_core.recipe.load import unknown
 from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.recipe.sentences import unknown
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.store import Store
 from rlhf_core.runs.wandb_mirror import KEY_ENV, MODE_ENV

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from rlhf_core.config import Evaluation, Loop, Preferences, Publication, Recipe, StageConfig
 from rlhf_core.config.kinds import KINDS, metrics_of, named
 from rlhf_core.recipe.expand import Expanded
-from rlhf_core.recipe.load import unknown
 from rlhf_core.recipe.references import references
+from rlhf_core.recipe.sentences import unknown
 
 
 def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:

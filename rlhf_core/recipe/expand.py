@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from rlhf_core.config import DPO, KTO, PPO, SFT, Evaluation, Gate, Loop, Preferences, Publication, Recipe, StageConfig
 from rlhf_core.config.kinds import KINDS, has_metric
-from rlhf_core.recipe.load import unknown
+from rlhf_core.recipe.sentences import unknown
 
 
 class Expanded(NamedTuple):

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from rlhf_core.config import Evaluation, Loop, Publication, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.gates import gates_of, holding
-from rlhf_core.recipe.load import unknown
 from rlhf_core.recipe.plan import Plan, plan
+from rlhf_core.recipe.sentences import unknown
 from rlhf_core.records import Frozen
 from rlhf_core.runs.run_dir import RESULT, RunDir
 from rlhf_core.system.files import locked, write_text

@@ -16,8 +16,8 @@ from rlhf_core.hub.revisions import Pin, Pins, pinned_sources
 from rlhf_core.recipe.consistency import inconsistencies
 from rlhf_core.recipe.digest import stage_digest
 from rlhf_core.recipe.expand import expand
-from rlhf_core.recipe.load import unknown
 from rlhf_core.recipe.references import references
+from rlhf_core.recipe.sentences import unknown
 from rlhf_core.runs.run_dir import EXPORTS, RunDir, StageRequest
 from rlhf_core.system.files import Digests
 

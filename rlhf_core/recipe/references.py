@@ -61,8 +61,8 @@ def references(config: StageConfig) -> Iterator[Reference]:
 
 def beside(recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: bool = False) -> dict[str, Any]:
     """Returns the recipe as plain values, with absolute paths in place of inputs' relative ones, which are below `folder`, that of the
-    recipe's file. `given`: fields that the command line gives; not `absolute`: what is
-    the same from the working directory stays. Raises ValueError: a line for each that only the working directory has."""
+    recipe's file. `given`: fields that the command line gives; not `absolute`: what is the same from the working directory stays.
+    Raises ValueError: a line for each that only the working directory has."""
     whole, problems = recipe.model_dump(), list[str]()
     if "base_model" not in given:
         whole["base_model"] = _placed(recipe.base_model, folder, problems, absolute)
@@ -74,10 +74,23 @@ def beside(recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: 
     return whole
 
 
+def relative_paths(recipe: Recipe) -> list[str]:
+    """Returns the paths of inputs that are relative to the working directory."""
+    inputs = [name for config in recipe.stages.values() for name in (*_models(config, recipe), *_files(config))]
+    paths = [name.rpartition(":")[0] if ".py:" in name else name for name in (recipe.base_model, *inputs)]
+    return [path for path in dict.fromkeys(paths) if _is_relative(path, Path.cwd())]
+
+
+def _is_relative(path: str, folder: Path) -> bool:
+    """Returns whether a name of a model or file is a path below `folder`, and no absolute one, URI or Hub id."""
+    elsewhere = Path(path).is_absolute() or path.startswith("~") or "://" in path
+    return not (elsewhere or (is_remote(path) and not os.path.exists(folder / path)))
+
+
 def _placed(name: str, folder: Path, problems: list[str], absolute: bool) -> str:
     path, colon, function = name.rpartition(":") if ".py:" in name else (name, "", "")
     place = Path(os.path.normpath(folder / path))
-    if Path(path).is_absolute() or path.startswith("~") or "://" in path or (is_remote(path) and not os.path.exists(place)):
+    if not _is_relative(path, folder):
         return name
     if not absolute and place == Path(os.path.abspath(path)):
         return name

@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.load import split_overrides, unknown
+from rlhf_core.recipe.load import split_overrides
+from rlhf_core.recipe.sentences import unknown
 from rlhf_core.records import RECIPE_ONLY
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from rlhf_core.cluster import signs, worker_group
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, reserve
 from rlhf_core.cluster.worker_group import Group, RoleFailed
@@ -112,8 +113,12 @@ def test_ranks_that_work_together_may_wait_for_one_of_them(groups: tuple[Group, 
     assert apart.call("again", Role.works, 0).wait(30) == ["done", "done"]
 
 
-def test_a_rank_that_is_stopped_is_named_while_the_other_works(group: Group) -> None:
-    """Last: the stopped rank is killed."""
+def test_a_rank_that_is_stopped_is_named_while_the_other_works(
+    group: Group, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the log, then by the error. Last: the stopped rank is killed."""
+    for module in (signs, worker_group):
+        monkeypatch.setattr(module, "NOTICE_SECONDS", 1.0)
     victim = group.call("look", Role.pid).wait(30)[1]
     start = time.monotonic()
     pending = group.call("generate", Role.works, 20.0)
@@ -125,3 +130,5 @@ def test_a_rank_that_is_stopped_is_named_while_the_other_works(group: Group) -> 
         assert time.monotonic() - start < 1 + TIMEOUT + 2
     finally:
         os.kill(victim, signal.SIGKILL)
+    told = "for 1 s: the process works on something long, or is stopped; the wait ends after 3 s"
+    assert capfd.readouterr().out.count(f"actor: ranks [1] made no progress in 'generate' {told}\n") == 1

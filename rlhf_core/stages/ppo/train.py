@@ -49,6 +49,9 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     write_data_report(run, request.name, prompts=data.report)
     iterations = config.iterations(len(data.items))
+    if left := len(data.items) % config.rollout_batch_size:
+        batch = f"{config.rollout_batch_size} (rollout_batch_size)"
+        print(f"each episode leaves out {left} of {len(data.items)} prompts, which fill no iteration of {batch}", flush=True)
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
     resume = resume_state.latest(run)
     kept_stage = resume.loop["layout"]["zero_stage"] if resume else None

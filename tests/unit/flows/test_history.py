@@ -82,7 +82,17 @@ def test_differences_of_two_runs_of_a_stage(chain: Chain) -> None:
     assert [(change.key, change.after) for change in found if change.part == "versions"] == [("torch", "9.9")]
     assert Difference("sft", "metrics", "loss", "0.123457", "0.5") in found and Difference("sft", "metrics", "steps", "-", "4") in found
     assert differences(other, other) == []
-    with pytest.raises(ValueError, match=r"stages is no stage's directory: give two of"):
+    missing, file = chain.root / "nothing", chain.root / "file"
+    file.touch()
+    with pytest.raises(ValueError) as refused:
+        differences(missing, file)
+    assert [
+        line.partition(": give two of <artifacts>/stages/<stage>-<digest>, or two of")[0] for line in str(refused.value).splitlines()
+    ] == [
+        f"{missing}: there is no such folder",
+        f"{file}: this is a file",
+    ]
+    with pytest.raises(ValueError, match=r"stages: this is no folder of a stage, nor of a recipe that has run: give two of"):
         differences(other, chain.root / "stages")
 
 

@@ -11,7 +11,7 @@ import yaml
 from flows.cli import start
 from flows.cli.app import main
 from rlhf_core.preflight.inputs import check_inputs, needs
-from rlhf_core.recipe.load import given_recipe, load_recipe
+from rlhf_core.recipe.load import load_recipe, recipe_of
 from rlhf_core.recipe.plan import plan
 
 DATA = {"sft": ["--sft-data", "s.jsonl"], "dpo": ["--preference-data", "p.jsonl"]}
@@ -134,6 +134,6 @@ def test_the_end_of_the_input_is_reported_in_one_sentence(terminal: list[str], c
 @pytest.mark.parametrize("value", ["1e5", "true", "null", 'a "b" \\ c: d', "a,b", "#x", "ä.jsonl", "{x}", ".5", "~", "plain/x-1.jsonl"])
 def test_any_text_is_read_back_unchanged(value: str) -> None:
     assert main(["init", "--kind", "sft", "--base-model", value, "--sft-data", value, "--name", "x", "--gpus", "0"]) == 0
-    recipe = given_recipe(yaml.safe_load(Path("recipe.yaml").read_text()))
+    recipe = recipe_of(yaml.safe_load(Path("recipe.yaml").read_text()))
     stage = recipe.stages["sft"].model_dump()
     assert (recipe.base_model, stage["data"]["sources"][0]["path"]) == (value, value)

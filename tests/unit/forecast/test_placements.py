@@ -17,7 +17,7 @@ from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.forecast.memory import GIB, roles
 from rlhf_core.forecast.passes import Pass, alternatives, fields_of, recipe_pass
-from rlhf_core.forecast.placements import Placement, choose, forecast, placements
+from rlhf_core.forecast.placements import Placement, choose, forecast, on_fewest, placements
 from rlhf_core.forecast.seconds import Gpu
 from rlhf_core.hub.model_config import size_of_config
 from tests.support.measured import (
@@ -52,6 +52,15 @@ def test_the_fastest_placement_that_fits_is_chosen() -> None:
     alone = Gpu(memory=80 * GIB)
     offloaded = choose(placements(ALL_FOUR, 4, sizes(ALL_FOUR, LARGE_MODEL), alone), alone)
     assert offloaded is not None and offloaded.peak <= 80 * GIB and offloaded.total >= chosen.total
+
+
+def test_a_small_model_is_not_put_on_more_gpus_than_make_it_faster() -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
+    tiny = size_of_config(shape | {"num_key_value_heads": 4, "model_type": "qwen2"})
+    fewest, found = on_fewest(ALL_FOUR, 4, sizes(ALL_FOUR, tiny), Gpu())
+    chosen = choose(found, Gpu())
+    assert fewest == 1 and chosen is not None and chosen.fields["actor_ranks"]["num_ranks_per_node"] == 1
+    assert on_fewest(ALL_FOUR, 4, sizes(ALL_FOUR, LARGE_MODEL), Gpu())[0] == 4
 
 
 def test_the_command_names_every_stage_and_a_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

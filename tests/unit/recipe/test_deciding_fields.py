@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from rlhf_core.config import KINDS
-from rlhf_core.recipe.load import models_in
+from rlhf_core.recipe.sentences import models_in
 from rlhf_core.records import NotInDigest
 
 LIST = Path(__file__).with_name("deciding_fields.txt")

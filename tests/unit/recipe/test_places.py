@@ -80,10 +80,23 @@ def test_overrides_and_recipes_that_are_no_file_are_relative_to_the_working_dire
     recipe = load_recipe("../project/recipe.yaml", ["base_model=base", "sft.data.sources.0.path=mine.jsonl"])
     assert recipe.base_model == "base" and recipe.stages["sft"].data.sources[0].path == "mine.jsonl"
     assert recipe.stages["rm"].data.sources[0].path == str(folder / "data/pairs.jsonl")
-    raw = {"name": "inline", "base_model": "models/base", "stages": {"sft": {"data": {"sources": "data/chats.jsonl"}}}}
-    assert given_recipe(raw).base_model == "models/base"
     monkeypatch.chdir(folder)
-    assert digests(given_recipe(raw | {"name": "x"}))["sft"] == digests(load_recipe("recipe.yaml"))["sft"]
+    plain = load_recipe("recipe.yaml")
+    assert given_recipe(plain) == plain
+    assert digests(plain)["sft"] == digests(load_recipe(folder / "recipe.yaml"))["sft"]
+
+
+def test_a_recipe_given_as_a_mapping_names_absolute_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    raw = {"name": "x", "base_model": "models/base", "stages": {"sft": {"data": {"sources": "data/chats.jsonl"}}}}
+    told = "is relative, and a recipe given as a mapping has no folder: write an absolute path"
+    with pytest.raises(ValueError) as refused:
+        given_recipe(raw)
+    assert str(refused.value).splitlines() == [f"parameter recipe: {path} {told}" for path in ("models/base", "data/chats.jsonl")]
+    data = {"data": {"sources": str(folder / "data/chats.jsonl")}}
+    absolute = raw | {"base_model": str(folder / "models/base"), "stages": {"sft": data}}
+    assert digests(given_recipe(absolute))["sft"] == digests(load_recipe("recipe.yaml"))["sft"]
+    assert given_recipe(absolute | {"base_model": "owner/model"}).base_model == "owner/model"
 
 
 def test_files_in_the_working_directory_alone_are_a_sentence_that_says_what_to_write(folder: Path, tmp_path: Path) -> None:

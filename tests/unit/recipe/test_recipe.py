@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from rlhf_core.config import PPO, SFT, Evaluation, RewardJudge
-from rlhf_core.recipe.load import dump_recipe, given_recipe, load_recipe
+from rlhf_core.recipe.load import dump_recipe, given_recipe, load_recipe, recipe_of
 from rlhf_core.recipe.plan import plan
 from tests.support.s3_server import s3
 
@@ -126,7 +126,7 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
         ("ppo.vllm={sleep: true}", "stages.ppo.vllm: vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out"),
         ("ppo.vllm={gpu: 1}", "stages.ppo.vllm.gpu: unknown key 'gpu'; did you mean gpus?"),
         ("ppo.reward.0.weigth=1", "unknown key 'weigth'; did you mean weight"),
-        ("ppo.reward=[{model: rm, weigth: 1}]", "stages.ppo.reward.0.weigth: unknown key 'weigth'; did you mean weight"),
+        ("ppo.reward=[{model: reward_model, weigth: 1}]", "stages.ppo.reward.0.weigth: unknown key 'weigth'; did you mean weight"),
         ("ppo.reward=[{kind: functoin, model: rm}]", "stages.ppo.reward.0: kind: unknown value 'functoin'; did you mean function"),
         ("ppo.reward=[{modle: rm}]", "stages.ppo.reward.0.modle: unknown key 'modle'; did you mean model"),
         ("ppo.reward=[{function: 'a.py'}]", "stages.ppo.reward.0.function: string should match pattern"),
@@ -178,9 +178,9 @@ def test_a_wrong_override_is_one_sentence(recipe: Write, override: str, told: st
     [
         ((", learning_rate", ", learning_rat"), "stages.sft.learning_rat: unknown key 'learning_rat'; did you mean learning_rate"),
         (("base_model: models/base\n", ""), "base_model: missing (local folder or Hub id of the model that is called `base`); add it"),
-        (("  ppo:", "  policy:"), "stages.policy: say which stage it is with `stage:`, one of sft, "),
+        (("ppo", "policy"), "stages.policy: say which stage it is with `stage:`, one of sft, "),
         (("  ppo: {", "  ppo: {stage: pppo, "), "stages.ppo: stage: unknown value 'pppo'; did you mean ppo?"),
-        (("  ppo:", "  p.po:"), "stages.p.po"),
+        (("ppo", "p.po"), "stages.p.po"),
         (("name: tiny", "name: stages"), "name: 'stages' is what the artifacts folder has of all recipes: give this one another name"),
         (("name: tiny", "name: 2001-13-45"), "recipe.yaml line 2: '2001-13-45' cannot be read as the date or number it looks like"),
         (("name: tiny", "name: !!bool tiny"), "recipe.yaml line 2: 'tiny' cannot be read as the date or number it looks like"),
@@ -296,7 +296,7 @@ def site(tmp_path: Path) -> Iterator[str]:
 def test_a_recipe_from_a_web_server(recipe: Write, site: str) -> None:
     path = recipe()
     address = f"{site}/{path.name}"
-    assert given_recipe(address, ["seed=5"]) == given_recipe(yaml.safe_load(TEXT), ["seed=5"])
+    assert given_recipe(address, ["seed=5"]) == recipe_of(yaml.safe_load(TEXT) | {"seed": 5})
     path.write_text(TEXT.replace("name: tiny", "name: edited"))
     assert load_recipe(address).name == "edited", "each run reads it anew"
 
@@ -330,10 +330,33 @@ def test_a_recipe_from_a_bucket() -> None:
     with s3() as place:
         with fsspec.open(f"{place}/recipes/tiny.yaml", "wt") as file:
             file.write(TEXT)
-        assert given_recipe(f"{place}/recipes/tiny.yaml", ["seed=5"]) == given_recipe(yaml.safe_load(TEXT), ["seed=5"])
+        assert given_recipe(f"{place}/recipes/tiny.yaml", ["seed=5"]) == recipe_of(yaml.safe_load(TEXT) | {"seed": 5})
         for address, told in {f"{place}/none.yaml": "there is no such file", "s3://no-such-bucket/r.yaml": "bucket does not exist"}.items():
             with pytest.raises(ValueError, match=rf"^recipe {address}: .*{told}; give the path of a YAML file$"):
                 load_recipe(address)
+
+
+def test_what_does_not_fit_between_stages_is_told_with_wrong_fields() -> None:
+    stages = {
+        "sft": {"data": {"sources": "/nowhere/x.jsonl"}, "learning_rat": 1},
+        "reward_model": {"data": {"sources": "/nowhere/x.jsonl"}, "model": "sfft", "train_batch_size": 7, "micro_train_batch_size": 2},
+        "ppo": {"actor": "fst", "reward": "sft", "prompts": {"sources": "/nowhere/x.jsonl"}},
+        "evaluation": {"models": ["ppo"], "questions": {"path": "/nowhere/q.jsonl"}, "gates": [{"metric": "win_rat/ppo", "min": 0}]},
+        "publication": {"model": "ppo", "repo_id": "me/x", "round_branch": "round-{}"},
+    }
+    with pytest.raises(ValueError) as refused:
+        given_recipe({"name": "x", "base_model": "org/base", "stages": stages})
+    told = str(refused.value)
+    for part in (
+        "stages.sft.learning_rat: unknown key 'learning_rat'; did you mean learning_rate?",
+        "stages.reward_model: train_batch_size=7 must be a multiple of",
+        "stages.ppo.actor: unknown name 'fst'",
+        "stages.ppo.reward: sft is of kind sft, but a reward model is needed here",
+        "stages.evaluation.gates.0.metric: unknown metric 'win_rat/ppo'",
+        "stages.publication.round_branch: ppo has no rounds",
+    ):
+        assert part in told, told
+    assert len(told.splitlines()) == len(set(told.splitlines()))
 
 
 def test_checks_behind_missing_fields_are_told_with_them() -> None:

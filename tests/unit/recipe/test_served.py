@@ -16,7 +16,8 @@ from pydantic import BaseModel
 
 from flows.serve import AUTH
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.load import load_recipe, models_in
+from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.sentences import models_in
 from rlhf_core.recipe.served import _is_plain, require_settings
 from rlhf_core.records import RECIPE_ONLY
 from rlhf_core.system.secret_file import kept_secret

@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 import rlhf_core.__main__
 from rlhf_core.config import PPO, Gate, Recipe
 from rlhf_core.data.documents import Document
-from rlhf_core.recipe.load import models_in
+from rlhf_core.recipe.sentences import models_in
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Update

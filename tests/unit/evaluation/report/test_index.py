@@ -70,7 +70,7 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert flows.cli.main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip().endswith("index.html") and (tmp_path / "index.html").exists()
     assert flows.cli.main(["report", str(tmp_path / "stages")]) == 2
-    assert "has no run.json" in capsys.readouterr().err
+    assert "it has no run.json" in capsys.readouterr().err
 
 
 @pytest.fixture

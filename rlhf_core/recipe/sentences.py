@@ -1,0 +1,154 @@
+"""Says what is wrong with a recipe: one sentence for each mistake that pydantic finds, with its place and what to do."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from rlhf_core.config import KINDS, Data, Judge, Recipe, Source
+from rlhf_core.config.rewards import RewardSource
+
+ANYTHING = "placeholder"  # a value of a required field that is missing, for the checks behind it
+
+
+def sentences(error: ValidationError, raw: object) -> list[str]:
+    """Returns one sentence for each error of pydantic: where, what, what to do. `raw` is the value that was validated."""
+    found: list[str] = []
+    for item in error.errors():
+        where, names = ".".join(str(part) for part in _place(item["loc"])), _place(item["loc"])
+        match item["type"]:
+            case "extra_forbidden":
+                found.append(f"{where}: {unknown(str(names[-1]), _fields(names[:-1], raw))}")
+            case "missing":
+                info = _fields(names[:-1], raw).get(names[-1])
+                meaning = f" ({info.description})" if info is not None and info.description else ""
+                found.append(f"{where}: missing{meaning}; add it")
+            case "too_short" if any(other["loc"][: len(item["loc"])] == item["loc"] for other in error.errors() if other != item):
+                continue  # its wrong items have sentences of their own
+            case _ if item["type"] == "invalid_key" or names[-1:] == ["[key]"]:
+                holder = ".".join(str(part) for part in names[: -2 if names[-1] == "[key]" else -1]) or "recipe"
+                told = "no text: put it in quotes (YAML reads on, off, yes and no as true and false)"
+                found.append(f"{holder}: the key {item['input']!r} is {told}")
+            case "union_tag_not_found" if names[:1] == ["stages"] and len(names) == 2:
+                found.append(f"{where}: say which stage it is with `stage:`, one of {', '.join(KINDS)}")
+            case "union_tag_invalid":
+                valid = tuple(KINDS) if len(names) == 2 else TAGS[str(names[-2])]
+                key = "stage" if len(names) == 2 else "kind"
+                found.append(f"{where}: {key}: {unknown(str(item['ctx']['tag']), valid, 'value')}")
+            case "model_type" | "model_attributes_type" | "dict_type":
+                keys = ", ".join(_fields(names, raw))
+                found.append(f"{where}: must be a mapping{f' ({keys})' if keys else ''}, not {short(item['input'])}; correct it")
+            case "value_error":
+                found += [f"{where}: {line}" if where else line for line in str(item["ctx"]["error"]).splitlines()]
+            case _:
+                told = item["msg"][0].lower() + item["msg"][1:].removesuffix(" after validation, not 0")
+                told = told.replace("tuple", "list").replace("dictionary", "mapping")
+                found.append(f"{where}: {told}, not {short(item['input'])}; correct it")
+    return found
+
+
+def all_sentences(error: ValidationError, raw: object, fits: Callable[[Recipe], list[str]]) -> list[str]:
+    """Returns the sentences of `error`, and of what it keeps from being checked: later checks of the same records, and `fits`, which lists
+    what is wrong between the stages of a valid recipe. To check these, wrong keys, wrong values and stages that stay wrong are removed, and
+    missing values are filled in; sentences that name one of them are left out."""
+    told = sentences(error, raw)
+    rest, wrong = _without_faults(error, raw)
+    for _ in range(3):
+        try:
+            further, failed = fits(Recipe.model_validate(rest)), set[str]()
+        except ValidationError as later:
+            further = sentences(later, rest)
+            failed = {str(place[1]) for item in later.errors() if len(place := _place(item["loc"])) > 1 and place[0] == "stages"}
+        named = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in wrong))
+        told += [each for each in further if each not in told and not named.search(each)]
+        if not failed:
+            break
+        rest["stages"] = {name: stage for name, stage in rest["stages"].items() if name not in failed}
+        wrong |= failed
+    return told
+
+
+def _without_faults(error: ValidationError, raw: object) -> tuple[Any, set[str]]:
+    """Returns the recipe without wrong keys and values and with some value for missing ones, and the words that stand for all these."""
+    rest, wrong = copy.deepcopy(raw), {ANYTHING}
+    for item in error.errors():
+        *path, last = _place(item["loc"]) or [""]
+        holder: Any = rest
+        for name in path:
+            holder = _part(holder, name)
+        if item["type"] != "value_error" and isinstance(holder, dict) and last in holder:
+            del holder[last]
+            wrong |= {str(last), *difflib.get_close_matches(str(last), map(str, _fields(path, raw)))}
+        elif item["type"] == "missing" and isinstance(holder, dict) and (info := _fields(path, raw).get(last)) is not None:
+            shapes = {Data: {"sources": ANYTHING}, Source: {"path": ANYTHING}}
+            several = typing.get_origin(info.annotation) is tuple
+            holder[last] = [ANYTHING] if several else next((shapes[m] for m in models_in(info.annotation) if m in shapes), ANYTHING)
+            wrong.add(str(last))
+    return rest, wrong
+
+
+def unknown(name: str, valid: Iterable[str], what: str = "key") -> str:
+    """Returns `unknown key 'x'; did you mean y?`, or with all valid names when none is close. `what` replaces "key"."""
+    valid = list(valid)
+    near = difflib.get_close_matches(name, valid, n=3, cutoff=0.6) or [other for other in valid if other.lower() == name.lower()]
+    return f"unknown {what} {name!r}; " + (f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(valid) or 'none'}")
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Returns the pydantic models in an annotation, through unions, tuples and Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in typing.get_args(annotation) for model in models_in(part)]
+
+
+# Fields that hold a union of records, and the kinds of each.
+UNIONS = {"judges": Judge, "reward": RewardSource}
+TAGS = {field: tuple(model.model_fields["kind"].default for model in models_in(union)) for field, union in UNIONS.items()}
+
+
+def _place(loc: tuple[int | str, ...]) -> list[int | str]:
+    """Returns the place of an error in the recipe: `loc` without the tags that pydantic puts between a union and its member."""
+    parts = list(loc)
+    if len(parts) > 2 and parts[0] == "stages" and parts[2] in KINDS:
+        del parts[2]
+    return [
+        part for i, part in enumerate(parts) if not (i >= 2 and part in TAGS.get(str(parts[i - 2]), ()) and isinstance(parts[i - 1], int))
+    ]
+
+
+def _fields(names: list[int | str], raw: Any) -> dict[Any, Any]:
+    """Returns the fields of the record at a place of the recipe; {} when its type is not known."""
+    models: list[type[BaseModel]] = [Recipe]
+    keyed = False
+    for depth, name in enumerate(names):
+        raw = _part(raw, name)
+        if names[0] == "stages" and depth == 0:
+            models = []
+        elif names[0] == "stages" and depth == 1:
+            kind = raw.get("stage", name) if isinstance(raw, dict) else name
+            models = [KINDS[str(kind)].config] if kind in KINDS else []
+        elif keyed:
+            keyed = False  # `name` is a user's key in a mapping of records, whose value is the record
+        elif isinstance(name, str):
+            annotation = models[0].model_fields[name].annotation if models and name in models[0].model_fields else None
+            models, keyed = models_in(annotation), typing.get_origin(annotation) is dict
+        if len(models) > 1:  # judges, rewards: the record's `kind` selects the class
+            models = [m for m in models if isinstance(raw, dict) and m.model_fields["kind"].default == raw.get("kind")] or models
+    return {key: info for model in reversed(models) for key, info in model.model_fields.items()}
+
+
+def _part(whole: Any, name: int | str) -> Any:
+    if isinstance(whole, dict):
+        return whole.get(name)
+    return whole[name] if isinstance(whole, list | tuple) and isinstance(name, int) else None
+
+
+def short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
