@@ -71,6 +71,11 @@ def leave() -> None:
     ray.shutdown()
 
 
+def dead_nodes() -> list[str]:
+    """Returns the addresses of nodes of the cluster that have ended."""
+    return sorted({str(node["NodeManagerAddress"]) for node in ray.nodes() if not node["Alive"]})
+
+
 def is_ours() -> bool:
     """Returns whether `connect` started the cluster."""
     return ray.is_initialized() and ray.get_runtime_context().gcs_address == _started

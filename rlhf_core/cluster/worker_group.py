@@ -7,6 +7,7 @@ for a time. Arguments may be references from `put_on_nodes`, so that a batch is 
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.rank_environment import LESS_MEMORY
-from rlhf_core.cluster.ray_cluster import Reservation, connect, is_ours, passed_environment, reserve
+from rlhf_core.cluster.ray_cluster import Reservation, connect, dead_nodes, is_ours, passed_environment, reserve
 from rlhf_core.cluster.signs import NOTICE_SECONDS, Silent, Watch
 from rlhf_core.cluster.worker import RankReady, Worker
 from rlhf_core.config import Ranks
@@ -25,6 +26,7 @@ from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 
 P = ParamSpec("P")
 R = TypeVar("R")
+NODE_DIED = re.compile(r"node has (crashed|died)")  # in Ray's errors
 SILENT_SECONDS = 3600  # longer than any work of a training stage that counts no progress
 
 
@@ -59,6 +61,9 @@ class Pending(NamedTuple, Generic[R]):
         try:
             return ray.get(ref)
         except ray.exceptions.RayActorError as error:
+            if NODE_DIED.search(str(error)):
+                told = f"a Ray node ({', '.join(dead_nodes())}) ended during '{self.phase}' of {self.role}"
+                raise RoleFailed(f"{told}: its raylet was stopped or killed, often for lack of memory; start the stage again") from None
             raise RoleFailed(
                 f"a rank of {self.role} died during '{self.phase}', often for lack of memory: lower its batch sizes. {error}"
             ) from None

@@ -23,6 +23,7 @@ from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT, child_environme
 
 GRACE_SECONDS = 10.0  # between TERM and KILL
 TAIL_LINES = 15
+RAYLET_DUMP = re.compile(r"^\s+\[(state-dump|\d{4}-\S+ \S+ \w \d+ \d+\] \(raylet\))")  # Ray repeats a raylet's log: stays in the log file
 SECRET_NAME = re.compile(r"(TOKEN|APIKEY|(^|_)KEY|SECRET|PASSWORD|AUTH_STRING)$")
 
 
@@ -76,8 +77,9 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
                     line = line.replace(secret, "***")
                 log.write(line + "\n")
                 log.flush()
-                tail.append(line)
-                on_line(line)
+                if not RAYLET_DUMP.match(line):
+                    tail.append(line)
+                    on_line(line)
             code = process.wait()
             log.write(f"+++ {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ended after {time.monotonic() - start:.2f} s with code {code}\n")
     finally:

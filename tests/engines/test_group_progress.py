@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -132,3 +133,15 @@ def test_a_rank_that_is_stopped_is_named_while_the_other_works(
         os.kill(victim, signal.SIGKILL)
     told = "for 1 s: the process works on something long, or is stopped; the wait ends after 3 s"
     assert capfd.readouterr().out.count(f"actor: ranks [1] made no progress in 'generate' {told}\n") == 1
+
+
+def test_a_raylet_that_dies_is_one_sentence(groups: tuple[Group, Group]) -> None:
+    """After all others: the cluster is gone."""
+    _, together = groups
+    pending = together.call("train", Role.works, 60.0)
+    (raylet,) = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    raylet.kill()
+    with pytest.raises(RoleFailed) as refused:
+        pending.wait(60)
+    reason = "its raylet was stopped or killed, often for lack of memory; start the stage again"
+    assert str(refused.value) == f"a Ray node (127.0.0.1) ended during 'train' of sft: {reason}"

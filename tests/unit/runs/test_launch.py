@@ -57,6 +57,7 @@ def work(request, run):
     if request.name == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if request.name == "noisy":
+        sys.stdout.write("    [state-dump] of Ray\\n    [2026-11-25 07:57:27,188 I 10 11] (raylet) accessor.cc:475: of Ray\\n")
         sys.stdout.write("1%\\r50%\\r100%\\n" + "x" * 200000 + "\\nkey " + os.environ[os.environ["NAMED"]] + "\\nno newline")
         sys.stdout.flush()
     (run / "checkpoint").mkdir(exist_ok=True)
@@ -160,14 +161,15 @@ def test_a_killed_stage_is_told_and_can_be_retried(prepare: Prepare) -> None:
 
 
 @pytest.mark.parametrize("variable", ["HF_TOKEN", "OPENAI_API_KEY", "EXAMPLE_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"])
-def test_progress_bars_long_lines_and_secrets(variable: str, prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bars_long_lines_secrets_and_dumps(variable: str, prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "hf_very_secret_value")
     monkeypatch.setenv("NAMED", variable)
     run_dir = prepare("noisy")
     lines: list[str] = []
     start(run_dir, lines)
     assert lines == ["first line", "100%", "x" * 200000, "key ***", "no newline"]
-    assert "hf_very_secret_value" not in (run_dir / "log.txt").read_text()
+    log = (run_dir / "log.txt").read_text()
+    assert "hf_very_secret_value" not in log and log.count("of Ray") == 2, "what Ray repeats of a raylet's log is in the file alone"
 
 
 def test_a_stage_cannot_ask_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
