@@ -1,8 +1,8 @@
 """Computes style-controlled scores of Arena-Hard's battles. Pure functions of judgments and seeds.
 
-A Bradley-Terry fit with style features, as arena-hard-auto's (`show_result.py`, 2025-06), but bootstraps resample questions (all their
-games and models together), not rows, and the features are not centred, so that answers of the same style are compared, also with one
-model. Functions with style control need rows with styles.
+Fits Bradley-Terry with style features as arena-hard-auto does (`show_result.py`, 2025-06), with two differences. The bootstrap resamples
+questions (all their games and models together), not rows. Features are not centred, so that answers of the same style are compared, also
+with one model. Functions with style control need rows with styles.
 """
 
 from __future__ import annotations

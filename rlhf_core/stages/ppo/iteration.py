@@ -1,4 +1,4 @@
-"""One PPO iteration, as in the paper: sample, score, credit, optimise, publish weights."""
+"""Runs one PPO iteration: samples, scores, credits, optimises, sends the weights to vLLM. `train.py` has the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the roles in their processes: chooses the ZeRO stage of actor and critic, checks GPU memory, loads all models side by side."""
+"""Starts the roles in their processes: chooses the ZeRO stage of actor and critic, checks GPU memory, loads all models at the same time."""
 
 from __future__ import annotations
 
