@@ -1,7 +1,7 @@
 """Runs the processes of `alignflow serve`: a Prefect server and a process worker on this machine, for one home folder.
 
 A file lock allows one `serve` for each home. Server, worker, flows and stages end with it in any case (rlhf_core/system/orphan_watcher.py).
-The server's auth string is in a file that only its owner can read and in the environment of these processes, and in no log.
+The server's password (Prefect's auth string) is in a file that only its owner can read and in these processes' environment, in no log.
 """
 
 from __future__ import annotations

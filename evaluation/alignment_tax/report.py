@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from evaluation.alignment_tax.records import ModelScores, Score
-from evaluation.scores.scoring import clusters_of, interval
+from evaluation.scores.scoring import interval, sums_of
 from rlhf_core.records import Frozen
 
 TAX = "tax.json"
@@ -57,8 +57,8 @@ class TaxReport(Frozen):
         return tuple(row for row in self.rows if row.main)
 
 
-def compare(baseline: ModelScores, model: ModelScores, rounds: int, seed: int) -> list[TaxRow]:
-    """Returns a row for each metric that both models have. `rounds` and `seed` are of the bootstrap."""
+def compare(baseline: ModelScores, model: ModelScores, resamples: int, seed: int) -> list[TaxRow]:
+    """Returns a row for each metric that both models have. `resamples` and `seed` are of the bootstrap."""
     rows = []
     for task, scores in model.tasks.items():
         before = baseline.tasks[task]
@@ -76,19 +76,19 @@ def compare(baseline: ModelScores, model: ModelScores, rounds: int, seed: int) -
                     baseline_value=one.value,
                     baseline_stderr=one.stderr,
                     documents=scores.documents,
-                    **loss_of(one, other, rounds, seed).model_dump(),
+                    **loss_of(one, other, resamples, seed).model_dump(),
                 )
             )
     return rows
 
 
-def loss_of(baseline: Score, model: Score, rounds: int, seed: int) -> Loss:
+def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> Loss:
     """Returns baseline minus model (model minus baseline where less is better), with a 95 % interval."""
     sign = 1.0 if model.higher_is_better else -1.0
     lost = sign * (baseline.value - model.value)
     if baseline.documents is not None and model.documents is not None and baseline.documents.keys() == model.documents.keys():
         differences = [(name, sign * (value - model.documents[name]), 1.0) for name, value in baseline.documents.items()]
-        low, high = interval(clusters_of(differences), rounds, seed)
+        low, high = interval(sums_of(differences), resamples, seed)
         return Loss(tax=lost, ci_low=low, ci_high=high, paired=True)
     if baseline.stderr is None or model.stderr is None:
         return Loss(tax=lost, ci_low=None, ci_high=None, paired=False)

@@ -1,8 +1,8 @@
 """Sends many requests to one OpenAI-compatible chat endpoint, for judges and for remote models that answer.
 
-Requests to a busy, failing or silent endpoint are retried with growing pauses. When an endpoint refuses `max_tokens` or a temperature, as
-those of reasoning models do, they are sent without (`max_completion_tokens`). The API key is passed to the client only: error texts of
-refused keys are not shown.
+Requests to a busy, failing or silent endpoint are retried with growing pauses. If an endpoint refuses `max_tokens` or a temperature, as
+endpoints of reasoning models do, requests use `max_completion_tokens`, or no temperature. The API key is passed to the client only:
+error texts of refused keys are not shown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Computes log-prob ratios of answers between a model and the baseline, whose mean over the model's own samples estimates the KL."""
+"""Computes log-prob ratios of answers between a model and the baseline. Their mean over the model's own samples estimates the KL."""
 
 from __future__ import annotations
 

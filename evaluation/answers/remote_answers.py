@@ -1,4 +1,4 @@
-"""Gets answers of remote models from an OpenAI-compatible endpoint, and stores each at once, so that none is requested twice.
+"""Gets answers of remote models from an OpenAI-compatible endpoint, and saves each when it arrives, so that none is requested twice.
 
 Prompts are not cut. A model's settings, tokens and cost become an `Answering` record of the report.
 """

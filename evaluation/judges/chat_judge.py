@@ -1,6 +1,6 @@
 """Judges with a chat model at an OpenAI-compatible endpoint: remote, or a local vLLM server.
 
-Every verdict is appended to a cache at once, keyed by (question, answers A and B, judge, prompt version), so a resumed stage requests
+Every verdict is cached when it arrives, keyed by (question, answers A and B, judge, prompt version), so a resumed stage requests
 none twice. A reply without a verdict is followed by one reminder. Games that still fail are counted, not cached, and stop the stage
 above the share `max_failed`. Requests and retries: `answers/chat_client.py`.
 """

@@ -1,7 +1,7 @@
 """Writes the prompt of an LLM judge and parses its verdict: the structure of Arena-Hard v2.0, in our own words.
 
-For hard prompts the judge first writes its own answer, for creative writing it does not; then come the user's prompt and both
-answers between markers. The verdict is one of five labels in double brackets, single ones as a fallback; the last one counts.
+For hard prompts the judge first writes its own answer, for creative writing it does not. The request has the user's prompt and both
+answers between markers. The verdict is one of five labels in double brackets, single brackets as a fallback; the last label counts.
 Only the five labels and their mirrored forms are accepted, so `[A]` and `A>>>B` are no verdicts.
 """
 

@@ -1,6 +1,6 @@
-"""Sets the style of the page's charts, and renders a matplotlib figure as inline SVG text.
+"""Sets the style of the report's charts, and renders a matplotlib figure as inline SVG text.
 
-The `<svg>` element has no size (the page's CSS sets the width), its text is kept as text, and its ids are salted by the chart's name, so
+The `<svg>` element has no size (the report's CSS sets the width), its text is kept as text, and its ids are salted by the chart's name, so
 that one HTML file can contain many. Does not use pyplot, which has global state, so any thread may draw.
 """
 

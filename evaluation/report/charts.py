@@ -1,5 +1,5 @@
-"""Draws the page's charts: of training (panels from a stage's metrics), and of models (win rates, over-optimisation, calibration of reward
-models, alignment tax, rounds of loops)."""
+"""Draws the report's charts: of training (panels from a stage's metrics) and of models (win rates, over-optimisation, reward models'
+calibration, alignment tax, rounds of loops)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selects example battles for the page: won, lost and tied ones from all categories, with the judge's text."""
+"""Selects example battles for the report: won, lost and tied ones from all categories, with the judge's text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes `<artifacts>/index.html`, a table of every recipe's last run with links to their pages, from `run.json` and `summary.json`.
+"""Writes `<artifacts>/index.html`, a table of every recipe's last run with links to their reports, from `run.json` and `summary.json`.
 
 A folder whose records are missing or damaged gets a row with the state `damaged`; the other rows are not affected.
 """

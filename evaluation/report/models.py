@@ -1,4 +1,4 @@
-"""Collects the page's tables and charts of models: win rates, judges, remote models, reward models, alignment tax, rounds of loops."""
+"""Collects the report's tables and charts of models: win rates, judges, remote models, reward models, alignment tax, rounds of loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the report of a run: one HTML page with the verdict, the DAG, charts, example battles, lineage and configuration.
+"""Writes the report of a run, `report.html`: one HTML page with the verdict, the DAG, charts, example battles, lineage and configuration.
 
 The page is self-contained: inline CSS, inline SVG, no script, no external resources. Jinja2 escapes all text; only our own charts are
 marked safe. A missing part (no evaluation, a failed stage, no metrics) is replaced by a sentence.

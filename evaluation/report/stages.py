@@ -1,4 +1,4 @@
-"""Collects the page's parts about stages: charts, data, origins, lineage, versions, configuration, publications, time per phase."""
+"""Collects the report's parts about stages: charts, data, origins, lineage, versions, configuration, publications, time per phase."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the results of a recipe's run from its run directories, for `summary.json` and the page.
+"""Reads the results of a recipe's run from its run directories, for `summary.json` and `report.html`.
 
 Torch-free and Prefect-free. Nothing is cached: the same directories give the same summary in every process. Missing parts (a failed
 stage, no evaluation, a file cut by a kill) are None or empty, not an exception.

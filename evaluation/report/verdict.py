@@ -1,4 +1,4 @@
-"""Writes the top of the page: the verdict in a sentence, the main numbers, and the answers to "is my SFT, reward model or PPO bad?"."""
+"""Writes the top of the report: the verdict in a sentence, the main numbers, and the answers to "is my SFT, reward model or PPO bad?"."""
 
 from __future__ import annotations
 

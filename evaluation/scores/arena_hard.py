@@ -1,8 +1,8 @@
 """Computes style-controlled scores of Arena-Hard's battles. Pure functions of judgments and seeds.
 
-A Bradley-Terry fit with style features, as arena-hard-auto's (`show_result.py`, 2025-06), but bootstraps resample questions (all their
-games and models together), not rows, and the features are not centred, so that answers of the same style are compared, also with one
-model. Functions with style control need rows with styles.
+Fits Bradley-Terry with style features as arena-hard-auto does (`show_result.py`, 2025-06), with two differences. The bootstrap resamples
+questions (all their games and models together), not rows. Features are not centred, so that answers of the same style are compared, also
+with one model. Functions with style control need rows with styles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from scipy.special import expit
 
 from evaluation.scores.bradley_terry import RIDGE, STYLE_RIDGE, fit, one_hot
-from evaluation.scores.scoring import Floats, arena_clusters, plain_clusters
+from evaluation.scores.scoring import Floats, arena_sums, plain_sums
 from evaluation.scores.style import FEATURES, Control, Style, columns, features, scaled
 from rlhf_core.records import Judgment
 
@@ -49,23 +49,23 @@ class Controlled(NamedTuple):
 
 def question_rows(judgments: Sequence[Judgment], styles: Styles | None, arena: bool) -> Rows:
     """Returns one row for each battle with a verdict. With `arena` each game has weight 1, a strong one 3; else the battle has weight 1
-    and its outcome is the mean of its games, as in `scoring.plain_clusters`. Raises ValueError when no game has a verdict or an answer's
+    and its outcome is the mean of its games, as in `scoring.plain_sums`. Raises ValueError when no game has a verdict or an answer's
     style is missing."""
     found = [judgment for judgment in judgments if judgment.score is not None]
     if not found:
         raise ValueError("no game has a verdict, so there is no score: look at the judgments for the reason")
-    clusters = [(arena_clusters if arena else plain_clusters)([judgment]) for judgment in found]
+    sums = [(arena_sums if arena else plain_sums)([judgment]) for judgment in found]
     values = None
     if styles is not None:
         values = features([_style(styles, j.model, j.uid) for j in found], [_style(styles, j.baseline, j.uid) for j in found])
-    outcomes, weights = np.array([cluster.score for cluster in clusters]), np.array([cluster.weight[0] for cluster in clusters])
+    outcomes, weights = np.array([each.score for each in sums]), np.array([each.weight[0] for each in sums])
     return Rows([j.uid for j in found], [j.model for j in found], outcomes, weights, values)
 
 
-def controlled(rows: Rows, controls: Sequence[Control], rounds: int, seed: int) -> Controlled:
+def controlled(rows: Rows, controls: Sequence[Control], resamples: int, seed: int) -> Controlled:
     """Computes our style control: each model's score against the baseline for answers of the same style, with 95 % intervals.
 
-    `rows` are those of `question_rows`. All models share the effects of style; `rounds` bootstraps resample questions with all their rows.
+    `rows` are those of `question_rows`. All models share the effects of style; each of the `resamples` draws questions with all their rows.
     """
     assert rows.features is not None, "style control needs the styles of the answers"
     values = scaled(rows.features[:, columns(controls)])
@@ -74,7 +74,7 @@ def controlled(rows: Rows, controls: Sequence[Control], rounds: int, seed: int) 
     sorted_rows = Rows(
         [rows.uids[i] for i in order], [rows.models[i] for i in order], rows.outcomes[order], rows.weights[order], rows.features[order]
     )
-    drawn = np.random.default_rng(seed).multinomial(len(uids), np.full(len(uids), 1 / len(uids)), size=rounds)  # (R, Q)
+    drawn = np.random.default_rng(seed).multinomial(len(uids), np.full(len(uids), 1 / len(uids)), size=resamples)  # (R, Q)
     weights = np.vstack([np.ones((1, len(uids))), drawn])[:, index[order]] * sorted_rows.weights
     indicators, names = one_hot(sorted_rows.models)
     ridge = np.repeat((RIDGE, STYLE_RIDGE), [len(names), values.shape[1]])

@@ -1,6 +1,6 @@
 """Fits Bradley-Terry strengths with covariates (Bradley & Terry 1952) by logistic regression, for many weightings of the same rows.
 
-arena-hard-auto minimises the same convex loss with L-BFGS; Newton's method reaches the same minimum, and fits all bootstrap rounds
+arena-hard-auto minimises the same convex loss with L-BFGS; Newton's method reaches the same minimum, and fits all resamples
 together. A ridge penalty keeps strengths finite when a model wins everything; the loss is a mean, so repeating all rows has no effect.
 """
 
@@ -32,25 +32,25 @@ def fit(design: Floats, outcomes: Floats, weights: Floats, ridge: Floats) -> Flo
     `design` (N, P), `ridge` (P,), `outcomes` (N,) in [0, 1] (a tie is 0.5: half a win and half a loss), `weights` (R, N), each row
     with a positive sum.
     """
-    rounds = max(1, CELLS // max(1, design.shape[0]))
-    parts = [_fit(design, outcomes, weights[start : start + rounds], ridge) for start in range(0, len(weights), rounds)]
+    step = max(1, CELLS // max(1, design.shape[0]))
+    parts = [_fit(design, outcomes, weights[start : start + step], ridge) for start in range(0, len(weights), step)]
     return np.concatenate(parts)
 
 
 def _fit(design: Floats, outcomes: Floats, weights: Floats, ridge: Floats) -> Floats:
     weights = weights / weights.sum(1, keepdims=True)
-    rounds, size = len(weights), design.shape[1]
+    resamples, size = len(weights), design.shape[1]
     squares = (design[:, :, None] * design[:, None, :]).reshape(len(design), size * size)
-    coefficients = np.zeros((rounds, size))
+    coefficients = np.zeros((resamples, size))
     loss = _loss(coefficients, design, outcomes, weights, ridge)
     for _ in range(STEPS):
         chances = expit(coefficients @ design.T)  # (R, N)
         gradient = (weights * (chances - outcomes)) @ design + ridge * coefficients
         if np.abs(gradient).max() < GRADIENT:
             break
-        curvature = ((weights * chances * (1 - chances)) @ squares).reshape(rounds, size, size) + np.diag(ridge)
+        curvature = ((weights * chances * (1 - chances)) @ squares).reshape(resamples, size, size) + np.diag(ridge)
         step = np.linalg.solve(curvature, gradient[:, :, None])[:, :, 0]
-        length = np.ones((rounds, 1))
+        length = np.ones((resamples, 1))
         for _ in range(HALVINGS):
             moved = _loss(coefficients - length * step, design, outcomes, weights, ridge)
             worse = moved > loss + 1e-14

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from evaluation.scores.arena_hard import Estimate, Styles, controlled, question_rows
-from evaluation.scores.scoring import arena_clusters, share_interval, swap_consistency
+from evaluation.scores.scoring import arena_sums, rate_interval, swap_consistency
 from evaluation.scores.style import Control
 from rlhf_core.records import Judgment
 
@@ -39,11 +39,11 @@ class Board(NamedTuple):
 
 
 class How(NamedTuple):
-    """How boards are computed. `controls`: styles to control for; `rounds`: question bootstraps of the 95 % intervals; `max_failed`: share
-    of a board's games without a verdict."""
+    """How boards are computed. `controls`: styles to control for; `resamples` of the questions give the 95 % intervals; `max_failed`:
+    share of a board's games without a verdict."""
 
     controls: Sequence[Control] = ()
-    rounds: int = 1000
+    resamples: int = 1000
     seed: int = 0
     max_failed: float = 0.02
 
@@ -82,13 +82,13 @@ def _board(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> Bo
         by_model.setdefault(judgment.model, []).append(judgment)
     scores = {}
     for model, ours in by_model.items():
-        clusters = arena_clusters(ours)
-        scores[model] = Estimate(clusters.score, *share_interval(clusters, how.rounds, how.seed))
+        sums = arena_sums(ours)
+        scores[model] = Estimate(sums.score, *rate_interval(sums, how.resamples, how.seed))
     held: dict[str, Estimate] = {}
     effects: dict[str, Estimate] = {}
     if styles is not None and how.controls:
         every = [judgment for ours in by_model.values() for judgment in ours]
-        held, effects = controlled(question_rows(every, styles, arena=True), how.controls, how.rounds, how.seed)
+        held, effects = controlled(question_rows(every, styles, arena=True), how.controls, how.resamples, how.seed)
     standings = [
         Standing(
             model,

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.scores.scoring import Clusters, interval
+from evaluation.scores.scoring import QuestionSums, interval
 from rlhf_core.records import Frozen, Judgment, WinRate
 
 FILE = "over_optimisation.json"
@@ -67,7 +67,7 @@ def battle_scores(judgments: Sequence[Judgment], model: str, baseline: str, uids
 
 
 def curve(
-    proxy: str, baseline: str, measured: Mapping[str, Measured], rates: Mapping[str, WinRate], rounds: int, seed: int
+    proxy: str, baseline: str, measured: Mapping[str, Measured], rates: Mapping[str, WinRate], resamples: int, seed: int
 ) -> OverOptimisation:
     """Returns the points of all models of `measured` that have a win rate. `measured` includes the baseline, with KL 0 and battles 0.5."""
     points: list[Point] = []
@@ -80,14 +80,14 @@ def curve(
         earlier = chains.setdefault(found[1] if found else model, [start])
         point = _point(model, found[1] if found else model, values, rates[model])
         best = max(earlier, key=lambda other: other.win_rate)
-        suspicion = suspicion_of(measured[best.model], values, rounds, seed)
+        suspicion = suspicion_of(measured[best.model], values, resamples, seed)
         points.append(point.model_copy(update={"suspicion": suspicion, "since": None if suspicion == "none" else best.model}))
         earlier.append(points[-1])
     judge = next(iter(rates.values())).judge
     return OverOptimisation(proxy=proxy, baseline=baseline, judge=judge, points=(start, *points))
 
 
-def suspicion_of(before: Measured, after: Measured, rounds: int, seed: int) -> Suspicion:
+def suspicion_of(before: Measured, after: Measured, resamples: int, seed: int) -> Suspicion:
     """Tests whether the proxy's score rises and the judge's falls from `before` to `after`, on questions with a verdict on both."""
     judged = np.isfinite(before.battle) & np.isfinite(after.battle)
     if not judged.any():
@@ -95,7 +95,7 @@ def suspicion_of(before: Measured, after: Measured, rounds: int, seed: int) -> S
     rise, fall = (after.proxy - before.proxy)[judged], (before.battle - after.battle)[judged]
     if rise.mean() <= 0 or fall.mean() <= 0:
         return "none"
-    return "sure" if min(_low(rise, rounds, seed), _low(fall, rounds, seed)) > 0 else "possible"
+    return "sure" if min(_low(rise, resamples, seed), _low(fall, resamples, seed)) > 0 else "possible"
 
 
 def metrics(found: OverOptimisation) -> dict[str, float]:
@@ -113,6 +113,6 @@ def _point(model: str, chain: str, values: Measured, rate: WinRate | None) -> Po
     )  # fmt: skip
 
 
-def _low(values: Floats, rounds: int, seed: int) -> float:
+def _low(values: Floats, resamples: int, seed: int) -> float:
     """Returns the lower end of the 95 % bootstrap interval of a mean over questions."""
-    return interval(Clusters(values, np.ones(len(values))), rounds, seed)[0]
+    return interval(QuestionSums(values, np.ones(len(values))), resamples, seed)[0]

@@ -16,7 +16,7 @@ def make_reports(
     styles: Styles,
     about: Mapping[str, Mapping[str, float]],
     use: Mapping[str, Judging],
-    rounds: int,
+    resamples: int,
     seed: int,
 ) -> list[EvalReport]:
     """Returns one report per judge, in the order of `judgments`.
@@ -29,8 +29,8 @@ def make_reports(
     for name, judged in judgments.items():
         agreements = {other: agreement(main[name], theirs) for other, theirs in main.items() if other != name}
         sides = dict.fromkeys((j.model, j.baseline) for j in judged)
-        rates = [rate_of([j for j in judged if (j.model, j.baseline) == side], styles, rounds, seed) for side in sides]
-        effects = controlled(question_rows(main[name], styles, arena=False), ("length", "markdown"), rounds, seed).effects
+        rates = [rate_of([j for j in judged if (j.model, j.baseline) == side], styles, resamples, seed) for side in sides]
+        effects = controlled(question_rows(main[name], styles, arena=False), ("length", "markdown"), resamples, seed).effects
         reports.append(
             EvalReport(
                 baseline=baseline,
@@ -48,10 +48,10 @@ def make_reports(
     return reports
 
 
-def rate_of(judged: Sequence[Judgment], styles: Styles, rounds: int, seed: int) -> WinRate:
+def rate_of(judged: Sequence[Judgment], styles: Styles, resamples: int, seed: int) -> WinRate:
     """Returns the win rate of one side, raw and length-controlled (a fit of `arena_hard.controlled` to this side alone)."""
-    rate = win_rate(judged, rounds, seed)
-    held = controlled(question_rows(judged, styles, arena=False), ("length",), rounds, seed).scores[rate.model]
+    rate = win_rate(judged, resamples, seed)
+    held = controlled(question_rows(judged, styles, arena=False), ("length",), resamples, seed).scores[rate.model]
     return rate.model_copy(update={"length_controlled": held.value, "lc_low": held.low, "lc_high": held.high})
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
 
-from evaluation.scores.scoring import Floats, clusters_of, share_interval
+from evaluation.scores.scoring import Floats, rate_interval, sums_of
 from rlhf_core.records import Frozen
 
 REWARD_MODELS = "reward_models.json"
@@ -81,9 +81,9 @@ class RewardReports(Frozen):
     agreement: tuple[Agreement, ...]
 
 
-def evaluate(pairs: Pairs, differences: Mapping[str, Floats], bins: int, rounds: int, seed: int) -> RewardReports:
+def evaluate(pairs: Pairs, differences: Mapping[str, Floats], bins: int, resamples: int, seed: int) -> RewardReports:
     """Evaluates all models; `differences[model]` (N,) is its score of the chosen minus that of the rejected answer."""
-    reports = tuple(_report(model, pairs, difference, bins, rounds, seed) for model, difference in differences.items())
+    reports = tuple(_report(model, pairs, difference, bins, resamples, seed) for model, difference in differences.items())
     agreements = tuple(
         Agreement(
             first=one,
@@ -122,7 +122,7 @@ def calibration(differences: Floats, bins: int) -> list[Bin]:
     ]
 
 
-def _report(model: str, pairs: Pairs, differences: Floats, bins: int, rounds: int, seed: int) -> RewardReport:
+def _report(model: str, pairs: Pairs, differences: Floats, bins: int, resamples: int, seed: int) -> RewardReport:
     correct = right(differences)
     curve = calibration(differences, bins)
     longer = np.sign(pairs.chosen_tokens - pairs.rejected_tokens).astype(np.float64)
@@ -131,8 +131,8 @@ def _report(model: str, pairs: Pairs, differences: Floats, bins: int, rounds: in
     every = np.ones(len(correct), dtype=bool)
     return RewardReport(
         model=model,
-        overall=_accuracy(pairs.prompts, correct, every, rounds, seed),
-        by_subset={str(name): _accuracy(pairs.prompts, correct, subsets == name, rounds, seed) for name in np.unique(subsets)},
+        overall=_accuracy(pairs.prompts, correct, every, resamples, seed),
+        by_subset={str(name): _accuracy(pairs.prompts, correct, subsets == name, resamples, seed) for name in np.unique(subsets)},
         calibration=tuple(curve),
         calibration_error=sum(part.pairs * abs(part.accuracy - part.confidence) for part in curve) / len(correct),
         longer_preferred=_mean(right(differences * longer), uneven),
@@ -143,10 +143,10 @@ def _report(model: str, pairs: Pairs, differences: Floats, bins: int, rounds: in
     )
 
 
-def _accuracy(prompts: Sequence[str], correct: Floats, held: NDArray[np.bool_], rounds: int, seed: int) -> Accuracy:
-    clusters = clusters_of([(prompts[i], float(correct[i]), 1.0) for i in np.flatnonzero(held)])
-    low, high = share_interval(clusters, rounds, seed)
-    return Accuracy(pairs=int(held.sum()), accuracy=clusters.score, ci_low=low, ci_high=high)
+def _accuracy(prompts: Sequence[str], correct: Floats, held: NDArray[np.bool_], resamples: int, seed: int) -> Accuracy:
+    sums = sums_of([(prompts[i], float(correct[i]), 1.0) for i in np.flatnonzero(held)])
+    low, high = rate_interval(sums, resamples, seed)
+    return Accuracy(pairs=int(held.sum()), accuracy=sums.score, ci_low=low, ci_high=high)
 
 
 def _mean(values: Floats, held: NDArray[np.bool_]) -> float | None:

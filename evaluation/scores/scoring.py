@@ -1,9 +1,9 @@
-"""Scores battles: win rates, bootstrap intervals, consistency, agreement. Pure functions of judgments and seeds.
+"""Computes win rates, bootstrap intervals, consistency and agreement from judgments. Pure functions of judgments and seeds.
 
-Per game a model scores 0, 0.5 or 1; a question's score is the mean of its games, the win rate the mean over questions.
+A `Judgment` (a battle) is one question judged in two games with the answers swapped. A game gives the model 0, 0.5 or 1, or no verdict.
+A question's score is the mean of its games, the win rate is the mean over questions.
 Intervals resample *questions* (both games together): resampling games as if they were independent, as arena-hard-auto does
-with its rows, understates the standard deviation by about a third. When all questions have the same score, Wilson's interval replaces
-the bootstrap's, which would have no width. Style control and Bradley-Terry scores are in `arena_hard`.
+with its rows, understates the standard deviation by about a third. Style control and Bradley-Terry scores are in `arena_hard`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CELLS = 1 << 22  # most resampled indices in memory at once: 32 MB
 Floats = NDArray[np.float64]
 
 
-class Clusters(NamedTuple):
-    """Sums of weighted scores and of weights per question, each (Q,), sorted by uid. Score = total / weight."""
+class QuestionSums(NamedTuple):
+    """Holds per question the weighted score sum (`total`) and the weight sum (`weight`), each (Q,), sorted by question id."""
 
     total: Floats
     weight: Floats
@@ -35,14 +35,14 @@ class Clusters(NamedTuple):
         return float(self.total.sum() / self.weight.sum())
 
 
-def plain_clusters(judgments: Sequence[Judgment]) -> Clusters:
-    """Clusters battles of weight 1, scored by the mean of their games; battles without any verdict are left out."""
-    return clusters_of([(j.uid, j.score, 1.0) for j in judgments if j.score is not None])
+def plain_sums(judgments: Sequence[Judgment]) -> QuestionSums:
+    """Sums battles of weight 1, scored by the mean of their games. Leaves out battles without any verdict."""
+    return sums_of([(j.uid, j.score, 1.0) for j in judgments if j.score is not None])
 
 
-def arena_clusters(judgments: Sequence[Judgment]) -> Clusters:
-    """Clusters games of weight 1, strong verdicts of weight 3 (arena-hard-auto, `show_result.py`)."""
-    return clusters_of(
+def arena_sums(judgments: Sequence[Judgment]) -> QuestionSums:
+    """Sums games of weight 1, those with a strong verdict of weight 3 (arena-hard-auto, `show_result.py`)."""
+    return sums_of(
         [
             (judgment.uid, score, STRONG_ROWS if game.score in ("A>>B", "B>>A") else 1.0)
             for judgment in judgments
@@ -52,65 +52,66 @@ def arena_clusters(judgments: Sequence[Judgment]) -> Clusters:
     )
 
 
-def clusters_of(rows: Sequence[tuple[str, float, float]]) -> Clusters:
-    """Sums rows of (name of the cluster, score, weight) by cluster. Raises ValueError when there is none."""
+def sums_of(rows: Sequence[tuple[str, float, float]]) -> QuestionSums:
+    """Sums rows of (question id, score, weight) by question. Raises ValueError when there is no row."""
     if not rows:
         raise ValueError("no game has a verdict, so there is no score: look at the judgments for the reason")
-    uids, index = np.unique([uid for uid, _, _ in rows], return_inverse=True)
+    uids, question_index = np.unique([uid for uid, _, _ in rows], return_inverse=True)
     score = np.array([row[1] for row in rows])
     weight = np.array([row[2] for row in rows])
-    total, count = (np.bincount(index, values, len(uids)).astype(np.float64) for values in (score * weight, weight))
-    return Clusters(total, count)
+    score_sums, weight_sums = (np.bincount(question_index, values, len(uids)).astype(np.float64) for values in (score * weight, weight))
+    return QuestionSums(score_sums, weight_sums)
 
 
-def interval(clusters: Clusters, rounds: int, seed: int, level: float = 0.95) -> tuple[float, float]:
-    """Returns the percentile bootstrap interval of `clusters.score` (Efron & Tibshirani 1993, ch. 13); resamples questions."""
-    count = len(clusters.total)
+def interval(sums: QuestionSums, resamples: int, seed: int, level: float = 0.95) -> tuple[float, float]:
+    """Returns the percentile bootstrap interval of `sums.score` (Efron & Tibshirani 1993, ch. 13); resamples questions."""
+    count = len(sums.total)
     generator = np.random.default_rng(seed)
     scores: list[Floats] = []
     step = max(1, CELLS // count)
-    for start in range(0, rounds, step):
-        drawn = generator.integers(count, size=(min(step, rounds - start), count))  # (rounds, Q)
-        scores.append(clusters.total[drawn].sum(1) / clusters.weight[drawn].sum(1))
+    for start in range(0, resamples, step):
+        drawn = generator.integers(count, size=(min(step, resamples - start), count))  # (resamples, Q)
+        scores.append(sums.total[drawn].sum(1) / sums.weight[drawn].sum(1))
     low, high = np.quantile(np.concatenate(scores), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
-def share_interval(clusters: Clusters, rounds: int, seed: int, level: float = 0.95) -> tuple[float, float]:
-    """Returns `interval` of a share from 0 to 1. When all questions have the same score, resamples do not vary and the interval would have
-    no width for any number of questions: then Wilson's interval (1927)."""
-    scores = clusters.total / clusters.weight
+def rate_interval(sums: QuestionSums, resamples: int, seed: int, level: float = 0.95) -> tuple[float, float]:
+    """Returns the bootstrap interval of a rate from 0 to 1 (win rate, accuracy).
+
+    If all questions have the same score, returns Wilson's interval (1927) instead, because the bootstrap interval would have width 0."""
+    scores = sums.total / sums.weight
     if np.ptp(scores) > 1e-12:
-        return interval(clusters, rounds, seed, level)
-    share, count = clusters.score, len(scores)
+        return interval(sums, resamples, seed, level)
+    rate, count = sums.score, len(scores)
     z = NormalDist().inv_cdf((1 + level) / 2)
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5 / (1 + z * z / count)
+    middle = (rate + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * (rate * (1 - rate) / count + z * z / (4 * count * count)) ** 0.5 / (1 + z * z / count)
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def win_rate(judgments: Sequence[Judgment], rounds: int, seed: int) -> WinRate:
-    """Returns the win rate, interval and other statistics of one model's battles against one baseline by one judge.
+def win_rate(judgments: Sequence[Judgment], resamples: int, seed: int) -> WinRate:
+    """Returns the win rate of one model against one baseline by one judge, its interval and other statistics.
 
     Raises ValueError when no game has a verdict.
     """
     sides = {(judgment.model, judgment.baseline, judgment.judge) for judgment in judgments}
-    assert len(sides) <= 1, f"judgments of several battles in one score: {sorted(sides)}"
-    clusters = plain_clusters(judgments)
-    low, high = share_interval(clusters, rounds, seed)
+    assert len(sides) <= 1, f"judgments of several (model, baseline, judge) comparisons in one win rate: {sorted(sides)}"
+    sums = plain_sums(judgments)
+    low, high = rate_interval(sums, resamples, seed)
     first = judgments[0]
     return WinRate(
         model=first.model,
         baseline=first.baseline,
         judge=first.judge,
-        win_rate=clusters.score,
+        win_rate=sums.score,
         ci_low=low,
         ci_high=high,
-        num_questions=len(clusters.total),
+        num_questions=len(sums.total),
         num_failed=sum(game.score is None for judgment in judgments for game in judgment.games),
         swap_consistency=swap_consistency(judgments),
         by_category=by_category(judgments),
-        arena_score=arena_clusters(judgments).score,
+        arena_score=arena_sums(judgments).score,
     )
 
 
@@ -124,7 +125,7 @@ def by_category(judgments: Sequence[Judgment]) -> dict[str, float]:
     """Returns the win rate per category, for categories with at least one verdict."""
     judged = [judgment for judgment in judgments if judgment.score is not None]
     names = sorted({judgment.category for judgment in judged})
-    return {name: plain_clusters([j for j in judged if j.category == name]).score for name in names}
+    return {name: plain_sums([j for j in judged if j.category == name]).score for name in names}
 
 
 def agreement(ours: Sequence[Judgment], theirs: Sequence[Judgment]) -> float | None:

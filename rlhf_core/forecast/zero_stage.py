@@ -1,6 +1,6 @@
-"""The ZeRO stage where a recipe leaves it open: the lowest that fits. A higher one saves memory and sends more between GPUs. Torch-free.
+"""Chooses the ZeRO stage for `zero_stage: auto`: the lowest that fits. A higher one saves memory and sends more between GPUs. Torch-free.
 
-The estimates are for bfloat16. Without a GPU, or a model of unknown size, it is the highest, which needs the least memory.
+The estimates are for bfloat16. Without a GPU, or for a model of unknown size, it is the highest stage, which needs the least memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Computes advantages from scores: KL estimates, token rewards, GAE, group estimators, KL controllers. No gradients.
+"""Computes advantages from scores: KL estimates, token rewards, GAE, group estimators. No gradients.
 
 Layout: the last dimension is time and a row is one document, so every function takes one sample, (T,), or padded samples, (B, T), not
 packed rows. `mask` is True on response tokens and may have holes (text of a tool or a user between them). Tokens off the mask are
@@ -11,7 +11,6 @@ for n < 2.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, assert_never
 
 import torch
@@ -168,20 +167,3 @@ def reinforce_pp(rewards: Tensor, mask: Tensor, gamma: float, eps: float = 1e-8)
 def _check_group(scores: Tensor) -> None:
     if scores.shape[-1] < 2:
         raise ValueError("a group estimator compares answers to one prompt: set n_samples_per_prompt to 2 or more")
-
-
-@dataclass(frozen=True)
-class KLController:
-    """Holds the coefficient of the KL: constant without `target`, else adapted so that the KL moves towards it (Ziegler et al. 2019,
-    section 2.2)."""
-
-    coef: float
-    target: float | None = None
-    horizon: int = 10000
-
-    def update(self, kl: float, n: int) -> KLController:
-        """Returns the controller after `n` samples of mean KL `kl`, in nats, per token or per answer as `target`."""
-        if self.target is None:
-            return self
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        return replace(self, coef=self.coef * (1 + error * n / self.horizon))

@@ -1,5 +1,6 @@
-"""Checks the gates of a finished stage, and explains what a failed one usually means. Pure functions of a result; torch-free.
+"""Checks the gates of a stage that is done, and explains what a failed one usually means. Pure functions of a result; torch-free.
 
+`run_all` in flows/alignment.py stops the run, or the dependent stages, when a gate fails.
 No verdict is stored: the same recipe and results give the same verdicts in every process, and a changed bound applies at once.
 """
 
@@ -16,7 +17,7 @@ from rlhf_core.runs.run_dir import RunDir
 
 
 class GateFailed(RuntimeError):
-    """Raised when finished stages fail a gate, so that the stages that depend on them were not started."""
+    """Raised when stages that are done fail a gate, so that the stages that depend on them were not started."""
 
     def __init__(self, verdicts: Sequence[Verdict]):
         self.verdicts = tuple(verdicts)

@@ -1,6 +1,7 @@
-"""The rewards of one batch of answers, in this process: reward models score one after another, functions and servers are called meanwhile.
+"""Scores one batch of answers in this process: reward models one after another, functions and servers at the same time.
 
-For stages that score once; PPO has its reward models on the cluster.
+For stages that score once. PPO's reward models run on the Ray cluster. `Client._batch` in clients.py splits a batch to find an answer
+that hangs.
 """
 
 from __future__ import annotations

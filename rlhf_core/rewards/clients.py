@@ -1,5 +1,6 @@
-"""Requests rewards from functions and servers while models score: batches, threads, retries with growing pauses.
+"""Requests rewards from functions and servers while models score. `Client._batch` splits a batch to find an answer that hangs.
 
+Requests run in threads and are repeated with growing pauses.
 A reward that no attempt gave is nan and counted. Once a source has left more than `allowed` answers without a reward, no more requests
 are sent and the run stops with the source's name and its last error.
 """

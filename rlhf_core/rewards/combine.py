@@ -1,6 +1,6 @@
-"""Rewards of several sources become one: each standardised on its own, then weighed and summed. No source is called here.
+"""Combines the rewards of several sources into one: standardises each source separately, then sums them by weight. Calls no source.
 
-An answer counts only when every source rewarded it: a sum with a part missing would be another quantity.
+An answer without a reward from every source gets no reward: a sum without one part is not comparable.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Requests to a source of rewards and their replies: one contract for functions and servers. Torch-free.
+"""Defines requests to a reward source and their replies: one contract for functions and servers. Torch-free.
 
-The question is lists of equal length, one entry an answer: `prompts` (chat messages), `responses` (text), `rows` (all columns of the
+A request has lists of equal length, one entry for each answer: `prompts` (chat messages), `responses` (text), `rows` (all columns of the
 prompt's row), `finished` (False: cut at the length limit), `query` (prompt and answer as one text, template included).
-The answer is one finite number each, `{"rewards": [...]}` from a server. An entry that is null, nan, infinite or no number is a
-failed reward, and so is every entry of an answer that cannot be read or has another length. A failed reward is never 0.
+The reply has one finite number for each answer, `{"rewards": [...]}` from a server. An entry that is null, nan, infinite or no number
+is a failed reward, and so is every entry of a reply that cannot be read or has another length. A failed reward is never 0.
 """
 
 from __future__ import annotations

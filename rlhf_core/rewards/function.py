@@ -1,7 +1,7 @@
-"""A user's Python function as a source: it runs in processes of its own (`function_worker.py`), one JSON line in, one out.
+"""Runs a user's Python reward function in separate processes (`function_worker.py`): one JSON line in, one JSON line out.
 
-So a function that hangs is ended after the time limit, one that crashes takes nothing with it, and what it prints cannot be taken
-for a reward. A process that was ended is started again for the next request.
+A function that hangs is stopped after the time limit. One that crashes does not stop the stage. What it prints is not read as a reward.
+The next request starts a stopped process again. `Client._batch` in clients.py splits a batch to find the answer that hangs.
 """
 
 from __future__ import annotations

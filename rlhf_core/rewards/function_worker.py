@@ -1,7 +1,7 @@
 """`python -m rlhf_core.rewards.function_worker FILE NAME`: calls a reward function for each line of JSON on stdin.
 
-The first line out says that the function is loaded, or what is wrong with it. Then one line for each question: `{"rewards": [...]}`
-or `{"error": "..."}`. The function gets, by name, those of the contract's lists that its signature names.
+The first output line reports that the function is loaded, or its error. Then one line follows for each request: `{"rewards": [...]}`
+or `{"error": "..."}`. The function gets the lists of the contract that its signature names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A reward server as a source: one POST a request, with a limit on the whole of it."""
+"""Gets rewards from a server: one POST for each request, with a time limit on the whole exchange."""
 
 from __future__ import annotations
 

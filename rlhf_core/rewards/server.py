@@ -1,8 +1,8 @@
-"""A reward model behind HTTP, with the contract of `rewards/contract.py`: `alignflow serve-reward CHECKPOINT --port PORT`.
+"""Serves a reward model over HTTP, by the contract of `rewards/contract.py`: `alignflow serve-reward CHECKPOINT --port PORT`.
 
-POST (any path) takes `prompts`, `responses` and, optional, `finished`; other lists are ignored. GET says what is served. One request is
-scored at a time. Wrong input is 400 with a sentence, a failure of the model 500: the client retries what may pass.
-With a key, each request needs it as a bearer token, else it gets 401. Left out: TLS, which belongs to a proxy in front.
+POST (any path) takes `prompts`, `responses` and, optional, `finished`; other lists are ignored. GET returns what is served. One request is
+scored at a time. Wrong input gets 400 with an error message, a failure of the model 500, which clients retry.
+With a key, each request needs it as a bearer token, else it gets 401. There is no TLS: put a proxy in front.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Broadcast:
 
 
 class SameGpu:
-    """Sends by `gpus`: shares the memory of each bucket with the engine processes on this GPU; they copy it before the next overwrites it.
+    """CUDA IPC (route `gpus`): shares each bucket with the engine processes on this GPU, which copy it before the next overwrites it.
 
     A handle names its device by the sender's index, and each process numbers the GPUs that it sees: the receiver, which computes on the
     same GPU, opens the memory on its own current device and waits for that one.

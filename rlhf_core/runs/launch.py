@@ -1,7 +1,7 @@
 """Runs a stage as a process on this machine: its output goes to `log.txt` and to a callback, and all its descendants end with it.
 
-A stage is done when `result.json` and the files it names are there; the exit code does not count.
-Left out: other machines; a stage that needs a cluster connects to it itself.
+A stage is done if `result.json` exists and each file it lists has the recorded size. The exit code is ignored.
+Starts no process on other machines. A stage that needs a Ray cluster connects to it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StageFailed(RuntimeError):
 
     @property
     def can_retry(self) -> bool:
-        """True when another attempt, which resumes from the last resume state, may succeed."""
+        """True if a retry can succeed. False for wrong input, missing resources and a stop signal."""
         return self.code not in (WRONG_INPUT, ENVIRONMENT, -signal.SIGINT, 128 + signal.SIGTERM)
 
     def __str__(self) -> str:
@@ -44,16 +44,16 @@ class StageFailed(RuntimeError):
             return f"stage {self.name}: {self.tail[-1] if self.tail else 'it refused to start and gave no reason'}"
         how = f"exit code {self.code}, but there is no result" if self.code == 0 else f"exit code {self.code}"
         if self.code > 128 and (ended_by := _signal_name(self.code - 128)):
-            how = f"ended by {ended_by}" + (" (the system kills so when memory runs out)" if ended_by == "SIGKILL" else "")
+            how = f"ended by {ended_by}" + (" (Linux sends SIGKILL when host memory is exhausted)" if ended_by == "SIGKILL" else "")
         return "\n  ".join([f"stage {self.name} failed ({how}); the last lines of its log:", *self.tail])
 
 
 def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None], grace_seconds: float = GRACE_SECONDS) -> StageResult:
     """Runs `python -m MODULE RUN_DIR`, waits for it and returns its result. `on_line` gets each line of its output.
 
-    The log has the time of each start and, unless this call ended the process, of its end; values of secret environment variables are
-    masked. Raises StageFailed when the process ends without a result. Any exception or signal that ends this call ends the process and
-    its descendants too.
+    Writes the start time to `log.txt`, and the end time unless an exception in this call ended the process. Masks the values of secret
+    environment variables. Raises StageFailed when the process ends without a result. Any exception or signal that ends this call ends
+    the process and its descendants too.
     """
     run = RunDir(run_dir)
     command = [sys.executable, "-P", "-m", module, str(run.path)]
@@ -91,7 +91,7 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
 
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """Yields the process's output by lines until it closes it or ends; of a line rewritten with \\r only the last state."""
+    """Yields output lines until the process closes stdout or exits. Of a line overwritten with \\r (progress bars) only the final text."""
     assert process.stdout is not None
     rest = b""
     with selectors.DefaultSelector() as selector:
@@ -112,7 +112,7 @@ def _text(line: bytes) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
-    """Ends the reaper, which ends all its descendants; a second KeyboardInterrupt does not stop the wait."""
+    """Stops the supervising process (rlhf_core/system/reaper.py), which stops all its descendants. Ignores further Ctrl-C while waiting."""
     while process.poll() is None:
         process.terminate()
         try:

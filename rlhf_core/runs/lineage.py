@@ -2,7 +2,7 @@
 
 A run directory's `config.json` names the folder or Hub id of each model the stage used; a folder inside another run directory leads to
 that stage. The records are read as plain JSON, not with the config classes, so that run directories of other versions can be read.
-No path of the machine is kept: an ancestor has a name, a kind and a digest. Run directories that were moved together find each other.
+No path of the machine is kept: an ancestor has a name, a kind and a digest. Run directories moved together stay linked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes and finds resume states of a stage, `state/step-<n>/`; each appears only when complete."""
+"""Writes and finds resume states of a stage, `state/step-<n>/`. A state is found only if it is complete."""
 
 from __future__ import annotations
 

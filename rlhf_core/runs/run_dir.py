@@ -2,8 +2,8 @@
 
 A stage is a process, `python -m rlhf_core RUN_DIR` (`python -m evaluation RUN_DIR` for evaluations and the alignment tax). It reads
 `config.json`, appends to `metrics.jsonl`, keeps resume states under `state/`, and writes `result.json` last. A stage is done
-when `result.json` exists and every file of its manifest has the size it names; exit codes do not count.
-The directory's name holds a digest of everything that decides the result, so that finished work is found and not repeated.
+if `result.json` exists and each file it lists has the recorded size; exit codes are ignored.
+The directory's name has a digest of everything that decides the result, so that a stage that is done is found and not run again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads, finds and pins the records of runs, `<artifacts>/<recipe>/runs/<id>.json`, which tasks/report.py writes. Torch-free.
 
-A run in progress holds `<id>.lock`, which the system frees when its process dies; `<id>.pin` beside a record pins the run. Neither is in
-the record, so that nobody but the run writes that. A recipe's `run.json` counts as a record where `runs/` does not have it.
+A run in progress holds `<id>.lock`, which the system frees when its process dies; `<id>.pin` beside a record pins the run. They are
+separate files, so that only the run writes its record. A recipe's `run.json` counts as a record where `runs/` does not have it.
 """
 
 from __future__ import annotations

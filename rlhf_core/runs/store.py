@@ -1,7 +1,7 @@
-"""Copies finished stages to a recipe's store (a bucket or folder), and fetches them where they are missing. Torch-free.
+"""Copies stages that are done to a recipe's store (a bucket or folder), and fetches missing ones from it. Torch-free.
 
 Stages work in the local artifacts folder; `<store>/stages/<stage>-<digest>/` is a copy of a run directory. Its `files.json` holds size and
-SHA-256 of every file; its `result.json` is written last and removed first, and a copy without it does not count. Fetched files are checked
+SHA-256 of every file; its `result.json` is written last and removed first, and a copy without it is ignored. Fetched files are checked
 against both lists before they are moved into the run directory. With `checkpoints` the newest resume state of a running stage is copied
 too, to `<store>/states/<stage>-<digest>/step-<n>/`, with the state's `loop.json` last.
 """

@@ -1,6 +1,6 @@
-"""Direct preference optimisation and its relatives. Reference log-probs are computed once, before training (`reference`).
+"""Trains by direct preference optimisation and its variants. Reference log-probs are computed once, before training.
 
-SimPO and ORPO have no reference: none is loaded, nothing is computed for it.
+SimPO and ORPO load no reference model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Kahneman-Tversky optimisation on unpaired answers (Ethayarajh et al. 2024).
+"""Trains by Kahneman-Tversky optimisation on unpaired answers (Ethayarajh et al. 2024).
 
 The loss compares each answer's implicit reward with a KL that is one number for the whole optimiser step: the mean of
-log pi - log ref over mismatched pairs, each prompt of the step with the answer of the item before it. That pass has no gradient, goes
-over the whole step and all ranks, and comes before the first micro-batch, so micro-batches and ranks change nothing.
-Reference log-probs, those of all mismatched pairs of all epochs too, are computed once (`reference`).
+log pi - log ref over mismatched pairs, each prompt of the step with the answer of the item before it. A pass without gradient computes
+it over the whole step and all ranks, before the first micro-batch, so the split into micro-batches and ranks does not change it.
+Reference log-probs, also those of all mismatched pairs of all epochs, are computed once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Log-probs of answers under a frozen reference, computed once before training, so that one model is in memory while training.
+"""Computes log-probs of answers under a frozen reference once before training, so that training holds one model in memory.
 
 They are in `state/` of the run directory until the stage is done, so that a resumed run neither computes them again nor loads the
-reference. The file's name holds a digest of the reference, of every token and mask, and of how they were batched: nothing stale is read.
+reference. The file's name holds a digest of the reference, of every token and mask, and of the batches, so an outdated file is not read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reward model: Bradley-Terry on pairs, the score read at the last token; statistics of the scores are stored with it."""
+"""Trains a reward model: Bradley-Terry on pairs, score at the last token. Stores the mean and std of its scores with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: token-mean NLL over assistant tokens, documents packed into rows of `max_len`.
+"""Runs supervised fine-tuning: token-mean NLL over assistant tokens, documents packed into rows of `max_len`.
 
 Packing happens inside an optimiser step: a step holds the same documents packed or padded, so the loss curve is the same.
 Conditional SFT is this stage with `condition: reward` (`data.condition`); rejection sampling is this stage on the best answers.

@@ -1,4 +1,4 @@
-"""Keeps secrets that this program makes, and sockets and stores of its processes, from other users of the machine."""
+"""Hides from other users of the machine: secrets such as the password (Prefect's auth string), sockets and stores of our processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Turns scores into experience: sums and shapes rewards, computes advantages and importance weights. Runs on the driver; no model.
 
-Answers that a reward source failed on, and answers without another one to be compared with, are masked out here: they touch no statistic,
-and training skips them.
+Answers without a reward, and answers without another one to compare with, are masked out here: statistics and training do not use them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One PPO iteration, as in the paper: sample, score, credit, optimise, publish weights."""
+"""Runs one PPO iteration: samples, scores, credits, optimises, sends the weights to vLLM. `train.py` has the loop."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlhf_core.stages.ppo.roles import Update
 from rlhf_core.stages.ppo.sampling import Sampled, Setup, sample, start_sample
 
 
-class Optimisation(NamedTuple):
-    """Says how an iteration trains: optimiser steps of one pass over the rollout, passes, and each role's learning rates.
+class Schedule(NamedTuple):
+    """The training schedule of one iteration: optimiser steps of one pass over the rollout, passes, and each role's learning rates.
 
     Roles that do not train in this iteration, or do not exist, have no entry in `rates`.
     """
@@ -45,9 +45,7 @@ class Iteration(NamedTuple):
     carried: Carried
 
 
-def ppo_iteration(
-    fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, optimisation: Optimisation, last: bool = False
-) -> Iteration:
+def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, schedule: Schedule, last: bool = False) -> Iteration:
     """Samples answers, scores them with all models and reward sources, credits each token, trains, and publishes the actor.
 
     `last`: no iteration follows whose answers could be sampled ahead.
@@ -60,16 +58,16 @@ def ppo_iteration(
     pending = start_sample(fleet, setup, sampled.position) if config.one_step_off_policy and not last else None
     if fleet.sleeps:
         with _phase(phases, "sleep"):
-            fleet.sleep(keep_weights="actor" not in optimisation.rates)
+            fleet.sleep(keep_weights="actor" not in schedule.rates)
     with _phase(phases, "score"):
         scores = (sampled.scores or fleet.start_score(rollouts, sampled.rewards, setup.allowed_failures))()
     with _phase(phases, "credit"):
         credited = credit(rollouts, scores, kl_coef, carried.statistics, config, setup.terms)
     with _phase(phases, "train"):
-        batches = minibatches(credited.usable, optimisation)
+        batches = minibatches(credited.usable, schedule)
         updates = {
             role: [Update(batch, rate, kl_coef) for batch, rate in zip(batches, rates, strict=False)]  # fewer answers: fewer batches
-            for role, rates in optimisation.rates.items()
+            for role, rates in schedule.rates.items()
         }
         steps = fleet.train(credited.experience, updates)
     if fleet.sleeps:
@@ -91,17 +89,17 @@ def ppo_iteration(
     metrics["prompt/truncated"] = sum(r.prompt.truncated for r in rollouts) / len(rollouts)
     metrics["tokens"] = float(sum(len(r.document.tokens) for r in rollouts))
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
-    metrics |= fleet.iteration_metrics(rollouts, list(updates), optimisation.max_epochs, time.monotonic() - start)
+    metrics |= fleet.iteration_metrics(rollouts, list(updates), schedule.max_epochs, time.monotonic() - start)
     return Iteration(metrics, credited.kl, Carried(sampled.position, credited.statistics, ahead))
 
 
-def minibatches(usable: Sequence[int], optimisation: Optimisation) -> list[list[int]]:
+def minibatches(usable: Sequence[int], schedule: Schedule) -> list[list[int]]:
     """Shuffles the usable rollouts once per epoch, by a seed, and cuts each order into optimiser steps of (nearly) equal size."""
     batches: list[list[int]] = []
-    for epoch in range(optimisation.max_epochs):
+    for epoch in range(schedule.max_epochs):
         order = list(usable)
-        random.Random(f"{optimisation.shuffle_seed}-{epoch}").shuffle(order)
-        steps = min(optimisation.steps_per_epoch, len(order))
+        random.Random(f"{schedule.shuffle_seed}-{epoch}").shuffle(order)
+        steps = min(schedule.steps_per_epoch, len(order))
         edges = [len(order) * i // steps for i in range(steps + 1)]
         batches += [order[start:end] for start, end in pairwise(edges)]
     return batches

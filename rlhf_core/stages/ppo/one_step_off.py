@@ -1,9 +1,9 @@
-"""Stores answers sampled one iteration ahead: the engines work on them while the iteration before trains.
+"""Stores answers sampled one iteration ahead: the engines generate them while the previous iteration trains.
 
-The first iteration's answers are those of the start; after that, iteration k trains on answers of the weights from before update k - 1
+The first iteration's answers come from the initial weights. After that, iteration k trains on answers of the weights before update k - 1
 (Noukhovitch et al. 2024, "Asynchronous RLHF", arXiv:2410.18252). The clip is around the trainer's log-probs at the iteration's start, and
 the importance weights cover the difference to the sampler's (Hilton et al. 2021, arXiv:2110.00641, the decoupled objective).
-A resume state keeps the answers that wait, since the engines that gave them have newer weights by then.
+A resume state keeps these answers, since a resumed engine has newer weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts PPO: reserves the cluster and starts a process for each rank, whose imports run beside those of this process."""
+"""Starts PPO: reserves the cluster and starts a process for each rank; they import libraries while this process does the same."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Samples an iteration's answers: the prompts in a seeded order, and with dynamic filtering only groups that have a signal.
+"""Samples an iteration's answers: the prompts in a seeded order, and with dynamic filtering only groups whose rewards differ.
 
-Prompts form one endless sequence: each episode is a seeded shuffle, cut to whole batches. An iteration takes the next ones; with
-filtering it goes on taking as many as are missing, across the end of an episode too, so that no accepted group is dropped or stale.
+Prompts form one endless sequence: each episode is a seeded shuffle, cut to whole batches. An iteration takes the next batch. With
+filtering it then takes as many prompts as are missing, also past the end of an episode, so that no accepted group is dropped or stale.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts the roles in their processes: chooses the ZeRO stage of actor and critic, checks GPU memory, loads all models side by side."""
+"""Starts the roles in their processes: chooses the ZeRO stage of actor and critic, checks GPU memory, loads all models at the same time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def start_fleet(
     seed: int,
     groups: Mapping[str, Group],
     trust_remote_code: bool,
-    kept_stage: int | None = None,
+    resumed_zero_stage: int | None = None,
 ) -> Fleet:
     """Starts all roles in their processes side by side and waits until each has loaded its model. `paths` gives each role's model;
-    `kept_stage`: the ZeRO stage of a resume state, which counts where the recipe leaves it open."""
+    `resumed_zero_stage`: the ZeRO stage of a resume state, used when the recipe says `auto`."""
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
     def model(role: str) -> ModelSpec:
@@ -41,7 +41,7 @@ def start_fleet(
             micro_tokens=config.micro_rollout_tokens,
         )
 
-    chosen = zero_stage_of(config, paths, groups, kept_stage)  # before anything is loaded, which it may refuse
+    chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)  # before anything is loaded, which it may refuse
     offload = config.ref_reward_offload
     as_the_actor = config.routing_replay and paths["reference"] == paths["actor"]  # a KL that begins at 0
     loading: list[Pending[RankReady]] = [
@@ -89,7 +89,7 @@ def start_fleet(
     return replace(fleet, machine=fleet.survey())
 
 
-def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Group], kept_stage: int | None) -> Chosen:
+def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Group], resumed_zero_stage: int | None) -> Chosen:
     """Returns the ZeRO stage of actor and critic: the recipe's, else by the smallest of their GPUs. Prints it, and doubts about memory.
 
     Raises MachineLacks when a GPU cannot hold all that is loaded onto it.
@@ -103,9 +103,9 @@ def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Gr
         for names, needed in starts_of_ppo(config, known):
             if needed > gpu_bytes:  # else no other group is asked
                 require_start(names, needed, min(groups[name].gpu_bytes(config.timeout) for name in names))
-    if config.zero_stage == "auto" and kept_stage is not None:
-        ignored = ", so adam_offload counts from the next start without one" if kept_stage == 0 and config.adam_offload else ""
-        chosen = Chosen(kept_stage, f"as its resume state{ignored}")
+    if config.zero_stage == "auto" and resumed_zero_stage is not None:
+        ignored = ", so adam_offload counts from the next start without one" if resumed_zero_stage == 0 and config.adam_offload else ""
+        chosen = Chosen(resumed_zero_stage, f"as its resume state{ignored}")
     else:
         chosen = stage_of_ppo(config, sizes, gpu_bytes)
     print(f"actor{' and critic' if config.has_critic else ''}: {chosen}", flush=True)

@@ -1,4 +1,4 @@
-"""Runs the PPO stage once its processes are started (`run`): starts the roles, iterates, writes a checkpoint."""
+"""Runs all PPO iterations, saves resume states and exports the checkpoint. `run.py` starts the processes first."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.forecast.zero_stage import layout_of
 from rlhf_core.hub.vocabulary import require_same_vocabulary
-from rlhf_core.objectives.advantages import KLController
+from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.combine import Running, term_of
 from rlhf_core.rollout.engine import Sampling
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
 from rlhf_core.runs.run_dir import EXPORTS, Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.iteration import Carried, Optimisation, ppo_iteration
+from rlhf_core.stages.ppo.iteration import Carried, Schedule, ppo_iteration
 from rlhf_core.stages.ppo.one_step_off import read_ahead, write_ahead
 from rlhf_core.stages.ppo.sampling import PromptOrder, Setup
 from rlhf_core.stages.ppo.start import start_fleet
@@ -54,15 +54,15 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         print(f"each episode leaves out {left} of {len(data.items)} prompts, which fill no iteration of {batch}", flush=True)
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
     resume = resume_state.latest(run)
-    kept_stage = resume.loop["layout"]["zero_stage"] if resume else None
-    fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, kept_stage)
-    with closing(fleet.clients):  # a run that fails would wait for open requests
+    resumed_zero_stage = resume.loop["layout"]["zero_stage"] if resume else None
+    fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage)
+    with closing(fleet.clients):  # closes reward requests on error, otherwise the process waits for them
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
 
         first = resume.step if resume else 0
         kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
         carried = Carried(0, {})
-        fleet.probe(setup.probe, synced=False)  # on the weights that engine and trainer have loaded
+        fleet.probe(setup.probe, synced=False)  # compares log-probs of vLLM and trainer before the first transfer; raises EngineDiffers
         if resume:
             fleet.load_state(resume.folder)
             fleet.publish_weights()
@@ -74,16 +74,16 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, 0 if config.lora else fleet.trained_parameters())
         for step in range(first, iterations):
             done = step + 1
-            how = optimisation(config, step, iterations, request.seed)
+            schedule = schedule_of(config, step, iterations, request.seed)
             with at(f"iteration {done} of {iterations}"):
-                metrics, mean_kl, carried = ppo_iteration(fleet, setup, carried, kl.coef, how, done == iterations)
+                metrics, mean_kl, carried = ppo_iteration(fleet, setup, carried, kl.coef, schedule, done == iterations)
             kl = kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
             if done % config.logging_steps == 0 or done == iterations:
                 tracker.log(done, metrics, show=SHOWN)
-            if done in config.export_at:  # before the resume state, so that a run that goes on after this iteration finds it exported
+            if done in config.export_at:  # first: a run that resumes after this iteration does not export again
                 export(fleet, run / EXPORTS / f"iteration{done}")
             if done < iterations and cadence.due(done):
-                state = loop_state(kl, carried) | {"layout": layout_of(config) | {"zero_stage": fleet.zero_stage}}
+                state = iteration_state(kl, carried) | {"layout": layout_of(config) | {"zero_stage": fleet.zero_stage}}
                 resume_state.save(run, done, config.keep_checkpoints, state, partial(save_state, fleet, carried))
                 cadence.saved()
         tracker.close()
@@ -106,7 +106,7 @@ def export(fleet: Fleet, folder: Path) -> None:
 
 
 def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
-    """Returns each role's model. Without one in the recipe the critic's is the first reward model, and the reference's is the actor."""
+    """Returns each role's model. Defaults: the critic starts from the first reward model, the reference from the actor's starting model."""
     names = {"actor": config.actor, "reference": config.reference or config.actor}
     names |= {f"reward:{source.title}": source.model for source in config.reward_models}
     if config.has_critic:
@@ -130,7 +130,7 @@ def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], s
     )
 
 
-def optimisation(config: PPO, step: int, iterations: int, seed: int) -> Optimisation:
+def schedule_of(config: PPO, step: int, iterations: int, seed: int) -> Schedule:
     """Returns batches and learning rates of one iteration. The actor does not train in the first `freezing_actor_steps` iterations."""
     per_epoch = config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size
     per_iteration = per_epoch * config.max_epochs
@@ -142,16 +142,16 @@ def optimisation(config: PPO, step: int, iterations: int, seed: int) -> Optimisa
 
     by_role = {"critic": rates(config.critic_learning_rate, 0)} if config.has_critic else {}
     by_role |= {"actor": rates(config.actor_learning_rate, frozen)} if step >= frozen else {}
-    return Optimisation(per_epoch, config.max_epochs, by_role, f"{seed}-{step}")
+    return Schedule(per_epoch, config.max_epochs, by_role, f"{seed}-{step}")
 
 
-def loop_state(kl: KLController, carried: Carried) -> dict[str, Any]:
-    """Returns what the loop itself stores in a resume state, as JSON."""
+def iteration_state(kl: KLController, carried: Carried) -> dict[str, Any]:
+    """Returns KL coefficient, prompt position and running reward statistics as a JSON object for the resume state."""
     return {"kl_coef": kl.coef, "position": carried.position, "statistics": {name: list(r) for name, r in carried.statistics.items()}}
 
 
 def restore(kl: KLController, loop: Mapping[str, Any]) -> tuple[KLController, Carried]:
-    """Returns the controller and what an iteration takes over, from a stored `loop_state`."""
+    """Returns KL controller, prompt position and running reward statistics from a stored `iteration_state`."""
     return replace(kl, coef=loop["kl_coef"]), Carried(
         loop["position"], {name: Running(*values) for name, values in loop["statistics"].items()}
     )

@@ -1,7 +1,7 @@
 """Turns a round's sampled answers into rows by post-processor: pairs, labelled answers, the best, or all of them. Pure and torch-free.
 
 A prompt that gives no row is dropped and counted. Answers whose reward failed (nan) are left out.
-Answers that the length limit cut take part in pairs, which say so: training puts no end after them. Elsewhere they are left out.
+Answers cut at the length limit are used in pairs only; the pair is marked, and training puts no end token after them.
 """
 
 from __future__ import annotations

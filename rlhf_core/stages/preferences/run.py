@@ -1,8 +1,8 @@
-"""One round of self-made data: sample n answers a prompt, score them, and make of them what `post_processor` says.
+"""Makes one round of training data: samples n answers for each prompt, scores them and turns them into rows (`post_processor`).
 
-A policy that knows rewards in its prompts (conditional SFT) gets a prompt for the best; rows and sources of rewards have plain prompts.
-Sampling and scoring follow each other, so that each has the device to itself; sampled answers outlive a kill (sample_answers.py).
-An answer counts with the weighed sum of its rewards; one that a source failed on has none and is left out, whatever becomes of the others.
+A policy with rewards in its prompts (conditional SFT) gets the prompt for the best reward; rows and reward sources get plain prompts.
+Sampling and scoring run one after the other, so that each uses the whole device. Sampled answers are kept after a kill
+(sample_answers.py). The score of an answer is the weighted sum of its rewards; if any source fails, the answer is left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sections that the cards of models and of data sets share: gates, data, configuration; names without places of this machine."""
+"""Writes the sections that cards of models and data sets share: gates, data, configuration. Names contain no path of this machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Data sets that a chain made, as Hub data set repositories: a preferences stage's rows, an evaluation's judgments and answers.
+"""Writes data sets that stages made as Hub repositories: a preferences stage's rows, an evaluation's judgments and answers.
 
-JSONL as the stages write it, and a card that says what the columns are, how the rows were made and by what. Torch-free.
+The files are JSONL as the stages write it. A card describes the columns and how the rows were made. Torch-free.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The folder that is published: a checkpoint's files, a card and scores, put in place whole or not at all.
+"""Writes the published folder: a checkpoint's files, a card and scores. It appears complete or not at all.
 
-It is written beside its destination, checked, marked, and renamed, so that a reader never sees half a model. The marker
-(`alignflow.json`: who wrote it, from which stage, every file with size and SHA-256) is what allows the next publication to replace it;
-a folder without one belongs to somebody else. Only files a model needs are taken; pickles are never among them.
+It is written beside its destination, checked, marked, and renamed, so that a reader never sees an incomplete model. The marker
+(`alignflow.json`: who wrote it, from which stage, every file with size and SHA-256) allows the next publication to replace it;
+a folder without a marker belongs to somebody else and is not replaced. Only files that a model needs are copied, never pickles.
 An adapter (peft's format) is published as it is, and names the Hub repository of the model it belongs to.
 """
 

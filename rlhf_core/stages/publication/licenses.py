@@ -1,7 +1,7 @@
-"""The licence of what is published: inherited from base models and data, and a conflict found before anything is sent. Torch-free.
+"""Finds the licence of a publication from base models and data, and reports a conflict before anything is sent. Torch-free.
 
-Known are the licences that cards name (`license` in README.md of a model folder, of the Hub's cache, or on the Hub) and those that
-`publication.licenses` names. This compares names by a short table; it is no legal advice; an unknown licence stops nothing.
+It knows the licences that cards name (`license` in README.md of a model folder, of the Hub's cache, or on the Hub) and those that
+`publication.licenses` names. This compares names by a short table; it is no legal advice; an unknown licence does not stop a publication.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model card (README.md) of a published model: what it is, where it comes from, how it scores, what it is for. Torch-free.
+"""Writes the model card (README.md) of a published model: content, origin, scores, intended use. Torch-free.
 
 Pure functions from records to text, so that the same inputs give the same card and a repeated publication changes nothing: no dates.
 Paths of the machine never appear; files are named by their last component, stages by name and digest.

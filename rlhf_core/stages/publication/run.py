@@ -1,12 +1,12 @@
-"""Publication: a checkpoint, its card and its scores, or a data set that a stage made, to a folder and, when a repository id and a token
-are given, to the Hub.
+"""Publishes a checkpoint with card and scores, or a data set that a stage made: to a folder and, given a repository id and a token, to the
+Hub.
 
-Everything goes up as one commit on the head that was read before, and the tag, named like the stage's run directory, is set last: a
-tag means a whole model. Cut off anywhere and run again, it ends with the same commit and one tag: a repository that exists is
-used, the Hub's client (`create_commit`) sends no file that the Hub has already, a commit whose answer was lost is recognised because
-nothing is left to change, and a tag that exists is checked and left alone. `upload_folder` is not used: with xet it splits a folder into
+Uploads everything as one commit on the head that it read, and sets the tag, named like the stage's run directory, last: a tag marks a
+complete model. If a publication is interrupted and run again, it ends with the same commit and one tag: it uses an existing repository,
+the Hub's client (`create_commit`) sends no file that the Hub has, a commit whose reply was lost is recognised because nothing is left
+to change, and an existing tag is checked and kept. `upload_folder` is not used: with xet it splits a folder into
 several commits, and a reader could then see new weights under an old card. `create_commit` streams large files too.
-A missing branch is created first, at the head of the main one, as the branches of a loop's rounds are (recipe/expand.py).
+A missing branch is created first, at the head of main; a loop's rounds have such branches (recipe/expand.py).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from rlhf_core.objectives import advantages as adv
+from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.objectives.masked import whiten
 from tests.support import reference
 
@@ -162,7 +163,7 @@ def test_whitening_comes_after_returns(rollout):
 
 
 def test_adaptive_kl_by_hand():
-    controller = adv.KLController(0.1, target=6.0, horizon=10000)
+    controller = KLController(0.1, target=6.0, horizon=10000)
     # kl 12: error 12/6 - 1 = 1, clipped to 0.2; 0.1 * (1 + 0.2 * 512 / 10000) = 0.1 * 1.01024
     up = controller.update(12.0, 512)
     assert up.coef == pytest.approx(0.101024)
@@ -176,4 +177,4 @@ def test_adaptive_kl_by_hand():
 
 
 def test_without_a_target_the_coefficient_stays():
-    assert adv.KLController(0.1).update(12.0, 512) == adv.KLController(0.1)
+    assert KLController(0.1).update(12.0, 512) == KLController(0.1)

@@ -12,7 +12,7 @@ import pytest
 from evaluation.scores.arena_files import folders, judgment_lines, read_judgments, read_styles, to_judgment, token_counter
 from evaluation.scores.arena_hard import controlled, question_rows
 from evaluation.scores.leaderboard import How, boards
-from evaluation.scores.scoring import arena_clusters, interval
+from evaluation.scores.scoring import arena_sums, interval
 from evaluation.scores.style import Style, style_of
 from rlhf_core.records import Game
 from tests.support.arena import (
@@ -97,13 +97,13 @@ def test_defect_1_rows_of_a_question_are_not_independent() -> None:
     for seed in range(400):
         rows = _correlated(60, seed)
         judged = [to_judgment(row) for row in rows]
-        clusters = arena_clusters(judged)
-        truth.append(clusters.score)
+        sums = arena_sums(judged)
+        truth.append(sums.score)
         if seed < 60:
             outcomes = np.array([score for *_, score in their_rows(rows)])
             drawn = np.random.default_rng(seed).integers(len(outcomes), size=(300, len(outcomes)))
             rows_say.append(np.std(outcomes[drawn].mean(1)))
-            low, high = interval(clusters, 300, seed, level=0.6827)
+            low, high = interval(sums, 300, seed, level=0.6827)
             ours_say.append((high - low) / 2)
     assert np.mean(ours_say) / np.std(truth) == pytest.approx(1.0, abs=0.1)
     assert np.mean(rows_say) / np.std(truth) < 0.8
@@ -122,7 +122,7 @@ def _correlated(questions: int, seed: int) -> list[dict[str, Any]]:
 def test_defect_1_the_same_seed_gives_the_same_numbers(published: Published) -> None:
     judgments = read_judgments(folders(published[0]).judgments)
     styles = read_styles(published[0] / "model_answer")
-    first, again, other = (boards(judgments, styles, How(("length",), rounds=200, seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (boards(judgments, styles, How(("length",), resamples=200, seed=seed)) for seed in (1, 1, 2))
     assert first == again != other
 
 
@@ -131,7 +131,7 @@ def test_defect_2_style_control_works_with_one_model() -> None:
     judgments, answers = simulate({"long": 0.0}, 1500, seed=5, taste=3.0, longer={"long": 2.0})
     judged = [to_judgment(row) for row in judgments]
     styles = {(row["model"], row["uid"]): style_of(row["metadata"]) for row in answers}
-    raw = arena_clusters(judged).score
+    raw = arena_sums(judged).score
     ours = controlled(question_rows(judged, styles, arena=True), ("length",), 200, 0).scores["long"]
     rows = their_rows(judgments)
     drawn = np.random.default_rng(0).integers(len(rows), size=(10, len(rows)))
@@ -147,18 +147,18 @@ def test_defect_3_labels_outside_the_whitelist_are_no_verdict(score: Any) -> Non
     judgment = to_judgment({"uid": "q", "category": "c", "judge": "j", "model": "m", "baseline": "b", "games": games})
     assert judgment.games[0].score is None
     assert judgment.games[1].score == "A>>B" and judgment.score == 1.0  # mirrored forms are verdicts
-    assert arena_clusters([judgment]).score == 1.0
+    assert arena_sums([judgment]).score == 1.0
 
 
 def test_defect_4_failed_games_are_counted_and_too_many_fail_the_board(
     published: Published,
 ) -> None:
     judgments = read_judgments(folders(published[0]).judgments)
-    (board,) = boards(judgments, None, How(rounds=50))
+    (board,) = boards(judgments, None, How(resamples=50))
     assert sorted(row.failed for row in board.standings) == [0, 1, 1]
     failed = [j.model_copy(update={"games": (Game(score=None, judgment={}), j.games[1])}) for j in judgments[:12]]
     with pytest.raises(ValueError, match=r"13 of 600 games have no verdict, more than --max-failed 0.02 allows"):
-        boards(failed + judgments[12:], None, How(rounds=50))
+        boards(failed + judgments[12:], None, How(resamples=50))
 
 
 @pytest.mark.parametrize("controls", [("length",), ("markdown",), ("markdown", "length")])
@@ -171,7 +171,7 @@ def test_defect_5_each_control_works_alone(controls: tuple[Any, ...]) -> None:
     assert set(found.scores) == {"a", "b"}
     if "length" in controls:
         assert found.effects["length"].low > 0  # the judge likes length
-        assert found.scores["a"].value < arena_clusters([j for j in judged if j.model == "a"]).score - 0.03
+        assert found.scores["a"].value < arena_sums([j for j in judged if j.model == "a"]).score - 0.03
     else:
         assert list(found.effects) == ["headers", "lists", "bold"]
         assert all(effect.low < 0 < effect.high or abs(effect.value) < 0.3 for effect in found.effects.values())

@@ -42,13 +42,13 @@ def test_judgments_of_the_older_format_are_scored(published: Published) -> None:
     _, judgments, _ = published
     ours = [to_judgment(old_line(row)) for row in judgments]
     assert {j.baseline for j in ours} == {"gpt-4-0314"} and {j.category for j in ours} == {"arena-hard-v0.1"}
-    assert boards(ours, None, How(rounds=10, max_failed=0.5))
+    assert boards(ours, None, How(resamples=10, max_failed=0.5))
 
 
 def test_a_boards_scores_are_the_means_of_the_references_rows(published: Published) -> None:
     folder, judgments, _ = published
     judged, styles = read_judgments(folders(folder).judgments), read_styles(folder / "model_answer")
-    (ours,) = boards(judged, styles, How(("length", "markdown"), rounds=100))
+    (ours,) = boards(judged, styles, How(("length", "markdown"), resamples=100))
     assert [row.model for row in ours.standings] == ["ppo", "dpo", "tiny"]
     for mine in ours.standings:
         rows = [score for _, model, score in their_rows(judgments) if model == mine.model]
@@ -57,7 +57,7 @@ def test_a_boards_scores_are_the_means_of_the_references_rows(published: Publish
         assert mine.questions == 100 and 0 <= mine.swap_consistency <= 1 and mine.tokens is not None
     assert json.loads(as_json([ours]))[0]["standings"][0]["score"]["value"] == ours.standings[0].score.value
     with pytest.raises(ValueError, match="needs the answer of"):
-        boards(judged, {}, How(("length",), rounds=100))
+        boards(judged, {}, How(("length",), resamples=100))
 
 
 def test_labels_in_lower_case_are_labels() -> None:

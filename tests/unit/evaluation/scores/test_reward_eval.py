@@ -18,7 +18,7 @@ def pairs(chosen: list[int], rejected: list[int], subsets: list[str] | None = No
 def test_a_report_by_hand() -> None:
     differences = {"rm": np.array([2.0, -1.0, 0.0, 0.5])}
     given = pairs([10, 5, 7, 3], [4, 9, 7, 8], ["a", "a", "b", "b"])
-    (report,) = evaluate(given, differences, bins=10, rounds=500, seed=0).models
+    (report,) = evaluate(given, differences, bins=10, resamples=500, seed=0).models
     assert report.overall.accuracy == pytest.approx((1 + 0 + 0.5 + 1) / 4) and report.overall.pairs == 4
     assert report.overall.ci_low <= 0.625 <= report.overall.ci_high
     assert {name: accuracy.accuracy for name, accuracy in report.by_subset.items()} == {"a": 0.5, "b": 0.75}

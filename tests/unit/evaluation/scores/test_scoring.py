@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.scores.scoring import Clusters, agreement, arena_clusters, interval, plain_clusters, win_rate
+from evaluation.scores.scoring import QuestionSums, agreement, arena_sums, interval, plain_sums, win_rate
 from rlhf_core.records import Game, Judgment, Label
 
 LABELS: tuple[Label, ...] = ("A>>B", "A>B", "A=B", "B>A", "B>>A")
@@ -35,7 +35,7 @@ def test_a_win_rate_computed_by_hand() -> None:
         battle("3", "B>>A", None, category="sorts"),  # 1, and a game without a verdict: 1
         battle("4", None, None, category="sorts"),  # nothing: no question of the score
     ]
-    rate = win_rate(judged, rounds=200, seed=0)
+    rate = win_rate(judged, resamples=200, seed=0)
     assert [judgment.score for judgment in judged] == [1.0, 0.25, 1.0, None]
     assert rate.win_rate == pytest.approx((1 + 0.25 + 1) / 3)
     assert (rate.num_questions, rate.num_failed) == (3, 3)
@@ -48,7 +48,7 @@ def test_a_win_rate_computed_by_hand() -> None:
 
 def test_nothing_judged_is_an_error_and_not_a_score() -> None:
     with pytest.raises(ValueError, match="no game has a verdict"):
-        win_rate([battle("1", None, None)], rounds=10, seed=0)
+        win_rate([battle("1", None, None)], resamples=10, seed=0)
 
 
 def swap(judgment: Judgment) -> Judgment:
@@ -61,7 +61,7 @@ def swap(judgment: Judgment) -> Judgment:
 @given(verdicts)
 def test_swapping_model_and_baseline_mirrors_score_and_interval(labels: list[tuple[Label, Label]]) -> None:
     judged = battles(labels)
-    ours, theirs = (win_rate(side, rounds=100, seed=1) for side in (judged, [swap(judgment) for judgment in judged]))
+    ours, theirs = (win_rate(side, resamples=100, seed=1) for side in (judged, [swap(judgment) for judgment in judged]))
     assert (theirs.model, theirs.baseline) == ("sft", "ppo")
     assert theirs.win_rate == pytest.approx(1 - ours.win_rate)
     assert (theirs.ci_low, theirs.ci_high) == pytest.approx((1 - ours.ci_high, 1 - ours.ci_low))
@@ -72,7 +72,7 @@ def test_swapping_model_and_baseline_mirrors_score_and_interval(labels: list[tup
 
 @given(st.sampled_from(LABELS), st.integers(1, 20))
 def test_a_judge_that_always_says_the_same_gives_one_half(label: Label, count: int) -> None:
-    rate = win_rate(battles([(label, label)] * count), rounds=50, seed=0)
+    rate = win_rate(battles([(label, label)] * count), resamples=50, seed=0)
     assert (rate.win_rate, rate.arena_score) == (0.5, 0.5)
     assert rate.ci_low + rate.ci_high == pytest.approx(1) and rate.ci_low < 0.5
     assert rate.swap_consistency == (1.0 if label == "A=B" else 0.0)
@@ -82,14 +82,14 @@ def test_a_judge_that_always_says_the_same_gives_one_half(label: Label, count: i
 def test_questions_that_all_say_the_same_leave_as_much_open_as_there_are_few(won: bool, bounds: dict[int, float]) -> None:
     """Wilson's interval, which is n / (n + 1.96^2) to 1 where all n are won."""
     for count, bound in bounds.items():
-        rate = win_rate(battles([("B>A", "A>B") if won else ("A>B", "B>A")] * count), rounds=50, seed=0)
+        rate = win_rate(battles([("B>A", "A>B") if won else ("A>B", "B>A")] * count), resamples=50, seed=0)
         assert (rate.ci_low, rate.ci_high) == pytest.approx((bound, 1.0) if won else (0.0, bound), abs=1e-4)
 
 
 @given(verdicts)
 def test_repeating_every_question_changes_nothing(labels: list[tuple[Label, Label]]) -> None:
     judged = battles(labels)
-    once, twice = win_rate(judged, rounds=100, seed=2), win_rate(judged + judged, rounds=100, seed=2)
+    once, twice = win_rate(judged, resamples=100, seed=2), win_rate(judged + judged, resamples=100, seed=2)
     assert twice.win_rate == pytest.approx(once.win_rate)
     assert (twice.ci_low, twice.ci_high) == pytest.approx((once.ci_low, once.ci_high))
     assert twice.num_questions == once.num_questions
@@ -98,7 +98,7 @@ def test_repeating_every_question_changes_nothing(labels: list[tuple[Label, Labe
 def test_repeating_questions_under_new_names_keeps_the_intervals_centre_and_narrows_it() -> None:
     judged = battles([("B>A", "A>B"), ("B>A", "B>A"), ("A>B", "B>A"), ("A=B", "A>B")] * 10)
     copies = [judgment.model_copy(update={"uid": f"{judgment.uid}-copy-{n}"}) for n in range(4) for judgment in judged]
-    once, more = win_rate(judged, rounds=4000, seed=0), win_rate(copies, rounds=4000, seed=0)
+    once, more = win_rate(judged, resamples=4000, seed=0), win_rate(copies, resamples=4000, seed=0)
     assert more.win_rate == pytest.approx(once.win_rate)
     assert (more.ci_low + more.ci_high) / 2 == pytest.approx((once.ci_low + once.ci_high) / 2, abs=0.01)
     assert (more.ci_high - more.ci_low) / (once.ci_high - once.ci_low) == pytest.approx(0.5, abs=0.05)
@@ -108,7 +108,7 @@ def test_repeating_questions_under_new_names_keeps_the_intervals_centre_and_narr
 def test_the_order_of_questions_changes_nothing(labels: list[tuple[Label, Label]], random) -> None:
     judged = battles(labels)
     shuffled = random.sample(judged, len(judged))
-    ours, theirs = win_rate(judged, rounds=100, seed=3), win_rate(shuffled, rounds=100, seed=3)
+    ours, theirs = win_rate(judged, resamples=100, seed=3), win_rate(shuffled, resamples=100, seed=3)
     assert (theirs.win_rate, theirs.ci_low, theirs.ci_high) == pytest.approx((ours.win_rate, ours.ci_low, ours.ci_high))
 
 
@@ -122,21 +122,21 @@ def test_every_label_scores_in_both_games() -> None:
 
 def test_strong_verdicts_count_three_times_in_arenas_score_only() -> None:
     judged = [battle("1", None, "A>>B"), battle("2", None, "B>A")]
-    assert plain_clusters(judged).score == 0.5
-    assert arena_clusters(judged).score == 0.75
+    assert plain_sums(judged).score == 0.5
+    assert arena_sums(judged).score == 0.75
 
 
 def test_the_same_seed_gives_the_same_interval_and_another_one_another() -> None:
-    clusters = plain_clusters(battles([("B>A", "A>B"), ("A=B", "B>A"), ("A>B", "B>A"), ("A>B", "A>B")] * 5))
-    assert interval(clusters, 500, seed=7) == interval(clusters, 500, seed=7)
-    assert len({interval(clusters, 100, seed=seed) for seed in range(20)}) > 1
+    sums = plain_sums(battles([("B>A", "A>B"), ("A=B", "B>A"), ("A>B", "B>A"), ("A>B", "A>B")] * 5))
+    assert interval(sums, 500, seed=7) == interval(sums, 500, seed=7)
+    assert len({interval(sums, 100, seed=seed) for seed in range(20)}) > 1
 
 
 def test_many_questions_are_resampled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    clusters = plain_clusters(battles([("B>A", "A>B"), ("A=B", "B>A"), ("A>B", "B>A")] * 5))
-    whole = interval(clusters, 200, seed=7)
+    sums = plain_sums(battles([("B>A", "A>B"), ("A=B", "B>A"), ("A>B", "B>A")] * 5))
+    whole = interval(sums, 200, seed=7)
     monkeypatch.setattr("evaluation.scores.scoring.CELLS", 100)
-    assert interval(clusters, 200, seed=7) == pytest.approx(whole)
+    assert interval(sums, 200, seed=7) == pytest.approx(whole)
 
 
 def test_intervals_cover_the_truth() -> None:
@@ -150,7 +150,7 @@ def test_intervals_cover_the_truth() -> None:
         rates = generator.beta(1.2, 0.8, size=150)  # mean 0.6
         games = generator.random((150, 2)) < rates[:, None]
         judged = battles([("B>A" if first else "A>B", "A>B" if second else "B>A") for first, second in games])
-        low, high = interval(plain_clusters(judged), 400, seed=trial)
+        low, high = interval(plain_sums(judged), 400, seed=trial)
         covered += low <= truth <= high
     assert 0.92 <= covered / 500 <= 0.98
 
@@ -161,7 +161,7 @@ def test_ninety_percent_intervals_cover_the_truth_nine_times_in_ten() -> None:
     truth, covered = 0.57, 0
     for trial in range(2000):
         scores = generator.choice([0.0, 0.25, 0.5, 0.75, 1.0], size=200, p=[0.15, 0.12, 0.26, 0.24, 0.23])
-        low, high = interval(Clusters(scores, np.ones(200)), 400, seed=trial, level=0.9)
+        low, high = interval(QuestionSums(scores, np.ones(200)), 400, seed=trial, level=0.9)
         covered += low <= truth <= high
     assert np.dot([0.0, 0.25, 0.5, 0.75, 1.0], [0.15, 0.12, 0.26, 0.24, 0.23]) == pytest.approx(truth)
     assert 0.88 <= covered / 2000 <= 0.92
@@ -171,7 +171,7 @@ def test_games_of_one_question_are_not_independent() -> None:
     """Two games that always agree are worth one: resampled as independent rows, the interval would be narrower by sqrt(2)."""
     judged = battles([("B>A", "A>B"), ("A>B", "B>A")] * 100)
     rows = [battle(f"{judgment.uid}/{game}", *pair) for judgment in judged for game, pair in enumerate(_single_games(judgment))]
-    clustered, independent = (interval(plain_clusters(each), 4000, seed=0) for each in (judged, rows))
+    clustered, independent = (interval(plain_sums(each), 4000, seed=0) for each in (judged, rows))
     assert (clustered[1] - clustered[0]) / (independent[1] - independent[0]) == pytest.approx(2**0.5, abs=0.08)
 
 

@@ -13,7 +13,7 @@ import pytest
 from rlhf_core.config import PPO, Data
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.documents import Document, Prompt
-from rlhf_core.objectives.advantages import KLController
+from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term
 from rlhf_core.rewards.contract import RewardsFailed
@@ -22,7 +22,7 @@ from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Update
 from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled, Setup, sample, with_signal
-from rlhf_core.stages.ppo.train import loop_state, optimisation, restore, setup_of
+from rlhf_core.stages.ppo.train import iteration_state, restore, schedule_of, setup_of
 
 N = 2
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(10)]
@@ -178,7 +178,7 @@ def config(**changes: object) -> PPO:
 
 def iterate(fleet: Fleet, config: PPO, step: int = 0) -> Any:
     setup = setup_of(config, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
-    done = ppo_iteration(fleet, setup, Carried(0, {}), 0.3, optimisation(config, step, 4, 0))  # type: ignore[arg-type]
+    done = ppo_iteration(fleet, setup, Carried(0, {}), 0.3, schedule_of(config, step, 4, 0))  # type: ignore[arg-type]
     assert [name for name in done.metrics if not has_metric(config, name)] == []
     return done
 
@@ -236,7 +236,7 @@ def test_answers_without_reward_are_in_no_batch() -> None:
 def test_a_stored_loop_goes_on_where_it_was() -> None:
     carried = Carried(17, {"reward_model": Running(7, 0.1 + 0.2, 1 / 3)})
     for controller in (KLController(0.3, 0.1, 50), KLController(0.3)):
-        stored = json.loads(json.dumps(loop_state(controller, carried)))
+        stored = json.loads(json.dumps(iteration_state(controller, carried)))
         assert restore(replace(controller, coef=9.0), stored) == (controller, carried)
 
 
@@ -245,6 +245,6 @@ def test_running_statistics_go_on_from_the_iteration_before() -> None:
     running = config(reward={"model": "reward_model", "normalize": "running"})
     setup = setup_of(running, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
     carried = Carried(0, {"reward_model": Running(8, 10.0, 0.0)})
-    done = ppo_iteration(fleet, setup, carried, 0.0, optimisation(running, 0, 4, 0))  # type: ignore[arg-type]
+    done = ppo_iteration(fleet, setup, carried, 0.0, schedule_of(running, 0, 4, 0))  # type: ignore[arg-type]
     assert done.carried.statistics["reward_model"].number == 16
     assert done.carried.statistics["reward_model"].mean == pytest.approx(5.25)  # eight 10s and four 0s and 1s each

@@ -17,7 +17,7 @@ from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Rollout, Scores
 from rlhf_core.stages.ppo.sampling import PromptOrder, Setup, sample
-from rlhf_core.stages.ppo.train import optimisation, setup_of
+from rlhf_core.stages.ppo.train import schedule_of, setup_of
 
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(7)]
 ORDER = PromptOrder(PROMPTS, 7, seed=1)
@@ -106,7 +106,7 @@ def test_an_iteration_waits_for_the_scores_that_are_under_way() -> None:
     requested = config(stream_batch_size=3)
     setup = setup_of(requested, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
     fleet: Any = Fleet(BACKWARD)
-    done = ppo_iteration(fleet, setup, Carried(0, {}), 0.3, optimisation(requested, 0, 4, 0))
+    done = ppo_iteration(fleet, setup, Carried(0, {}), 0.3, schedule_of(requested, 0, 4, 0))
     assert (
         fleet.said.index("score 1") < fleet.said.index("answers 0")
         and fleet.said[-3:] == ["scores"] * 3

@@ -22,10 +22,10 @@ from rlhf_core.models.scoring import STATISTICS
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.stages.ppo import roles
 from rlhf_core.stages.ppo.credit import Credited, credit
-from rlhf_core.stages.ppo.iteration import Optimisation, minibatches
+from rlhf_core.stages.ppo.iteration import Schedule, minibatches
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward, Update
-from rlhf_core.stages.ppo.train import model_paths, optimisation, setup_of
+from rlhf_core.stages.ppo.train import model_paths, schedule_of, setup_of
 from rlhf_core.training.engine import AdamW, TorchEngine
 
 SHAPE = {
@@ -200,7 +200,7 @@ def test_rewards_are_standardised_with_the_statistics_of_their_model(tmp_path: P
 
 
 def schedule(config: PPO, role: str, iterations: int) -> list[float]:
-    return [rate for step in range(iterations) for rate in optimisation(config, step, iterations, 0).rates.get(role, ())]
+    return [rate for step in range(iterations) for rate in schedule_of(config, step, iterations, 0).rates.get(role, ())]
 
 
 def test_learning_rates_warm_up_linearly_and_then_follow_a_cosine() -> None:
@@ -235,7 +235,7 @@ def test_the_critic_starts_as_the_reward_model(models: Path, plain_engine: None)
 def test_the_critic_learns_faster_than_the_actor() -> None:
     config = PPO(prompts=Data(sources="prompts.jsonl"))
     assert config.critic_learning_rate >= 5 * config.actor_learning_rate
-    rates = optimisation(ppo(actor_learning_rate=1e-6, critic_learning_rate=9e-6, warmup_ratio=0), 0, 10, 0).rates
+    rates = schedule_of(ppo(actor_learning_rate=1e-6, critic_learning_rate=9e-6, warmup_ratio=0), 0, 10, 0).rates
     assert rates["actor"][0] == 1e-6 and rates["critic"][0] == 9e-6
 
 
@@ -244,7 +244,7 @@ def test_the_critic_learns_faster_than_the_actor() -> None:
 
 def test_the_actor_is_frozen_for_exactly_the_requested_iterations() -> None:
     config = ppo(freezing_actor_steps=3, warmup_ratio=0, actor_learning_rate=1.0)
-    roles_at = [set(optimisation(config, step, 5, 0).rates) for step in range(5)]
+    roles_at = [set(schedule_of(config, step, 5, 0).rates) for step in range(5)]
     assert roles_at == [{"critic"}] * 3 + [{"critic", "actor"}] * 2
     assert schedule(config, "actor", 5)[0] == 1.0, "its schedule starts when it does"
     assert len(schedule(config, "actor", 5)) == 4 and len(schedule(config, "critic", 5)) == 10
@@ -293,7 +293,7 @@ def test_without_a_critic_there_is_no_process_and_no_rate_for_one(estimator: str
     config = ppo(advantage_estimator=estimator)
     assert set(config.groups) == {"actor", "reference", "reward:reward_model"}
     assert set(model_paths(config, {"sft": "a", "reward_model": "b"})) == {"actor", "reference", "reward:reward_model"}
-    assert set(optimisation(config, 0, 5, 0).rates) == {"actor"}
+    assert set(schedule_of(config, 0, 5, 0).rates) == {"actor"}
     found = credited(config)
     assert len(found.usable) == 8 and all(np.isfinite(a).all() for a in said(found, "advantages"))
 
@@ -355,12 +355,12 @@ def test_the_first_step_is_on_policy(models: Path, plain_engine: None) -> None:
 
 
 def test_minibatches_take_each_usable_answer_once_an_epoch() -> None:
-    whole = minibatches(range(8), Optimisation(2, 2, {}, "0"))
+    whole = minibatches(range(8), Schedule(2, 2, {}, "0"))
     assert [len(batch) for batch in whole] == [4] * 4
     assert sorted(whole[0] + whole[1]) == sorted(whole[2] + whole[3]) == list(range(8)) and whole[0] != whole[2]
-    fewer = minibatches([0, 2, 3, 5, 7], Optimisation(2, 1, {}, "0"))
+    fewer = minibatches([0, 2, 3, 5, 7], Schedule(2, 1, {}, "0"))
     assert [len(batch) for batch in fewer] == [2, 3] and sorted(chain(*fewer)) == [0, 2, 3, 5, 7]
-    assert minibatches([4], Optimisation(2, 1, {}, "0")) == [[4]]
+    assert minibatches([4], Schedule(2, 1, {}, "0")) == [[4]]
 
 
 # What a recipe may not start for.
