@@ -103,4 +103,6 @@ def _value(name: str, value: float) -> str:
 def _limit(name: str) -> str:
     if name in BALANCE:
         return "outside {:.0f} to {:.0f} %".format(*(100 * share for share in BALANCE[name]))
-    return f"above {100 * LIMITS[name]:g} %" if name in LIMITS else ""
+    if name not in LIMITS:
+        return ""
+    return f"above {100 * LIMITS[name]:g} %" if LIMITS[name] else "any"

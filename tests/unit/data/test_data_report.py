@@ -120,6 +120,14 @@ def test_each_planted_fault_is_named(name: str, renderer: Renderer, tmp_path: Pa
     assert {finding.name for finding in found.findings} - {"dropped"} == expected - {"dropped"}, "nothing else is found"
 
 
+@pytest.mark.parametrize(("kind", "column"), [("sft", "response"), ("preference", "chosen"), ("prompt", "prompt")])
+def test_a_single_empty_text_is_named(kind: str, column: str, renderer: Renderer, tmp_path: Path) -> None:
+    found = survey(kind, source(tmp_path / "a.jsonl", changed(clean(kind, 200), 150, **{column: ""})), renderer)
+    name = "prompts" if kind == "prompt" else "answers"
+    told = f"data: {name} without any text: 1 of 200 rows (for instance {tmp_path / 'a.jsonl'}, row 150)"
+    assert warnings({"data": found}) == [told] and re.search(rf"empty {name} +\| 0.50 % +\| any", markdown({"data": found}))
+
+
 def test_a_source_too_small_for_its_share_is_named(renderer: Renderer, tmp_path: Path) -> None:
     parts = [
         {"path": write(tmp_path / f"{name}.jsonl", clean("sft", count, name)), "probability": 0.5}
