@@ -65,13 +65,7 @@ class RuleJudge:
 
     def known(self, question: Question) -> str:
         """Returns the known answer of a question. Raises ValueError when it has none."""
-        value = question.row.get(self.answer_key)
-        if value is None:
-            raise ValueError(
-                f"question {question.uid} has no {self.answer_key!r}, which the rule judge compares answers with: "
-                f"name the right column (answer_key) or choose another judge"
-            )
-        return str(value)
+        return question.known_answer(self.answer_key)
 
     def right(self, question: Question, answer: str) -> bool:
         """Returns whether an answer equals the known one, up to whitespace."""

@@ -1,4 +1,4 @@
-"""Checks the columns that each kind of stage needs, and reads messages, answers, labels and rewards from rows. Torch-free.
+"""Reads messages, answers, labels and rewards from rows. Torch-free.
 
 Every reader raises ValueError with the row's place when a column has the wrong type.
 """
@@ -6,15 +6,17 @@ Every reader raises ValueError with the row's place when a column has the wrong 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlhf_core.config import Source
 from rlhf_core.config.data import Rows
 from rlhf_core.data.documents import Message
 
 Kind = Rows
 Row = dict[str, Any]
+# Roles that chat templates render: the usual ones, and those of single families (Llama 3, GLM-4, OLMo, Granite).
+USUAL_ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = (*USUAL_ROLES, "function", "ipython", "observation", "environment", "tool_response", "documents")
+OTHER_NAMES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai"), "assistant")}
 
 
 class Located(NamedTuple):
@@ -42,6 +44,8 @@ def conversation_of(located: Located) -> list[Message]:
         if isinstance(row["messages"], str):
             raise ValueError(f"{where}: the messages must be a list of {{role, content}}, found a string")
         return _messages(row["messages"], where, "messages")
+    if row.get("prompt") is None and row.get("response") is None:
+        raise ValueError(f"{where}: there is neither 'messages' nor 'prompt' with 'response': fill them or drop the row")
     return [*prompt_of(located), {"role": "assistant", "content": text_of(row.get("response"), where, "response")}]
 
 
@@ -114,55 +118,29 @@ READERS = {
 }
 
 
-def require_columns(source: Source, kind: Kind, columns: Sequence[str], row: Row) -> None:
-    """Raises ValueError when a source lacks columns of this kind. `row` is its first row, `columns` those of its first rows."""
-    if kind == "sft":
-        if source.messages_key in columns:
-            return
-        needed = {"prompt_key": source.prompt_key, "response_key": source.response_key}
-        instead = f" (and no column {source.messages_key!r} with whole conversations, messages_key)"
-    elif kind in ("answer", "scored") or (kind == "labelled" and source.label_key in columns):
-        needed = {"prompt_key": source.prompt_key, "response_key": source.response_key}
-        if kind == "scored":
-            needed["reward_key"] = source.reward_key
-        instead = ""
-    elif kind in ("preference", "labelled"):
-        needed = {"chosen_key": source.chosen_key, "rejected_key": source.rejected_key}
-        if source.margin_key is not None:
-            needed["margin_key"] = source.margin_key
-        if isinstance(row.get(source.chosen_key), str):
-            needed["prompt_key"] = source.prompt_key
-        instead = f" (and no column {source.label_key!r} that labels single answers, label_key)" if kind == "labelled" else ""
-    else:
-        needed, instead = {"prompt_key": source.prompt_key}, ""
-    missing = {key: column for key, column in needed.items() if column not in columns}
-    if missing:
-        named = " and ".join(f"{column!r}" for column in missing.values())
-        raise ValueError(
-            f"{source.path}: there is no column {named}{instead}; its columns are {', '.join(columns)}: set {' and '.join(missing)} "
-            "of this data source"
-        )
-
-
 def _messages(value: Any, where: str, column: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f"{where}: column {column!r} must be a string or a list of messages, found {_type(value)}")
+        raise _wrong(value, where, column, "a string or a list of messages")
     messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"{where}: message {number} of column {column!r} must have a role and a content, both strings")
         if message.get("tool_calls") or message.get("function_call"):
             raise ValueError(f"{where}: message {number} of column {column!r} calls a tool, and calls are not read: leave such rows out")
-        messages.append({"role": message["role"], "content": message["content"]})
+        if (role := message["role"]) not in ROLES:
+            meant = OTHER_NAMES.get(role.lower(), role.lower())
+            todo = f"write {meant if meant in ROLES else 'one of ' + ', '.join(USUAL_ROLES)}"
+            raise ValueError(f"{where}: message {number} of column {column!r} has the role {role!r:.60}, which is no chat role: {todo}")
+        messages.append({"role": role, "content": message["content"]})
     return messages
 
 
 def text_of(value: Any, where: str, column: str) -> str:
     """Returns a text of a row. Raises ValueError for another type."""
     if not isinstance(value, str):
-        raise ValueError(f"{where}: column {column!r} must be a string, found {_type(value)}: correct or drop the row")
+        raise _wrong(value, where, column, "a string")
     return value
 
 
@@ -177,5 +155,10 @@ def number_of(value: Any, where: str, column: str) -> float:
     return number
 
 
-def _type(value: Any) -> str:
-    return "nothing" if value is None else "an empty list" if value == [] else type(value).__name__
+def _wrong(value: Any, where: str, column: str, needed: str) -> ValueError:
+    if value is None:
+        return ValueError(f"{where}: column {column!r} is missing or null: fill it or drop the row")
+    if isinstance(value, (bool, int, float)):
+        return ValueError(f"{where}: column {column!r} must be {needed}, found {type(value).__name__}: write it as text")
+    found = "an empty list" if value == [] else type(value).__name__
+    return ValueError(f"{where}: column {column!r} must be {needed}, found {found}: correct or drop the row")

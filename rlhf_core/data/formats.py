@@ -12,19 +12,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from rlhf_core.data.columns import number_of, text_of
+from rlhf_core.data.columns import OTHER_NAMES, number_of, text_of
 from rlhf_core.data.documents import Message
 
 Row = Mapping[str, Any]
-ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-}
+ROLES = {name: name for name in ("system", "user", "assistant")} | OTHER_NAMES
 TURN = re.compile(r"\n\n(Human|Assistant):")
 TIES = ("tie", "tie (bothbad)", "tie (both bad)", "bothbad")
 

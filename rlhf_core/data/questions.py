@@ -9,23 +9,42 @@ from typing import Any
 from rlhf_core.config import Data, Source
 from rlhf_core.data.columns import Located, prompt_of
 from rlhf_core.data.documents import Message, as_text
+from rlhf_core.data.required_columns import key_to_set
 from rlhf_core.data.rows import load_rows
 from rlhf_core.system.files import digest
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as chat messages. `row` is the whole row, in which a rule judge finds the known answer."""
+    """A prompt as chat messages. `row` is the whole row, in which a rule judge finds the known answer; `where`: its file and number."""
 
     uid: str
     category: str
     messages: tuple[Message, ...]
     row: Mapping[str, Any]
+    where: str = ""
 
     @property
     def prompt(self) -> str:
         """The prompt as one text, for the judge."""
         return as_text(self.messages)
+
+    def known_answer(self, key: str) -> str:
+        """Returns the text of the column `key`. Raises ValueError when there is none, or only whitespace."""
+        value = self.row.get(key)
+        if value is not None and str(value).strip():
+            return str(value)
+        where = self.where or f"question {self.uid}"
+        if key in self.row:
+            found = "null" if value is None else "empty"
+            raise ValueError(f"{where}: column {key!r} is {found}, and the rule judge compares answers with it: fill it or drop the row")
+        prompt = self.row.get("prompt", self.row)
+        others = [name for name, other in self.row.items() if other is not prompt]  # the prompt is there under both its names
+        raise ValueError(
+            f"{where}: there is no column {key!r}, which the rule judge compares answers with; "
+            f"{'its other columns are ' + ', '.join(others) if others else 'there is none but the prompt'}: "
+            f"set {key_to_set('answer_key', key, others)} in the rule judge, or choose another judge"
+        )
 
 
 def load_questions(source: Source, max_questions: int | None, seed: int) -> list[Question]:
@@ -57,10 +76,11 @@ def to_question(row: Mapping[str, Any], source: Source, number: int) -> Question
         value = [{"role": "user", **turn} if isinstance(turn, dict) else turn for turn in row["turns"]]
     if value is None:
         raise ValueError(
-            f"{where}: there is no {source.prompt_key!r} (nor `turns`): set prompt_key of the questions to one of {', '.join(row)}"
+            f"{where}: there is no column {source.prompt_key!r}, nor 'turns'; its columns are {', '.join(row)}: "
+            f"set {key_to_set('prompt_key', source.prompt_key, row)} in the questions"
         )
     messages = tuple(prompt_of(Located(where, {"prompt": value})))
     if not any(message["content"].strip() for message in messages):
         raise ValueError(f"{where}: the prompt is empty: fill it or drop the row")
     uid = row.get("uid") or row.get("question_id") or digest(list(messages))
-    return Question(str(uid), str(row.get("category") or "all"), messages, row)
+    return Question(str(uid), str(row.get("category") or "all"), messages, row, where)

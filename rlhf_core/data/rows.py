@@ -1,30 +1,26 @@
 """Reads files and Hub data sets as rows with standard columns, one at a time, and mixes several sources. Torch-free.
 
-JSON and CSV files are parsed by the standard library, which keeps texts unchanged: the readers of `datasets` guess types, and convert
-answers that look like dates, numbers or "None". Parquet, which has types, and Hub data sets (which are downloaded and read from disk)
-are read by `datasets`. Only a .json file with one list is read whole. Left out: tool calls and content in parts.
+Left out: tool calls and content in parts.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 import random
-import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlhf_core.config import Data, Source
-from rlhf_core.data.columns import READERS, Kind, Located, Row, require_columns
+from rlhf_core.data.columns import READERS, Kind, Located, Row
 from rlhf_core.data.formats import FORMATS, recognise
-from rlhf_core.hub.ids import parted
+from rlhf_core.data.required_columns import require_columns
+from rlhf_core.data.row_files import is_file, raw_rows
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-FIRST_ROWS = 8
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON writes characters beyond \uffff as two of these, and cut texts end with one
+FIRST_ROWS = 8  # name the columns and the format
+CHECKED_ROWS = (
+    20_000  # of a file, before any work: rows of a kilobyte take 0.3 seconds. Of a Hub data set FIRST_ROWS, as it is not downloaded
+)
 
 
 class Placed(NamedTuple):
@@ -62,10 +58,11 @@ def load_rows(data: Data, seed: int, kind: Kind | None = None) -> list[Row]:
 
 
 def check_columns(data: Data, kind: Kind) -> None:
-    """Reads the first rows of each source, and raises the ValueError that a stage would raise for a missing file, no rows, a missing
-    column or a wrong type."""
+    """Reads the first CHECKED_ROWS rows of each file, and raises the ValueError that a stage would raise for a missing file, no rows, a
+    missing column or a wrong row. Of a mixture all these rows count, as the seed decides which are used."""
+    most = data.max_samples if len(data.sources) == 1 else None
     for source in data.sources:
-        for located in _read(source, kind, FIRST_ROWS):
+        for located in _read(source, kind, CHECKED_ROWS if is_file(source) else FIRST_ROWS, most):
             if not unusable(located, kind):
                 READERS[kind](located)
 
@@ -103,7 +100,7 @@ def mixture_of(data: Data, seed: int) -> Mixture | None:
         return None
     orders, places = [], []
     for index, source in enumerate(data.sources):
-        order = array("q", range(sum(1 for _ in _raw(source, None))))
+        order = array("q", range(sum(1 for _ in raw_rows(source, None))))
         if not order:
             raise _empty(source)
         random.Random(f"{seed}/{index}").shuffle(order)
@@ -134,7 +131,7 @@ def names(data: Data) -> str:
 
 def _read(source: Source, kind: Kind | None, first: int | None, most: int | None = None) -> Iterator[Located]:
     """Yields the (first) rows of one source, at most `most`. Checks columns and recognises the format by the first FIRST_ROWS."""
-    rows = _raw(source, first)
+    rows = raw_rows(source, first)
     head = list(islice(rows, FIRST_ROWS))
     if not head:
         raise _empty(source)
@@ -148,18 +145,6 @@ def _read(source: Source, kind: Kind | None, first: int | None, most: int | None
 
 def _empty(source: Source) -> ValueError:
     return ValueError(f"{source.path}: has no rows: give a data set with at least one")
-
-
-def _raw(source: Source, first: int | None) -> Iterator[Row]:
-    path = Path(source.path)
-    if path.is_dir():
-        raise ValueError(f"{source.path}: is a directory: name a file in it")
-    if path.suffix in SUFFIXES and not path.is_file():
-        raise ValueError(f"{source.path}: there is no such file: correct the path of this data source")
-    if path.suffix not in SUFFIXES and path.is_file():
-        raise ValueError(f"{source.path}: data files end with {', '.join(SUFFIXES)}: convert or rename this one")
-    readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows}
-    yield from islice(readers[path.suffix](source.path), first) if path.suffix in readers else _dataset_rows(source, first)
 
 
 def _located(source: Source, form: str, number: int, row: Row) -> Located:
@@ -177,76 +162,3 @@ def _located(source: Source, form: str, number: int, row: Row) -> Located:
     own_margin = source.margin_key != "margin" or "margin" in row
     computed = {name: value for name, value in made.columns.items() if name != "margin" or not own_margin}
     return Located(where, standard | computed, made.no_preference)
-
-
-def _json_rows(path: str) -> Iterator[Row]:
-    """Yields the objects of a file with one JSON object per line, or with one JSON list of objects."""
-    try:
-        with open(path, encoding="utf-8-sig") as file:  # with or without a byte order mark
-            start = file.read(1)
-            while start.isspace():
-                start = file.read(1)
-            file.seek(0)
-            for number, row in enumerate(_json(path, file.read()) if start == "[" else _json_lines(path, file), start=1):
-                if not isinstance(row, dict):
-                    raise ValueError(f"{path}, row {number}: must be a JSON object with columns, found {type(row).__name__}")
-                yield row
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not valid JSON in UTF-8: {error}") from error
-
-
-def _json_lines(path: str, lines: Iterable[str]) -> Iterator[Any]:
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield _json(f"{path}, line {number}", line.rstrip())
-
-
-def _json(where: str, text: str) -> Any:
-    try:
-        value = json.loads(text)
-        if SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()  # refuses half of a pair
-        return value
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ValueError(f"{where}: holds {half!r}, half of a character: correct or drop the row") from None
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise ValueError(f"{where}: is not valid JSON: {error.msg} at {line}character {error.colno}") from error
-    except RecursionError:
-        raise ValueError(f"{where}: is not valid JSON: its brackets are nested too deeply to be read") from None
-    except ValueError as error:  # a number of too many digits
-        raise ValueError(f"{where}: is not valid JSON: {error}") from error
-
-
-def _csv_rows(path: str) -> Iterator[Row]:
-    """Yields the rows of a CSV file with a header; every value is text."""
-    csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
-                if None in row or None in row.values():
-                    raise ValueError(f"{path}, row {number}: has another number of cells than the header: correct or quote its cells")
-                yield row
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is not valid CSV in UTF-8: {error}") from error
-
-
-def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:
-    # Imported here: it takes most of a second, and text files do not need it.
-    from datasets import load_dataset
-
-    parquet = Path(source.path).suffix == ".parquet"
-    try:
-        if parquet:
-            rows = load_dataset("parquet", data_files=source.path, split="train", streaming=True)
-        else:
-            repo_id, revision = parted(source.path)
-            rows = load_dataset(repo_id, revision=revision, split=source.split, streaming=first is not None)
-        yield from islice(rows, first)
-    except StopIteration:  # raised for an empty file
-        return
-    except Exception as error:  # of many libraries; each means that this source cannot be read
-        kind = "parquet" if parquet else f"a Hub data set with the split {source.split!r}"
-        cause = str(error.__cause__ or error).strip().split("\n")[0]
-        raise ValueError(f"{source.path}: cannot be read as {kind}: {type(error).__name__}: {cause}") from error

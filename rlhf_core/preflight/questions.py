@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlhf_core.config import Data, Evaluation, RuleJudge
-from rlhf_core.data.questions import load_questions
+from rlhf_core.data.questions import Question, load_questions
 from rlhf_core.data.rows import check_columns
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.recipe.plan import Node
@@ -22,6 +24,15 @@ def question_problems(node: Node, seed: int) -> list[str]:
         questions = load_questions(source, config.max_questions, seed)
     except ValueError as error:
         return [f"{where}: {error}"]
-    keys = [judge.answer_key for judge in config.judges if isinstance(judge, RuleJudge)]
-    lacking = [key for key in keys if any(key not in question.row for question in questions)]
-    return [f"{where}: {source.path} has rows without the column {key!r}; set answer_key of the rule judge" for key in lacking]
+    lacking = (_without_answer(questions, judge.answer_key) for judge in config.judges if isinstance(judge, RuleJudge))
+    return [f"{where}: {told}" for told in lacking if told]
+
+
+def _without_answer(questions: Sequence[Question], key: str) -> str:
+    """Says what the first question without a known answer lacks; "" when all have one."""
+    try:
+        for question in questions:
+            question.known_answer(key)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -61,7 +61,7 @@ def test_the_format() -> None:
     dolly = example("dolly", rlhf_core.data.formats)
     row = {"instruction": "Sort 312", "context": "", "response": "123"}
     assert dolly("row 1", row).columns == {"prompt": [{"role": "user", "content": "Sort 312"}], "response": "123"}
-    with pytest.raises(ValueError, match="'response' must be a string"):
+    with pytest.raises(ValueError, match="'response' is missing or null"):
         dolly("row 1", {"instruction": "Sort 312"})
 
 

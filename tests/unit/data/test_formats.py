@@ -179,7 +179,7 @@ def test_a_wrong_row_is_named_with_what_to_do(row: dict[str, Any], bad: dict[str
 
 
 def test_a_format_that_lacks_what_a_stage_needs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no column 'chosen' and 'rejected'"):
+    with pytest.raises(ValueError, match=r"there is no column 'chosen', nor 'rejected'; .*: set chosen_key and rejected_key in"):
         check_columns(data(tmp_path / "rows.jsonl", [SHAREGPT]), "preference")
 
 

@@ -112,7 +112,7 @@ def changed(draw: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
             holder, key = draw(st.sampled_from(found))
             match draw(st.sampled_from(("replace", "drop", "rename", "double"))):
                 case "replace":
-                    holder[key] = draw(VALUES)
+                    holder[key] = copy.deepcopy(draw(VALUES))  # those of ODD are shared between draws
                 case "drop":
                     del holder[key]
                 case "rename" if isinstance(holder, dict):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,20 +110,33 @@ def test_a_data_set_that_cannot_be_read_is_refused_in_one_sentence(tmp_path: Pat
     header.write_text("prompt\n")
     text.write_text("x")
     latin = tmp_path / "latin.jsonl"
-    latin.write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    latin.write_bytes('{"prompt": "e"}\n{"prompt": "é"}\n'.encode("latin-1"))
+    utf16, table = tmp_path / "utf16.jsonl", tmp_path / "latin.csv"
+    utf16.write_text('{"prompt": "x"}', encoding="utf-16")
+    table.write_bytes("prompt\né\n".encode("latin-1"))
+    cut, whole = tmp_path / "cut.jsonl", tmp_path / "cut.json"
+    cut.write_text('{"prompt": "x"}\n{"prompt": "y\n')
+    whole.write_text('[\n{"prompt": "x"},\n{"prompt": "y')
+    quoted = tmp_path / "quoted.csv"
+    quoted.write_text('prompt\n"a" b\n')
     ragged, nothing = tmp_path / "ragged.csv", tmp_path / "nothing.parquet"
     ragged.write_text("prompt,uid\na,1\nb, unquoted,2\n")
     Dataset.from_dict({"prompt": []}).to_parquet(str(nothing))
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 no parquet")
     cases = {
-        str(tmp_path / "missing.jsonl"): "no such file",
+        str(tmp_path / "missing.jsonl"): "there is no such file: correct",
         str(tmp_path / "missing.parquet"): "no such file",
         str(bad): "line 3: is not valid JSON",
         str(empty): "has no rows",
         str(header): "has no rows",
         str(text): "data files end with",
-        str(latin): "not valid JSON in UTF-8",
+        str(latin): ", line 2: is not UTF-8 (0xe9 at byte 13): save the file as UTF-8",
+        str(table): ", line 2: is not UTF-8 (0xe9 at byte 1): save the file as UTF-8",
+        str(utf16): ": is in UTF-16: save the file as UTF-8",
+        str(cut): ", line 2: is not valid JSON: Unterminated string starting at character 12: correct or drop the row",
+        str(whole): ": is not valid JSON: Unterminated string starting at line 3, character 12: correct or drop the row",
+        str(quoted): ": is not valid CSV: ',' expected after '\"': correct the quotes of its cells",
         str(ragged): "row 2: has another number of cells",
         str(nothing): "has no rows",
         str(broken): "cannot be read as parquet",
@@ -133,16 +147,29 @@ def test_a_data_set_that_cannot_be_read_is_refused_in_one_sentence(tmp_path: Pat
         with pytest.raises(ValueError) as told:
             load_rows(data(path), seed=0)
         assert str(told.value).startswith(path) and message in str(told.value) and "\n" not in str(told.value)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=re.escape(message)):
             check_columns(data(path), "prompt")
+
+
+def test_a_missing_file_is_told_with_the_place_that_was_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"^x.jsonl: there is no such file at {tmp_path}/x.jsonl: correct the path"):
+        load_rows(data("x.jsonl"), seed=0)
 
 
 @pytest.mark.parametrize(
     ("kind", "row", "named"),
     [
         ("sft", {"prompt": "x", "text": "y"}, ["'response'", "'messages'", "prompt, text", "response_key"]),
-        ("sft", {"text": "y"}, ["'prompt' and 'response'", "prompt_key and response_key"]),
-        ("prompt", {"question": "x"}, ["'prompt'", "question", "prompt_key"]),
+        ("sft", {"text": "y"}, ["'prompt', nor 'response'", "set prompt_key and response_key in this data source"]),
+        ("sft", {"answer": "y", "question": "x"}, ["answer, question: set prompt_key: question and response_key: answer in"]),
+        ("prompt", {"prompt_id": "x", "instruction": "x"}, ["'prompt'", "set prompt_key: instruction in"]),
+        ("prompt", {"Prompts": "x"}, ["set prompt_key: Prompts in"]),
+        (
+            "preference",
+            {"prompt": "x", "response_chosen": "y", "response_rejected": "z"},
+            ["'chosen', nor 'rejected'; its columns", "set chosen_key: response_chosen and rejected_key: response_rejected in"],
+        ),
         ("preference", {"prompt": "x", "chosen": "y"}, ["'rejected'", "prompt, chosen", "rejected_key"]),
         ("preference", {"chosen": "y", "rejected": "z"}, ["'prompt'", "chosen, rejected", "prompt_key"]),
     ],
@@ -171,17 +198,28 @@ GOOD: dict[str, dict[str, Any]] = {
         ("sft", {"messages": "x"}, "must be a list of"),
         ("sft", {"messages": [user("x"), {"role": "assistant"}]}, "message 2 of column 'messages'"),
         ("sft", {"messages": [user("x"), {**assistant(""), "tool_calls": [{"name": "f"}]}]}, "message 2 of column 'messages' calls a tool"),
-        ("sft", {"prompt": "x", "response": 3}, "'response' must be a string, found int"),
+        (
+            "sft",
+            {"messages": [{"role": "human", "content": "x"}, assistant("y")]},
+            "'messages' has the role 'human', which is no chat role: write user",
+        ),
+        ("sft", {"messages": [user("x"), {"role": "GPT", "content": "x"}]}, "message 2 of column 'messages' has the role 'GPT'"),
+        ("sft", {"messages": [user("x"), {"role": "bot", "content": "x"}]}, "no chat role: write assistant"),
+        ("sft", {"messages": [user("x"), {"role": "Assistant", "content": "x"}]}, "no chat role: write assistant"),
+        ("prompt", {"prompt": [{"role": "boss", "content": "x"}]}, "no chat role: write one of system, developer, user, assistant, tool"),
+        ("sft", {"messages": None}, "there is neither 'messages' nor 'prompt' with 'response': fill them or drop the row"),
+        ("sft", {"prompt": "x", "response": 3}, "'response' must be a string, found int: write it as text"),
+        ("sft", {"prompt": "x", "response": ["y"]}, "'response' must be a string, found list: correct or drop the row"),
         ("sft", {"messages": []}, "found an empty list"),
-        ("prompt", {"prompt": 3}, "'prompt' must be a string or a list of messages, found int"),
-        ("prompt", {"other": 3}, "found nothing"),
+        ("prompt", {"prompt": 3}, "'prompt' must be a string or a list of messages, found int: write it as text"),
+        ("prompt", {"other": 3}, "column 'prompt' is missing or null: fill it or drop the row"),
         ("prompt", {"prompt": [user("x"), assistant("y")]}, "nothing to answer"),
-        ("preference", {**GOOD["preference"], "rejected": None}, "'rejected' must be"),
+        ("preference", {**GOOD["preference"], "rejected": None}, "column 'rejected' is missing or null: fill it or drop the row"),
         ("preference", {**GOOD["preference"], "chosen": [user("x")]}, "must end with an assistant message"),
         ("preference", {**GOOD["preference"], "margin": "much"}, "'margin' must be a finite number, found 'much'"),
         ("preference", {**GOOD["preference"], "margin": float("nan")}, "'margin' must be a finite number, found nan"),
         ("preference", {"chosen": [user("x"), assistant("y")], "rejected": [user("X"), assistant("z")]}, "differ before it"),
-        ("preference", {"chosen": [assistant("y")], "rejected": [assistant("z")]}, "'prompt' must be a string"),
+        ("preference", {"chosen": [assistant("y")], "rejected": [assistant("z")]}, "column 'prompt' is missing or null"),
     ],
 )
 def test_a_wrong_row_is_named(tmp_path: Path, renderer: Renderer, kind: Any, row: Any, message: str) -> None:
@@ -197,12 +235,24 @@ def test_a_wrong_row_is_named(tmp_path: Path, renderer: Renderer, kind: Any, row
         check_columns(data(source), kind)
 
 
-def test_checking_columns_reads_only_the_first_rows(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text((json.dumps({"prompt": "x"}) + "\n") * 50 + "{broken\n")
-    check_columns(data(str(path)), "prompt")
-    with pytest.raises(ValueError, match="line 51"):
-        load_rows(data(str(path)), seed=0)
+def test_roles_that_chat_templates_render_are_read(tmp_path: Path) -> None:
+    roles = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "user")
+    row = {"prompt": [{"role": role, "content": "x"} for role in roles]}
+    check_columns(data(write(tmp_path / "rows.jsonl", [row])), "prompt")
+
+
+def test_a_wrong_row_far_from_the_first_is_found_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, short = GOOD["preference"], {"prompt": "x", "chosen": "y"}
+    late = write(tmp_path / "late.jsonl", [*[good] * 60, short])
+    with pytest.raises(ValueError, match="row 61: column 'rejected' is missing or null: fill it or drop the row"):
+        check_columns(data(late), "preference")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text((json.dumps(good) + "\n") * 70 + '{"prompt": "x\n')
+    with pytest.raises(ValueError, match="line 71: is not valid JSON"):
+        check_columns(data(str(broken)), "preference")
+    check_columns(data(late, max_samples=60), "preference")  # the stage does not read row 61 either
+    monkeypatch.setattr("rlhf_core.data.rows.CHECKED_ROWS", 60)
+    check_columns(data({"path": late, "probability": 0.5}, {"path": str(broken), "probability": 0.5}), "preference")
 
 
 # Documents, pairs, prompts

@@ -97,7 +97,7 @@ def test_it_is_told_before_work_beside_other_faults(planned: Planned, wrapper: P
     told = sentence(tmp_path / "base").replace(" is base,", f" is {wrapper.name},")
     assert problems == [
         f"base_model: {told}",
-        "stages.reward_model.data: none.jsonl: there is no such file: correct the path of this data source",
+        f"stages.reward_model.data: none.jsonl: there is no such file at {Path.cwd()}/none.jsonl: correct the path of this data source",
     ]
     (tmp_path / "wrapped").mkdir()
     for file in (tmp_path / "base").iterdir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,26 @@ def test_both_versions_of_arena_hard_questions_are_read(tmp_path: Path) -> None:
     assert [q.uid for q in load_questions(write(tmp_path, old, new), 1, 0)] == ["old"]
 
 
+def test_a_question_without_a_known_answer_is_named_by_file_and_row(tmp_path: Path) -> None:
+    source = write(tmp_path, {"question": "x", "gold_answer": "y", "answer": 0})
+    (question,) = load_questions(source.model_copy(update={"prompt_key": "question"}), None, 0)
+    assert question.known_answer("answer") == "0"
+    told = f"{source.path}, row 1: there is no column 'gold', which the rule judge compares answers with; its other columns are "
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(told)}gold_answer, answer: set answer_key: gold_answer in the rule judge, or choose another judge"
+    ):
+        question.known_answer("gold")
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([{"uid": "a", "prompt": "x"}, {"uid": "a", "prompt": "y"}], r"row 2: has the uid 'a' of row 1"),
         ([{"prompt": "x"}, {"prompt": "x"}], r"row 2: has the uid .* of row 1 \(without a uid: the same prompt\)"),
-        ([{"text": "x"}], r"row 1: there is no 'prompt'"),
+        ([{"text": "x"}], r"row 1: there is no column 'prompt', nor 'turns'; its columns are text: set prompt_key in the questions"),
+        ([{"answer": "y", "question": "x"}], r"its columns are answer, question: set prompt_key: question in the questions"),
         ([{"prompt": "  "}], r"row 1: the prompt is empty"),
-        ([{"prompt": 3}], r"row 1: column 'prompt' must be a string"),
+        ([{"prompt": 3}], r"row 1: column 'prompt' must be a string or a list of messages, found int: write it as text"),
         ([{"turns": [3]}], r"row 1: message 1"),
     ],
 )

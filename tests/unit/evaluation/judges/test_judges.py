@@ -65,9 +65,12 @@ def test_the_rule_prefers_the_known_answer_and_sees_no_whitespace() -> None:
 
 
 def test_the_rule_says_which_question_has_no_known_answer() -> None:
-    with pytest.raises(ValueError, match="question q1 has no 'solution'"):
+    with pytest.raises(ValueError, match="question q1: there is no column 'solution'"):
         RuleJudge("rule", "solution").judge([Match(question(answer="4"), "4", "5")])
     assert RuleJudge("rule", "answer").right(question(answer=4), "4")
+    for nothing, found in ((None, "null"), ("", "empty"), (" \n", "empty")):
+        with pytest.raises(ValueError, match=f"question q1: column 'answer' is {found}, and the rule judge compares answers with it: fill"):
+            RuleJudge("rule", "answer").right(question(answer=nothing), "")
 
 
 class Characters:

@@ -1,0 +1,133 @@
+"""Reads the rows of files and Hub data sets, one at a time. Torch-free.
+
+JSON and CSV files are parsed by the standard library, which keeps texts unchanged: the readers of `datasets` guess types, and convert
+answers that look like dates, numbers or "None". Parquet, which has types, and Hub data sets (which are downloaded and read from disk)
+are read by `datasets`. Only a .json file with one list is read whole.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import Source
+from rlhf_core.data.columns import Row
+from rlhf_core.hub.ids import parted
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON writes characters beyond \uffff as two of these, and cut texts end with one
+
+
+def is_file(source: Source) -> bool:
+    """Returns whether a source is a local file, by its name."""
+    return Path(source.path).suffix in SUFFIXES
+
+
+def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
+    """Yields the (first) rows of a source as they are. Raises ValueError for a file or Hub data set that cannot be read."""
+    path = Path(source.path)
+    if path.is_dir():
+        raise ValueError(f"{source.path}: is a directory: name a file in it")
+    if path.suffix in SUFFIXES and not path.is_file():
+        there = "" if path.is_absolute() else f" at {os.path.abspath(path)}"
+        raise ValueError(f"{source.path}: there is no such file{there}: correct the path of this data source")
+    if path.suffix not in SUFFIXES and path.is_file():
+        raise ValueError(f"{source.path}: data files end with {', '.join(SUFFIXES)}: convert or rename this one")
+    readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows}
+    yield from islice(readers[path.suffix](source.path), first) if path.suffix in readers else _dataset_rows(source, first)
+
+
+def _json_rows(path: str) -> Iterator[Row]:
+    """Yields the objects of a file with one JSON object per line, or with one JSON list of objects."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:  # with or without a byte order mark
+            start = file.read(1)
+            while start.isspace():
+                start = file.read(1)
+            file.seek(0)
+            for number, row in enumerate(_json(path, file.read()) if start == "[" else _json_lines(path, file), start=1):
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}, row {number}: must be a JSON object with columns, found {type(row).__name__}")
+                yield row
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path) from error
+
+
+def _json_lines(path: str, lines: Iterable[str]) -> Iterator[Any]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield _json(f"{path}, line {number}", line.rstrip())
+
+
+def _json(where: str, text: str) -> Any:
+    try:
+        value = json.loads(text)
+        if SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # refuses half of a pair
+        return value
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{where}: holds {half!r}, half of a character: correct or drop the row") from None
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, character {error.colno}" if error.lineno > 1 else f"character {error.colno}"
+        raise ValueError(f"{where}: is not valid JSON: {error.msg.removesuffix(' at')} at {place}: correct or drop the row") from error
+    except RecursionError:
+        raise ValueError(f"{where}: is not valid JSON: its brackets are nested too deeply to be read: correct or drop the row") from None
+    except ValueError as error:  # a number of too many digits
+        raise ValueError(f"{where}: is not valid JSON: {error}: correct or drop the row") from error
+
+
+def _csv_rows(path: str) -> Iterator[Row]:
+    """Yields the rows of a CSV file with a header; every value is text."""
+    csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
+                if None in row or None in row.values():
+                    raise ValueError(f"{path}, row {number}: has another number of cells than the header: correct or quote its cells")
+                yield row
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path) from error
+    except csv.Error as error:
+        raise ValueError(f"{path}: is not valid CSV: {error}: correct the quotes of its cells") from error
+
+
+def _not_utf8(path: str) -> ValueError:
+    """Returns the error of a file that is not UTF-8, with the first line that is not."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                return ValueError(f"{path}: is in UTF-16: save the file as UTF-8")
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                byte = f"{line[error.start]:#04x} at byte {error.start + 1}"
+                return ValueError(f"{path}, line {number}: is not UTF-8 ({byte}): save the file as UTF-8")
+    return ValueError(f"{path}: is not UTF-8: save the file as UTF-8")
+
+
+def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:
+    # Imported here: it takes most of a second, and text files do not need it.
+    from datasets import load_dataset
+
+    parquet = Path(source.path).suffix == ".parquet"
+    try:
+        if parquet:
+            rows = load_dataset("parquet", data_files=source.path, split="train", streaming=True)
+        else:
+            repo_id, revision = parted(source.path)
+            rows = load_dataset(repo_id, revision=revision, split=source.split, streaming=first is not None)
+        yield from islice(rows, first)
+    except StopIteration:  # raised for an empty file
+        return
+    except Exception as error:  # of many libraries; each means that this source cannot be read
+        kind = "parquet" if parquet else f"a Hub data set with the split {source.split!r}"
+        cause = str(error.__cause__ or error).strip().split("\n")[0]
+        raise ValueError(f"{source.path}: cannot be read as {kind}: {type(error).__name__}: {cause}") from error
