@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import KINDS, PPO, AlignmentTax, Evaluation, Preferences, Publication, Ranks, Rewarded, StageConfig
+from rlhf_core.config import KINDS, PPO, AlignmentTax, Data, Evaluation, Preferences, Publication, Ranks, Rewarded, StageConfig
 from rlhf_core.config.lm_eval_tasks import is_path, read_task
 from rlhf_core.config.rewards import FunctionReward
+from rlhf_core.data.columns import Kind
 from rlhf_core.data.documents import check_limit
 from rlhf_core.data.rows import check_columns, load_rows
 from rlhf_core.hub.ids import is_remote
@@ -76,6 +77,10 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     def unlike(own: str, other: str) -> str | None:
         return None if {own, other} & unread else unlike_vocabulary(own, other, plan.recipe.trust_remote_code)
 
+    @cache
+    def unfit_rows(data: Data, kind: Kind) -> list[str]:
+        return _refused("", check_columns, data, kind)  # once for all rounds of a loop
+
     for node in todo:
         start = tokenizer_of(plan, node)
         problems += packing_problem(f"stages.{node.name}", node.config, start)
@@ -85,7 +90,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         problems += vocabulary_problems(node, partial(_start_of, plan, node), unlike)
         for text in node.config.texts:
             where = f"stages.{node.name}.{text.field}"
-            problems += _refused(where, check_columns, text.data, text.rows) if text.rows else []
+            problems += [f"{where}{problem}" for problem in unfit_rows(text.data, text.rows)] if text.rows else []
             frame = frames.get((start or "", text.data.template))
             if isinstance(frame, str):
                 problems.append(f"{where}: {frame}")

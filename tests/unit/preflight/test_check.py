@@ -103,10 +103,10 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["sft.data={sources: none.jsonl}"], ["stages.sft.data: none.jsonl: there is no such file"]),
+        (["sft.data={sources: none.jsonl}"], ["stages.sft.data: none.jsonl: there is no such file at /"]),
         (
             ["reward_model.data={sources: [{path: pairs.jsonl, chosen_key: better}]}"],
-            ["stages.reward_model.data: pairs.jsonl: there is no column"],
+            ["pairs.jsonl: there is no column 'better'; its columns are prompt, chosen, rejected, uid: set chosen_key: chosen in this"],
         ),
         (["sft.data={sources: prompts.jsonl}"], ["stages.sft.data: prompts.jsonl: there is no column 'response'"]),
         (["base_model=elsewhere/there/is/none"], ["base_model: there is no model folder"]),
@@ -118,9 +118,12 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
         (["loop.prompts_per_round=4"], ["stages.loop.round2.preferences: its prompts start at number 4, but there are only 4"]),
         (
             ["evaluation.questions={path: prompts.jsonl}"],
-            ["stages.evaluation.questions: prompts.jsonl has rows without the column 'answer'"],
+            ["stages.evaluation.questions: prompts.jsonl, row 1: there is no column 'answer', which the rule judge"],
         ),
-        (["evaluation.questions.prompt_key=question"], ["stages.evaluation.questions: q.jsonl, row 1: there is no 'question' (nor"]),
+        (
+            ["evaluation.questions.prompt_key=question"],
+            ["stages.evaluation.questions: q.jsonl, row 1: there is no column 'question', nor 'turns'; its columns are"],
+        ),
         (["ppo.actor_ranks.cpus=2"], ["stages.ppo asks for 3.6 CPUs in all, this machine has 2"]),
         (["ppo.vllm.gpus=1"], ["stages.ppo asks for 1 GPUs in all, this machine has 0"]),
         (["sft.lora={quantize: nf4}"], ["stages.sft.lora.quantize=nf4 needs an NVIDIA GPU, and this machine has none; set it to none"]),
@@ -152,6 +155,43 @@ def test_a_fault_is_told_once_and_where(planned: Planned, overrides: list[str], 
     assert len(problems) == len(told)
     for problem, expected in zip(problems, told, strict=True):
         assert expected in problem and "\n" not in problem
+
+
+def append(file: Path, *rows: object) -> None:
+    with file.open("a") as lines:
+        lines.writelines((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "told"),
+    [
+        (
+            "pairs",
+            {"prompt": "hi", "chosen": "ho"},
+            "reward_model.data: pairs.jsonl, row 61: column 'rejected' is missing or null: fill it",
+        ),
+        (
+            "sft",
+            '{"messages": [{"role": "us',
+            "sft.data: sft.jsonl, line 61: is not valid JSON: Unterminated string starting at character 24",
+        ),
+        ("q", {"prompt": "61", "answer": None}, "evaluation.questions: q.jsonl, row 61: column 'answer' is null, and the rule judge"),
+        ("q", {"prompt": "61", "answer": " "}, "evaluation.questions: q.jsonl, row 61: column 'answer' is empty, and the rule judge"),
+        ("q", {"prompt": "61", "gold": "ho"}, "evaluation.questions: q.jsonl, row 61: there is no column 'answer', which the rule judge"),
+    ],
+)
+def test_a_wrong_row_far_from_the_first(planned: Planned, tmp_path: Path, name: str, wrong: object, told: str) -> None:
+    """Found before work, not by the stage that reads it after others have trained."""
+    append(tmp_path / f"{name}.jsonl", *(ROWS[name] | {"uid": number} for number in range(4, 60)), wrong)
+    (problem,) = check_here(planned())
+    assert problem.startswith(f"stages.{told}") and "\n" not in problem
+
+
+def test_a_file_is_read_once_for_all_rounds_of_a_loop(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    monkeypatch.setattr(check, "check_columns", lambda data, kind: checked.append((data, kind)))
+    check_here(planned())
+    assert len(checked) == len(set(checked)) > 2
 
 
 def test_an_empty_data_set(planned: Planned, tmp_path: Path) -> None:
