@@ -25,7 +25,7 @@ from rlhf_core.data.rows import check_columns, load_rows
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.preflight.lengths import length_problems
-from rlhf_core.preflight.models import model_problem, packing_problem, unfit_models, unlike_vocabulary, vocabulary_problems
+from rlhf_core.preflight.models import model_problem, unfit_models, unlike_vocabulary, vocabulary_problems
 from rlhf_core.preflight.questions import question_problems
 from rlhf_core.preflight.template_length import frame_lengths
 from rlhf_core.preflight.weights import weight_problem
@@ -78,7 +78,6 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
 
     for node in todo:
         start = tokenizer_of(plan, node)
-        problems += packing_problem(f"stages.{node.name}", node.config, start)
         problems += length_problems(node, partial(_start_of, plan, node))
         if isinstance(node.config, Publication) and node.config.folder and not node.config.dry_run:
             problems += _refused(f"stages.{node.name}.folder", refuse_foreign, Path(node.config.folder).expanduser().resolve())
