@@ -30,7 +30,8 @@ from rlhf_core.preflight.questions import question_problems
 from rlhf_core.preflight.template_length import frame_lengths
 from rlhf_core.preflight.weights import weight_problem
 from rlhf_core.recipe.plan import Node, Plan
-from rlhf_core.recipe.sentences import unknown
+from rlhf_core.recipe.plan import plan as plan_of
+from rlhf_core.recipe.sentences import WrongRecipe, unknown
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.store import Store
 from rlhf_core.runs.wandb_mirror import KEY_ENV, MODE_ENV
@@ -98,6 +99,15 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             for task in filter(is_path, node.config.tasks):
                 problems += _refused(f"stages.{node.name}.tasks", read_task, task, node.config.trust_task_code)
     return list(dict.fromkeys(problems))
+
+
+def further_problems(error: WrongRecipe) -> list[str]:
+    """Lists problems of the inputs of what is right in a wrong recipe, as `check_inputs`."""
+    try:
+        planned = None if error.rest is None else plan_of(error.rest)
+    except ValueError:
+        return []
+    return error.further(check_inputs(planned, planned.nodes)) if planned else []
 
 
 def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:

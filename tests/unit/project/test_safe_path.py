@@ -94,6 +94,7 @@ def test_a_stage_and_what_it_starts(folder: Path, tmp_path: Path, monkeypatch: p
     assert all(file.startswith(str(hostile.ROOT)) for file in (run / "seen").read_text().split())
 
 
+@pytest.mark.slow
 def test_our_own_stage_process_trains(folder: Path, material: Path, tmp_path: Path) -> None:
     data = {"sources": str(material / "sft.jsonl"), "max_samples": 8}
     sizes = {"max_len": 64, "train_batch_size": 8, "micro_train_batch_size": 8}

@@ -80,6 +80,7 @@ def test_a_hanging_receiver_does_not_delay_the_sender(caplog: pytest.LogCaptureF
         assert sender.flush(20) and receiver.got[-1]["number"] == 49
 
 
+@pytest.mark.slow
 def test_a_process_ends_soon_also_when_the_receiver_hangs() -> None:
     script = (
         "import atexit, time\n"
