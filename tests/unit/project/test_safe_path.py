@@ -73,6 +73,7 @@ def test_the_modules_are_found_where_the_path_is_not_safe(tmp_path: Path) -> Non
     assert hostile.imported(tmp_path).startswith("flows by")
 
 
+@pytest.mark.slow
 def test_validate_and_the_process_that_reads_its_tokenizers(folder: Path, material: Path, tmp_path: Path) -> None:
     stage = {"max_len": 8, "data": {"sources": [str(material / "sft.jsonl")], "max_samples": 8}}
     recipe = {"name": "small", "base_model": str(material / "base"), "stages": {"sft": stage}}

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def recipe(**notify: Any) -> Recipe:
-    stages = {"sft": {"data": {"sources": "train.jsonl"}}}
+    stages = {"sft": {"data": {"sources": "/data/train.jsonl"}}}
     return recipe_of({"name": "tiny", "base_model": "org/model", "notify": {"url_env": "HOOK", **notify}, "stages": stages})
 
 
