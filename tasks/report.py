@@ -107,7 +107,7 @@ def views_of(plan: Plan, statuses: dict[str, Status]) -> list[StageView]:
 def record(plan: Plan, views: list[StageView], run: RunRecord, state: str = "", ended: float | None = None) -> None:
     """Writes the recipe, `run.json`, and the run's own file in `runs/` (runs/run_records.py), which later runs do not change."""
     (plan.folder / RUNS).mkdir(parents=True, exist_ok=True)
-    write_text(plan.folder / RECIPE, dump_recipe(recipe_of(beside(plan.recipe, Path.cwd(), absolute=True))))
+    write_text(plan.folder / RECIPE, dump_recipe(recipe_of(beside(plan.recipe, Path.cwd(), absolute=True)[0])))
     relative = [replace(view, run_dir=view.run_dir.relative_to(plan.artifacts)) for view in views]
     entry = run.model_dump(mode="json", exclude={"file", "id", "pinned"})
     entry |= {"state": state, "ended": ended, "stages": VIEWS.dump_python(relative, mode="json")}

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from flows.cli.show import OK, Override, RecipePlace, console, errors, show_migration, show_pins
-from rlhf_core.preflight.inputs import check_inputs, check_machine, needs
+from rlhf_core.preflight.inputs import check_inputs, check_machine, further_problems, needs
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
+from rlhf_core.recipe.sentences import WrongRecipe
 from rlhf_core.system.files import write_text
 from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT
 
@@ -60,14 +61,20 @@ def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> i
     Args:
         here: also check files, columns, tokenizer, limits and this machine's resources, as run does before any work.
     """
-    planned = plan(load_recipe(recipe, overrides))
+    try:
+        planned = plan(load_recipe(recipe, overrides))
+    except WrongRecipe as error:
+        further = further_problems(error) if here else []
+        raise ValueError("\n".join([str(error), *further])) from None
     show_pins(planned)
     inputs = check_inputs(planned, planned.nodes) if here else []
     machine = check_machine(planned, planned.nodes) if here else []
     for problem in inputs + machine:
         errors.print(problem, markup=False)
     if not inputs and not machine:
-        console.print(f"{recipe}: ok, {len(planned.nodes)} stages{' and everything they need is here' if here else ''}", markup=False)
+        done = sum(node.done for node in planned.nodes) if here else 0
+        need = f" ({done} done already)" * bool(done) + f" and everything {'the others' if done else 'they'} need is here" * here
+        console.print(f"{recipe}: ok, {len(planned.nodes)} stages{need}", markup=False)
     return WRONG_INPUT if inputs else ENVIRONMENT if machine else OK
 
 
@@ -107,8 +114,13 @@ def data(recipe: RecipePlace, *overrides: Override) -> int:
     from rlhf_core.data.report import markdown
     from rlhf_core.preflight.data_reports import examine
 
-    for name, surveys in examine(plan(load_recipe(recipe, overrides))):
-        console.print(f"# Data of {name}\n\n{markdown(surveys)}", markup=False, highlight=False)
+    problems = []
+    for name, surveys, wrong in examine(plan(load_recipe(recipe, overrides))):
+        if surveys:
+            console.print(f"# Data of {name}\n\n{markdown(surveys)}", markup=False, highlight=False)
+        problems += wrong
+    if problems:
+        raise ValueError("\n".join(problems))
     return OK
 
 

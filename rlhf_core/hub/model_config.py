@@ -104,14 +104,6 @@ def size_of_config(config: dict[str, Any]) -> Size:
 STATEFUL_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 
 
-# Families that always have such layers (transformers' `_is_stateful`), even if their config.json does not list them.
-STATEFUL_FAMILIES = {
-    *("bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2"),
-    *("minicpmv4_6", "minicpmv4_7", "nemotron_h", "nemotron_h_omni", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"),
-    *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
-}
-
-
 # What the part that reads text is called in the config.json of a model with several parts.
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "text_encoder", "decoder", "generator")
 
@@ -124,14 +116,6 @@ def more_than_text(place: str, named: str) -> str:
 def wraps_text_by_config(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a model that has its language model as a part, beside what reads images or sound."""
     return any(isinstance(config.get(part), Mapping) for part in TEXT_PARTS)
-
-
-def stateful_by_config(config: Mapping[str, Any]) -> bool:
-    """Returns whether a config.json is of a model whose layers pass state from one document of a row into the next."""
-    text = config.get("text_config") or {}
-    kinds = {*(config.get("layer_types") or ()), *(text.get("layer_types") or ())}
-    families = {str(part.get("model_type")).removesuffix("_text") for part in (config, text)}
-    return bool(kinds & STATEFUL_LAYERS or families & STATEFUL_FAMILIES)
 
 
 def num_experts(config: object) -> int:

@@ -1,8 +1,8 @@
 """Tests whether documents of a packed row attend to each other, with the attention and on the device of training.
 
 Called by training/ranks.py, stages/reference_logprobs.py and stages/ppo/roles.py.
-Some families (AFMoE, Falcon, OPT) ignore position ids in their mask, so a document attends to those before it, without an error. Such a
-model gets each document in a row of its own.
+Some families (AFMoE, Falcon, OPT) ignore position ids in their mask, so a document attends to those before it, without an error. Layers
+that carry state along a row (convolutions, recurrent states) read over the border too. Such models get each document in a row of its own.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ def detect_document_leak(
 ) -> None:
     """Sets `module.document_leak`, once. `forward` runs the module or an engine around it; a collective if that is one.
 
-    Skipped where no row has two documents (neither `packed` nor concatenated by the attention), and for layers that carry state along a
-    row, which refuse packed rows. `all_reduce` sums over the ranks, so that all take the same decision.
+    Skipped where no row has two documents: neither `packed` nor concatenated by the attention. `all_reduce` sums over the ranks, so that
+    all take the same decision.
     """
-    model = module.model
-    if module.document_leak is not None or is_stateful(model) or not (packed or takes_varlen(model)):
+    model, why = module.model, "has layers that carry state along a row"
+    if module.document_leak is not None or not (packed or takes_varlen(model)):
         return
-    module.document_leak = bool(all_reduce(torch.tensor(float(leaks(forward, module, device)), device=device)) > 0)
-    if not module.document_leak:
-        return
-    if model.config._attn_implementation == VARLEN:  # takes only one row
-        model.set_attn_implementation("sdpa")
-    print(f"{type(model).__name__} lets documents of a row attend to each other (no mask between them): one document a row", flush=True)
+    if not is_stateful(model):
+        why = "lets documents of a row attend to each other (no mask between them)"
+        module.document_leak = bool(all_reduce(torch.tensor(float(leaks(forward, module, device)), device=device)) > 0)
+        if not module.document_leak:
+            return
+        if model.config._attn_implementation == VARLEN:  # takes only one row
+            model.set_attn_implementation("sdpa")
+    module.document_leak = True
+    print(f"{type(model).__name__} {why}: one document a row", flush=True)
 
 
 @torch.no_grad()

@@ -130,10 +130,7 @@ def _hidden(
     """
     end_to_end = takes_varlen(model) and not apart
     if is_stateful(model) and bool(((positions[:, 1:-1] == 0) & (positions[:, 2:] == 1)).any()):
-        raise ValueError(
-            f"{type(model).__name__} has layers that keep state across documents of a row: set packing: false, and remove "
-            f"micro_train_tokens and micro_rollout_tokens"
-        )
+        raise ValueError(f"{type(model).__name__} has layers that carry state along a row, which holds several documents")
     shape = (1, -1) if end_to_end else tokens.shape
     options: dict[str, Any] = {"output_router_logits": True} if routed else {}
     if end_to_end:

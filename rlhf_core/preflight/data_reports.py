@@ -14,10 +14,11 @@ from rlhf_core.preflight.inputs import tokenizer_of
 from rlhf_core.recipe.plan import Node, Plan
 
 
-def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey]]]:
-    """Yields each stage that reads data files, with the surveys of its data sets; rounds of a loop that read the same data come once.
+def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey], list[str]]]:
+    """Yields each stage that reads data files, the surveys of its data sets, and a sentence for each that the stage would refuse; rounds of
+    a loop that read the same data come once.
 
-    Data made by other stages (pairs, answers) and evaluations are left out. Raises ValueError as the stages do.
+    Data made by other stages (pairs, answers) and evaluations are left out.
     """
     seen: set[str] = set()
     for node in plan.nodes:
@@ -26,19 +27,22 @@ def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey]]]:
         key = repr((place, parts))
         if place is not None and key not in seen:
             seen.add(key)
-            yield node.name, surveys_of({text.field: _report(plan, node, text, place) for text in parts})
+            reports, wrong = dict[str, DataReport](), list[str]()
+            for text in parts:
+                try:
+                    reports[text.field] = _report(plan, node, text, place)
+                except ValueError as error:
+                    wrong.append(f"stages.{node.name}.{text.field}: {error}")
+            yield node.name, surveys_of(reports), wrong
 
 
 def _report(plan: Plan, node: Node, text: Text, place: str) -> DataReport:
     renderer, seed = Renderer(load_tokenizer(place, plan.recipe.trust_remote_code), text.data.template), plan.recipe.seed
-    try:
-        if text.rows == "prompt":
-            return prompts(text.data, renderer, text.limit, seed).report
-        if text.rows == "scored":
-            return answer_documents(text.data, renderer, text.limit, seed, "reward").documents.report
-        if text.rows == "labelled":
-            return labelled_answers(text.data, renderer, text.limit, seed).report
-        load = sft_documents if text.rows == "sft" else preference_pairs
-        return load(text.data, renderer, text.limit, seed).report
-    except ValueError as error:
-        raise ValueError(f"stages.{node.name}.{text.field}: {error}") from error
+    if text.rows == "prompt":
+        return prompts(text.data, renderer, text.limit, seed).report
+    if text.rows == "scored":
+        return answer_documents(text.data, renderer, text.limit, seed, "reward").documents.report
+    if text.rows == "labelled":
+        return labelled_answers(text.data, renderer, text.limit, seed).report
+    load = sft_documents if text.rows == "sft" else preference_pairs
+    return load(text.data, renderer, text.limit, seed).report

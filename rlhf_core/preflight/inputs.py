@@ -26,12 +26,13 @@ from rlhf_core.data.rows import check_columns, load_rows
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.preflight.lengths import length_problems
-from rlhf_core.preflight.models import model_problem, packing_problem, unfit_models, unlike_vocabulary, vocabulary_problems
+from rlhf_core.preflight.models import model_problem, unfit_models, unlike_vocabulary, vocabulary_problems
 from rlhf_core.preflight.questions import question_problems
 from rlhf_core.preflight.template_length import frame_lengths
 from rlhf_core.preflight.weights import weight_problem
 from rlhf_core.recipe.plan import Node, Plan
-from rlhf_core.recipe.sentences import unknown
+from rlhf_core.recipe.plan import plan as plan_of
+from rlhf_core.recipe.sentences import WrongRecipe, unknown
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.store import Store
 from rlhf_core.runs.wandb_mirror import KEY_ENV, MODE_ENV
@@ -83,7 +84,6 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
 
     for node in todo:
         start = tokenizer_of(plan, node)
-        problems += packing_problem(f"stages.{node.name}", node.config, start)
         problems += length_problems(node, partial(_start_of, plan, node))
         if isinstance(node.config, Publication) and node.config.folder and not node.config.dry_run:
             problems += _refused(f"stages.{node.name}.folder", refuse_foreign, Path(node.config.folder).expanduser().resolve())
@@ -104,6 +104,15 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             for task in filter(is_path, node.config.tasks):
                 problems += _refused(f"stages.{node.name}.tasks", read_task, task, node.config.trust_task_code)
     return list(dict.fromkeys(problems))
+
+
+def further_problems(error: WrongRecipe) -> list[str]:
+    """Lists problems of the inputs of what is right in a wrong recipe, as `check_inputs`."""
+    try:
+        planned = None if error.rest is None else plan_of(error.rest)
+    except ValueError:
+        return []
+    return error.further(check_inputs(planned, planned.nodes)) if planned else []
 
 
 def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_core.config import KINDS, Evaluation, Optimised, StageConfig
 from rlhf_core.config.kinds import named
 from rlhf_core.hub.ids import is_remote
-from rlhf_core.hub.model_config import more_than_text, stateful_by_config, wraps_text_by_config
+from rlhf_core.hub.model_config import more_than_text, wraps_text_by_config
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.stored_head import has_several_labels, has_trained_head, no_reward_head, several_labels
 from rlhf_core.recipe.plan import Node
@@ -111,12 +111,3 @@ def unlike_vocabulary(own: str, other: str, trust_remote_code: bool = False) -> 
     except ImportError:
         return None
     return None
-
-
-def packing_problem(where: str, config: StageConfig, place: str | None) -> list[str]:
-    """Packed rows for a model whose layers keep state across documents, which its first pass would refuse."""
-    packs = [field for field in ("micro_train_tokens", "micro_rollout_tokens", "packing") if getattr(config, field, None)]
-    if place is None or not packs or not stateful_by_config(_config(place)):
-        return []
-    instead = " and ".join("set packing: false" if field == "packing" else f"leave out {field}" for field in packs)
-    return [f"{where}: layers of {place} keep state across documents of a row; {instead}"]

@@ -7,7 +7,7 @@ to the working directory. A mapping names absolute paths.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rlhf_core.config import Recipe
 from rlhf_core.recipe.consistency import inconsistencies
 from rlhf_core.recipe.expand import expand
 from rlhf_core.recipe.references import beside, relative_paths
-from rlhf_core.recipe.sentences import all_sentences, short, unknown
+from rlhf_core.recipe.sentences import WrongRecipe, everything_wrong, short, unknown
 from rlhf_core.recipe.yaml_text import parse
 
 STAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
@@ -69,10 +69,10 @@ def _overridden(given: dict[Any, Any], overrides: Sequence[str], folder: Path | 
         if key not in Recipe.model_fields:
             raise ValueError(f"override {key}=...: {unknown(key, Recipe.model_fields)}; a stage's field is written <stage>.<field>=<value>")
         raw[key] = value
-    recipe = recipe_of(raw, folder)
-    if folder is None and not nested:
+    recipe = recipe_of(raw, folder, dict(top))
+    if not nested:
         return recipe
-    whole = beside(recipe, folder, dict(top)) if folder else recipe.model_dump()
+    whole = recipe.model_dump()
     for keys, value in nested:
         _set(whole["stages"], keys, value)
     return recipe_of(whole)
@@ -128,24 +128,35 @@ def _shown(path: str | Path) -> str:
     return re.sub(r"://[^/@\s]+@", "://***@", text).partition("?")[0] if "://" in text else text
 
 
-def recipe_of(raw: object, folder: Path | None = None) -> Recipe:
-    """Validates the parsed YAML of a recipe. Raises ValueError: one sentence (a line) for each mistake. `folder`: of the recipe's file."""
+def recipe_of(raw: object, folder: Path | None = None, given: Collection[str] = ()) -> Recipe:
+    """Validates the parsed YAML of a recipe. `folder`: that of the recipe's file, which paths but those in the fields `given` are below.
 
-    def fits(recipe: Recipe) -> list[str]:
-        try:
-            placed = recipe_of(beside(recipe, folder)) if folder else recipe
-            return inconsistencies(placed, expand(placed))
-        except ValueError as error:
-            return str(error).splitlines()
+    Raises WrongRecipe: one sentence (a line) for each mistake.
+    """
+
+    def placed(recipe: Recipe) -> Recipe:
+        if folder is None:
+            return recipe
+        whole, problems = beside(recipe, folder, given)
+        recipe = Recipe.model_validate(whole)
+        if problems:
+            raise WrongRecipe(problems, recipe)
+        return recipe
+
+    def check(recipe: Recipe) -> Recipe:
+        recipe = placed(recipe)
+        if problems := inconsistencies(recipe, expand(recipe)):
+            raise WrongRecipe(problems, None)
+        return recipe
 
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
-        raise ValueError("\n".join(all_sentences(error, raw, fits))) from None
+        raise everything_wrong(error, raw, check) from None
     for name in recipe.stages:
         if name == "base" or not STAGE_NAME.match(name):
             raise ValueError(f"stages.{name}: a stage name is letters, digits, _ and -, and not 'base'; rename it")
-    return recipe
+    return placed(recipe)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from rlhf_core.config import AlignmentTax, Evaluation, Recipe, RewardEvaluation,
 from rlhf_core.config.kinds import KINDS, named
 from rlhf_core.config.lm_eval_tasks import is_path
 from rlhf_core.config.rewards import FunctionReward, ModelReward
-from rlhf_core.hub.ids import is_remote
+from rlhf_core.hub.ids import is_remote, parted
 
 PLACES = {  # fields that name a model or a file, beside those of KINDS
     Source: ("path",),
@@ -59,25 +60,26 @@ def references(config: StageConfig) -> Iterator[Reference]:
                 yield Reference(f"judges.{i}.model", judge.model, named("policy"))
 
 
-def beside(recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: bool = False) -> dict[str, Any]:
+def beside(recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: bool = False) -> tuple[dict[str, Any], list[str]]:
     """Returns the recipe as plain values, with absolute paths in place of inputs' relative ones, which are below `folder`, that of the
-    recipe's file. `given`: fields that the command line gives; not `absolute`: what is the same from the working directory stays.
-    Raises ValueError: a line for each that only the working directory has."""
-    whole, problems = recipe.model_dump(), list[str]()
+    recipe's file; and a sentence for each path that is none there, but one of the working directory, or close to another one.
+
+    `given`: fields that the command line gives; not `absolute`: what is the same from the working directory stays.
+    """
+    whole, problems, places = recipe.model_dump(), list[str](), dict[str, str]()
+    for where, name in _inputs(recipe):
+        if (where if where == "base_model" else "stages") not in given:
+            places[name] = _placed(where, name, folder, problems, absolute)
     if "base_model" not in given:
-        whole["base_model"] = _placed(recipe.base_model, folder, problems, absolute)
+        whole["base_model"] = places[recipe.base_model]
     if "stages" not in given:
-        names = {name: None for config in recipe.stages.values() for name in (*_models(config, recipe), *_files(config))}
-        whole["stages"] = _placed_in(recipe.stages, {name: _placed(name, folder, problems, absolute) for name in names})
-    if problems:
-        raise ValueError("\n".join(problems))
-    return whole
+        whole["stages"] = _placed_in(recipe.stages, places)
+    return whole, problems
 
 
 def relative_paths(recipe: Recipe) -> list[str]:
     """Returns the paths of inputs that are relative to the working directory."""
-    inputs = [name for config in recipe.stages.values() for name in (*_models(config, recipe), *_files(config))]
-    paths = [name.rpartition(":")[0] if ".py:" in name else name for name in (recipe.base_model, *inputs)]
+    paths = [name.rpartition(":")[0] if ".py:" in name else name for _, name in _inputs(recipe)]
     return [path for path in dict.fromkeys(paths) if _is_relative(path, Path.cwd())]
 
 
@@ -87,16 +89,22 @@ def _is_relative(path: str, folder: Path) -> bool:
     return not (elsewhere or (is_remote(path) and not os.path.exists(folder / path)))
 
 
-def _placed(name: str, folder: Path, problems: list[str], absolute: bool) -> str:
+def _placed(where: str, name: str, folder: Path, problems: list[str], absolute: bool) -> str:
     path, colon, function = name.rpartition(":") if ".py:" in name else (name, "", "")
     place = Path(os.path.normpath(folder / path))
     if not _is_relative(path, folder):
+        local = is_remote(path) and parted(path)[1] is None and "/" in path and place.parent.is_dir()
+        if near := difflib.get_close_matches(place.name, os.listdir(place.parent) if local else [], n=1):
+            meant = os.path.join(os.path.dirname(path), near[0])
+            problems.append(f"{where}: there is no {place}; did you mean {meant}? (a model of the Hub of this name is written {path}@main)")
         return name
     if not absolute and place == Path(os.path.abspath(path)):
         return name
     if os.path.exists(path) and not os.path.exists(place):
-        where = "paths in a recipe are relative to its file"
-        problems.append(f"{path}: {where}: there is no {place}, but {Path(path).absolute()}: write {os.path.relpath(path, folder)}")
+        told = "paths in a recipe are relative to its file"
+        found, write = Path(path).absolute(), os.path.relpath(path, folder)
+        problems.append(f"{where}: {path}: {told}: there is no {place}, but {found}: write {write}")
+        return f"{found}{colon}{function}"
     return f"{place}{colon}{function}"
 
 
@@ -113,25 +121,29 @@ def _placed_in(value: Any, names: Mapping[str, str], named_here: bool = False) -
     return names.get(value, value) if named_here else value
 
 
-def _models(config: StageConfig, recipe: Recipe) -> Iterator[str]:
-    """The names of models in a config that are no stages of the recipe."""
-    for reference in references(config):
-        if reference.name != "base" and reference.name.partition(".")[0] not in recipe.stages:
-            yield reference.name
+def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yields field and name of each model that is no stage, data file, function and task file of a recipe."""
+    yield "base_model", recipe.base_model
+    for stage, config in recipe.stages.items():
+        for reference in references(config):
+            if reference.name != "base" and reference.name.partition(".")[0] not in recipe.stages:
+                yield f"stages.{stage}.{reference.place}", reference.name
+        yield from _files(config, f"stages.{stage}")
 
 
-def _files(value: Any) -> Iterator[str]:
-    """The data files, functions and task files in a config."""
+def _files(value: Any, where: str) -> Iterator[tuple[str, str]]:
     match value:
         case Source():
-            yield value.path
+            yield where, value.path
         case FunctionReward():
-            yield value.function
+            yield where, value.function
         case AlignmentTax():
-            yield from filter(is_path, value.tasks)
-    parts = [getattr(value, name) for name in type(value).model_fields] if isinstance(value, BaseModel) else value
-    for part in parts.values() if isinstance(parts, dict) else parts if isinstance(parts, list | tuple) else ():
-        yield from _files(part)
+            yield from ((f"{where}.tasks", task) for task in value.tasks if is_path(task))
+    if isinstance(value, BaseModel):
+        value = {name: getattr(value, name) for name in type(value).model_fields}
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, part in parts:
+        yield from _files(part, f"{where}.{name}")
 
 
 def renamed(value: Any, names: Mapping[str, str]) -> Any:

@@ -24,7 +24,7 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
         where, names = ".".join(str(part) for part in _place(item["loc"])), _place(item["loc"])
         match item["type"]:
             case "extra_forbidden":
-                found.append(f"{where}: {unknown(str(names[-1]), _fields(names[:-1], raw))}")
+                found.append(f"{where}: {_start_field(names, raw) or unknown(str(names[-1]), _fields(names[:-1], raw))}")
             case "missing":
                 info = _fields(names[:-1], raw).get(names[-1])
                 meaning = f" ({info.description})" if info is not None and info.description else ""
@@ -42,8 +42,11 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
                 key = "stage" if len(names) == 2 else "kind"
                 found.append(f"{where}: {key}: {unknown(str(item['ctx']['tag']), valid, 'value')}")
             case "model_type" | "model_attributes_type" | "dict_type":
-                keys = ", ".join(_fields(names, raw))
-                found.append(f"{where}: must be a mapping{f' ({keys})' if keys else ''}, not {short(item['input'])}; correct it")
+                fields, given = _fields(names, raw), short(item["input"])
+                first = next((key for key in ("sources", "path") if key in fields and isinstance(item["input"], str)), None)
+                keys = f" ({', '.join(fields)})" if fields else ""
+                instead = f"write {{ {first}: {item['input']} }}" if first else "correct it"
+                found.append(f"{where}: must be a mapping{keys}, not {given}; {instead}")
             case "value_error":
                 found += [f"{where}: {line}" if where else line for line in str(item["ctx"]["error"]).splitlines()]
             case _:
@@ -53,25 +56,42 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
     return found
 
 
-def all_sentences(error: ValidationError, raw: object, fits: Callable[[Recipe], list[str]]) -> list[str]:
-    """Returns the sentences of `error`, and of what it keeps from being checked: later checks of the same records, and `fits`, which lists
-    what is wrong between the stages of a valid recipe. To check these, wrong keys, wrong values and stages that stay wrong are removed, and
-    missing values are filled in; sentences that name one of them are left out."""
+class WrongRecipe(ValueError):
+    """Says what is wrong with a recipe, a sentence a line. `rest`: the recipe without that, for further checks, if there is one; sentences
+    of these that contain a word of `wrong` may be consequences."""
+
+    def __init__(self, told: Iterable[str], rest: Recipe | None, wrong: Iterable[str] = ()):
+        super().__init__("\n".join(told))
+        self.rest = rest
+        self._named = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in wrong) or r"\b\B")
+
+    def further(self, problems: Iterable[str]) -> list[str]:
+        """Returns the problems of `rest` that are no consequences."""
+        return [problem for problem in problems if not self._named.search(problem)]
+
+
+def everything_wrong(error: ValidationError, raw: object, check: Callable[[Recipe], Recipe]) -> WrongRecipe:
+    """Returns what `error` says, and what it keeps from being checked: later checks of the same records, and `check`, which places the
+    inputs of a valid recipe and raises ValueError for what is wrong between its stages. To check these, wrong keys, wrong values and stages
+    that stay wrong are removed, and missing values are filled in."""
     told = sentences(error, raw)
     rest, wrong = _without_faults(error, raw)
+    valid = None
     for _ in range(3):
         try:
-            further, failed = fits(Recipe.model_validate(rest)), set[str]()
+            further, failed, valid = [], set[str](), Recipe.model_validate(rest)
+            valid = check(valid)
         except ValidationError as later:
             further = sentences(later, rest)
             failed = {str(place[1]) for item in later.errors() if len(place := _place(item["loc"])) > 1 and place[0] == "stages"}
-        named = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in wrong))
-        told += [each for each in further if each not in told and not named.search(each)]
+        except ValueError as unfit:
+            further, valid = str(unfit).splitlines(), getattr(unfit, "rest", None)
+        told += [each for each in WrongRecipe((), None, wrong).further(further) if each not in told]
+        wrong |= failed
         if not failed:
             break
         rest["stages"] = {name: stage for name, stage in rest["stages"].items() if name not in failed}
-        wrong |= failed
-    return told
+    return WrongRecipe(told, valid, wrong)
 
 
 def _without_faults(error: ValidationError, raw: object) -> tuple[Any, set[str]]:
@@ -91,6 +111,15 @@ def _without_faults(error: ValidationError, raw: object) -> tuple[Any, set[str]]
             holder[last] = [ANYTHING] if several else next((shapes[m] for m in models_in(info.annotation) if m in shapes), ANYTHING)
             wrong.add(str(last))
     return rest, wrong
+
+
+def _start_field(names: list[int | str], raw: Any) -> str | None:
+    """Returns what to write for the field that names the start model in another kind of stage, such as `model` in a dpo stage."""
+    if len(names) != 3 or names[0] != "stages" or names[2] not in {kind.start for kind in KINDS.values()}:
+        return None
+    stage = _part(_part(raw, "stages"), names[1])
+    kind = KINDS.get(str(stage.get("stage", names[1])))
+    return f"unknown key {names[2]!r}; did you mean {kind.start}?" if kind and kind.start in kind.config.model_fields else None
 
 
 def unknown(name: str, valid: Iterable[str], what: str = "key") -> str:

@@ -22,6 +22,7 @@ from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system import progress
 from rlhf_core.training.engine import Engine, at, check_finite, learning_rate, sum_metrics
 
+FEW_STEPS = 10  # fewer than these train almost nothing
 LAST_STEPS = 4  # final metrics average at least this many steps: the last one may have few items
 
 
@@ -46,6 +47,9 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
     total = steps_per_epoch * config.max_epochs
     if total == 0:
         raise ValueError("the data left no row to train on: see the counts of dropped and truncated rows")
+    if total < FEW_STEPS and engine.rank == 0:
+        batch = f"batches of {config.train_batch_size} (train_batch_size)"
+        print(f"only {total} optimiser steps, as there are {len(task.items)} items in {batch}: lower it, or raise max_epochs", flush=True)
     resume = resume_state.latest(run)
     first = resume.step if resume else 0
     recent: list[tuple[int, dict[str, float]]] = []  # items and metrics of the last steps

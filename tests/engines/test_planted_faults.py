@@ -90,10 +90,11 @@ def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("fault", "bad", "expected"),
     [
-        (
+        pytest.param(
             "ppo.actor_learning_rate=0.03",
             "ppo",
             "PPO left its reference far behind: lower actor_learning_rate or raise init_kl_coef, and distrust its reward.",
+            marks=pytest.mark.long,
         ),
         (
             "reward_model.data.sources=shuffled.jsonl",

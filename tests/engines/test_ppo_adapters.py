@@ -35,7 +35,7 @@ def reward_model(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     "family, estimator, fields",
     [
         ("mixtral", "grpo", {"lora": Lora(rank=4, export="adapter"), "zero_stage": 2}),
-        ("qwen3-moe", "rloo", {"router_aux_coef": 0.01, "zero_stage": 3}),
+        pytest.param("qwen3-moe", "rloo", {"router_aux_coef": 0.01, "zero_stage": 3}, marks=pytest.mark.long),
         pytest.param("qwen3", "gae", {"lora": Lora(rank=4), "zero_stage": 3}, marks=pytest.mark.long),
     ],
 )

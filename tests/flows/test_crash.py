@@ -33,11 +33,11 @@ def undisturbed(prefect: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "finished", "starts"),
     [
         ("sft/flow/middle", False, (1, 2)),
-        ("sft/server/middle", True, (1, 1)),  # the flow's server is restarted, and the flow completes
+        pytest.param("sft/server/middle", True, (1, 1), marks=pytest.mark.long),  # its server is restarted, and the flow completes
         pytest.param("loop.round1.preferences/stage/start", True, (2, 2), marks=pytest.mark.long),  # the flow retries the stage
-        ("loop.round1.dpo/worker/end", False, (1, 2)),
+        pytest.param("loop.round1.dpo/worker/end", False, (1, 2), marks=pytest.mark.long),
         ("loop.round1.dpo/stage/end", True, (2, 2)),
-        ("evaluation/flow/start", False, (1, 2)),
+        pytest.param("evaluation/flow/start", False, (1, 2), marks=pytest.mark.long),
     ],
 )
 def test_killed_and_run_again(prefect: str, undisturbed: Path, tmp_path: Path, name: str, finished: bool, starts: tuple[int, int]) -> None:

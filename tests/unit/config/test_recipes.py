@@ -32,6 +32,7 @@ def test_the_demos_loop_can_be_scheduled_which_begins_with_one_round() -> None:
         assert plan(with_rounds(recipe, loop_of(recipe), rounds))["evaluation"].config.gates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_family_fits_the_demos_material(name: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The fixture's material has a twentieth of the prompts; their number is not tested.

@@ -155,7 +155,7 @@ def train_under_limit(kind: str, material: Path, folder: Path, *how: str) -> sub
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [pytest.param("sft", marks=pytest.mark.long), pytest.param("dpo", marks=pytest.mark.long)])
 def test_a_data_set_larger_than_the_memory_allowed_trains(kind: str, material: Path, tmp_path: Path) -> None:
     """The stage runs under a limit (RLIMIT_DATA) on the memory it may allocate from the start of its work; the set is larger."""
     done = train_under_limit(kind, material, tmp_path)

@@ -34,6 +34,7 @@ def test_a_folder_with_other_files_is_not_changed(
     assert main(["demo", "--folder", str(tmp_path / "file")]) == 2
 
 
+@pytest.mark.slow
 def test_material_is_made_in_the_folder_and_the_shipped_recipe_is_run_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

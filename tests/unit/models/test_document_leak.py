@@ -18,6 +18,8 @@ from transformers import (
     FalconForSequenceClassification,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     MptConfig,
@@ -27,6 +29,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForSequenceClassification,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from rlhf_core.config import DPO, KTO, PPO, SFT, Data, RewardModel, StageConfig
@@ -39,6 +43,7 @@ from rlhf_core.stages.ppo import roles
 from rlhf_core.stages.ppo.roles import ModelSpec, Reference, Reward
 from rlhf_core.training.engine import TorchEngine
 from rlhf_core.training.ranks import make_engine
+from tests.support.families import HYBRID
 from tests.unit.models.test_attention import WINDOWED, kernel
 from tests.unit.models.test_lora import run
 from tests.unit.models.test_models import FAMILIES, SHAPE, documents, logprobs_by_document
@@ -47,6 +52,10 @@ __all__ = ["kernel"]
 
 CPU = torch.device("cpu")
 PLAIN = {name: value for name, value in SHAPE.items() if name not in ("num_key_value_heads", "intermediate_size")}
+DELTA = {  # a layer of gated delta rule, one of attention; every expert is used, since rounding would change a choice
+    **dict(layer_types=["linear_attention", "full_attention"], linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8),
+    **dict(linear_value_head_dim=8, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16),
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "num_dense_layers": 1, "moe_intermediate_size": 16}
 
 
@@ -58,6 +67,19 @@ def falcon(model_class: type[PreTrainedModel] = FalconForCausalLM, **more: objec
     return model_class(FalconConfig(**{**PLAIN, "alibi": False, **more}))
 
 
+def lfm2(**more: object) -> PreTrainedModel:
+    return Lfm2ForCausalLM(Lfm2Config(**{**SHAPE, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, **more}))
+
+
+def granite_hybrid(**more: object) -> PreTrainedModel:
+    return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**{**SHAPE, **HYBRID, "mamba_d_head": 16, **more}))
+
+
+def qwen3_next(**more: object) -> PreTrainedModel:
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**{**SHAPE, **DELTA, **more}))
+
+
+CARRYING = {"lfm2": lfm2, "granite-hybrid": granite_hybrid, "qwen3-next": qwen3_next}
 LEAKING: dict[str, Callable[[], PreTrainedModel]] = {
     "afmoe": afmoe,
     "falcon": falcon,
@@ -130,13 +152,16 @@ def test_attention_that_takes_one_row_only_is_left_where_documents_leak(kernel: 
     assert policy.document_leak and not kernel
 
 
-def test_rows_of_layers_that_carry_state_are_not_concatenated() -> None:
+def test_rows_of_layers_that_carry_state_are_not_concatenated(capsys: pytest.CaptureFixture[str]) -> None:
     model = Lfm2ForCausalLM(Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"], conv_L_cache=3))
     model.config._attn_implementation = attention.FLASH
     assert not attention.takes_varlen(model)
     policy = Policy(model)
+    detect_document_leak(policy, policy, CPU, packed=False)
+    assert policy.document_leak is None and not capsys.readouterr().out
     detect_document_leak(policy, policy, CPU, packed=True)
-    assert policy.document_leak is None, "its packed rows are refused"
+    assert policy.document_leak
+    assert capsys.readouterr().out == "Lfm2ForCausalLM has layers that carry state along a row: one document a row\n"
 
 
 # Stages: what is asked to be packed trains as what is not.
@@ -147,7 +172,7 @@ def save_leaking(name: str, tokenizer_of: Path, folder: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     torch.manual_seed(0)
-    make = {"afmoe": afmoe, "falcon": falcon}[name]
+    make = {"afmoe": afmoe, "falcon": falcon, **CARRYING}[name]
     make(vocab_size=len(tokenizer), initializer_range=0.2, max_position_embeddings=128, **ids).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -156,7 +181,7 @@ def save_leaking(name: str, tokenizer_of: Path, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def bases(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bases")
-    for name in ("afmoe", "falcon"):
+    for name in ("afmoe", "falcon", *CARRYING):
         save_leaking(name, material / "base", folder / name)
     return folder
 
@@ -176,7 +201,8 @@ def stage(kind: str, material: Path, **rows: object) -> StageConfig:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("afmoe", "sft"), ("afmoe", "dpo"), ("falcon", "sft"), ("falcon", "reward_model"), ("falcon", "dpo"), ("falcon", "kto")],
+    [("afmoe", "sft"), ("afmoe", "dpo"), ("falcon", "sft"), ("falcon", "reward_model"), ("falcon", "dpo"), ("falcon", "kto")]
+    + [(family, kind) for family in CARRYING for kind in ("sft", "dpo", "kto")],
 )
 def test_what_would_leak_when_packed_trains_as_one_document_a_row(
     family: str, kind: str, bases: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

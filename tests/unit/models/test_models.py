@@ -189,7 +189,7 @@ def test_packed_rows_are_refused_where_a_layer_carries_across_documents() -> Non
     alone = [logprobs_by_document(policy, [[document]])[0] for document in documents()]
     for ours, theirs in zip(logprobs_by_document(policy, [[document] for document in documents()]), alone, strict=True):
         torch.testing.assert_close(ours, theirs)
-    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM has layers that keep state across documents.*: set packing: false"):
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM has layers that carry state along a row, which holds several documents"):
         logprobs_by_document(policy, [documents()])
 
 

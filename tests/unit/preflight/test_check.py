@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core.hub.model_config import STATEFUL_FAMILIES
 from rlhf_core.preflight import inputs as check
 from rlhf_core.preflight.inputs import MachineLacks, check_inputs, check_machine, needs, require_here
 from rlhf_core.recipe.load import load_recipe
@@ -261,36 +258,6 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert machine.num_gpus() == number
-
-
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [
-        ({"model_type": "qwen3_next"}, True),
-        ({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, True),
-        ({"model_type": "qwen3_5_text"}, True),
-        ({"model_type": "gemma3_text", "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}, False),
-    ],
-)
-def test_packed_rows_of_layers_that_carry_are_told_before_work(
-    planned: Planned, tmp_path: Path, config: dict[str, object], told: bool
-) -> None:
-    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
-    carry = f"layers of {tmp_path / 'base'} keep state across documents of a row; "
-    problems = check_here(planned("ppo.micro_rollout_tokens=512"))
-    assert problems == ([f"stages.sft: {carry}set packing: false", f"stages.ppo: {carry}leave out micro_rollout_tokens"] if told else [])
-    assert check_here(planned("sft.packing=false")) == []
-
-
-def test_families_with_a_state_are_those_of_transformers() -> None:
-    """Read from its text, as importing all models takes minutes."""
-    named: set[str] = set()
-    for folder in (Path(transformers.__file__).parent / "models").iterdir():
-        if any("_is_stateful = True" in file.read_text() for file in folder.glob("modeling_*.py")):
-            text = "".join(file.read_text() for file in folder.glob("configuration_*.py"))
-            named |= set(re.findall(r'^    model_type = "(\w+)"', text, re.MULTILINE))
-    whole = {name for name in named if not name.endswith(("_text", "_vision"))}
-    assert len(whole) > 10 and whole <= STATEFUL_FAMILIES
 
 
 def test_a_config_that_contradicts_itself_is_one_sentence(planned: Planned, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flows.cli.app import main
 from rlhf_core.stages.publication.folder import MARKER
@@ -52,6 +53,21 @@ def configured(base: Path, **changed: Any) -> None:
 
 def test_the_recipe_is_sound(base: Path) -> None:
     assert main(["validate", "recipe.yaml", "--here"]) == 0
+
+
+def test_wrong_keys_and_wrong_files_are_told_at_once(refused: Refused, base: Path) -> None:
+    (base.parent / "q.jsonl").write_text('{"text": "a"}\n')
+    recipe = base.parent / "recipe.yaml"
+    raw = yaml.safe_load(recipe.read_text())
+    raw["stages"]["sft"]["learning_rat"] = 1
+    raw["stages"]["reward_model"]["data"] = {"sources": "none.jsonl"}
+    recipe.write_text(yaml.safe_dump(raw))
+    told = refused()
+    for part in ("stages.sft.learning_rat: unknown key", "none.jsonl: there is no such file", "stages.evaluation.questions: "):
+        assert [line for line in told if part in line], told
+    raw["stages"]["ppo"]["actor"] = "stf"  # no plan can be made
+    recipe.write_text(yaml.safe_dump(raw))
+    assert ["unknown key 'learning_rat'" in refused()[0], "stages.ppo.actor: unknown name 'stf'" in refused()[1]] == [True, True]
 
 
 def test_lengths_beyond_the_positions_of_the_base_model(refused: Refused, base: Path) -> None:

@@ -94,6 +94,7 @@ def schema(kind: str) -> dict[str, Any]:
     return spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "gpus"), SIZES)
 @pytest.mark.parametrize(("kind", "name"), [("RayCluster", "alignflow"), ("RayJob", "alignflow-run")])
 def test_ray_objects_fit_kuberays_schemas(tmp_path: Path, kind: str, name: str, nodes: int, gpus: int) -> None:

@@ -73,6 +73,7 @@ def test_the_modules_are_found_where_the_path_is_not_safe(tmp_path: Path) -> Non
     assert hostile.imported(tmp_path).startswith("flows by")
 
 
+@pytest.mark.slow
 def test_validate_and_the_process_that_reads_its_tokenizers(folder: Path, material: Path, tmp_path: Path) -> None:
     stage = {"max_len": 8, "data": {"sources": [str(material / "sft.jsonl")], "max_samples": 8}}
     recipe = {"name": "small", "base_model": str(material / "base"), "stages": {"sft": stage}}
@@ -94,6 +95,7 @@ def test_a_stage_and_what_it_starts(folder: Path, tmp_path: Path, monkeypatch: p
     assert all(file.startswith(str(hostile.ROOT)) for file in (run / "seen").read_text().split())
 
 
+@pytest.mark.slow
 def test_our_own_stage_process_trains(folder: Path, material: Path, tmp_path: Path) -> None:
     data = {"sources": str(material / "sft.jsonl"), "max_samples": 8}
     sizes = {"max_len": 64, "train_batch_size": 8, "micro_train_batch_size": 8}

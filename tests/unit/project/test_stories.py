@@ -83,6 +83,7 @@ def test_a_story(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) ->
     assert listing(folder) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_story_as_a_process(folder: Path, name: str) -> None:
     story = STORIES[name]

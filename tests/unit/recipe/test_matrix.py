@@ -53,6 +53,7 @@ def named(sentences: str, place: Place, cell: Cell) -> bool:
     return any(line.startswith(start) and any(part in line for part in parts) for line in sentences.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.model.__name__)
 def test_every_value_is_allowed_by_its_type_or_refused_at_its_place(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -80,6 +81,7 @@ def _sample() -> list[tuple[Place, Cell]]:
     return random.Random(0).sample(refused, PROCESSES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "cell"), _sample(), ids=range(PROCESSES))
 def test_the_command_refuses(place: Place, cell: Cell, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(_text(place.having(cell.field, cell.value)))

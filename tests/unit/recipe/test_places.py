@@ -63,7 +63,9 @@ def test_the_same_recipe_has_the_same_digests_from_each_folder_and_in_each_place
     monkeypatch.chdir(folder)
     assert digests(load_recipe("recipe.yaml")) == found
     assert load_recipe("recipe.yaml").base_model == "models/base", "messages name what the recipe says"
-    (tmp_path / "elsewhere" / "kept.yaml").write_text(dump_recipe(recipe_of(beside(load_recipe("recipe.yaml"), Path.cwd(), absolute=True))))
+    (tmp_path / "elsewhere" / "kept.yaml").write_text(
+        dump_recipe(recipe_of(beside(load_recipe("recipe.yaml"), Path.cwd(), absolute=True)[0]))
+    )
     assert digests(load_recipe("../elsewhere/kept.yaml")) == found, "the recipe that a run keeps"
     moved = folder.rename(tmp_path / "moved")
     assert digests(load_recipe(moved / "recipe.yaml")) == found
@@ -107,6 +109,16 @@ def test_files_in_the_working_directory_alone_are_a_sentence_that_says_what_to_w
         load_recipe("../project/recipe.yaml")
     where = "paths in a recipe are relative to its file"
     assert str(refused.value).splitlines() == [
-        f"{name}: {where}: there is no {folder / name}, but {tmp_path}/elsewhere/{name}: write ../elsewhere/{name}"
-        for name in ("base", "chats.jsonl")
+        f"{field}: {name}: {where}: there is no {folder / name}, but {tmp_path}/elsewhere/{name}: write ../elsewhere/{name}"
+        for field, name in (("base_model", "base"), ("stages.sft.data.sources.0", "chats.jsonl"))
     ]
+
+
+def test_a_folder_beside_a_misspelt_one_is_proposed(folder: Path) -> None:
+    (folder / "recipe.yaml").write_text(TEXT.replace("base_model: models/base", "base_model: models/bas"))
+    told = f"base_model: there is no {folder}/models/bas; did you mean models/base?"
+    with pytest.raises(ValueError) as refused:
+        load_recipe("../project/recipe.yaml")
+    assert str(refused.value) == f"{told} (a model of the Hub of this name is written models/bas@main)"
+    (folder / "recipe.yaml").write_text(TEXT.replace("base_model: models/base", "base_model: models/bas@main"))
+    assert load_recipe("../project/recipe.yaml").base_model == "models/bas@main"

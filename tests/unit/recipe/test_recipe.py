@@ -127,6 +127,8 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
         ("ppo.vllm={gpu: 1}", "stages.ppo.vllm.gpu: unknown key 'gpu'; did you mean gpus?"),
         ("ppo.reward.0.weigth=1", "unknown key 'weigth'; did you mean weight"),
         ("ppo.reward=[{model: reward_model, weigth: 1}]", "stages.ppo.reward.0.weigth: unknown key 'weigth'; did you mean weight"),
+        ("evaluation.questions=q.jsonl", "not 'q.jsonl'; write { path: q.jsonl }"),
+        ("sft.data=x.jsonl", "not 'x.jsonl'; write { sources: x.jsonl }"),
         ("ppo.reward=[{kind: functoin, model: rm}]", "stages.ppo.reward.0: kind: unknown value 'functoin'; did you mean function"),
         ("ppo.reward=[{modle: rm}]", "stages.ppo.reward.0.modle: unknown key 'modle'; did you mean model"),
         ("ppo.reward=[{function: 'a.py'}]", "stages.ppo.reward.0.function: string should match pattern"),
@@ -178,6 +180,7 @@ def test_a_wrong_override_is_one_sentence(recipe: Write, override: str, told: st
     [
         ((", learning_rate", ", learning_rat"), "stages.sft.learning_rat: unknown key 'learning_rat'; did you mean learning_rate"),
         (("base_model: models/base\n", ""), "base_model: missing (local folder or Hub id of the model that is called `base`); add it"),
+        (("  ppo: {", "  ppo: {model: sft, "), "stages.ppo.model: unknown key 'model'; did you mean actor?"),
         (("ppo", "policy"), "stages.policy: say which stage it is with `stage:`, one of sft, "),
         (("  ppo: {", "  ppo: {stage: pppo, "), "stages.ppo: stage: unknown value 'pppo'; did you mean ppo?"),
         (("ppo", "p.po"), "stages.p.po"),

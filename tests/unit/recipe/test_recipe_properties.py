@@ -78,12 +78,14 @@ def recipes(draw: Callable[..., Any]) -> str:
     return text
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(recipes())
 def test_a_recipe_with_other_values(text: str) -> None:
     read(text.encode("utf-8", "surrogatepass"))
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(st.data())
 def test_a_recipe_with_other_lines_and_characters(data: st.DataObject) -> None:
@@ -108,6 +110,7 @@ def test_a_file_that_is_no_recipe(content: bytes) -> None:
     read(content)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(st.lists(KEYS, max_size=5), st.sampled_from(ODD) | st.text(max_size=20) | VALUES.map(lambda value: yaml.safe_dump(value)))
 def test_an_override(keys: list[str], value: str) -> None:

@@ -63,7 +63,7 @@ def test_one_that_another_process_makes_meanwhile_wins(home: Path, monkeypatch: 
     assert [(path.name, path.read_bytes()) for path in home.iterdir()] == [("prefect.db", b"another")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_prefect_has_nothing_to_add_to_it(tmp_path: Path) -> None:
     made = tmp_path / "prefect.db"
     make(made)

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def recipe(**notify: Any) -> Recipe:
-    stages = {"sft": {"data": {"sources": "train.jsonl"}}}
+    stages = {"sft": {"data": {"sources": "/data/train.jsonl"}}}
     return recipe_of({"name": "tiny", "base_model": "org/model", "notify": {"url_env": "HOOK", **notify}, "stages": stages})
 
 
@@ -80,6 +80,7 @@ def test_a_hanging_receiver_does_not_delay_the_sender(caplog: pytest.LogCaptureF
         assert sender.flush(20) and receiver.got[-1]["number"] == 49
 
 
+@pytest.mark.slow
 def test_a_process_ends_soon_also_when_the_receiver_hangs() -> None:
     script = (
         "import atexit, time\n"

@@ -87,6 +87,7 @@ def test_one_battle_judged_twice_differently_is_refused(tmp_path: Path) -> None:
         read_judgments(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_models_own_tokenizer_can_count(material: Path) -> None:
     assert token_counter(str(material / "base"))("one two three") >= 3
 
