@@ -26,6 +26,7 @@ from rlhf_core.models.kernels.attention import VARLEN, attention_for, document_b
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 from rlhf_core.models.routing import Replay, replayed
+from rlhf_core.models.score_classes import add_score_class
 from rlhf_core.models.stored_head import has_trained_head, no_reward_head, several_labels
 from rlhf_core.models.token_logprobs import Entropy, logit_scale, token_logprobs
 from rlhf_core.objectives.collate import Batch, rounded, sent
@@ -205,6 +206,7 @@ def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head
     def load(source: str, **options: Any) -> PreTrainedModel:
         if not new_head and Path(source).is_dir() and not has_trained_head(Path(source)):
             raise ValueError(no_reward_head(path))
+        add_score_class(AutoConfig.from_pretrained(source, trust_remote_code=options["trust_remote_code"]))
         options |= {"num_labels": 1, "pad_token_id": pad_token_id, "output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = auto.from_pretrained(source, **options)
         if mismatched := {name for name, *_ in info["mismatched_keys"]}:

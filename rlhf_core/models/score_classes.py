@@ -1,0 +1,19 @@
+"""Makes transformers' class with a scalar head for model families that have none (Granite, GLM-4 MoE, Nemotron-H, LFM2, ...)."""
+
+from __future__ import annotations
+
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, AutoModelForSequenceClassification, PretrainedConfig
+from transformers.modeling_layers import GenericForSequenceClassification
+
+
+def add_score_class(config: PretrainedConfig) -> None:
+    """Registers a class for `AutoModelForSequenceClassification`, where transformers has none for the family of `config`: its backbone as
+    `model` and a linear layer `score`, as other families have them. A family that transformers does not know is left alone."""
+    kind = type(config)
+    if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or kind not in MODEL_MAPPING:
+        return
+    backbone = MODEL_MAPPING[kind]
+    family = next(base for base in backbone.__mro__ if base.__name__.endswith("PreTrainedModel"))
+    name = f"{backbone.__name__.removesuffix('Model')}ForSequenceClassification"
+    made = type(name, (GenericForSequenceClassification, family), {"__module__": __name__, "config_class": kind})
+    AutoModelForSequenceClassification.register(kind, made, exist_ok=True)  # without it nothing is registered for a family of transformers
