@@ -223,6 +223,8 @@ def test_the_first_optimiser_step_is_on_policy(runs: Runs) -> None:
         assert line["policy/first_ratio_gap"] < 1e-5
         assert line["sync/probe_gap"] < 1e-3
     assert lines[-1]["kl/mean"] != 0
+    told = "each episode leaves out 4 of 300 prompts, which fill no iteration of 8 (rollout_batch_size)\n"
+    assert (runs.whole / "log.txt").read_text().count(told) == 1
 
 
 def test_the_actor_is_frozen_for_exactly_the_requested_iterations(runs: Runs) -> None:
