@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from rlhf_core.config import StageConfig, Wandb
 from rlhf_core.config.gates import Verdict
 from rlhf_core.records import FileInfo, Frozen, StageResult
-from rlhf_core.system.files import file_digest, locked, remember_digest, sync_to_disk, tail, write_text
+from rlhf_core.system.files import file_digest, is_locked, locked, remember_digest, sync_to_disk, tail, write_text
 from rlhf_core.system.machine import MachineLacks
 
 RESULT, REQUEST, METRICS, LOG, LOCK, STATE = "result.json", "config.json", "metrics.jsonl", "log.txt", ".lock", "state"
@@ -175,6 +175,8 @@ def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcom
     """
     run = RunDir(run_dir)
     request = run.request()
+    if is_locked(run / LOCK):  # two runs found the stage free at the same moment
+        print(f"{tail(run / HOLDER) or 'another process'} works on {request.name}: waiting until it is done", flush=True)
     with run.locked(wait_seconds):
         done = run.result()
         if done is not None:

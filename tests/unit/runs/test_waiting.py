@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -45,6 +46,27 @@ def test_it_goes_on_when_there_is_nothing_to_wait_for(run: RunDir) -> None:
     with FileLock(run / LOCK):  # such as a copy to a store
         run.wait("sft", said.append)
     assert said == []
+
+
+def test_of_two_that_begin_at_once_one_says_that_it_waits(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work(request: StageRequest, run: RunDir) -> Outcome:
+        begun.set()
+        assert go_on.wait(10)
+        return Outcome({"loss": 1.0}, {})
+
+    both = [threading.Thread(target=run_stage, args=(run.path, work)) for _ in range(2)]
+    both[0].start()
+    assert begun.wait(10)
+    begun.clear()
+    both[1].start()
+    both[1].join(0.5)
+    assert both[1].is_alive() and re.search(r"^process \d+ on .* works on sft: waiting until it is done$", capfd.readouterr().out, re.M)
+    go_on.set()
+    for thread in both:
+        thread.join(10)
+    assert not begun.is_set() and not capfd.readouterr().out, "the second one takes the result"
 
 
 def test_it_gives_up_when_the_holder_says_nothing_for_a_day(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
