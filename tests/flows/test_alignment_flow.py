@@ -19,7 +19,7 @@ import tasks.notify
 from flows.alignment import alignment, stage
 from rlhf_core.config import Recipe
 from rlhf_core.preflight.inputs import require_here
-from rlhf_core.recipe.load import given_recipe, load_recipe, recipe_of
+from rlhf_core.recipe.load import load_recipe, recipe_of
 from rlhf_core.recipe.plan import plan
 from rlhf_core.recipe.references import beside
 from rlhf_core.runs.launch import StageFailed
@@ -101,7 +101,7 @@ def test_gc_keeps_the_stages_of_every_run(recipe: Callable[..., Recipe]) -> None
         (2, 5),
     ]
     assert all(0 < run["ended"] - run["started"] < 600 for run in runs)
-    assert given_recipe(runs[0]["config"], ()).model_dump() == load_recipe("recipe.yaml", ("seed=1",)).model_dump()
+    assert recipe_of(runs[0]["config"]).model_dump() == load_recipe("recipe.yaml", ("seed=1",)).model_dump()
 
 
 def test_a_killed_stage_is_retried(recipe: Callable[..., Recipe]) -> None:
