@@ -25,6 +25,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_expo
 
 from rlhf_core.config import Event, Notify, Recipe
 from rlhf_core.config.gates import Verdict
+from rlhf_core.recipe.load import given_recipe
 from rlhf_core.recipe.plan import Node
 from rlhf_core.runs.run_dir import RunDir
 from tasks.served import recipe_of_run
@@ -165,6 +166,8 @@ def _notifying(flow_run: FlowRun) -> Recipe | None:
     if isinstance(given, dict) and not given.get("notify") and "notify" not in str(overrides):
         return None
     try:
+        if flow_run.deployment_id is None and isinstance(given, dict):
+            return given_recipe(given, list(overrides), stored=True)
         return recipe_of_run(given, overrides, flow_run.id, flow_run.deployment_id)
     except ValueError:
         return None

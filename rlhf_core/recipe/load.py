@@ -39,14 +39,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return _overridden(raw, overrides, None if "://" in local else Path(local).absolute().parent)
 
 
-def given_recipe(given: object, overrides: object = ()) -> Recipe:
-    """Returns the recipe that a flow's parameters give: a Recipe, a mapping, or a path or URI. Raises ValueError as `load_recipe`."""
+def given_recipe(given: object, overrides: object = (), stored: bool = False) -> Recipe:
+    """Returns the recipe that a flow's parameters give: a Recipe, a mapping, or a path or URI. `stored`: the mapping may be what Prefect
+    stores of a Recipe, with paths relative to the working directory. Raises ValueError as `load_recipe`.
+    """
     texts = given_overrides(overrides)
     if isinstance(given, Recipe):
         return _overridden(given.model_dump(), texts) if texts else given
     if isinstance(given, dict):
         recipe = _overridden(given, texts)
-        if found := relative_paths(recipe):
+        if not stored and (found := relative_paths(recipe)):
             told = "is relative, and a recipe given as a mapping has no folder: write an absolute path"
             raise ValueError("\n".join(f"parameter recipe: {path} {told}" for path in found))
         return recipe

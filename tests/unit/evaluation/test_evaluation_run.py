@@ -148,7 +148,7 @@ def test_the_first_judge_decides(setting: Setting, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_known_answer_is_told_before_any_model_is_asked(setting: Setting) -> None:
-    with pytest.raises(ValueError, match="question q0 has no 'solution'"):
+    with pytest.raises(ValueError, match="there is no column 'solution'"):
         evaluate(setting, judges=(RuleJudge(answer_key="solution"),))
     assert Double.log == []
 
@@ -174,7 +174,7 @@ def test_the_process_tells_the_user_in_one_line(setting: Setting, capsys: pytest
     directory.prepare(request(setting, judges=(RuleJudge(answer_key="solution"),)))
     assert main([str(directory.path)], "evaluation") == 2
     told = capsys.readouterr().err
-    assert told.startswith("question q0 has no 'solution'") and told.count("\n") == 1
+    assert "questions.jsonl, row 1: there is no column 'solution'" in told and told.count("\n") == 1
     (directory / "config.json").write_text("{}")
     assert main([str(directory.path)], "evaluation") == 2
     assert "is no run directory" in capsys.readouterr().err
