@@ -28,10 +28,10 @@ from evaluation.scores.reports import judging_metrics, make_reports, report_metr
 from evaluation.scores.style import style_of
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.columns import Located, preference_of
 from rlhf_core.data.documents import Document, answered, stored_suffix
 from rlhf_core.data.questions import Question, load_questions
-from rlhf_core.data.rows import load_rows
+from rlhf_core.data.rows.columns import Located, preference_of
+from rlhf_core.data.rows.mixture import load_rows
 from rlhf_core.models.dtype import stored_dtype
 from rlhf_core.records import Answering, EvalReport, Judging, Judgment
 from rlhf_core.runs.metrics_log import Tracker

@@ -23,7 +23,7 @@ def _is_a_name(value: str) -> str:
 
 
 Variable = Annotated[str, AfterValidator(_is_a_name)]  # of the environment
-RECIPE_ONLY: dict[str, Any] = {"recipe_only": True}  # as `json_schema_extra`: a switch that no run of a deployment may turn (served.py)
+RECIPE_ONLY: dict[str, Any] = {"recipe_only": True}  # as `json_schema_extra`: a switch that no run of a deployment may turn
 
 
 class NotInDigest:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config import Data, Source
-from rlhf_core.data.columns import Located, prompt_of
 from rlhf_core.data.documents import Message, as_text
-from rlhf_core.data.required_columns import key_to_set
-from rlhf_core.data.rows import load_rows
+from rlhf_core.data.rows.columns import Located, prompt_of
+from rlhf_core.data.rows.mixture import load_rows
+from rlhf_core.data.rows.required_columns import key_to_set
 from rlhf_core.system.files import digest
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rlhf_core.config import Data
-from rlhf_core.data.columns import Kind, Located, answer_of, conversation_of, labelled_of, preference_of, prompt_of, reward_of
 from rlhf_core.data.document_files import Shape, Writer, stored
 from rlhf_core.data.documents import Document, Labelled, Message, Pair, Prompt, answered, check_limit, reward_suffix, with_suffix
-from rlhf_core.data.rows import mixture_of, names, placed_rows, unusable
+from rlhf_core.data.rows.columns import Kind, Located, answer_of, conversation_of, labelled_of, preference_of, prompt_of, reward_of
+from rlhf_core.data.rows.mixture import mixture_of, names, placed_rows, unusable
 from rlhf_core.data.survey import ANSWER_CUT, DataReport, Loaded, Made, Surveyor
 from rlhf_core.system import progress
 from rlhf_core.system.files import digest

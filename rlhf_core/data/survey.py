@@ -17,10 +17,10 @@ from typing import Generic, NamedTuple
 import numpy as np
 
 from rlhf_core.config import Data
-from rlhf_core.data.columns import Kind, Located, conversation_of, labelled_of, preference_of, prompt_of, reward_of
-from rlhf_core.data.columns import answer_of as prompt_and_answer
 from rlhf_core.data.documents import Document, Item, as_text
-from rlhf_core.data.rows import Mixture, Placed, unusable
+from rlhf_core.data.rows.columns import Kind, Located, conversation_of, labelled_of, preference_of, prompt_of, reward_of
+from rlhf_core.data.rows.columns import answer_of as prompt_and_answer
+from rlhf_core.data.rows.mixture import Mixture, Placed, unusable
 from rlhf_core.records import Frozen
 
 # Replacement and control characters, and UTF-8 that was read as Latin-1 or Windows-1252.

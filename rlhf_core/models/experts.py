@@ -1,15 +1,24 @@
-"""The load-balancing loss of mixture-of-experts models.
+"""Mixtures of experts: the load-balancing loss, and replayed routing.
 
-Computed per document and averaged over the documents of an optimiser step (the sequence-wise form of DeepSeek-V3, section 2.1.2), so it
-is the same for any split into micro-batches, packed or padded.
+The balance loss is computed per document and averaged over the documents of an optimiser step (the sequence-wise form of DeepSeek-V3,
+section 2.1.2), so it is the same for any split into micro-batches, packed or padded.
+With replayed routing (R3; Ma et al. 2025, arXiv:2510.11370) the policy routes each token to the experts that the sampler chose. Engine and
+trainer round differently, so a token near the decision boundary of two experts may get different ones, and log-probs differ. The weights of
+the chosen experts are computed by the policy's router, with gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+# Families whose routers weigh experts by a softmax over all of them, and whose routing vLLM returns.
+REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 
 def balance_loss(router_logits: Sequence[Tensor], documents: Tensor, top_k: int) -> Tensor:
@@ -30,3 +39,37 @@ def balance_loss(router_logits: Sequence[Tensor], documents: Tensor, top_k: int)
         used, mean = (zeros.index_add(0, index, x) / lengths for x in (chosen, probabilities))
         total = total + probabilities.shape[1] * (used * mean).sum()
     return total / len(router_logits)
+
+
+def replayed(config: Mapping[str, Any]) -> bool:
+    """Whether the routing of a model with this config.json can be replayed. vLLM stores experts by the KV slots of full attention."""
+    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
+    return config.get("model_type") in REPLAYED and not windowed
+
+
+class Replay:
+    """Overrides a model's routers by `table`: experts of each token and layer, (tokens, layers, k); -1: the router's choice."""
+
+    def __init__(self, model: nn.Module):
+        self.table: Tensor | None = None
+        routers = {name: part for name, part in model.named_modules() if type(part).__name__.endswith("TopKRouter")}
+        assert routers, f"{type(model).__name__} has no router"
+        for name, router in routers.items():
+            router.register_forward_hook(partial(self._choose, _layer(name)))
+
+    def _choose(self, layer: int, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self.table is None:
+            return None
+        logits, weights, own = output
+        wanted = self.table[:, layer].long()
+        chosen = torch.where(wanted >= 0, wanted, own)
+        probabilities = torch.softmax(logits.float(), -1).gather(-1, chosen)
+        if getattr(router, "norm_topk_prob", True):
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        return logits, probabilities.to(weights.dtype), chosen
+
+
+def _layer(name: str) -> int:
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    assert found, f"{name} is in no layer"
+    return int(found[1])

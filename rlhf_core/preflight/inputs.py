@@ -20,9 +20,9 @@ from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, AlignmentTax, Data, Evaluation, Preferences, Publication, Ranks, Rewarded, StageConfig
 from rlhf_core.config.lm_eval_tasks import is_path, read_task
 from rlhf_core.config.rewards import FunctionReward
-from rlhf_core.data.columns import Kind
 from rlhf_core.data.documents import check_limit
-from rlhf_core.data.rows import check_columns, load_rows
+from rlhf_core.data.rows.columns import Kind
+from rlhf_core.data.rows.mixture import check_columns, load_rows
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.preflight.lengths import length_problems

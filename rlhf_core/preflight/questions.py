@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlhf_core.config import Data, Evaluation, RuleJudge
 from rlhf_core.data.questions import Question, load_questions
-from rlhf_core.data.rows import check_columns
+from rlhf_core.data.rows.mixture import check_columns
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.recipe.plan import Node
 

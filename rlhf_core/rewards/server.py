@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.columns import Located, prompt_of, text_of
 from rlhf_core.data.documents import Document, Message
+from rlhf_core.data.rows.columns import Located, prompt_of, text_of
 from rlhf_core.models.scoring import RewardScorer
 
 LARGEST_REQUEST = 64 << 20  # bytes

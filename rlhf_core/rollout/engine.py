@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rlhf_core.config import Vllm
-from rlhf_core.models.routing import replayed
+from rlhf_core.models.experts import replayed
 from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, config_of, set_vllm_environment, whole_model
 from rlhf_core.rollout.vllm_patches import (
     applies,

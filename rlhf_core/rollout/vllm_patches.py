@@ -194,7 +194,7 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def returns_routing() -> bool:
-    """Returns whether vLLM returns the experts of each token on this machine's GPU, for models that `routing.replayed` names.
+    """Returns whether vLLM returns the experts of each token on this machine's GPU, for models that `experts.replayed` names.
 
     Blackwell's fused kernels choose experts themselves, and vLLM returns zeros (vllm#44116).
     """

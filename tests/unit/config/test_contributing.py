@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import evaluation.judges.offline
-import rlhf_core.data.formats
+import rlhf_core.data.rows.formats
 import rlhf_core.objectives.advantages
 import rlhf_core.objectives.losses
 import rlhf_core.rewards.remote
@@ -58,7 +58,7 @@ def test_the_judge() -> None:
 
 
 def test_the_format() -> None:
-    dolly = example("dolly", rlhf_core.data.formats)
+    dolly = example("dolly", rlhf_core.data.rows.formats)
     row = {"instruction": "Sort 312", "context": "", "response": "123"}
     assert dolly("row 1", row).columns == {"prompt": [{"role": "user", "content": "Sort 312"}], "response": "123"}
     with pytest.raises(ValueError, match="'response' is missing or null"):

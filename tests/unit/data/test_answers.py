@@ -16,7 +16,7 @@ import rlhf_core.stages.preferences.sample_answers
 from rlhf_core.config import Data, PostProcessor, Preferences
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import reward_suffix, store_suffix, stored_suffix, with_suffix
-from rlhf_core.data.rows import check_columns
+from rlhf_core.data.rows.mixture import check_columns
 from rlhf_core.data.sources import answer_documents, labelled_answers
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.rollout.engine import Answer, Sampling

@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_core.config import Data
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.formats import recognise
-from rlhf_core.data.rows import check_columns, load_rows
+from rlhf_core.data.rows.formats import recognise
+from rlhf_core.data.rows.mixture import check_columns, load_rows
 from rlhf_core.data.sources import labelled_answers, preference_pairs, prompts, sft_documents
 from rlhf_core.data.survey import Loaded
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rlhf_core.config import Data
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.rows import check_columns, load_rows
+from rlhf_core.data.rows.mixture import check_columns, load_rows
 from rlhf_core.data.sources import preference_pairs, prompts, sft_documents
 
 CHATML = (
@@ -235,10 +235,12 @@ def test_a_wrong_row_is_named(tmp_path: Path, renderer: Renderer, kind: Any, row
         check_columns(data(source), kind)
 
 
-def test_roles_that_chat_templates_render_are_read(tmp_path: Path) -> None:
+def test_roles_that_chat_templates_render_are_read(tmp_path: Path, renderer: Renderer) -> None:
     roles = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "user")
     row = {"prompt": [{"role": role, "content": "x"} for role in roles]}
-    check_columns(data(write(tmp_path / "rows.jsonl", [row])), "prompt")
+    source = data(write(tmp_path / "rows.jsonl", [row]))
+    check_columns(source, "prompt")
+    assert prompts(source, renderer, 200, 0).report.counts["kept"] == 1
 
 
 def test_a_wrong_row_far_from_the_first_is_found_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +253,7 @@ def test_a_wrong_row_far_from_the_first_is_found_before_work(tmp_path: Path, mon
     with pytest.raises(ValueError, match="line 71: is not valid JSON"):
         check_columns(data(str(broken)), "preference")
     check_columns(data(late, max_samples=60), "preference")  # the stage does not read row 61 either
-    monkeypatch.setattr("rlhf_core.data.rows.CHECKED_ROWS", 60)
+    monkeypatch.setattr("rlhf_core.data.rows.mixture.CHECKED_ROWS", 60)
     check_columns(data({"path": late, "probability": 0.5}, {"path": str(broken), "probability": 0.5}), "preference")
 
 
@@ -354,8 +356,9 @@ def test_errors_of_the_template_name_the_row(tmp_path: Path, renderer: Renderer)
 def test_checking_columns_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"prompt": "x"}])
     code = (
-        "import sys; from rlhf_core.config import Data; from rlhf_core.data import documents, packing, rows, sources;"
-        f"rows.check_columns(Data(sources={path!r}), 'prompt');"
+        "import sys; from rlhf_core.config import Data; from rlhf_core.data import documents, packing, sources;"
+        "from rlhf_core.data.rows import mixture;"
+        f"mixture.check_columns(Data(sources={path!r}), 'prompt');"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
     root = Path(__file__).parents[3]

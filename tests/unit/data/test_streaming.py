@@ -24,7 +24,7 @@ from rlhf_core.data import sources
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Lazy, joined, mapped
 from rlhf_core.data.packing import Passes
-from rlhf_core.data.rows import load_rows
+from rlhf_core.data.rows.mixture import load_rows
 from rlhf_core.data.sources import preference_pairs, sft_documents
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest

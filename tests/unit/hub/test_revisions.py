@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, constants, snapshot_download
 
 import flows.cli
 from flows.alignment import refresh_hub_revisions
-from rlhf_core.data.rows import load_rows
+from rlhf_core.data.rows.mixture import load_rows
 from rlhf_core.hub import api as hub_requests
 from rlhf_core.hub.api import Retries
 from rlhf_core.hub.ids import is_hub_id, parted

@@ -15,9 +15,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, OlmoeConfig, O
 
 from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
-from rlhf_core.models import routing
+from rlhf_core.models.experts import REPLAYED, replayed
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, recompute
-from rlhf_core.models.routing import REPLAYED
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Answer, _answer
 from rlhf_core.rollout.vllm_patches import returns_routing
@@ -209,7 +208,7 @@ def test_routing_is_requested_from_supported_releases(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr("vllm.__version__", version)
-    assert (routing.replayed(config) and returns_routing()) is expected
+    assert (replayed(config) and returns_routing()) is expected
 
 
 def request(experts: np.ndarray | None) -> SimpleNamespace:

@@ -12,10 +12,10 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from rlhf_core.config import Data, Source
-from rlhf_core.data.columns import READERS, Kind, Located, Row
-from rlhf_core.data.formats import FORMATS, recognise
-from rlhf_core.data.required_columns import require_columns
-from rlhf_core.data.row_files import is_file, raw_rows
+from rlhf_core.data.rows.columns import READERS, Kind, Located, Row
+from rlhf_core.data.rows.files import is_file, raw_rows
+from rlhf_core.data.rows.formats import FORMATS, recognise
+from rlhf_core.data.rows.required_columns import require_columns
 
 FIRST_ROWS = 8  # name the columns and the format
 CHECKED_ROWS = (

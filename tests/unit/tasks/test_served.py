@@ -18,10 +18,9 @@ from flows.serve import AUTH
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.sentences import models_in
-from rlhf_core.recipe.served import _is_plain, require_settings
 from rlhf_core.records import RECIPE_ONLY
 from rlhf_core.system.secret_file import kept_secret
-from tasks.served import SERVED_ENV, own_recipe
+from tasks.served import SERVED_ENV, _is_plain, own_recipe, require_settings
 from tasks.server_process import refusal
 
 TEXT = """
@@ -29,7 +28,7 @@ name: served
 base_model: org/model
 stages:
   sft: {data: {sources: train.jsonl}, lora: {rank: 4}}
-  ppo: {actor: sft, reward: [{model: org/reward}, {function: "score.py:f"}], prompts: {sources: prompts.jsonl}, critic: null}
+  ppo: {actor: sft, max_steps: 7, reward: [{model: org/reward}, {function: "score.py:f"}], prompts: {sources: prompts.jsonl}, critic: null}
   evaluation:
     models: [mine, ppo]
     endpoints: {mine: {model: m, base_url: "http://127.0.0.1:1/v1"}}
@@ -78,7 +77,9 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("override", SETTINGS)
 def test_settings(recipe: Path, override: str) -> None:
-    require_settings(load_recipe(recipe, [override]), [override])
+    changed = load_recipe(recipe, [override])
+    require_settings(changed, [override])
+    assert changed != load_recipe(recipe)
 
 
 @pytest.mark.parametrize("override", NO_SETTINGS)

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from rlhf_core.config import Source
-from rlhf_core.data.columns import Kind, Row
+from rlhf_core.data.rows.columns import Kind, Row
 
 # Names that published data sets give to a column, beside names that contain ours.
 USUAL = {

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from rlhf_core.data.columns import OTHER_NAMES, number_of, text_of
 from rlhf_core.data.documents import Message
+from rlhf_core.data.rows.columns import OTHER_NAMES, number_of, text_of
 
 Row = Mapping[str, Any]
 ROLES = {name: name for name in ("system", "user", "assistant")} | OTHER_NAMES

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import Source
-from rlhf_core.data.columns import Row
+from rlhf_core.data.rows.columns import Row
 from rlhf_core.hub.ids import parted
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
