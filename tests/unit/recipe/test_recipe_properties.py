@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
-from tests.support.mutations import places, require_sentence
+from tests.support.mutations import fault_of, places
 
 TEXT = """
 name: tiny
@@ -44,13 +44,15 @@ KEYS = st.sampled_from(("stages", "sft", "data", "sources", "0", "lora", "seed",
 SETTINGS = settings(max_examples=300)
 
 
-def read(content: bytes, *overrides: str) -> None:
-    """Loads and plans a recipe; lets nothing through but a ValueError of ours."""
+def fault(content: bytes, *overrides: str) -> str:
+    """Loads and plans a recipe. Returns what is wrong with the ValueError that refuses it, "" when nothing is, or when it is accepted. Any
+    other exception passes through."""
     fsspec.filesystem("memory").pipe("/recipe.yaml", content)
     try:
         plan(load_recipe("memory://recipe.yaml", overrides))
     except ValueError as error:
-        require_sentence(error)
+        return fault_of(error)
+    return ""
 
 
 @st.composite
@@ -82,7 +84,7 @@ def recipes(draw: Callable[..., Any]) -> str:
 @SETTINGS
 @given(recipes())
 def test_a_recipe_with_other_values(text: str) -> None:
-    read(text.encode("utf-8", "surrogatepass"))
+    assert not fault(text.encode("utf-8", "surrogatepass"))
 
 
 @pytest.mark.slow
@@ -101,20 +103,20 @@ def test_a_recipe_with_other_lines_and_characters(data: st.DataObject) -> None:
                 lines[at] = lines[at].replace(":", ":" + data.draw(st.text(max_size=6) | st.sampled_from(ODD)), 1)
             case "cut":
                 lines[at] = lines[at][: data.draw(st.integers(0, len(lines[at])))]
-    read("".join(lines).encode("utf-8", "surrogatepass"))
+    assert not fault("".join(lines).encode("utf-8", "surrogatepass"))
 
 
 @SETTINGS
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode) | st.text("{}[]:-&*!|>'\"%@,# \n\tab1", max_size=60).map(str.encode))
 def test_a_file_that_is_no_recipe(content: bytes) -> None:
-    read(content)
+    assert not fault(content)
 
 
 @pytest.mark.slow
 @SETTINGS
 @given(st.lists(KEYS, max_size=5), st.sampled_from(ODD) | st.text(max_size=20) | VALUES.map(lambda value: yaml.safe_dump(value)))
 def test_an_override(keys: list[str], value: str) -> None:
-    read(TEXT.encode(), f"{'.'.join(keys)}={value}")
+    assert not fault(TEXT.encode(), f"{'.'.join(keys)}={value}")
 
 
 @pytest.mark.parametrize("override", ["seed=2", "sft.lora.rank=8"])
