@@ -205,9 +205,12 @@ def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head
     def load(source: str, **options: Any) -> PreTrainedModel:
         if not new_head and Path(source).is_dir() and not has_trained_head(Path(source)):
             raise ValueError(no_reward_head(path))
-        add_score_class(AutoConfig.from_pretrained(source, trust_remote_code=options["trust_remote_code"]))
-        options |= {"num_labels": 1, "pad_token_id": pad_token_id, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = auto.from_pretrained(source, **options)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=options["trust_remote_code"])
+        add_score_class(config)
+        config.num_labels, config.pad_token_id = 1, pad_token_id
+        model, info = auto.from_pretrained(source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        if missing := sorted(name for name in info["missing_keys"] if not name.startswith("score.")):
+            raise ValueError(f"{path} has no weight {missing[0]} ({len(missing)} are missing): name a whole model")
         if mismatched := {name for name, *_ in info["mismatched_keys"]}:
             unlike_config = f"{path}: {min(mismatched)} has another shape than its config.json says: name a whole model"
             raise ValueError(

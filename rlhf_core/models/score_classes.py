@@ -7,13 +7,15 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 
 def add_score_class(config: PretrainedConfig) -> None:
-    """Registers a class for `AutoModelForSequenceClassification`, where transformers has none for the family of `config`: its backbone as
-    `model` and a linear layer `score`, as other families have them. A family that transformers does not know is left alone."""
+    """Registers a class for `AutoModelForSequenceClassification`, where transformers has none for the family of `config`: its backbone,
+    under the name that the family's checkpoints have, and a linear layer `score`. A family that transformers does not know is left alone.
+    """
     kind = type(config)
     if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or kind not in MODEL_MAPPING:
         return
     backbone = MODEL_MAPPING[kind]
     family = next(base for base in backbone.__mro__ if base.__name__.endswith("PreTrainedModel"))
     name = f"{backbone.__name__.removesuffix('Model')}ForSequenceClassification"
-    made = type(name, (GenericForSequenceClassification, family), {"__module__": __name__, "config_class": kind})
+    own = {"__module__": __name__, "config_class": kind, "base_model_prefix": family.base_model_prefix}
+    made = type(name, (GenericForSequenceClassification, family), own)
     AutoModelForSequenceClassification.register(kind, made, exist_ok=True)  # without it nothing is registered for a family of transformers

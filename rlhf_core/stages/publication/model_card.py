@@ -31,7 +31,8 @@ SAMPLING = ("max_tokens", "temperature", "top_p")  # of the settings of an endpo
 
 class CardModel(NamedTuple):
     """A model to publish: the lineage of its checkpoint, what the evaluation calls it, the card's heading (a Hub id, or a name), the Hub
-    repository of the model that an adapter belongs to (None: a whole model), and the branch where it is published."""
+    repository of the model that an adapter belongs to (None: a whole model), and the branch where it is published. `needs_score_class`:
+    transformers lacks its class (`models.score_classes`)."""
 
     lineage: Ancestor
     name: str
@@ -41,6 +42,7 @@ class CardModel(NamedTuple):
     has_chat_template: bool
     adapts: str | None = None
     branch: str = "main"
+    needs_score_class: bool = False
 
 
 def card(model: CardModel, report: EvalReport | None, gates: Sequence[Verdict] = ()) -> str:
@@ -153,6 +155,10 @@ def _use(model: CardModel) -> str:
     else:
         tokens = 'tokenizer("...", return_tensors="pt").input_ids'
     lines = [f"from transformers import {auto}, AutoTokenizer", ""]
+    if model.needs_score_class:
+        lines = [f"from transformers import {auto}, AutoConfig, AutoTokenizer"]
+        lines += ["from rlhf_core.models.score_classes import add_score_class  # of alignflow: transformers has no class for it", ""]
+        lines.append(f"add_score_class(AutoConfig.from_pretrained({place}))")
     if model.adapts:
         lines = ["from peft import PeftModel", *lines, f'model = {auto}.from_pretrained("{model.adapts}"{labels})']
         lines.append(f"model = PeftModel.from_pretrained(model, {place})")

@@ -157,6 +157,8 @@ def card_files(request: StageRequest, config: Publication, base: AdapterBase | N
     chat = any(checkpoint.glob("chat_template.*")) or "chat_template" in read_json(checkpoint / "tokenizer_config.json")
     ancestor = lineage(checkpoint)
     is_reward_model = str(architectures[0]).endswith("ForSequenceClassification")
+    import transformers  # slow to import
+
     is_reward_model |= read_json(checkpoint / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
     model = CardModel(
         lineage=ancestor,
@@ -164,6 +166,7 @@ def card_files(request: StageRequest, config: Publication, base: AdapterBase | N
         title=config.repo_id or f"{ancestor.name}-{ancestor.digest}".rstrip("-"),
         license=license,
         is_reward_model=is_reward_model,
+        needs_score_class=is_reward_model and bool(architectures[0]) and architectures[0] not in dir(transformers),
         has_chat_template=chat,
         adapts=base.repo_id if base else None,
         branch=config.branch,

@@ -31,6 +31,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
     "Cohere2": {},
+    "Dbrx": {  # its backbone has another name than `model`
+        **{
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8},
+        },
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
 }
 
 

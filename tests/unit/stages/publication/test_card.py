@@ -214,3 +214,13 @@ def test_eval_results_only_for_questions_of_the_hub() -> None:
 def test_sources_are_found_in_every_stage(chain: Chain) -> None:
     found = {(stage.name, field) for stage, field, _ in sources(lineage(chain.report))}
     assert found == {("sft", "data"), ("reward_model", "data"), ("ppo", "prompts"), ("pairs-1", "prompts"), ("evaluation", "questions")}
+
+
+def test_the_card_of_a_class_that_transformers_lacks_says_how_to_load_it(chain: Chain) -> None:
+    made = CardModel(lineage(chain.checkpoint), "rm", "someone/rm", "mit", True, True, needs_score_class=True)
+    code = card(made, None).split("```python\n")[1].split("```")[0]
+    compile(code, "card", "exec")
+    assert code.index('add_score_class(AutoConfig.from_pretrained("someone/rm"))') < code.index(
+        "= AutoModelForSequenceClassification.from_"
+    )
+    assert "add_score_class" not in card(made._replace(needs_score_class=False), None)
