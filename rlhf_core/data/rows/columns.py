@@ -13,9 +13,7 @@ from rlhf_core.data.documents import Message
 
 Kind = Rows
 Row = dict[str, Any]
-# Roles that chat templates render: the usual ones, and those of single families (Llama 3, GLM-4, OLMo, Granite).
 USUAL_ROLES = ("system", "developer", "user", "assistant", "tool")
-ROLES = (*USUAL_ROLES, "function", "ipython", "observation", "environment", "tool_response", "documents")
 OTHER_NAMES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai"), "assistant")}
 
 
@@ -129,10 +127,10 @@ def _messages(value: Any, where: str, column: str) -> list[Message]:
             raise ValueError(f"{where}: message {number} of column {column!r} must have a role and a content, both strings")
         if message.get("tool_calls") or message.get("function_call"):
             raise ValueError(f"{where}: message {number} of column {column!r} calls a tool, and calls are not read: leave such rows out")
-        if (role := message["role"]) not in ROLES:
-            meant = OTHER_NAMES.get(role.lower(), role.lower())
-            todo = f"write {meant if meant in ROLES else 'one of ' + ', '.join(USUAL_ROLES)}"
-            raise ValueError(f"{where}: message {number} of column {column!r} has the role {role!r:.60}, which is no chat role: {todo}")
+        role = message["role"]
+        meant = OTHER_NAMES.get(role.lower(), role.lower())  # templates render any role, also a misnamed one
+        if meant != role and meant in USUAL_ROLES:
+            raise ValueError(f"{where}: message {number} of column {column!r} has the role {role!r}, which is no chat role: write {meant}")
         messages.append({"role": role, "content": message["content"]})
     return messages
 

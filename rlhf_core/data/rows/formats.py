@@ -16,7 +16,7 @@ from rlhf_core.data.documents import Message
 from rlhf_core.data.rows.columns import OTHER_NAMES, number_of, text_of
 
 Row = Mapping[str, Any]
-ROLES = {name: name for name in ("system", "user", "assistant")} | OTHER_NAMES
+SHAREGPT_ROLES = {name: name for name in ("system", "user", "assistant")} | OTHER_NAMES
 TURN = re.compile(r"\n\n(Human|Assistant):")
 TIES = ("tie", "tie (bothbad)", "tie (both bad)", "bothbad")
 
@@ -97,10 +97,11 @@ def sharegpt(where: str, row: Row) -> Standard:
     """Converts `conversations` of {from, value}; the prompt is all turns before the last answer."""
     messages = []
     for number, turn in enumerate(_list(row.get("conversations"), where, "conversations"), start=1):
-        role = ROLES.get(str(turn.get("from")).lower())
+        role = SHAREGPT_ROLES.get(str(turn.get("from")).lower())
         if role is None:
             raise ValueError(
-                f"{where}: turn {number} of 'conversations' is from {turn.get('from')!r}, known are {', '.join(ROLES)}: rename or drop it"
+                f"{where}: turn {number} of 'conversations' is from {turn.get('from')!r}, known are {', '.join(SHAREGPT_ROLES)}: rename "
+                "or drop it"
             )
         messages.append({"role": role, "content": text_of(turn.get("value"), where, f"conversations' turn {number}")})
     return Standard({"messages": messages, "prompt": messages[:-1] if messages[-1]["role"] == "assistant" else messages})
@@ -132,7 +133,7 @@ def _dialogue(value: Any, where: str, column: str) -> list[Message]:
     if first.strip() or not parts:
         raise ValueError(f'{where}: column {column!r} must begin with "\\n\\nHuman:": correct the row, or set format to columns')
     roles, contents = parts[::2], parts[1::2]
-    return [{"role": ROLES[role.lower()], "content": content.strip()} for role, content in zip(roles, contents, strict=True)]
+    return [{"role": SHAREGPT_ROLES[role.lower()], "content": content.strip()} for role, content in zip(roles, contents, strict=True)]
 
 
 def _chat(value: Any, where: str, column: str) -> list[Message]:

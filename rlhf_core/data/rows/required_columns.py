@@ -41,9 +41,13 @@ def require_columns(source: Source, kind: Kind, columns: Sequence[str], row: Row
     if missing:
         named = ", nor ".join(f"{column!r}" for column in missing.values())
         free = [column for column in columns if column not in needed.values()]
-        settings = " and ".join(key_to_set(key, column, free) for key, column in missing.items())
+        settings = []
+        for key, column in missing.items():
+            settings.append(key_to_set(key, column, free))
+            free = [other for other in free if settings[-1] != f"{key}: {other}"]
         raise ValueError(
-            f"{source.path}: there is no column {named}{instead}; its columns are {', '.join(columns)}: set {settings} in this data source"
+            f"{source.path}: there is no column {named}{instead}; its columns are {', '.join(columns)}: set {' and '.join(settings)} "
+            "in this data source"
         )
 
 

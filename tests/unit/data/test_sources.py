@@ -206,7 +206,7 @@ GOOD: dict[str, dict[str, Any]] = {
         ("sft", {"messages": [user("x"), {"role": "GPT", "content": "x"}]}, "message 2 of column 'messages' has the role 'GPT'"),
         ("sft", {"messages": [user("x"), {"role": "bot", "content": "x"}]}, "no chat role: write assistant"),
         ("sft", {"messages": [user("x"), {"role": "Assistant", "content": "x"}]}, "no chat role: write assistant"),
-        ("prompt", {"prompt": [{"role": "boss", "content": "x"}]}, "no chat role: write one of system, developer, user, assistant, tool"),
+        ("prompt", {"prompt": [{"role": "Human", "content": "x"}]}, "no chat role: write user"),
         ("sft", {"messages": None}, "there is neither 'messages' nor 'prompt' with 'response': fill them or drop the row"),
         ("sft", {"prompt": "x", "response": 3}, "'response' must be a string, found int: write it as text"),
         ("sft", {"prompt": "x", "response": ["y"]}, "'response' must be a string, found list: correct or drop the row"),
@@ -236,11 +236,18 @@ def test_a_wrong_row_is_named(tmp_path: Path, renderer: Renderer, kind: Any, row
 
 
 def test_roles_that_chat_templates_render_are_read(tmp_path: Path, renderer: Renderer) -> None:
-    roles = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "user")
+    roles = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "critic", "user")
     row = {"prompt": [{"role": role, "content": "x"} for role in roles]}
     source = data(write(tmp_path / "rows.jsonl", [row]))
     check_columns(source, "prompt")
     assert prompts(source, renderer, 200, 0).report.counts["kept"] == 1
+
+
+def test_a_later_row_that_a_mixture_may_leave_out_is_not_refused(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{name}.jsonl", [*[{"prompt": "x"}] * 20, {"no": 1}]) for name in "ab"]
+    check_columns(Data.model_validate({"sources": [{"path": path, "probability": 0.5} for path in paths], "max_samples": 4}), "prompt")
+    with pytest.raises(ValueError, match="row 21"):
+        check_columns(data(paths[0]), "prompt")
 
 
 def test_a_wrong_row_far_from_the_first_is_found_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
