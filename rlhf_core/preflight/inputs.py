@@ -32,7 +32,7 @@ from rlhf_core.preflight.template_length import frame_lengths
 from rlhf_core.preflight.weights import weight_problem
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.recipe.plan import plan as plan_of
-from rlhf_core.recipe.sentences import WrongRecipe, unknown
+from rlhf_core.recipe.sentences import ANYTHING, WrongRecipe, unknown
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.store import Store
 from rlhf_core.runs.wandb_mirror import KEY_ENV, MODE_ENV
@@ -107,12 +107,14 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
 
 
 def further_problems(error: WrongRecipe) -> list[str]:
-    """Lists problems of the inputs of what is right in a wrong recipe, as `check_inputs`."""
+    """Lists problems of the inputs of what is right in a wrong recipe, as `check_inputs`; none of stages with a missing value."""
+    if error.rest is None or error.rest.base_model == ANYTHING:
+        return []
     try:
-        planned = None if error.rest is None else plan_of(error.rest)
+        planned = plan_of(error.rest)
+        return error.further(check_inputs(planned, [node for node in planned.nodes if ANYTHING not in node.config.model_dump_json()]))
     except ValueError:
         return []
-    return error.further(check_inputs(planned, planned.nodes)) if planned else []
 
 
 def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
@@ -252,7 +254,10 @@ def _prompt_problems(node: Node, seed: int) -> list[str]:
         return [] if large else _refused(f"stages.{node.name}.prompts", lambda: config.iterations(len(load_rows(config.prompts, seed))))
     if not isinstance(config, Preferences) or config.first_prompt == 0:
         return []
-    rows = len(load_rows(config.prompts, seed))
+    try:
+        rows = len(load_rows(config.prompts, seed))
+    except ValueError as error:
+        return [f"stages.{node.name}.prompts: {error}"]
     if rows > config.first_prompt:
         return []
     return [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -93,9 +92,8 @@ def _placed(where: str, name: str, folder: Path, problems: list[str], absolute: 
     path, colon, function = name.rpartition(":") if ".py:" in name else (name, "", "")
     place = Path(os.path.normpath(folder / path))
     if not _is_relative(path, folder):
-        local = is_remote(path) and parted(path)[1] is None and "/" in path and place.parent.is_dir()
-        if near := difflib.get_close_matches(place.name, os.listdir(place.parent) if local else [], n=1):
-            meant = os.path.join(os.path.dirname(path), near[0])
+        if is_remote(path) and parted(path)[1] is None and (near := _nearly(place)):
+            meant = os.path.join(os.path.dirname(path), near)
             problems.append(f"{where}: there is no {place}; did you mean {meant}? (a model of the Hub of this name is written {path}@main)")
         return name
     if not absolute and place == Path(os.path.abspath(path)):
@@ -106,6 +104,20 @@ def _placed(where: str, name: str, folder: Path, problems: list[str], absolute: 
         problems.append(f"{where}: {path}: {told}: there is no {place}, but {found}: write {write}")
         return f"{found}{colon}{function}"
     return f"{place}{colon}{function}"
+
+
+def _nearly(place: Path) -> str | None:
+    """Returns what is beside a place that there is not, and has its name but for one letter more or less, or letters in another order."""
+    try:
+        others = os.listdir(place.parent)
+    except OSError:
+        return None
+    for other in others:
+        longer, shorter = sorted((place.name, other), key=len, reverse=True)
+        one_less = {longer[:i] + longer[i + 1 :] for i, letter in enumerate(longer) if letter.isalpha()}
+        if shorter in one_less or (longer != shorter and sorted(longer) == sorted(shorter)):
+            return other
+    return None
 
 
 def _placed_in(value: Any, names: Mapping[str, str], named_here: bool = False) -> Any:

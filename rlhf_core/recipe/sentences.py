@@ -78,6 +78,8 @@ def everything_wrong(error: ValidationError, raw: object, check: Callable[[Recip
     rest, wrong = _without_faults(error, raw)
     valid = None
     for _ in range(3):
+        if not _part(rest, "stages"):
+            break
         try:
             further, failed, valid = [], set[str](), Recipe.model_validate(rest)
             valid = check(valid)

@@ -120,5 +120,6 @@ def test_a_folder_beside_a_misspelt_one_is_proposed(folder: Path) -> None:
     with pytest.raises(ValueError) as refused:
         load_recipe("../project/recipe.yaml")
     assert str(refused.value) == f"{told} (a model of the Hub of this name is written models/bas@main)"
-    (folder / "recipe.yaml").write_text(TEXT.replace("base_model: models/base", "base_model: models/bas@main"))
-    assert load_recipe("../project/recipe.yaml").base_model == "models/bas@main"
+    for other in ("models/bas@main", "models/base-it", "models/bose", "models/base2"):
+        (folder / "recipe.yaml").write_text(TEXT.replace("base_model: models/base", f"base_model: {other}"))
+        assert load_recipe("../project/recipe.yaml").base_model == other, "a model of the Hub"

@@ -362,6 +362,16 @@ def test_what_does_not_fit_between_stages_is_told_with_wrong_fields() -> None:
     assert len(told.splitlines()) == len(set(told.splitlines()))
 
 
+def test_a_recipe_whose_only_stage_is_wrong_is_one_sentence() -> None:
+    for stages, told in (
+        ({"sft": {"stage": "sftt"}}, "stages.sft: stage: unknown value 'sftt'; did you mean sft?"),
+        ({"sft": {"data": {"sources": "/x.jsonl"}, "train_batch_size": 7}}, "stages.sft: train_batch_size=7 must be a multiple of"),
+    ):
+        with pytest.raises(ValueError) as refused:
+            given_recipe({"name": "x", "base_model": "org/base", "stages": stages})
+        assert str(refused.value).startswith(told) and "\n" not in str(refused.value)
+
+
 def test_checks_behind_missing_fields_are_told_with_them() -> None:
     stages = {
         "ppo": {"advantage_estimator": "rloo", "n_samples_per_prompt": 1},
