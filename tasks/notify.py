@@ -167,7 +167,7 @@ def _notifying(flow_run: FlowRun) -> Recipe | None:
         return None
     try:
         if flow_run.deployment_id is None and isinstance(given, dict):
-            return given_recipe(given, list(overrides), stored=True)
+            return given_recipe(given, overrides, stored=True)
         return recipe_of_run(given, overrides, flow_run.id, flow_run.deployment_id)
     except ValueError:
         return None

@@ -62,7 +62,8 @@ class Pending(NamedTuple, Generic[R]):
             return ray.get(ref)
         except ray.exceptions.RayActorError as error:
             if NODE_DIED.search(str(error)):
-                told = f"a Ray node ({', '.join(dead_nodes())}) ended during '{self.phase}' of {self.role}"
+                named = ", ".join(address for address in dead_nodes() if address in str(error))
+                told = f"a Ray node{f' ({named})' if named else ''} ended during '{self.phase}' of {self.role}"
                 raise RoleFailed(f"{told}: its raylet was stopped or killed, often for lack of memory; start the stage again") from None
             raise RoleFailed(
                 f"a rank of {self.role} died during '{self.phase}', often for lack of memory: lower its batch sizes. {error}"

@@ -74,14 +74,14 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> 
 def on_fewest(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> tuple[int, list[Placement]]:
     """Returns a number of GPUs and the placements on them: `count`, or a half of it, a quarter, ... where the best of these is as fast
     (within 5 %)."""
-    found = placements(config, count, sizes, gpu)
+    fewest, found = count, placements(config, count, sizes, gpu)
     fastest = choose(found, gpu)
-    if fastest is not None and count > 1:
-        fewer, others = on_fewest(config, count // 2, sizes, gpu)
+    while fastest is not None and (count := count // 2):
+        others = placements(config, count, sizes, gpu)
         best = choose(others, gpu)
         if best is not None and best.total <= 1.05 * fastest.total:
-            return fewer, others
-    return count, found
+            fewest, found = count, others
+    return fewest, found
 
 
 def _gpu_count(config: PPO) -> float:

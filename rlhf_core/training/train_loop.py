@@ -47,11 +47,10 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
     total = steps_per_epoch * config.max_epochs
     if total == 0:
         raise ValueError("the data left no row to train on: see the counts of dropped and truncated rows")
-    if total < FEW_STEPS and engine.rank == 0:
-        batch = f"batches of {config.train_batch_size} (train_batch_size)"
-        print(f"only {total} optimiser steps, as there are {len(task.items)} items in {batch}: lower it, or raise max_epochs", flush=True)
     resume = resume_state.latest(run)
     first = resume.step if resume else 0
+    if total < FEW_STEPS and engine.rank == 0 and not resume:
+        print(f"few optimiser steps ({total}) for {len(task.items)} items: lower train_batch_size or raise max_epochs", flush=True)
     recent: list[tuple[int, dict[str, float]]] = []  # items and metrics of the last steps
     evaluation: dict[str, float] = {}
     trained = False

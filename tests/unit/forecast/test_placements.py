@@ -63,6 +63,17 @@ def test_a_small_model_is_not_put_on_more_gpus_than_make_it_faster() -> None:
     assert on_fewest(ALL_FOUR, 4, sizes(ALL_FOUR, LARGE_MODEL), Gpu())[0] == 4
 
 
+@pytest.mark.parametrize(
+    ("seconds", "fewest"), [({4: 1.0, 2: 1.04, 1: 1.08}, 2), ({4: 1.0, 2: 1.06, 1: 1.04}, 1), ({4: 1.0, 2: 2, 1: 4}, 4)]
+)
+def test_each_number_of_gpus_is_compared_with_all(seconds: dict[int, float], fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(_config: PPO, count: int, *_: Any) -> list[Placement]:
+        return [Placement(str(count), {}, 0.0, {}, {"train": seconds[count]}, 0.0)]
+
+    monkeypatch.setattr("rlhf_core.forecast.placements.placements", found)
+    assert on_fewest(ALL_FOUR, 4, {}, Gpu())[0] == fewest
+
+
 def test_the_command_names_every_stage_and_a_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "base").mkdir()
     Qwen2Config(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4, **LARGE).save_pretrained(
