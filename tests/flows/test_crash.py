@@ -36,7 +36,7 @@ def undisturbed(prefect: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("sft/server/middle", True, (1, 1), marks=pytest.mark.long),  # its server is restarted, and the flow completes
         pytest.param("loop.round1.preferences/stage/start", True, (2, 2), marks=pytest.mark.long),  # the flow retries the stage
         pytest.param("loop.round1.dpo/worker/end", False, (1, 2), marks=pytest.mark.long),
-        ("loop.round1.dpo/stage/end", True, (2, 2)),
+        pytest.param("loop.round1.dpo/stage/end", True, (2, 2), marks=pytest.mark.long),
         pytest.param("evaluation/flow/start", False, (1, 2), marks=pytest.mark.long),
     ],
 )

@@ -66,6 +66,7 @@ def test_a_bad_receiver_delays_no_flow(recipe: Callable[..., Recipe], monkeypatc
             atexit.unregister(sender._end)
 
 
+@pytest.mark.long
 def test_a_scheduled_run_sends_each_state_once(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     alignment(recipe())  # so that the run below skips all stages
     root = Path(flows.alignment.__file__).parents[1]

@@ -21,6 +21,7 @@ from tests.support.writing_stages import ORDER, attempts, fault
 pytestmark = pytest.mark.usefixtures("prefect")
 
 
+@pytest.mark.long
 def test_another_machine_resumes_from_the_store(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
     """Run, kill, delete the folder, run again: with the command and a real S3 server."""
     with s3() as url:

@@ -55,6 +55,7 @@ def made(folder: Path, number: int) -> str:
     return file.read_text()
 
 
+@pytest.mark.long
 def test_three_concurrent_runs_train_one_round(here: tuple[Path, dict[str, str]]) -> None:
     folder, environment = here
     (folder / "slow.json").write_text('{"until": "go"}')  # no stage works before the other two have ended, however slowly they begin

@@ -185,6 +185,7 @@ def test_another_user_cannot_read_the_auth_string(serve: Serve, api: str, tmp_pa
         assert as_nobody(f"open('/proc/{pid}/environ').read()") == "PermissionError"
 
 
+@pytest.mark.long
 def test_a_run_cannot_change_command_environment_or_folder(serve: Serve, api: str, tmp_path: Path) -> None:
     """Prefect's server checks the fields of a deployment's run, but not those of `POST /flow_runs/`."""
     (tmp_path / "sitecustomize.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'by-environment')!r}).touch()\n")
@@ -242,6 +243,7 @@ def patch(api: str, route: str, body: dict[str, Any]) -> None:
     wait_until(lambda: answer(api, route, body, "PATCH", **token).status == 204, "a database that is not busy")
 
 
+@pytest.mark.long
 def test_the_auth_string_is_kept_and_in_no_log(tmp_path: Path) -> None:
     folder = tmp_path / "here"
     environment = micro.build(folder)

@@ -90,6 +90,7 @@ def test_a_dead_server_is_reported_in_one_sentence(material: Path, tmp_path: Pat
     assert done.returncode == 3 and "no Prefect server answers" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_server_that_stops_is_reported_in_one_sentence(tmp_path: Path) -> None:
     """The stage in progress finishes and stays done."""
     here = tmp_path / "here"

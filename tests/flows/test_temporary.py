@@ -82,6 +82,7 @@ def started(script: str, home: Path) -> tuple[subprocess.Popen[str], IO[str]]:
     return process, process.stdout
 
 
+@pytest.mark.long
 def test_the_temporary_server_survives_ctrl_c(tmp_path: Path) -> None:
     process, told = started(SCRIPT, tmp_path)
     assert told.readline() == "up\n"
@@ -152,6 +153,7 @@ def test_a_refused_recipe_leaves_no_server(tmp_path: Path) -> None:
     assert not list(home.glob("*.db"))
 
 
+@pytest.mark.long
 def test_a_second_flow_of_a_process_uses_the_same_server(tmp_path: Path) -> None:
     code = (
         "from tasks.server_process import ours; from tasks.temporary_server import start_server\n"

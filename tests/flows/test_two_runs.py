@@ -70,6 +70,7 @@ def statuses(folder: Path) -> dict[str, str]:
     return {stage["name"]: stage["status"] for stage in json.loads((folder / "artifacts" / "micro" / "run.json").read_text())["stages"]}
 
 
+@pytest.mark.long
 def test_a_waiting_run_ended_by_a_signal_and_one_that_takes_over(folder: Path, start: Start) -> None:
     (folder / "slow.json").write_text(json.dumps({"sft": "middle", "once": 250}))
     first = start("first")

@@ -82,6 +82,7 @@ def test_refusals_are_those_of_the_stages(base: Path) -> None:
     assert problems.startswith("stages.sft.data: ") and "the model has no chat template" in problems and imported == "True"
 
 
+@pytest.mark.long
 def test_templates_of_tokenizers_with_code_have_the_limit_too(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
 

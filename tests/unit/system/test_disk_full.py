@@ -44,7 +44,10 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("save_steps", "why"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("save_steps", "why"),
+    [pytest.param(*case, id=name, marks=pytest.mark.long if name == "the checkpoint" else ()) for name, case in CASES.items()],
+)
 def test_a_full_disk_is_one_sentence(material: Path, tmp_path: Path, save_steps: int, why: str) -> None:
     fields = {"max_len": 96, "train_batch_size": 8, "micro_train_batch_size": 4, "save_steps": save_steps or 100}
     config = SFT.model_validate({"data": {"sources": str(material / "sft.jsonl"), "max_samples": 24}, **fields})

@@ -141,7 +141,9 @@ def run_on_two(config: StageConfig, material: Path, folder: Path, monkeypatch: p
         raise failed[0]
 
 
-@pytest.mark.parametrize("kind", [*LOSSES, "kto"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("sigmoid", "kto") else pytest.mark.long) for kind in (*LOSSES, "kto")]
+)
 def test_two_ranks_and_other_micro_batches_train_as_one_rank_does(
     kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
