@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
@@ -27,11 +28,16 @@ from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 P = ParamSpec("P")
 R = TypeVar("R")
 NODE_DIED = re.compile(r"node has (crashed|died)")  # in Ray's errors
+DEATH_SECONDS = 3.0  # until Ray tells of a dead rank; others that were connected with it raise errors of their own before
 SILENT_SECONDS = 3600  # longer than any work of a training stage that counts no progress
 
 
 class RoleFailed(RuntimeError):
     """Says that a rank died, raised an error or made no progress; the message names role and phase."""
+
+
+class RankDied(RoleFailed):
+    """Says that the process of a rank ended."""
 
 
 class Pending(NamedTuple, Generic[R]):
@@ -64,8 +70,8 @@ class Pending(NamedTuple, Generic[R]):
             if NODE_DIED.search(str(error)):
                 named = ", ".join(address for address in dead_nodes() if address in str(error))
                 told = f"a Ray node{f' ({named})' if named else ''} ended during '{self.phase}' of {self.role}"
-                raise RoleFailed(f"{told}: its raylet was stopped or killed, often for lack of memory; start the stage again") from None
-            raise RoleFailed(
+                raise RankDied(f"{told}: its raylet was stopped or killed, often for lack of memory; start the stage again") from None
+            raise RankDied(
                 f"a rank of {self.role} died during '{self.phase}', often for lack of memory: lower its batch sizes. {error}"
             ) from None
         except ray.exceptions.RayTaskError as error:
@@ -90,8 +96,26 @@ def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]
         except Silent as silent:
             raise _silent(pending, silent, timeout) from None
         if waiting:  # the others may be waiting for a rank that failed
-            owner[ready].get(ready)
+            try:
+                owner[ready].get(ready)
+            except RoleFailed as failed:
+                raise _cause(failed, owner, waiting) from None
     return [work.results() for work in pending]
+
+
+def _cause(failed: RoleFailed, owner: Mapping[Any, Pending[Any]], waiting: list[Any]) -> RoleFailed:
+    """Returns the death of another rank where there is one, else `failed`."""
+    deadline = time.monotonic() + DEATH_SECONDS
+    while not isinstance(failed, RankDied) and waiting and (left := deadline - time.monotonic()) > 0:
+        done, waiting = ray.wait(waiting, timeout=left)
+        for ref in done:
+            try:
+                owner[ref].get(ref)
+            except RankDied as died:
+                return died
+            except (RoleFailed, ValueError, FloatingPointError):
+                continue
+    return failed
 
 
 def _silent(pending: Sequence[Pending[Any]], silent: Silent, timeout: float) -> RoleFailed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -171,13 +172,13 @@ def test_what_shares_memory_in_other_ways_does_without_growing_segments(groups: 
 
 
 def test_a_rank_that_dies_ends_the_wait_and_is_named(groups: tuple[Group, Group]) -> None:
-    """Last: the group is gone afterwards."""
-    critic, _ = groups
+    """Also where another rank has raised an error before, as one that was connected with it does. Last: the group is gone afterwards."""
+    critic, actor = groups
     victim = critic.call("look", Role.pid).wait(30)[1]
-    pending = critic.call("train", Role.waits, 30)
-    os.kill(victim, signal.SIGKILL)
+    pending = [actor.call("send", Role.raises), critic.call("train", Role.waits, 30)]
+    threading.Timer(1, os.kill, (victim, signal.SIGKILL)).start()
     with pytest.raises(RoleFailed, match="a rank of critic died during 'train', often for lack of memory"):
-        pending.wait(25)
+        wait_all(pending, 25)
     wait_until(lambda: not psutil.pid_exists(victim), "the dead rank to be reaped")
 
 
