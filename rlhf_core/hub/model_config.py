@@ -40,7 +40,8 @@ def size_of(folder: str) -> Size:
     """Returns the size of the model in a folder. Raises ValueError when its config.json is missing or lacks the needed numbers."""
     file = Path(folder) / "config.json"
     try:
-        size = size_of_config(json.loads(file.read_text()))
+        config = json.loads(file.read_text())
+        size = size_of_config(config.get("text_config") or config)
         stored = _stored(Path(folder))
         return size._replace(parameters=min(size.parameters, stored), active=min(size.active, stored))
     except (OSError, json.JSONDecodeError):
@@ -116,6 +117,15 @@ def more_than_text(place: str, named: str) -> str:
 def wraps_text_by_config(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a model that has its language model as a part, beside what reads images or sound."""
     return any(isinstance(config.get(part), Mapping) for part in TEXT_PARTS)
+
+
+# Families whose experts vLLM loads at its start alone: it drops weights that come later.
+FIXED_EXPERTS = {"gpt_oss"}
+
+
+def keeps_experts(place: str) -> str:
+    """Why vLLM cannot take new weights of the model at `place`."""
+    return f"{place}: vLLM takes no new weights for this family's experts, so it cannot sample while they train: use SFT, DPO or KTO"
 
 
 def num_experts(config: object) -> int:

@@ -10,9 +10,11 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 HEADER_BYTES = 100_000_000  # the longest header that safetensors reads
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")  # any of them makes a tokenizer
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
+PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")  # of what reads more than text
 OTHERS = (
     "config.json",
     "generation_config.json",
+    *PROCESSOR,
     "chat_template.*",
     "additional_chat_templates/*.jinja",
     "score_statistics.json",

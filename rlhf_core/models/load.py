@@ -27,7 +27,8 @@ from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 from rlhf_core.models.score_classes import add_score_class
 from rlhf_core.models.stored_head import has_trained_head, no_reward_head, several_labels
-from rlhf_core.models.token_logprobs import Entropy, logit_scale, token_logprobs
+from rlhf_core.models.token_logprobs import Entropy, logit_cap, logit_scale, token_logprobs
+from rlhf_core.models.wrapper import folder_of, is_wrapper, language_model
 from rlhf_core.objectives.collate import Batch, rounded, sent
 from rlhf_core.objectives.masked import next_token_pairs
 from rlhf_core.system import progress
@@ -47,7 +48,7 @@ class TokenLogprobs(NamedTuple):
 class Policy(nn.Module):
     """A causal language model that returns log-probs. In training logits are kept like other activations, not with checkpointing.
 
-    Raises ValueError for a model whose logits are more than a multiple of its head's outputs, or that reads more than text.
+    Raises ValueError for a model whose logits are more than a multiple of its head's outputs, capped or not, or that reads more than text.
     """
 
     document_leak: bool | None = None  # whether each document needs a row of its own (`document_leak`); None: not tried
@@ -57,6 +58,7 @@ class Policy(nn.Module):
         if model.config.get_text_config() is not model.config:
             raise ValueError(more_than_text(model.name_or_path, type(model).__name__))
         self.model, self.balanced, self.scale = model, balanced, logit_scale(model)
+        self.cap = logit_cap(model)
         self._replay: Replay | None = None
 
     def replay_routing(self) -> None:
@@ -91,7 +93,8 @@ class Policy(nn.Module):
         sources, places = sent(F.pad(wanted, (0, rounded(count) - count)), tokens.device)
         flat, targets = hidden.flatten(0, 1)[sources], tokens.flatten()[places]
         keep = self.training and not self.model.is_gradient_checkpointing
-        values = torch.stack(token_logprobs(self.model.get_output_embeddings(), flat, targets, temperature / self.scale, entropy, keep))
+        head = self.model.get_output_embeddings()
+        values = torch.stack(token_logprobs(head, flat, targets, temperature / self.scale, entropy, keep, self.cap))
         values = values.new_zeros(2, tokens.numel()).index_copy(1, places[:count], values[:, :count])
         logprobs, entropies = values.view(2, *tokens.shape)
         balance = balance_loss(router_logits, documents, self.model.config.num_experts_per_tok) if self.balanced else None
@@ -205,10 +208,12 @@ def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head
     def load(source: str, **options: Any) -> PreTrainedModel:
         if not new_head and Path(source).is_dir() and not has_trained_head(Path(source)):
             raise ValueError(no_reward_head(path))
-        config = AutoConfig.from_pretrained(source, trust_remote_code=options["trust_remote_code"])
+        config = options.pop("config", None) or AutoConfig.from_pretrained(source, trust_remote_code=options["trust_remote_code"])
         add_score_class(config)
         config.num_labels, config.pad_token_id = 1, pad_token_id
         model, info = auto.from_pretrained(source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        if "key_mapping" in options:  # it is saved as a text model of its own
+            del model._weight_conversions
         if missing := sorted(name for name in info["missing_keys"] if not name.startswith("score.")):
             raise ValueError(f"{path} has no weight {missing[0]} ({len(missing)} are missing): name a whole model")
         if mismatched := {name for name, *_ in info["mismatched_keys"]}:
@@ -238,17 +243,17 @@ def _load(auto: Any, path: str, options: dict[str, Any]) -> PreTrainedModel:
 
 
 def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any]) -> PreTrainedModel:
-    """Loads the model at `path`; an adapter is merged into its base.
-
-    Raises ValueError for a multimodal model: transformers would load only the language part of some.
-    """
+    """Loads the model at `path`, of a multimodal one its language model; an adapter is merged into its base. Raises as `language_model`."""
     base = base_of(path)
     if base is None:
         config = AutoConfig.from_pretrained(path, trust_remote_code=options["trust_remote_code"])
-        if config.get_text_config() is not config:
-            raise ValueError(more_than_text(path, (config.architectures or [type(config).__name__])[0]))
+        if is_wrapper(config):
+            options = options | language_model(path, config)
+        options = {"attn_implementation": attention_for(options["dtype"], options.get("config", config))} | options
         with register_module_parameter_registration_hook(lambda module, name, parameter: progress.made()):  # each weight that is in place
             model = load(path, **options | _gpu_device_map(path, options))
+        if "key_mapping" in options and model.can_generate():
+            model.whole = folder_of(path)
         return fuse(set_attention(model))
     if "quantization_config" in options:
         raise ValueError(f"{path} is an adapter, which cannot be merged into 4-bit weights: start from a merged checkpoint")
@@ -258,7 +263,6 @@ def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, 
 def _options(dtype: str, trust_remote_code: bool, lora: Lora | None = None, on_host: bool = False) -> dict[str, Any]:
     options: dict[str, Any] = {
         "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
-        "attn_implementation": attention_for(dtype),
         "trust_remote_code": trust_remote_code,
         "use_safetensors": True,
     }

@@ -17,6 +17,7 @@ from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
 from rlhf_core.models.weights import checkpoint_weights
+from rlhf_core.models.wrapper import save_whole
 
 
 def save_model(
@@ -24,12 +25,15 @@ def save_model(
 ) -> None:
     """Writes safetensors, config, generation config and tokenizer files to `folder`. `state`: `checkpoint_weights`, on CPU."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(model.config)
-    config.architectures, config.dtype = [type(model).__name__], model.dtype
-    if hasattr(config, "quantization_config"):  # the written weights are not quantised
-        del config.quantization_config
-    config.save_pretrained(folder)
-    save_torch_state_dict(state, folder)
+    if whole := getattr(model, "whole", None):
+        save_whole(model, state, whole, folder)
+    else:
+        config = copy.deepcopy(model.config)
+        config.architectures, config.dtype = [type(model).__name__], model.dtype
+        if hasattr(config, "quantization_config"):  # the written weights are not quantised
+            del config.quantization_config
+        config.save_pretrained(folder)
+        save_torch_state_dict(state, folder)
     tokenizer = save_tokenizer(tokenizer_source, folder, trust_remote_code)
     if model.can_generate():
         with_stop_tokens(model.generation_config, tokenizer).save_pretrained(folder)

@@ -22,29 +22,31 @@ LOGITS_CHUNK = 2048  # positions whose logits exist at once, where they are not 
 
 
 def token_logprobs(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: Entropy, keep: bool
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: Entropy, keep: bool, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """(N, H) hidden states, (N,) tokens -> their log-probs and the entropies of their distributions, (N,) fp32.
 
-    `keep`: the logits stay in memory for the backward pass, N x V in the model's dtype; otherwise chunks of them are computed again.
-    The entropies are 0 with "no", and carry no gradient with "value".
+    `keep`: the logits stay in memory for the backward pass, N x V in the model's dtype; otherwise chunks of them are computed again, as
+    they always are with a `cap`, which makes x into `cap * tanh(x / cap)` (Gemma 2, section 2). The entropies are 0 with "no", and carry
+    no gradient with "value".
     """
     scale = 1 / temperature if temperature else 1.0
     if type(head) is not nn.Linear:  # a head with adapters, for example
-        logprobs, entropies = _through(head, hidden, targets, scale, entropy != "no")
+        logprobs, entropies = _through(head, hidden, targets, scale, entropy != "no", cap)
     else:
         # On a CPU PyTorch allocates several tensors of a chunk's size.
-        keep = keep and torch.is_grad_enabled() and (hidden.is_cuda or len(hidden) <= LOGITS_CHUNK)
-        with replaced_forward(head, lambda rows: _HeadLogprobs.apply(rows, head.weight, head.bias, targets, scale, entropy != "no", keep)):
+        keep = keep and cap is None and torch.is_grad_enabled() and (hidden.is_cuda or len(hidden) <= LOGITS_CHUNK)
+        options = (targets, scale, entropy != "no", keep, cap)
+        with replaced_forward(head, lambda rows: _HeadLogprobs.apply(rows, head.weight, head.bias, *options)):
             logprobs, entropies = head(hidden)
     return logprobs, entropies if entropy == "gradient" else entropies.detach()
 
 
-def _through(head: nn.Module, hidden: Tensor, targets: Tensor, scale: float, entropy: bool) -> tuple[Tensor, Tensor]:
+def _through(head: nn.Module, hidden: Tensor, targets: Tensor, scale: float, entropy: bool, cap: float | None) -> tuple[Tensor, Tensor]:
     """Runs any head in chunks, in training each with checkpointing; in one call where ZeRO-3 has sharded it, which counts calls."""
 
     def read(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, _, entropies = _read_with_torch(head(rows), wanted, scale, entropy)
+        logprobs, _, entropies = _read_with_torch(_capped(head(rows), cap), wanted, scale, entropy)
         return logprobs, entropies
 
     cut = any(hasattr(parameter, "ds_id") for parameter in head.parameters())
@@ -56,6 +58,10 @@ def _through(head: nn.Module, hidden: Tensor, targets: Tensor, scale: float, ent
         parts = [read(rows, wanted) for rows, wanted in pairs]
     logprobs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
     return logprobs, entropies
+
+
+def _capped(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 @contextmanager
@@ -76,17 +82,25 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float, entropy: bool, keep: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        scale: float,
+        entropy: bool,
+        keep: bool,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         size = max(1, len(hidden)) if keep else LOGITS_CHUNK
         parts, logits = [], hidden.new_empty(0)
         for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
-            logits = F.linear(rows, weight, bias)
+            logits = _capped(F.linear(rows, weight, bias), cap)
             parts.append(_read(logits, wanted, scale, entropy))
         logprobs, sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, sums, entropies, logits if keep else None)
-        ctx.scale, ctx.size, ctx.overwritten = scale, size, False
+        ctx.scale, ctx.size, ctx.overwritten, ctx.cap = scale, size, False, cap
         return logprobs, entropies
 
     @staticmethod
@@ -101,17 +115,20 @@ class _HeadLogprobs(torch.autograd.Function):
         weight_grad = bias_grad = None
         for start in range(0, max(1, len(hidden)), ctx.size):
             part = slice(start, start + ctx.size)
-            logits = F.linear(hidden[part], weight, bias) if kept is None else kept
+            logits = _capped(F.linear(hidden[part], weight, bias), ctx.cap) if kept is None else kept
+            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()  # the cap's derivative; before it is overwritten
             more = None if entropy_grads is None else entropy_grads[part]
             logits = _differentiate(logits, targets[part], sums[part], entropies[part], grads[part], more, ctx.scale)
+            if slope is not None:
+                logits = logits.mul_(slope)
             if hidden_grad is not None:
                 torch.mm(logits, weight, out=hidden_grad[part])
             if for_weight:
                 weight_grad = torch.mm(logits.t(), hidden[part]) if weight_grad is None else weight_grad.addmm_(logits.t(), hidden[part])
             if for_bias:
                 bias_grad = logits.sum(0) if bias_grad is None else bias_grad + logits.sum(0)
-            del logits  # frees memory for the next chunk
-        return hidden_grad, weight_grad, bias_grad, None, None, None, None
+            del logits, slope  # frees memory for the next chunk
+        return hidden_grad, weight_grad, bias_grad, None, None, None, None, None
 
 
 def _read(logits: Tensor, targets: Tensor, scale: float, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,22 +183,37 @@ def _at_least_fp32(logits: Tensor) -> Tensor:
 LARGE = 100.0  # scale of hidden states at which a cap on the logits has an effect
 
 
+class _LastHiddenState(MoeModelOutputWithPast):
+    """Has None for everything else that a family's backbone returns."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def logit_cap(model: PreTrainedModel) -> float | None:
+    """Returns the cap of the model's logits (Gemma 2 and 4); None where there is none."""
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return None if cap is None else float(cap)
+
+
 @torch.no_grad()
 def logit_scale(model: PreTrainedModel) -> float:
-    """Measures the factor of the model's logits over its head's outputs (not 1 for Granite and Cohere) on random hidden states.
+    """Measures the factor of the model's logits over its head's outputs, capped by `logit_cap` (not 1 for Granite and Cohere), on random
+    hidden states.
 
-    Raises ValueError when the logits are no multiple of the outputs, such as capped ones (Gemma 2): log-probs would be wrong.
+    Raises ValueError when the logits are no multiple of these: log-probs would be wrong.
     """
     head, backbone = model.get_output_embeddings(), model.base_model
     noise = torch.randn(1, 1, head.weight.shape[-1], generator=torch.Generator().manual_seed(0))
     hidden = (LARGE * noise).to(head.weight.device, head.weight.dtype)
-    with replaced_forward(backbone, lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)):
+    with replaced_forward(backbone, lambda *_, **__: _LastHiddenState(last_hidden_state=hidden)):
         logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=hidden.device), use_cache=False).logits.float()
-    plain = head(hidden).float()
+    plain = _capped(head(hidden).float(), logit_cap(model))
     scale = float((logits * plain).sum() / (plain * plain).sum())
     if not (logits - scale * plain).abs().max() <= 0.02 * logits.abs().max():  # bf16 has three digits
         raise ValueError(
-            f"a {model.config.model_type} model does more with its logits than to scale them (final_logit_softcapping, for example), "
+            f"a {model.config.model_type} model does more with its logits than to scale and cap them, "
             "which is not supported: start from another family"
         )
     return 1.0 if abs(scale - 1) < 0.01 else scale

@@ -67,7 +67,8 @@ def _units(model: PreTrainedModel) -> Iterator[Unit]:
         beside = [matrix[ADAPTER].weight for layer in adapters for matrix in (layer.lora_A, layer.lora_B)]
         yield Unit(f"{owner}.{leaf}" if owner else leaf, [parameter, *beside], partial(merged_weight, parameter, adapters))
     kept = model.state_dict().keys()
-    yield from (Unit(name, [], partial(Tensor.detach, buffer)) for name, buffer in model.named_buffers() if name in kept)
+    buffers = ((name.replace(".base_layer.", "."), buffer) for name, buffer in model.named_buffers() if name in kept)
+    yield from (Unit(name, [], partial(Tensor.detach, buffer)) for name, buffer in buffers)
 
 
 def _groups(units: Iterator[Unit]) -> Iterator[list[Unit]]:

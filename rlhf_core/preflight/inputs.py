@@ -26,7 +26,7 @@ from rlhf_core.data.rows.mixture import check_columns, load_rows
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.preflight.lengths import length_problems
-from rlhf_core.preflight.models import model_problem, unfit_models, unlike_vocabulary, vocabulary_problems
+from rlhf_core.preflight.models import model_problem, sampling_problems, unfit_models, unlike_vocabulary, vocabulary_problems
 from rlhf_core.preflight.questions import question_problems
 from rlhf_core.preflight.template_length import frame_lengths
 from rlhf_core.preflight.weights import weight_problem
@@ -88,6 +88,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         if isinstance(node.config, Publication) and node.config.folder and not node.config.dry_run:
             problems += _refused(f"stages.{node.name}.folder", refuse_foreign, Path(node.config.folder).expanduser().resolve())
         problems += vocabulary_problems(node, partial(_start_of, plan, node), unlike)
+        problems += sampling_problems(node, partial(_start_of, plan, node))
         for text in node.config.texts:
             where = f"stages.{node.name}.{text.field}"
             problems += [f"{where}{problem}" for problem in unfit_rows(text.data, text.rows)] if text.rows else []

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import KINDS, Evaluation, Optimised, StageConfig
+from rlhf_core.config import KINDS, PPO, Evaluation, Optimised, StageConfig
 from rlhf_core.config.kinds import named
 from rlhf_core.hub.ids import is_remote
-from rlhf_core.hub.model_config import more_than_text, wraps_text_by_config
+from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts, more_than_text, wraps_text_by_config
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.stored_head import has_several_labels, has_trained_head, no_reward_head, several_labels
 from rlhf_core.recipe.plan import Node
@@ -42,7 +43,7 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
             continue
         where = "base_model" if reference.name == "base" else f"stages.{node.name}.{reference.place}"
         config = _config(place)
-        if _loads(node.config, reference) and wraps_text_by_config(config):
+        if _loads(node.config, reference) and wraps_text_by_config(config) and not _has_language_model(config):
             named = (config.get("architectures") or [config.get("model_type")])[0]
             problems[place, "wrapper"] = f"{where}: {more_than_text(place, str(named))}"
         elif reference.kinds == REWARD and _lacks_head(Path(place)):
@@ -79,6 +80,15 @@ def _loads(config: StageConfig, reference: Reference) -> bool:
     return isinstance(config, Evaluation) and config.proxy is not None and reference.place.partition(".")[0] in ("models", "baseline")
 
 
+def _has_language_model(config: dict[str, Any]) -> bool:
+    """Whether transformers has a class for the language model that a multimodal model has as a part; True without transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        return True
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # takes seconds
+
+    return str((config.get("text_config") or {}).get("model_type")) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
 def _config(place: str) -> dict[str, Any]:
     """A folder's config.json; nothing where it has none that can be read, which others say."""
     try:
@@ -100,6 +110,14 @@ def vocabulary_problems(node: Node, start_of: Callable[[str], str | None], unlik
         if own is not None and other is not None and (told := unlike(own, other)):
             problems.append(f"stages.{node.name}.{reference.place}: {told}")
     return problems
+
+
+def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
+    """Why vLLM cannot sample from the model while PPO trains it. `start_of`: as of `vocabulary_problems`."""
+    place = start_of(node.config.actor) if isinstance(node.config, PPO) else None
+    if place is None or is_remote(place) or _config(place).get("model_type") not in FIXED_EXPERTS:
+        return []
+    return [f"stages.{node.name}.actor: {keeps_experts(place)}"]
 
 
 def unlike_vocabulary(own: str, other: str, trust_remote_code: bool = False) -> str | None:

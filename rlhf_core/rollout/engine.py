@@ -23,7 +23,9 @@ from rlhf_core.rollout.vllm_patches import (
     applies,
     find_ranks_in_a_file,
     keep_rows,
+    read_language_models,
     returns_routing,
+    rotate_separate_heads,
     sampled_logprobs,
     wait_for_whole_answers,
 )
@@ -69,6 +71,8 @@ def library(kv_cache_gib: float) -> Any:
         import vllm.entrypoints.llm  # `vllm.LLM` would import it later
 
     find_ranks_in_a_file()
+    read_language_models()
+    rotate_separate_heads()
     return vllm
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +14,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
 from rlhf_core.cluster.rank_environment import RANK_VARIABLES
-from rlhf_core.hub.model_config import experts_of_config
+from rlhf_core.hub.model_config import experts_of_config, wraps_text_by_config
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.system import progress
 from rlhf_core.system.machine import num_gpus
@@ -54,15 +54,22 @@ def _config_file(model: str) -> Path:
 
 @contextmanager
 def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str]:
-    """Yields a checkpoint folder or Hub id that vLLM can load: `model`, or for an adapter a temporary folder with the merged model."""
-    if not (Path(model) / ADAPTER_CONFIG).is_file():
-        yield model
-        return
-    from rlhf_core.models.save import save_merged
+    """Yields a checkpoint folder or Hub id that vLLM can load: `model`, or a temporary folder with the merged model of an adapter, or the
+    language model of a multimodal checkpoint."""
+    with ExitStack() as stack:
+        if (Path(model) / ADAPTER_CONFIG).is_file():
+            from rlhf_core.models.save import save_merged
 
-    with TemporaryDirectory(prefix="alignflow-merged-") as folder, progress.files(Path(folder)):
-        save_merged(model, Path(folder) / "model", dtype, trust_remote_code)
-        yield str(Path(folder) / "model")
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="alignflow-merged-")))
+            stack.enter_context(progress.files(folder))
+            save_merged(model, folder / "model", dtype, trust_remote_code)
+            model = str(folder / "model")
+        if wraps_text_by_config(config_of(model)):
+            from rlhf_core.models.wrapper import link_language_model
+
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="alignflow-text-")))
+            model = str(folder) if link_language_model(model, folder) else model
+        yield model
 
 
 def set_vllm_environment(kv_cache_gib: float) -> None:

@@ -1,15 +1,18 @@
-"""Runs vLLM's API server, as `python -m vllm.entrypoints.openai.api_server`, with its patch that opens no port between ranks.
+"""Runs vLLM's API server, as `python -m vllm.entrypoints.openai.api_server`, with patches: ranks open no port between them, and of a
+multimodal checkpoint the language model is read.
 
-The engine's own process imports this module again when it is spawned, so the patch is applied at import.
+The engine's own process imports this module again when it is spawned, so the patches are applied at import.
 """
 
 from __future__ import annotations
 
 import runpy
 
-from rlhf_core.rollout.vllm_patches import find_ranks_in_a_file
+from rlhf_core.rollout.vllm_patches import find_ranks_in_a_file, read_language_models, rotate_separate_heads
 
 find_ranks_in_a_file()
+read_language_models()
+rotate_separate_heads()
 
 if __name__ == "__main__":
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

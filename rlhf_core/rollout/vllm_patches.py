@@ -3,8 +3,9 @@
 - `gather_sampled_alone`: only the sampled token's log-prob is gathered; vLLM also ranks the token among the whole vocabulary.
 - `keep_rows`: the arrays of a step are kept whole; vLLM cuts them for each request.
 - `wait_for_whole_answers`: the output processor gets each answer once, when it is complete; vLLM's gets every token.
-- `count_loaded_weights`: each weight that is read at the start is progress.
+- `read_language_models`: of a multimodal checkpoint the language model's weights are read; each weight that is read is progress.
 - `find_ranks_in_a_file`: ranks of one machine find each other in a file; vLLM 0.24 opens a port on all interfaces.
+- `rotate_separate_heads`: on CPU rotary embeddings of MLA and LFM2 are computed in PyTorch; vLLM computes them wrongly.
 - `memory_for_cache`: an engine measures only its own memory; vLLM measures the whole GPU, which other roles use too.
 - `forget_packed_experts`: on CPU new weights of experts replace the old ones.
 - `returns_routing`: whether vLLM returns the experts of each token.
@@ -16,6 +17,7 @@ are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.cluster.rank_environment import store_address
+from rlhf_core.models.wrapper import stored_names, text_names
 from rlhf_core.system import progress
 
 MADE_FOR = ("0.24.", "0.32.")
@@ -99,19 +102,24 @@ def wait_for_whole_answers(engine: Any) -> None:
     engine.output_processor.process_outputs = process_outputs
 
 
-def count_loaded_weights() -> None:
-    """Makes each weight that vLLM reads of a checkpoint progress of this process."""
+def read_language_models() -> None:
+    """Makes vLLM read of a multimodal checkpoint the language model's weights under the names of its own class (`text_names`). Each weight
+    that is read is progress of this process."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     read = DefaultModelLoader.get_all_weights
+    if not applies() or read.__name__ == "of_language_model":
+        return
 
-    def counted(*given: Any, **named: Any) -> Iterator[tuple[str, Tensor]]:
-        for weight in read(*given, **named):
+    def of_language_model(self: Any, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+        folder = Path(model_config.model)
+        names = text_names(stored_names(folder)) if folder.is_dir() else None
+        for name, weight in read(self, model_config, model):
             progress.made()
-            yield weight
+            if names is None or name in names:
+                yield name if names is None else names[name], weight
 
-    if applies():
-        DefaultModelLoader.get_all_weights = counted
+    DefaultModelLoader.get_all_weights = of_language_model
 
 
 def find_ranks_in_a_file() -> None:
@@ -123,6 +131,21 @@ def find_ranks_in_a_file() -> None:
 
     for executor in (multiproc_executor, uniproc_executor):
         executor.get_distributed_init_method = lambda *_: store_address()
+
+
+def rotate_separate_heads() -> None:
+    """Makes rotary embeddings on a CPU compute in PyTorch where heads are a dimension of their own (multi-head latent attention, LFM2):
+    vLLM's kernel takes (tokens, heads x size) and computes others wrongly. Call it before the engine starts."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    own = RotaryEmbedding.forward_cpu
+    if not applies() or own.__name__ == "of_separate_heads":
+        return
+
+    def of_separate_heads(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        return (own if query.dim() == 2 else RotaryEmbedding.forward_native)(self, positions, query, key)
+
+    RotaryEmbedding.forward_cpu = of_separate_heads
 
 
 def gather_sampled_alone(sampler: Any) -> None:

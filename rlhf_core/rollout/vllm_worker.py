@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.worker import gpu_worker
 
-from rlhf_core.rollout.vllm_patches import count_loaded_weights, memory_for_cache
+from rlhf_core.rollout.vllm_patches import memory_for_cache, read_language_models
 
 BASE: Any = gpu_worker.Worker
 
@@ -16,7 +16,7 @@ class Worker(BASE):
 
     def load_model(self, **options: Any) -> None:
         """Loads the model; each weight that is read is progress."""
-        count_loaded_weights()
+        read_language_models()
         super().load_model(**options)
 
     def determine_available_memory(self) -> int:

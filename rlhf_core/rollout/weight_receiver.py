@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts
+from rlhf_core.models.wrapper import stored_names, text_names
 from rlhf_core.rollout.vllm_patches import forget_packed_experts, gather_sampled_alone
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
 
@@ -55,16 +57,23 @@ class WeightReceiver:
         self._reload(named, tied)
 
     def load_checkpoint(self, folder: str, tied: bool) -> None:
-        """Loads the weights of the safetensors files in a folder."""
+        """Loads the weights of the safetensors files in a folder, of a multimodal checkpoint those of its language model."""
         from safetensors.torch import load_file
 
-        self._reload((named for file in sorted(Path(folder).glob("*.safetensors")) for named in load_file(file).items()), tied)
+        names = text_names(stored_names(Path(folder)))
+        read = (named for file in sorted(Path(folder).glob("*.safetensors")) for named in load_file(file).items())
+        self._reload(((name, weight) for name, weight in read if name in names), tied)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]], tied: bool) -> None:
         """Replaces the weights. `load_weights` alone fails once linear layers are repacked, as they are on CPU after the start."""
+        if (config := self.model_runner.model_config).hf_text_config.model_type in FIXED_EXPERTS:
+            raise ValueError(keeps_experts(config.model))
+        weights = ((name, weight) for sent, weight in weights for name in text_names({sent}).values())
         if not torch.cuda.is_available():
             forget_packed_experts(self.model_runner.get_model())
-        self.model_runner.reload_weights(weights_iterator=_with_head(weights) if tied else weights)
+        if tied and hasattr(self.model_runner.get_model(), "lm_head"):
+            weights = _with_head(weights)
+        self.model_runner.reload_weights(weights_iterator=weights)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

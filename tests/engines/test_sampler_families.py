@@ -43,7 +43,14 @@ class Setting(NamedTuple):
         self.sampler.update(checkpoint_weights(policy.model, lambda parameters: nullcontext()))
 
 
-@pytest.fixture(params=["llama", "mistral", "qwen3", "mixtral", "qwen3-moe", "granite-hybrid"], scope="module")
+EACH_TIME = ["llama", "qwen3", "mixtral", "granite-hybrid", "gemma4-wrapper"]
+LONG = [
+    *("mistral", "ministral3", "mistral3-wrapper", "qwen3-moe", "gemma2", "gemma3-wrapper", "gemma4", "glm4", "phi3", "granite", "lfm2"),
+    *("glm4-moe-lite", "deepseek-v3"),
+]
+
+
+@pytest.fixture(params=[*EACH_TIME, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)], scope="module")
 def setting(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     base = make_family(request.param, material / "base", tmp_path_factory.mktemp(request.param))
     sampler = Sampler(str(base), seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5))

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from rlhf_core.hub.model_config import STATEFUL_LAYERS
 from rlhf_core.models.kernels import choose
@@ -25,9 +25,11 @@ WITHIN_DOCUMENTS = {"full_attention", "sliding_attention"}
 LARGEST_HEAD = 256  # of all kernels
 
 
-def attention_for(dtype: str) -> str:
-    """Returns the `attn_implementation` to load a model of this `dtype` with."""
-    return FLASH if dtype == "bfloat16" and torch.cuda.is_available() and flash_kernel() is not None else "sdpa"
+def attention_for(dtype: torch.dtype | str, config: PretrainedConfig) -> str:
+    """Returns the `attn_implementation` to load a model of this `dtype` and config with."""
+    if type(config) in MODEL_MAPPING and not MODEL_MAPPING[type(config)]._supports_sdpa:
+        return "eager"
+    return FLASH if dtype == torch.bfloat16 and torch.cuda.is_available() and flash_kernel() is not None else "sdpa"
 
 
 def can_share(model: PreTrainedModel, device: torch.device) -> bool:

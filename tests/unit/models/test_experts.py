@@ -19,7 +19,7 @@ from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from tests.support.families import FAMILIES, MOE, make_family
+from tests.support.families import FAMILIES, MOE, make_family, model_class
 
 DOCUMENTS = [Document(list(range(3, 3 + n)), [False] + [True] * (n - 1)) for n in (9, 4, 13, 6)]
 
@@ -137,6 +137,6 @@ def test_every_family_trains_and_transformers_loads_the_checkpoint(family: str, 
     assert losses[-1] < losses[0]
     before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "run" / "checkpoint" / "model.safetensors")
     assert before.keys() == after.keys()
-    _, info = FAMILIES[family][0].from_pretrained(tmp_path / "run" / "checkpoint", output_loading_info=True)
+    _, info = model_class(family).from_pretrained(tmp_path / "run" / "checkpoint", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert any(not torch.equal(before[name], weight) for name, weight in after.items())

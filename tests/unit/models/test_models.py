@@ -11,6 +11,8 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
     Lfm2Config,
@@ -43,20 +45,24 @@ SHAPE = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+CAPPED = {"head_dim": 8, "final_logit_softcapping": 0.2, "initializer_range": 0.1}  # most logits are beyond the cap
+PER_LAYER = {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8, "global_head_dim": 8}
 FAMILIES = {
     "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
     "granite": lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=8.0)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, **CAPPED, query_pre_attn_scalar=8, attn_logit_softcapping=None)),
     "cohere": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.0625)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, output_router_logits=True)),
 }
+SHARED_KEYS = {"gemma4": lambda: Gemma4ForCausalLM(Gemma4TextConfig(**SHAPE, **CAPPED, **PER_LAYER))}
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[*FAMILIES, *SHARED_KEYS])
 def policy(request: pytest.FixtureRequest) -> Policy:
     torch.manual_seed(0)
-    return Policy(FAMILIES[request.param]().eval())
+    return Policy({**FAMILIES, **SHARED_KEYS}[request.param]().eval())
 
 
 def documents() -> list[Document]:
@@ -128,9 +134,32 @@ def test_tokens_outside_the_mask_are_skipped(policy: Policy) -> None:
     assert not nothing.logprobs.any()
 
 
-def test_a_model_that_caps_its_logits_is_refused() -> None:
-    with pytest.raises(ValueError, match="a gemma2 model does more with its logits than to scale them"):
-        Policy(Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8)))
+@pytest.mark.parametrize("entropy", ["no", "value", "gradient"])
+def test_the_gradient_through_a_cap_is_that_of_plain_pytorch(entropy: token_logprobs.Entropy) -> None:
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(8, 50, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    targets, found = torch.randint(50, (6,)), []
+    for cap in (None, 0.5):
+        ours = token_logprobs.token_logprobs(head, hidden, targets, 0.7, entropy, keep=True, cap=cap)
+        logits = head(hidden) if cap is None else cap * torch.tanh(head(hidden) / cap)
+        table = (logits / 0.7).log_softmax(-1)
+        expected = table.gather(-1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+        torch.testing.assert_close(ours[0].double(), expected[0])
+        weights = torch.arange(1.0, 7.0, dtype=torch.float64)
+        gradients = []
+        for logprobs, entropies in (ours, expected):
+            total = (weights * logprobs).sum() + (entropies.square().sum() if entropy == "gradient" else 0)
+            gradients.append(torch.autograd.grad(total, [hidden, head.weight, head.bias], retain_graph=True))
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b)
+        found.append(gradients[0][0])
+    assert not torch.allclose(*found)
+
+
+def test_a_model_that_does_more_with_its_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.models.token_logprobs.logit_cap", lambda model: None)
+    with pytest.raises(ValueError, match="a gemma2 model does more with its logits than to scale and cap them"):
+        Policy(FAMILIES["gemma2"]())
 
 
 def test_entropy_is_that_of_the_scaled_distribution(policy: Policy) -> None:

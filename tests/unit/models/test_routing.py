@@ -24,7 +24,7 @@ from rlhf_core.stages.ppo import fleet, roles
 from rlhf_core.stages.ppo.one_step_off import read_ahead, write_ahead
 from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled, rollout
 from rlhf_core.stages.ppo.start import start_fleet
-from tests.support.families import FAMILIES, QWEN_MOE, SHAPE, make_family
+from tests.support.families import FAMILIES, QWEN_MOE, SHAPE, config_class, make_family, model_class
 
 SPARSE = {**SHAPE, "vocab_size": 96, "initializer_range": 0.2}
 OTHERS = {
@@ -40,8 +40,8 @@ def policy_of(family: str) -> Policy:
     torch.manual_seed(0)
     if family in OTHERS:
         return Policy(OTHERS[family]().eval())
-    make, config, more = FAMILIES[family.replace("_", "-")]
-    return Policy(make(config(**SPARSE, **more)).eval())
+    name = family.replace("_", "-")
+    return Policy(model_class(name)(config_class(name)(**SPARSE | FAMILIES[name][1])).eval())
 
 
 def routing_of(length: int, seed: int) -> np.ndarray:

@@ -266,3 +266,10 @@ def test_a_config_that_contradicts_itself_is_one_sentence(planned: Planned, tmp_
     problems = check_here(planned())
     told = "base: its config.json contradicts itself (`num_hidden_layers` (3) must be equal to the number of `layer_types` (1))"
     assert problems and all(told in problem and "\n" not in problem for problem in problems)
+
+
+def test_a_family_that_vllm_cannot_sample_from_while_it_trains(planned: Planned, tmp_path: Path) -> None:
+    file = tmp_path / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "gpt_oss"}))
+    told = [problem for problem in check_here(planned()) if "vLLM takes no new weights" in problem]
+    assert len(told) == 1 and told[0].startswith(f"stages.ppo.actor: {tmp_path / 'base'}: ")

@@ -1,0 +1,111 @@
+"""Trains and samples the language model of a multimodal checkpoint alone: the other parts stay as they are, under the checkpoint's names.
+
+transformers loads the language model by its own class from the names in the whole checkpoint, and turns them back at export. vLLM is given
+a folder that has the same weights and the language model's config, and reads them by `text_names`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+
+from rlhf_core.hub.ids import is_remote
+from rlhf_core.hub.model_config import more_than_text
+from rlhf_core.hub.model_files import PROCESSOR, TOKENIZER, WEIGHTS, stored_tensors
+from rlhf_core.hub.snapshots import cached
+
+# Names in checkpoints, and those in the class of the language model, by how the former begin.
+RENAMED = {
+    "model.language_model.": {r"^model\.language_model\.": "model."},
+    "language_model.model.": {r"^language_model\.model\.": "model.", r"^language_model\.lm_head\.": "lm_head."},
+}
+
+
+def is_wrapper(config: PretrainedConfig) -> bool:
+    """Returns whether a config is of a model that has its language model as a part."""
+    return config.get_text_config() is not config
+
+
+def language_model(path: str, config: PretrainedConfig) -> dict[str, Any]:
+    """Returns the options with which `from_pretrained` loads the language model of the multimodal checkpoint at `path`.
+
+    Raises ValueError where transformers has no class for it, or the checkpoint other names.
+    """
+    text = config.get_text_config()
+    prefix = _prefix(stored_names(folder_of(path)))
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING or prefix is None:
+        raise ValueError(more_than_text(path, (config.architectures or [type(config).__name__])[0]))
+    text.tie_word_embeddings = config.tie_word_embeddings  # some say it of the whole alone
+    return {"config": text, "key_mapping": RENAMED[prefix]}
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Returns the names of all weights in a folder. Raises as `stored_tensors`."""
+    return {name for tensors in stored_tensors(folder).values() for name in tensors}
+
+
+def _prefix(names: Iterable[str]) -> str | None:
+    """Returns how the language model's names begin in a multimodal checkpoint; None where none of them does."""
+    return next((prefix for prefix in RENAMED if any(name.startswith(prefix) for name in names)), None)
+
+
+def text_names(names: set[str]) -> dict[str, str]:
+    """Maps the names of a language model's weights in a checkpoint to those in its own class; in a text model's they are the same."""
+    if (prefix := _prefix(names)) is None:
+        return {name: name for name in names}
+    found = {}
+    for name in names:
+        for pattern, into in (RENAMED[prefix] | {r"^lm_head\.": "lm_head."}).items():
+            if re.match(pattern, name):
+                found[name] = re.sub(pattern, into, name)
+    return found
+
+
+def link_language_model(path: str, folder: Path) -> bool:
+    """Fills `folder` with links to the files of the multimodal checkpoint at `path` and the config of its language model.
+
+    Returns False for a checkpoint whose language model cannot be loaded alone (`language_model`); vLLM says what is wrong with it.
+    """
+    try:
+        whole = AutoConfig.from_pretrained(path)
+        config = language_model(path, whole)["config"]
+    except (OSError, ValueError):
+        return False
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.dtype = config.dtype or whole.dtype
+    for pattern in (*WEIGHTS, *TOKENIZER, "generation_config.json", "chat_template.*"):
+        for file in folder_of(path).glob(pattern):
+            (folder / file.name).symlink_to(file.resolve())
+    config.save_pretrained(folder)
+    return True
+
+
+def folder_of(path: str) -> Path:
+    """Returns the folder of a model, of one on the Hub in the Hub client's cache."""
+    return cached(path) if is_remote(path) else Path(path)
+
+
+def save_whole(model: PreTrainedModel, state: Mapping[str, Tensor], base: Path, folder: Path) -> None:
+    """Writes the checkpoint at `base` with the weights of its language model replaced: the same files, names, shapes and dtypes.
+
+    `state`: `checkpoint_weights`, on CPU. Raises ValueError for a weight that is not in the checkpoint.
+    """
+    if unknown := sorted(set(state) - stored_names(base)):
+        raise ValueError(f"{base} has no weight called {unknown[0]}, which was trained ({len(unknown)} such): it cannot be saved as it was")
+    for name in stored_tensors(base):
+        with safe_open(base / name, framework="pt") as stored:
+            tensors = {key: stored.get_tensor(key) for key in stored.keys()}
+            metadata = stored.metadata()
+        replaced = {key: state[key].to(value.dtype).contiguous() if key in state else value for key, value in tensors.items()}
+        save_file(replaced, folder / name, metadata=metadata)
+    for pattern in ("config.json", WEIGHTS[1], *PROCESSOR):
+        for file in base.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
