@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -64,12 +65,17 @@ def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str
             stack.enter_context(progress.files(folder))
             save_merged(model, folder / "model", dtype, trust_remote_code)
             model = str(folder / "model")
-        if wraps_text_by_config(config_of(model)):
+        if (kind := config_of(model)) and wraps_text_by_config(kind) and not runs_whole(kind):
             from rlhf_core.models.wrapper import link_language_model
 
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="alignflow-text-")))
             model = str(folder) if link_language_model(model, folder) else model
         yield model
+
+
+def runs_whole(config: Mapping[str, Any]) -> bool:
+    """Returns whether this vLLM runs a multimodal model as a whole, without what reads images: vLLM 0.24 has no Qwen3.5 for text alone."""
+    return bool(num_gpus()) and str(config.get("model_type")).startswith("qwen3_5") and version("vllm").startswith("0.24.")
 
 
 def set_vllm_environment(kv_cache_gib: float) -> None:

@@ -113,7 +113,8 @@ def read_language_models() -> None:
 
     def of_language_model(self: Any, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         folder = Path(model_config.model)
-        names = text_names(stored_names(folder)) if folder.is_dir() else None
+        text = model_config.hf_config is model_config.hf_text_config
+        names = text_names(stored_names(folder)) if text and folder.is_dir() else None
         for name, weight in read(self, model_config, model):
             progress.made()
             if names is None or name in names:

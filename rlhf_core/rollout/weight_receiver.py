@@ -60,15 +60,20 @@ class WeightReceiver:
         """Loads the weights of the safetensors files in a folder, of a multimodal checkpoint those of its language model."""
         from safetensors.torch import load_file
 
-        names = text_names(stored_names(Path(folder)))
+        names = self._names(stored_names(Path(folder)))
         read = (named for file in sorted(Path(folder).glob("*.safetensors")) for named in load_file(file).items())
         self._reload(((name, weight) for name, weight in read if name in names), tied)
+
+    def _names(self, stored: set[str]) -> dict[str, str]:
+        """Returns the names to load weights by, unless vLLM runs the whole of a multimodal model, which has the checkpoint's own."""
+        config = self.model_runner.model_config
+        return text_names(stored) if config.hf_config is config.hf_text_config else {name: name for name in stored}
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]], tied: bool) -> None:
         """Replaces the weights. `load_weights` alone fails once linear layers are repacked, as they are on CPU after the start."""
         if (config := self.model_runner.model_config).hf_text_config.model_type in FIXED_EXPERTS:
             raise ValueError(keeps_experts(config.model))
-        weights = ((name, weight) for sent, weight in weights for name in text_names({sent}).values())
+        weights = ((name, weight) for sent, weight in weights for name in self._names({sent}).values())
         if not torch.cuda.is_available():
             forget_packed_experts(self.model_runner.get_model())
         if tied and hasattr(self.model_runner.get_model(), "lm_head"):

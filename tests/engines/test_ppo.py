@@ -27,6 +27,7 @@ import rlhf_core.stages.reward_model
 from rlhf_core.config import PPO, Data, Ranks, RewardModel, Vllm
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.micro import wait_until
 from tests.support.sockets import beyond_loopback, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -134,15 +135,17 @@ def kill_the_engine_and_finish(folder: Path) -> None:
     """Kills vLLM's process past a checkpoint: the run ends by itself, says who died, leaves nothing behind, and can be started again.
     Before that it listens at loopback addresses alone."""
     process = start(folder)
-    wait_for_checkpoint(folder, process)
+    log = folder / "log.txt"
+    wait_until(lambda: "all roles are up" in log.read_text() or process.poll() is not None, "the roles to be up", 240)
     assert listening(process.pid), "Ray's processes listen"
     assert not beyond_loopback(process.pid)
+    wait_for_checkpoint(folder, process)
     workers = psutil.Process(process.pid).children(recursive=True)
-    engine = re.search(r"sampler is up, process (\d+)", (folder / "log.txt").read_text())
+    engine = re.search(r"sampler is up, process (\d+)", log.read_text())
     assert engine is not None
     os.kill(int(engine[1]), signal.SIGKILL)
     assert process.wait(timeout=60) != 0
-    assert re.search(r"a rank of sampler died during '\w+|sampler.* failed", (folder / "log.txt").read_text())
+    assert re.search(r"a rank of sampler died during '\w+|sampler.* failed", log.read_text())
     alive = psutil.wait_procs(workers, timeout=20)[1]
     assert not alive, [worker.cmdline() for worker in alive]
     finish(folder)

@@ -5,7 +5,9 @@ Heads have 32 dimensions: vLLM's CPU engine takes no smaller ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -116,20 +118,24 @@ def config_class(name: str) -> Any:
     return model_class(name).config_class
 
 
-def make_family(name: str, tokenizer_of: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def make_family(
+    name: str, tokenizer_of: Path, folder: Path, dtype: torch.dtype = torch.float32, larger: Mapping[str, Any] = MappingProxyType({})
+) -> Path:
     """Saves a random model of the family to `folder`, with the tokenizer of the checkpoint `tokenizer_of`. One of `WRAPPERS` is in several
-    files, with a processor's file."""
+    files, with a processor's file. `larger`: sizes in place of the small ones."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     shape = {"vocab_size": len(tokenizer), "initializer_range": 0.2, **SHAPE, **ids}
     torch.manual_seed(0)
     if name in WRAPPERS:
         family, more, vision = WRAPPERS[name]
-        config = getattr(transformers, f"{family}Config")(text_config=shape | more | {"max_position_embeddings": 512}, vision_config=vision)
+        config = getattr(transformers, f"{family}Config")(
+            text_config={**shape, **more, "max_position_embeddings": 512, **larger}, vision_config=vision
+        )
         model = getattr(transformers, f"{family}ForConditionalGeneration")(config).to(dtype)
         model.save_pretrained(folder, max_shard_size="100KB")
         (folder / "preprocessor_config.json").write_text('{"size": 28}')
     else:
-        model_class(name)(config_class(name)(**shape | FAMILIES[name][1])).save_pretrained(folder)
+        model_class(name)(config_class(name)(**{**shape, **FAMILIES[name][1], **larger})).to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -73,6 +73,8 @@ def set_attention(model: PreTrainedModel) -> PreTrainedModel:
             model.set_attn_implementation("eager")
     elif loaded in ("sdpa", FLASH) and model.dtype == torch.bfloat16 and _has_kernel() and _fits(model):
         model.set_attn_implementation(VARLEN)
+    elif loaded == FLASH and _largest_head(model) > LARGEST_HEAD:
+        model.set_attn_implementation("sdpa")
     return model
 
 
@@ -85,10 +87,13 @@ def _fits(model: PreTrainedModel) -> bool:
     plain = (
         model._supports_attention_backend and model._supports_flash_attn and not is_stateful(model) and _kinds(model) <= WITHIN_DOCUMENTS
     )
-    heads = max((int(getattr(module, "head_dim", 0) or 0) for module in model.modules()), default=0)
     dropped = any(getattr(model.config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
-    return plain and causal and heads <= LARGEST_HEAD and not dropped
+    return plain and causal and _largest_head(model) <= LARGEST_HEAD and not dropped
+
+
+def _largest_head(model: PreTrainedModel) -> int:
+    return max((int(getattr(module, "head_dim", 0) or 0) for module in model.modules()), default=0)
 
 
 def _kinds(model: PreTrainedModel) -> set[str]:

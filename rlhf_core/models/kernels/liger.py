@@ -35,5 +35,10 @@ def fuse(model: PreTrainedModel) -> PreTrainedModel:
     apply = known.get(model.config.model_type)
     if apply is not None:
         parts = PARTS | (WITH_EXPERTS if num_experts(model.config) else {})
-        apply(**{part: wanted for part, wanted in parts.items() if part in inspect.signature(apply).parameters}, model=model)
+        wanted = {part: on for part, on in parts.items() if part in inspect.signature(apply).parameters}
+        with suppress(TypeError):  # some take policies alone
+            try:
+                apply(**wanted, model=model)
+            except NotImplementedError:  # Qwen3.5 and Qwen3-Next rotate a part of each head
+                apply(**wanted | {"rope": False}, model=model)
     return model

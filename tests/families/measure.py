@@ -1,0 +1,176 @@
+"""Measures one model family, random weights (seed 0): rows with several documents against single ones, a step of SFT, a reward model,
+adapters, vLLM before and after a weight sync, and a step on sampled answers. Prints one line of JSON.
+
+On a CPU in fp32 with tiny sizes, on a GPU in bf16 with the sizes of sizes.py. The head is scaled to an entropy of about 2 nats a token.
+    python tests/families/measure.py gemma4 --tokenizer FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from multiprocessing import get_context
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from rlhf_core.config import Lora, Vllm
+from rlhf_core.data.documents import Document
+from rlhf_core.models.document_leak import detect_document_leak
+from rlhf_core.models.load import Policy, load_policy, trained_policy, trained_scorer
+from rlhf_core.models.weights import checkpoint_weights
+from rlhf_core.objectives.collate import collate
+from rlhf_core.rollout.engine import Sampler, Sampling
+from tests.families.sizes import larger
+from tests.support.families import WRAPPERS, make_family
+
+ON_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", "bfloat16") if ON_GPU else ("cpu", "float32")
+RNG = random.Random(0)
+DOCUMENTS = [[RNG.randrange(3, 80) for _ in range(n)] for n in (24, 7, 40, 16, 33, 12)]
+ENTROPY, STEP = 2.0, 0.005  # nats a token; relative size of a step, so that a lost sync shows
+BaseManager.register("Sampler", Sampler)
+
+
+def rows(packed: bool) -> list[list[Document]]:
+    documents = [Document(tokens, [False] + [True] * (len(tokens) - 1)) for tokens in DOCUMENTS]
+    return [documents] if packed else [[document] for document in documents]
+
+
+def logprobs(policy: Policy, packed: bool = False) -> Tensor:
+    batch = collate(rows(packed), pad_token_id=0).to(DEVICE)
+    found = policy(batch.tokens, batch.positions, batch.documents).logprobs
+    return torch.cat([found[batch.documents == i] for i in range(len(DOCUMENTS))])
+
+
+@torch.no_grad()
+def scale_head(folder: Path, whole: bool) -> float:
+    """Scales the head until the mean entropy is ENTROPY; returns it."""
+    auto = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype="auto").to(DEVICE).eval()
+    weight = model.get_output_embeddings().weight
+    first, low, high = weight.clone(), 0.0, 64.0
+    tokens = torch.tensor([DOCUMENTS[2]], device=DEVICE)
+    for _ in range(16):
+        middle = (low + high) / 2
+        weight.copy_(first * middle)
+        table = model(input_ids=tokens).logits.float().log_softmax(-1)
+        entropy = float(-(table.exp() * table).sum(-1).mean())
+        low, high = (middle, high) if entropy > ENTROPY else (low, middle)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    model.save_pretrained(folder)
+    return entropy
+
+
+def changed(policy: Policy, seed: int) -> None:
+    """A step that moves every weight by about STEP of its size, in the direction of SFT's gradient's sign."""
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.grad is not None:
+                parameter -= STEP * parameter.abs().mean() * parameter.grad.sign()
+    policy.zero_grad()
+
+
+def gaps(found: list[list[float]], expected: Tensor) -> dict[str, float]:
+    gap = (torch.tensor([value for row in found for value in row]) - expected.detach().float().cpu()).abs()
+    return {"mean": round(float(gap.mean()), 6), "p99": round(float(gap.quantile(0.99)), 6)}
+
+
+def measured(family: str, folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = {"family": family, "device": torch.cuda.get_device_name() if ON_GPU else "CPU", "dtype": DTYPE}
+
+    def noted(name: str, work: Callable[[], Any]) -> Any:
+        try:
+            result[name] = work()
+        except Exception as error:
+            result[name] = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+
+    result["entropy"] = round(scale_head(folder, family in WRAPPERS), 2)
+    policy = load_policy(str(folder), DTYPE).eval().to(DEVICE)
+    detect_document_leak(policy, policy, torch.device(DEVICE), packed=True)
+    result["rows"] = "one document" if policy.document_leak else "packed"
+
+    def packed() -> float:
+        with torch.no_grad():
+            return round(float((logprobs(policy, packed=True) - logprobs(policy)).abs().max()), 7)
+
+    if not policy.document_leak:
+        noted("packed minus single", packed)
+
+    def sft() -> list[float]:
+        losses = []
+        for _ in range(2):
+            loss = -logprobs(policy).sum() / sum(len(document) - 1 for document in DOCUMENTS)
+            losses.append(round(float(loss), 4))
+            loss.backward()
+            without = [name for name, parameter in policy.named_parameters() if parameter.grad is None]
+            assert not without, f"no gradient for {without[0]} and {len(without) - 1} others"
+            if len(losses) == 1:
+                changed(policy, 0)
+        policy.zero_grad()
+        return losses
+
+    start = logprobs(policy).detach().cpu()
+    noted("sft loss", sft)
+    noted("reward model", lambda: trained_scorer(str(folder), 0, DTYPE, False, None, 0) and "yes")
+    noted("adapters", lambda: trained_policy(str(folder), DTYPE, False, Lora(rank=4, alpha=8), 0) and "yes")
+    noted("vllm", lambda: with_engine(folder, policy, start))
+    return result
+
+
+def with_engine(folder: Path, policy: Policy, start: Tensor) -> dict[str, Any]:
+    with BaseManager(ctx=get_context("spawn")) as engines:
+        vllm = Vllm(kv_cache_gib=0.5, gpu_memory_utilization=0.3, start_timeout=300)
+        sampler = engines.Sampler(str(folder), seed=0, max_model_len=128, dtype=DTYPE, vllm=vllm)  # type: ignore[attr-defined]
+
+        def send() -> None:
+            weights = checkpoint_weights(policy.model, lambda parameters: nullcontext())
+            sampler.update([(name, weight.detach().cpu().clone()) for name, weight in weights])
+
+        found: dict[str, Any] = {"at start": gaps(sampler.prompt_logprobs(DOCUMENTS), start)}
+        with torch.no_grad():
+            now = logprobs(policy)
+        found["not sent"] = gaps(sampler.prompt_logprobs(DOCUMENTS), now)
+        send()
+        found["sent"] = gaps(sampler.prompt_logprobs(DOCUMENTS), now)
+        groups = sampler.generate(DOCUMENTS, range(len(DOCUMENTS)), Sampling(4, 1.0, 24, []))
+        answers = [(prompt, answer) for prompt, group in zip(DOCUMENTS, groups, strict=True) for answer in group]
+        documents = [Document(p + a.tokens, [False] * len(p) + [True] * len(a.tokens)) for p, a in answers]
+        batch = collate([[document] for document in documents], pad_token_id=0).to(DEVICE)
+        ours = policy(batch.tokens, batch.positions, batch.documents, mask=batch.mask).logprobs[batch.mask]
+        found["sampled"] = gaps([a.logprobs for _, a in answers], ours)
+        advantages = torch.cat([torch.full((len(a.tokens),), (-1.0) ** i) for i, (_, a) in enumerate(answers)]).to(DEVICE)
+        (-(advantages * ours).mean()).backward()  # GRPO's first step, where every ratio is 1
+        changed(policy, 1)
+        send()
+        with torch.no_grad():
+            found["sent again"] = gaps(sampler.prompt_logprobs(DOCUMENTS), logprobs(policy))
+        return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measures one model family.")
+    parser.add_argument("family")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="a checkpoint folder whose tokenizer is taken")
+    arguments = parser.parse_args()
+    with TemporaryDirectory() as made:
+        folder = make_family(
+            *(arguments.family, arguments.tokenizer, Path(made) / "model", getattr(torch, DTYPE)),
+            larger(arguments.family) if ON_GPU else {},
+        )
+        print("RESULT " + json.dumps(measured(arguments.family, folder)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
