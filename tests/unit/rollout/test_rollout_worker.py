@@ -22,7 +22,7 @@ GIB = 2**30
 
 def test_each_weight_that_an_engine_reads_at_its_start_is_progress(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(self: Worker, **options: bool) -> None:
-        model: Any = SimpleNamespace(model=str(material / "base"), revision=None)
+        model: Any = SimpleNamespace(model=str(material / "base"), revision=None, hf_config=None, hf_text_config=None)
         looks.extend(progress.seen() for _ in DefaultModelLoader(LoadConfig()).get_all_weights(model, torch.nn.Linear(1, 1)))
 
     looks = [progress.seen()]
