@@ -21,12 +21,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config import Lora
 from rlhf_core.hub.model_config import more_than_text, num_experts
+from rlhf_core.hub.stored_head import has_trained_head, no_reward_head, several_labels
 from rlhf_core.models.experts import Replay, balance_loss, replayed
 from rlhf_core.models.kernels.attention import VARLEN, attention_for, document_bounds, is_stateful, set_attention, takes_varlen
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 from rlhf_core.models.score_classes import add_score_class
-from rlhf_core.models.stored_head import has_trained_head, no_reward_head, several_labels
 from rlhf_core.models.token_logprobs import Entropy, logit_cap, logit_scale, token_logprobs
 from rlhf_core.models.wrapper import folder_of, is_wrapper, language_model
 from rlhf_core.objectives.collate import Batch, rounded, sent

@@ -69,13 +69,13 @@ def text_names(names: set[str]) -> dict[str, str]:
     return found
 
 
-def link_language_model(path: str, folder: Path) -> bool:
+def link_language_model(path: str, folder: Path, trust_remote_code: bool) -> bool:
     """Fills `folder` with links to the files of the multimodal checkpoint at `path` and the config of its language model.
 
     Returns False for a checkpoint whose language model cannot be loaded alone (`language_model`); vLLM says what is wrong with it.
     """
     try:
-        whole = AutoConfig.from_pretrained(path)
+        whole = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         config = language_model(path, whole)["config"]
     except (OSError, ValueError):
         return False

@@ -12,8 +12,8 @@ from rlhf_core.config import KINDS, PPO, Evaluation, Optimised, StageConfig
 from rlhf_core.config.kinds import named
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts, more_than_text, wraps_text_by_config
+from rlhf_core.hub.stored_head import has_several_labels, has_trained_head, no_reward_head, several_labels
 from rlhf_core.hub.vocabulary import require_same_vocabulary
-from rlhf_core.models.stored_head import has_several_labels, has_trained_head, no_reward_head, several_labels
 from rlhf_core.recipe.plan import Node
 from rlhf_core.recipe.references import Reference, references
 

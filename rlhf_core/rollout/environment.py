@@ -69,7 +69,7 @@ def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str
             from rlhf_core.models.wrapper import link_language_model
 
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="alignflow-text-")))
-            model = str(folder) if link_language_model(model, folder) else model
+            model = str(folder) if link_language_model(model, folder, trust_remote_code) else model
         yield model
 
 

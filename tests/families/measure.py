@@ -72,7 +72,7 @@ def scale_head(folder: Path, whole: bool) -> float:
     return entropy
 
 
-def changed(policy: Policy, seed: int) -> None:
+def changed(policy: Policy) -> None:
     """A step that moves every weight by about STEP of its size, in the direction of SFT's gradient's sign."""
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -116,7 +116,7 @@ def measured(family: str, folder: Path) -> dict[str, Any]:
             without = [name for name, parameter in policy.named_parameters() if parameter.grad is None]
             assert not without, f"no gradient for {without[0]} and {len(without) - 1} others"
             if len(losses) == 1:
-                changed(policy, 0)
+                changed(policy)
         policy.zero_grad()
         return losses
 
@@ -151,7 +151,7 @@ def with_engine(folder: Path, policy: Policy, start: Tensor) -> dict[str, Any]:
         found["sampled"] = gaps([a.logprobs for _, a in answers], ours)
         advantages = torch.cat([torch.full((len(a.tokens),), (-1.0) ** i) for i, (_, a) in enumerate(answers)]).to(DEVICE)
         (-(advantages * ours).mean()).backward()  # GRPO's first step, where every ratio is 1
-        changed(policy, 1)
+        changed(policy)
         send()
         with torch.no_grad():
             found["sent again"] = gaps(sampler.prompt_logprobs(DOCUMENTS), logprobs(policy))

@@ -36,9 +36,11 @@ def fuse(model: PreTrainedModel) -> PreTrainedModel:
     if apply is not None:
         parts = PARTS | (WITH_EXPERTS if num_experts(model.config) else {})
         wanted = {part: on for part, on in parts.items() if part in inspect.signature(apply).parameters}
-        with suppress(TypeError):  # some take policies alone
+        try:
             try:
                 apply(**wanted, model=model)
             except NotImplementedError:  # Qwen3.5 and Qwen3-Next rotate a part of each head
                 apply(**wanted | {"rope": False}, model=model)
+        except TypeError as error:  # some take policies alone
+            print(f"Liger Kernel does not take {type(model).__name__} ({error}): its layers stay transformers' own", flush=True)
     return model

@@ -29,7 +29,9 @@ def installed(model: PreTrainedModel, apply: Callable[..., None], monkeypatch: p
 
 
 @pytest.mark.parametrize("fault", [NotImplementedError, TypeError])
-def test_a_family_that_liger_takes_in_part(fault: type[Exception], material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_that_liger_takes_in_part(
+    fault: type[Exception], material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     given: list[bool] = []
 
     def apply(rope: bool, rms_norm: bool, model: PreTrainedModel) -> None:
@@ -41,6 +43,7 @@ def test_a_family_that_liger_takes_in_part(fault: type[Exception], material: Pat
     installed(model, apply, monkeypatch)
     assert liger.fuse(model) is model
     assert given == ([True, False] if fault is NotImplementedError else [True])
+    assert ("Liger Kernel does not take LlamaForCausalLM (not of this family)" in capsys.readouterr().out) == (fault is TypeError)
 
 
 @pytest.mark.parametrize(("family", "activations"), [("llama", True), ("mixtral", False), ("qwen3-moe", False)])
