@@ -222,11 +222,20 @@ class Sampler:
         self.llm.wake_up()
 
     def _has_state(self, model: str, max_model_len: int) -> bool:
-        """Returns whether layers carry a state from token to token (Mamba and its relatives), by vLLM's registry of models."""
+        """Returns whether layers carry a state from token to token (Mamba and its relatives), by vLLM's registry of models.
+
+        Raises ValueError for a model that this vLLM cannot run.
+        """
         arguments = self._library.EngineArgs(
             model=model, dtype=self._dtype, max_model_len=max_model_len, trust_remote_code=self._trust_remote_code
         )
-        return bool(arguments.create_model_config().has_inner_state)
+        try:
+            return bool(arguments.create_model_config().has_inner_state)
+        except ValueError as error:
+            said = "".join(str(error).splitlines()[1:2]).partition(" [type=")[0].strip() or str(error)
+            raise ValueError(
+                f"vLLM {self._library.__version__} cannot run {model} here ({said}): the log above says what it lacks"
+            ) from error
 
     def close(self) -> None:
         """Shuts the engine down."""

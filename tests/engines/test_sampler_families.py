@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,3 +103,12 @@ def test_an_adapter_checkpoint_is_sampled_from_as_the_model_it_makes(
     setting.sampler.load(str(tmp_path))
     assert setting.gap(policy) < 1e-3
     assert not list((tmp_path / "space").glob("alignflow-merged-*")), "the merged model is left behind"
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="vLLM runs the family where torchvision is")
+def test_a_family_that_vllm_cannot_run_is_one_sentence(material: Path, tmp_path: Path) -> None:
+    base = make_family("qwen3_5", material / "base", tmp_path / "model")
+    with pytest.raises(
+        ValueError, match=r"^vLLM [\d.]+\S* cannot run \S+ here \(.*Qwen3_5ForCausalLM.*\): the log above says what it lacks$"
+    ):
+        Sampler(str(base), seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5))
