@@ -16,6 +16,14 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of th
 TIED = ("gemma", "cohere")  # families whose embeddings and head are tied by default
 
 
+# `model_type` of language models that the tests train, export and sample (tests/support/families.py). Others are tried before a run.
+TESTED = {
+    *("deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granitemoehybrid"),
+    *("lfm2", "llama", "ministral3", "mistral", "mixtral", "nemotron_h", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3"),
+}
+
+
 class Size(NamedTuple):
     """Number of parameters of a decoder, its shape, and bytes per token.
 
@@ -41,7 +49,7 @@ def size_of(folder: str) -> Size:
     file = Path(folder) / "config.json"
     try:
         config = json.loads(file.read_text())
-        size = size_of_config(config.get("text_config") or config)
+        size = size_of_config(dict(text_config(config)))
         stored = _stored(Path(folder))
         return size._replace(parameters=min(size.parameters, stored), active=min(size.active, stored))
     except (OSError, json.JSONDecodeError):
@@ -65,6 +73,12 @@ def _stored(folder: Path) -> float:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return math.inf
     return count or math.inf
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns of a config.json what describes the language model: a part of a multimodal one's."""
+    part = config.get("text_config")
+    return part if isinstance(part, Mapping) else config
 
 
 def experts_of_config(config: Mapping[str, Any]) -> int:
@@ -121,6 +135,23 @@ def wraps_text_by_config(config: Mapping[str, Any]) -> bool:
 
 # Families whose experts vLLM loads at its start alone: it drops weights that come later.
 FIXED_EXPERTS = {"gpt_oss"}
+
+
+LOADED_WHOLE = ("mxfp4", "fp8")  # formats of quantised weights that training turns into its own dtype
+
+
+def quantised_by(config: Mapping[str, Any]) -> str | None:
+    """Returns the format in which a config.json says that weights are quantised; None where it does not."""
+    about = config.get("quantization_config") or text_config(config).get("quantization_config")
+    return str(about.get("quant_method")) if isinstance(about, Mapping) else None
+
+
+def cannot_train_quantised(place: str, config: Mapping[str, Any]) -> str | None:
+    """Why the quantised weights of the model at `place` cannot be trained; None where they can, or are not quantised."""
+    method, parts = quantised_by(config), " of a model with several parts" * wraps_text_by_config(config)
+    if method is None or (method in LOADED_WHOLE and not parts):
+        return None
+    return f"{place} has weights quantised as {method}{parts}, which cannot be trained so: name its checkpoint in bfloat16"
 
 
 def keeps_experts(place: str) -> str:

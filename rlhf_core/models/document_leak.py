@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf_core.models.kernels.attention import VARLEN, is_stateful, takes_varlen
 from rlhf_core.models.load import Policy, Scorer
+from rlhf_core.models.token_logprobs import backbone_of
 
 BEFORE, AFTER = 12, 4  # tokens of the two documents: with a leak most keys of the second are those of the first
 LEAK = 0.1  # relative to the effect inside one document: a leak is about 1, rounding under 0.01 in bf16 and 0 in fp32
@@ -60,7 +61,7 @@ def leaks(forward: Callable[..., object], module: Policy | Scorer, device: torch
     positions = torch.stack([two, two, one, one])
     documents = torch.arange(4)[:, None].expand_as(tokens).contiguous()
     states: list[Tensor] = []
-    hook = module.model.base_model.register_forward_hook(lambda _module, _inputs, output: states.append(output.last_hidden_state))
+    hook = backbone_of(module.model).register_forward_hook(lambda _module, _inputs, output: states.append(output.last_hidden_state))
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

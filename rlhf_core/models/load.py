@@ -26,8 +26,9 @@ from rlhf_core.models.experts import Replay, balance_loss, replayed
 from rlhf_core.models.kernels.attention import VARLEN, attention_for, document_bounds, is_stateful, set_attention, takes_varlen
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
+from rlhf_core.models.quantised import as_if_stored, unquantised
 from rlhf_core.models.score_classes import add_score_class
-from rlhf_core.models.token_logprobs import Entropy, logit_cap, logit_scale, token_logprobs
+from rlhf_core.models.token_logprobs import Entropy, backbone_of, logit_cap, logit_scale, token_logprobs
 from rlhf_core.models.wrapper import folder_of, is_wrapper, language_model
 from rlhf_core.objectives.collate import Batch, rounded, sent
 from rlhf_core.objectives.masked import next_token_pairs
@@ -143,8 +144,8 @@ def _hidden(
                 f"attention {model.config._attn_implementation} cannot go on from another document's prompt: repeat the prompt"
             )
     positions = sent(positions, tokens.device)
-    backbone = model.base_model(input_ids=tokens.reshape(shape), position_ids=positions.reshape(shape), use_cache=False, **options)
-    return backbone.last_hidden_state.view(*tokens.shape, -1), backbone.router_logits if routed else ()
+    found = backbone_of(model)(input_ids=tokens.reshape(shape), position_ids=positions.reshape(shape), use_cache=False, **options)
+    return found.last_hidden_state.view(*tokens.shape, -1), found.router_logits if routed else ()
 
 
 def load_policy(path: str, dtype: str = "float32", trust_remote_code: bool = False, on_host: bool = False) -> Policy:
@@ -249,9 +250,13 @@ def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, 
         config = AutoConfig.from_pretrained(path, trust_remote_code=options["trust_remote_code"])
         if is_wrapper(config):
             options = options | language_model(path, config)
+        whole = unquantised(path, config, options.get("quantization_config"))
+        options = options | whole
         options = {"attn_implementation": attention_for(options["dtype"], options.get("config", config))} | options
         with register_module_parameter_registration_hook(lambda module, name, parameter: progress.made()):  # each weight that is in place
             model = load(path, **options | _gpu_device_map(path, options))
+        if whole:
+            as_if_stored(model, model.dtype if options["dtype"] == "auto" else options["dtype"])
         if "key_mapping" in options and model.can_generate():
             model.whole = folder_of(path)
         return fuse(set_attention(model))

@@ -22,8 +22,8 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
-    """Freezes `model` and adds adapters to its linear layers, but for the outputs of Mamba layers; a scalar head is trained in full. A is
-    random by `seed`, B is zero.
+    """Freezes `model` and adds adapters to its linear layers, but for the outputs of Mamba layers, routers and grouped products; a scalar
+    head is trained in full. A is random by `seed`, B is zero.
 
     Raises ValueError when the model has none of the layers that `lora.targets` names.
     """
@@ -34,7 +34,7 @@ def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
-        exclude_modules=_read_by_kernels(model) or None,
+        exclude_modules=_not_plain(model) or None,
         task_type="SEQ_CLS" if has_head(model) else "CAUSAL_LM",
     )
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -49,9 +49,11 @@ def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
         model.score.requires_grad_(True)
 
 
-def _read_by_kernels(model: PreTrainedModel) -> list[str]:
-    """Layers whose weights a kernel reads without calling them: the outputs of Mamba layers, which have the parameters A and D."""
-    return [f"{name}.out_proj" for name, part in model.named_modules() if hasattr(part, "A_log") and hasattr(part, "D")]
+def _not_plain(model: PreTrainedModel) -> list[str]:
+    """Layers to which no product can be added: the outputs of Mamba layers (with parameters A and D), whose weights a kernel reads itself;
+    linear layers that return experts, or a product for each group."""
+    outputs = [f"{name}.out_proj" for name, part in model.named_modules() if hasattr(part, "A_log") and hasattr(part, "D")]
+    return outputs + [name for name, part in model.named_modules() if type(part).__name__.endswith(("Router", "GroupedLinear"))]
 
 
 def has_head(model: PreTrainedModel) -> bool:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.chat import Renderer
 from rlhf_core.hub.ids import snapshot_of_hub
+from rlhf_core.hub.model_files import stored_tensors
 from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
 from rlhf_core.models.weights import checkpoint_weights
-from rlhf_core.models.wrapper import save_whole
+from rlhf_core.models.wrapper import folder_of, save_whole
+from rlhf_core.system.files import read_json, write_text
+
+OF_WEIGHTS = ("architectures", "dtype", "transformers_version", "id2label", "label2id", "pad_token_id")  # keys of config.json
 
 
 def save_model(
@@ -28,15 +36,45 @@ def save_model(
     if whole := getattr(model, "whole", None):
         save_whole(model, state, whole, folder)
     else:
-        config = copy.deepcopy(model.config)
-        config.architectures, config.dtype = [type(model).__name__], model.dtype
-        if hasattr(config, "quantization_config"):  # the written weights are not quantised
-            del config.quantization_config
-        config.save_pretrained(folder)
-        save_torch_state_dict(state, folder)
+        save_config(model, folder)
+        save_torch_state_dict(state | not_loaded(model), folder)
     tokenizer = save_tokenizer(tokenizer_source, folder, trust_remote_code)
     if model.can_generate():
         with_stop_tokens(model.generation_config, tokenizer).save_pretrained(folder)
+
+
+def save_config(model: PreTrainedModel, folder: Path) -> None:
+    """Writes config.json: that of the checkpoint the model was loaded from, but for what describes these weights. transformers alone would
+    write values as its own release calls them, which other tools may not read."""
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    if hasattr(config, "quantization_config"):  # the written weights are not quantised
+        del config.quantization_config
+    config.save_pretrained(folder)
+    written, base = read_json(folder / "config.json"), read_json(_base(model) / "config.json")
+    if base.get("model_type") == written["model_type"] and "auto_map" not in base:  # code of its own is named by what is written
+        kept = {key: value for key, value in base.items() if key not in ("torch_dtype", "quantization_config")}
+        described = kept | {key: written[key] for key in OF_WEIGHTS if key in written}
+        write_text(folder / "config.json", json.dumps(described, indent=2) + "\n")
+
+
+def not_loaded(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Returns the weights in a policy's checkpoint that its class leaves out on purpose, such as heads that predict further tokens. Nothing
+    where they are quantised, or the checkpoint cannot be read any more."""
+    patterns = type(model)._keys_to_ignore_on_load_unexpected or []
+    base = _base(model)
+    if not model.can_generate() or not patterns or "quantization_config" in read_json(base / "config.json"):
+        return {}
+    found = {}
+    for name in stored_tensors(base):
+        with safe_open(base / name, framework="pt") as stored:
+            found.update({key: stored.get_tensor(key) for key in stored.keys() if any(re.search(pattern, key) for pattern in patterns)})
+    return found
+
+
+def _base(model: PreTrainedModel) -> Path:
+    """The folder that a model was loaded from, of one on the Hub in the Hub client's cache."""
+    return folder_of(model.name_or_path) if model.name_or_path else Path(os.devnull)
 
 
 def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

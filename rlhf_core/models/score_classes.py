@@ -16,7 +16,7 @@ def add_score_class(config: PretrainedConfig) -> None:
     backbone = MODEL_MAPPING[kind]
     family = next(base for base in backbone.__mro__ if base.__name__.endswith("PreTrainedModel"))
     name = f"{backbone.__name__.removesuffix('Model')}ForSequenceClassification"
-    own = {"__module__": __name__, "config_class": kind, "base_model_prefix": family.base_model_prefix}
+    own = {"__module__": __name__, "config_class": kind, "base_model_prefix": family.base_model_prefix or backbone.base_model_prefix}
     made = type(name, (GenericForSequenceClassification, family), own)
     AutoModelForSequenceClassification.register(kind, made, exist_ok=True)  # without it nothing is registered for a family of transformers
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING._extra_content[kind] = made  # transformers before 5.19 leaves its own families out anyway

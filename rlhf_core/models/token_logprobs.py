@@ -191,6 +191,11 @@ class _LastHiddenState(MoeModelOutputWithPast):
             raise AttributeError(name)
 
 
+def backbone_of(model: PreTrainedModel) -> nn.Module:
+    """Returns the part that makes hidden states of tokens. Llama 4 names it otherwise than its class says."""
+    return model.base_model if model.base_model is not model else model.model
+
+
 def logit_cap(model: PreTrainedModel) -> float | None:
     """Returns the cap of the model's logits (Gemma 2 and 4); None where there is none."""
     cap = getattr(model.config, "final_logit_softcapping", None)
@@ -204,7 +209,7 @@ def logit_scale(model: PreTrainedModel) -> float:
 
     Raises ValueError when the logits are no multiple of these: log-probs would be wrong.
     """
-    head, backbone = model.get_output_embeddings(), model.base_model
+    head, backbone = model.get_output_embeddings(), backbone_of(model)
     noise = torch.randn(1, 1, head.weight.shape[-1], generator=torch.Generator().manual_seed(0))
     hidden = (LARGE * noise).to(head.weight.device, head.weight.dtype)
     with replaced_forward(backbone, lambda *_, **__: _LastHiddenState(last_hidden_state=hidden)):

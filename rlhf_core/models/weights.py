@@ -64,6 +64,7 @@ def _units(model: PreTrainedModel) -> Iterator[Unit]:
         while owner.endswith(".base_layer"):  # adapters of an expert tensor are nested
             owner = owner.removesuffix(".base_layer")
             adapters += [layers[owner]] if adapts(layers[owner], leaf) else []
+        owner = owner.replace(".base_layer.", ".")  # a part of an adapted layer
         beside = [matrix[ADAPTER].weight for layer in adapters for matrix in (layer.lora_A, layer.lora_B)]
         yield Unit(f"{owner}.{leaf}" if owner else leaf, [parameter, *beside], partial(merged_weight, parameter, adapters))
     kept = model.state_dict().keys()

@@ -11,7 +11,14 @@ from typing import Any
 from rlhf_core.config import KINDS, PPO, Evaluation, Optimised, StageConfig
 from rlhf_core.config.kinds import named
 from rlhf_core.hub.ids import is_remote
-from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts, more_than_text, wraps_text_by_config
+from rlhf_core.hub.model_config import (
+    FIXED_EXPERTS,
+    cannot_train_quantised,
+    keeps_experts,
+    more_than_text,
+    quantised_by,
+    wraps_text_by_config,
+)
 from rlhf_core.hub.stored_head import has_several_labels, has_trained_head, no_reward_head, several_labels
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.recipe.plan import Node
@@ -46,6 +53,8 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
         if _loads(node.config, reference) and wraps_text_by_config(config) and not _has_language_model(config):
             named = (config.get("architectures") or [config.get("model_type")])[0]
             problems[place, "wrapper"] = f"{where}: {more_than_text(place, str(named))}"
+        elif _loads(node.config, reference) and (told := cannot_train_quantised(place, config)):
+            problems[place, "quantised"] = f"{where}: {told}"
         elif reference.kinds == REWARD and _lacks_head(Path(place)):
             problems[place, "head"] = f"{where}: {no_reward_head(place)}"
         elif reference.place == KINDS[node.kind].scored and _several_labels(Path(place)):
@@ -114,7 +123,14 @@ def vocabulary_problems(node: Node, start_of: Callable[[str], str | None], unlik
 
 def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
     """Why vLLM cannot sample from the model while PPO trains it. `start_of`: as of `vocabulary_problems`."""
-    place = start_of(node.config.actor) if isinstance(node.config, PPO) else None
+    if not isinstance(node.config, PPO):
+        return []
+    direct, place = node.models.get(node.config.actor), start_of(node.config.actor)
+    if direct is not None and (method := quantised_by(_config(direct))):
+        return [
+            f"stages.{node.name}.actor: {direct} has weights quantised as {method}, and vLLM would take no new ones: name its checkpoint "
+            f"in bfloat16, or the result of a stage sft that starts from it"
+        ]
     if place is None or is_remote(place) or _config(place).get("model_type") not in FIXED_EXPERTS:
         return []
     return [f"stages.{node.name}.actor: {keeps_experts(place)}"]

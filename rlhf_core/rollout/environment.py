@@ -15,7 +15,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
 from rlhf_core.cluster.rank_environment import RANK_VARIABLES
-from rlhf_core.hub.model_config import experts_of_config, wraps_text_by_config
+from rlhf_core.hub.model_config import experts_of_config, text_config, wraps_text_by_config
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.system import progress
 from rlhf_core.system.machine import num_gpus
@@ -34,8 +34,7 @@ def compilation(model: str) -> dict[str, Any]:
     """
     if not num_gpus():
         return {}
-    config = config_of(model)
-    return UNCOMPILED if experts_of_config(config.get("text_config") or config) else {}
+    return UNCOMPILED if experts_of_config(text_config(config_of(model))) else {}
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -76,6 +75,23 @@ def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str
 def runs_whole(config: Mapping[str, Any]) -> bool:
     """Returns whether this vLLM runs a multimodal model as a whole, without what reads images: vLLM 0.24 has no Qwen3.5 for text alone."""
     return bool(num_gpus()) and str(config.get("model_type")).startswith("qwen3_5") and version("vllm").startswith("0.24.")
+
+
+def no_class_for(architecture: str) -> str | None:
+    """Why vLLM cannot run a class of transformers; None where it can, is not installed, or `architecture` is "". vLLM has classes of its
+    own, and runs those of transformers that let it choose the attention."""
+    set_vllm_environment(1)
+    try:
+        from vllm import __version__
+        from vllm.model_executor.models.registry import ModelRegistry
+    except ImportError:
+        return None
+    import transformers
+
+    chooses = getattr(getattr(transformers, architecture or "-", None), "_supports_attention_backend", False)
+    if not architecture or chooses or architecture in ModelRegistry.get_supported_archs():
+        return None
+    return f"vLLM {__version__} has no class for {architecture}, so it cannot answer: train it by SFT, DPO or KTO, or take another one"
 
 
 def set_vllm_environment(kv_cache_gib: float) -> None:

@@ -1,0 +1,63 @@
+"""Loads checkpoints with quantised weights (MXFP4, FP8 in blocks) in the dtype of training. Exports are not quantised.
+
+`scale_ragged_blocks` changes a private part of transformers; made for 5.17 to 5.19, with another release it leaves it as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations import finegrained_fp8
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+
+from rlhf_core.hub.model_config import cannot_train_quantised, quantised_by
+
+MADE_FOR = ("5.17.", "5.18.", "5.19.")
+FORMATS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
+
+
+def unquantised(path: str, config: PretrainedConfig, asked: object = None) -> dict[str, Any]:
+    """Returns the options with which transformers loads quantised weights as others; {} for a checkpoint that has none.
+
+    Raises ValueError for a format or a multimodal checkpoint that cannot be trained so, or where 4-bit weights are `asked` for.
+    """
+    values = config.to_dict()
+    if (method := quantised_by(values)) is None:
+        return {}
+    if (told := cannot_train_quantised(path, values)) or asked is not None:
+        raise ValueError(told or f"{path} has weights quantised as {method}: set lora.quantize to none, or name its checkpoint in bfloat16")
+    scale_ragged_blocks()
+    return {"quantization_config": FORMATS[method](dequantize=True)}
+
+
+def as_if_stored(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Makes a model that was loaded with `unquantised` like one of a checkpoint in `dtype`: transformers leaves some weights in bfloat16,
+    and would give exports the names of quantised ones."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    del model._weight_conversions
+
+
+def scale_ragged_blocks() -> None:
+    """Makes transformers multiply the blocks of FP8 weights by their scales where the last block of a side is smaller (DeepSeek-V3's 576
+    rows in blocks of 128): it takes all blocks for equally large."""
+    own = finegrained_fp8.Fp8Dequantize._dequantize_one
+    if own.__name__ == "in_blocks" or not transformers.__version__.startswith(MADE_FOR):
+        return
+
+    def in_blocks(self: Any, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
+        size = getattr(self.hf_quantizer.quantization_config, "weight_block_size", None)
+        sides = list(zip(quantized.shape[-2:], size or (), strict=False))
+        grid = [-(-side // block) for side, block in sides]
+        if not quantized.is_floating_point() or list(scales.shape[-2:]) != grid or not any(side % block for side, block in sides):
+            return own(self, quantized, scales, output_dtype)
+        whole = scales.float()
+        for dim, (side, block) in zip((-2, -1), sides, strict=True):
+            whole = whole.repeat_interleave(block, dim).narrow(dim, 0, side)
+        return (quantized.float() * whole).to(output_dtype or torch.bfloat16)
+
+    finegrained_fp8.Fp8Dequantize._dequantize_one = in_blocks

@@ -1,0 +1,104 @@
+"""Tries the class of a model that is of no tested family, in a process of its own: what would fail after hours is one sentence before."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+from rlhf_core.config import KINDS, PPO, Evaluation, Optimised, Preferences
+from rlhf_core.hub.ids import is_remote
+from rlhf_core.hub.model_config import TESTED, text_config
+from rlhf_core.recipe.plan import Node
+from rlhf_core.system.files import read_json
+from rlhf_core.system.processes import child_environment
+
+SECONDS = 180.0
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+SAMPLING = "sampling"
+MARK = "TRIAL "
+
+
+StartOf = Callable[[Node, str], str | None]  # the folder or Hub id that a name's chain of models starts from
+
+
+def family_problems(nodes: Iterable[Node], start_of: StartOf, trust_remote_code: bool = False) -> list[str]:
+    """Why models of untested families cannot be used as the stages use them; of those in folders here."""
+    asked: dict[tuple[str, str], str] = {}
+    for node in nodes:
+        for field, name, use in _uses(node):
+            place = start_of(node, name)
+            if place is not None and not is_remote(place) and (kind := _model_type(place)) and kind not in TESTED:
+                asked.setdefault((place, use), f"stages.{node.name}.{field}")
+    told = _ask(tuple((place, use, _changed(place)) for place, use in asked), trust_remote_code) if asked else ()
+    return [f"{where}: {problem}" for where, problem in zip(asked.values(), told, strict=False) if problem]
+
+
+def _uses(node: Node) -> Iterator[tuple[str, str, str]]:
+    """Yields (field, name of a model, use) for each model that the stage trains or samples from."""
+    config, start = node.config, KINDS[node.kind].start
+    if isinstance(config, Optimised):
+        yield start, getattr(config, start), "reward model" if KINDS[node.kind].makes == "reward" else "policy"
+        if getattr(config, "lora", None) is not None:
+            yield start, getattr(config, start), "adapters"
+    if isinstance(config, PPO):
+        if config.critic is not None:
+            yield "critic", config.critic, "reward model"
+        yield start, getattr(config, start), SAMPLING
+    elif isinstance(config, Preferences):
+        yield start, getattr(config, start), SAMPLING
+    elif isinstance(config, Evaluation):
+        yield from (("models", model, SAMPLING) for model in config.models if model not in config.endpoints)
+
+
+def _model_type(place: str) -> str:
+    return str(text_config(read_json(Path(place) / "config.json")).get("model_type") or "")
+
+
+def _changed(place: str) -> int:
+    with contextlib.suppress(OSError):
+        return (Path(place) / "config.json").stat().st_mtime_ns
+    return 0
+
+
+@cache
+def _ask(asked: tuple[tuple[str, str, int], ...], trust_remote_code: bool) -> tuple[str, ...]:
+    """Returns what the process of `main` says of each, "" for no problem; nothing of those after one at which it ended."""
+    command = [sys.executable, "-P", "-m", "rlhf_core.preflight.family", *["trust"] * trust_remote_code]
+    environment = child_environment() | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
+    with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
+        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=SECONDS, env=environment)
+        return tuple(json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines() if line.startswith(MARK))
+    return ()
+
+
+def _problem(place: str, use: str, trust_remote_code: bool) -> str:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:  # what transformers does not know
+        return f"{place}: {' '.join(str(error).split())[:200]}"
+    if use == SAMPLING:
+        from rlhf_core.rollout.environment import no_class_for
+
+        return f"{place}: {told}" if (told := no_class_for((config.architectures or [""])[0])) else ""
+    from rlhf_core.preflight.family_trial import try_family
+
+    return try_family(config, place, use, trust_remote_code).problem  # type: ignore[arg-type]
+
+
+def main() -> None:
+    """Reads [place, use, ...] from standard input as JSON, writes a line for each: what is wrong, or ""."""
+    os.environ.update(ENVIRONMENT)
+    for place, use, _ in json.load(sys.stdin):
+        print(MARK + json.dumps(_problem(place, use, sys.argv[1:] == ["trust"])), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Exports of a model are its checkpoint but for the trained weights: keys of config.json, weights that its class leaves out, dtypes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlhf_core.models.load import load_policy, trained_policy, trained_scorer
+from rlhf_core.models.save import save_model
+from rlhf_core.models.weights import checkpoint_weights
+from tests.support.families import make_family
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make(material: Path, tmp_path: Path) -> Make:
+    return lambda family, **config: make_family(family, material / "base", tmp_path / "base", larger=config)
+
+
+def exported(model: Any, base: Path, folder: Path) -> Path:
+    weights = checkpoint_weights(model, lambda parameters: nullcontext())
+    save_model(model, {name: weight.detach().clone() for name, weight in weights}, str(base), folder)
+    return folder
+
+
+def change_config(folder: Path, **changes: object) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+def test_config_is_that_of_the_checkpoint(make: Make, tmp_path: Path) -> None:
+    base = make("granite-hybrid")
+    before = change_config(base, layer_types=["mamba", "attention"], torch_dtype="bfloat16", of_another_tool={"a": 1})
+    after = json.loads((exported(load_policy(str(base)).model, base, tmp_path / "out") / "config.json").read_text())
+    assert after["dtype"] == "float32" and "torch_dtype" not in after
+    described = {"torch_dtype", "dtype", "transformers_version"}
+    assert {key: value for key, value in after.items() if key not in described} == {
+        key: value for key, value in before.items() if key not in described
+    }
+    load_policy(str(tmp_path / "out"))
+
+
+def test_config_of_a_reward_model_has_its_one_label(make: Make, tmp_path: Path) -> None:
+    base = make("llama")
+    change_config(base, of_another_tool=1)
+    scorer = trained_scorer(str(base), 3, "float32", False, None, 0)
+    after = json.loads((exported(scorer.model, base, tmp_path / "out") / "config.json").read_text())
+    assert after["architectures"] == ["LlamaForSequenceClassification"] and after["of_another_tool"] == 1
+    assert len(after["id2label"]) == 1 and after["pad_token_id"] == 3
+
+
+def test_heads_of_further_tokens_stay_byte_for_byte(make: Make, tmp_path: Path) -> None:
+    base = make("deepseek-v3")
+    file = base / "model.safetensors"
+    further = {"model.layers.61.eh_proj.weight": torch.randn(4, 8).bfloat16(), "model.layers.61.enorm.weight": torch.randn(4)}
+    save_file(load_file(file) | further, file, metadata={"format": "pt"})
+    policy = load_policy(str(base))
+    after = load_file(exported(policy.model, base, tmp_path / "policy") / "model.safetensors")
+    assert after.keys() == load_file(file).keys()
+    assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in further.items())
+    scorer = trained_scorer(str(base), 0, "float32", False, None, 0)
+    assert not further.keys() & load_file(exported(scorer.model, base, tmp_path / "scorer") / "model.safetensors").keys()
+
+
+def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(E, I, O) -> blocks (E, O, I / 32, 16), scales (E, O, I / 32) and the values they stand for (OCP Microscaling 1.0, section 5.3.3)."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([values, -values])
+    rows = weight.transpose(1, 2).unflatten(2, (-1, 32))
+    exponent = rows.abs().amax(-1, keepdim=True).log2().floor() - 2
+    codes = ((rows / 2**exponent)[..., None] - table).abs().argmin(-1)
+    low, high = codes[..., 0::2], codes[..., 1::2]
+    meant = (table[codes] * 2**exponent).flatten(2).transpose(1, 2)
+    return (low | high << 4).to(torch.uint8), (exponent[..., 0] + 127).to(torch.uint8), meant
+
+
+def test_experts_in_mxfp4_are_trained_and_exported_in_the_dtype_of_training(make: Make, tmp_path: Path) -> None:
+    base = make("gpt-oss", intermediate_size=64)
+    file = base / "model.safetensors"
+    stored, meant = load_file(file), {}
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        stored[f"{name}_blocks"], stored[f"{name}_scales"], meant[name] = to_mxfp4(stored.pop(name))
+    save_file(stored, file, metadata={"format": "pt"})
+    change_config(base, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": []})
+    policy = trained_policy(str(base), "float32", False, None, 0)
+    parameters = dict(policy.model.named_parameters())
+    assert meant and all(torch.equal(parameters[name], value) for name, value in meant.items())
+    folder = exported(policy.model, base, tmp_path / "out")
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    again = dict(load_policy(str(folder)).model.named_parameters())
+    assert all(torch.equal(again[name], value) for name, value in parameters.items())
+
+
+def test_weights_in_fp8_are_trained_and_exported_under_their_names(make: Make, tmp_path: Path) -> None:
+    base = make("deepseek-v3", intermediate_size=192)
+    file = base / "model.safetensors"
+    names, stored = load_file(file).keys(), {}
+    for name, value in load_file(file).items():
+        quantised = value.dim() == 2 and "_proj" in name
+        stored[name] = value.to(torch.float8_e4m3fn) if quantised else value
+        if quantised:  # the scale of a block is 1, 2, 3, ...
+            grid = [-(-size // 128) for size in value.shape]
+            stored[f"{name}_scale_inv"] = torch.arange(1.0, 1 + grid[0] * grid[1]).view(*grid)
+    save_file(stored, file, metadata={"format": "pt"})
+    change_config(
+        base, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    )
+    policy = trained_policy(str(base), "float32", False, None, 0)
+    out = load_file(exported(policy.model, base, tmp_path / "out") / "model.safetensors")
+    assert out.keys() == names
+    for name, value in out.items():
+        meant = stored[name].float()
+        if f"{name}_scale_inv" in stored:
+            rows, columns = (torch.arange(size) // 128 for size in value.shape)
+            meant = meant * stored[f"{name}_scale_inv"][rows][:, columns]
+        assert value.dtype == torch.float32 and torch.equal(value, meant), name
+
+
+def test_weights_in_another_format_are_refused(make: Make) -> None:
+    base = make("llama")
+    change_config(base, quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(ValueError, match=r"has weights quantised as awq, which cannot be trained so: name its checkpoint in bfloat16"):
+        load_policy(str(base))

@@ -1,0 +1,113 @@
+"""Models of untested families are tried before a run: what cannot be trained or sampled is one sentence with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from rlhf_core.preflight import family
+from rlhf_core.preflight.family import family_problems
+from rlhf_core.preflight.models import sampling_problems, unfit_models
+from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.plan import Node, plan
+
+RECIPE = """
+name: tiny
+base_model: base
+stages:
+  sft: {data: {sources: rows.jsonl}}
+  reward_model: {model: base, data: {sources: pairs.jsonl}}
+  ppo:
+    actor: sft
+    reward: reward_model
+    prompts: {sources: prompts.jsonl}
+    prompt_max_len: 10
+    generate_max_len: 10
+    rollout_batch_size: 4
+    train_batch_size: 4
+    micro_train_batch_size: 1
+"""
+
+
+def problems(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of the recipe with a base of this family, which all models start from."""
+    monkeypatch.chdir(folder)
+    config = CONFIG_MAPPING[kind]()
+    config.architectures = [{"gpt_neo": "GPTNeoForCausalLM", "olmo": "OlmoForCausalLM"}.get(kind, "")]
+    config.save_pretrained(folder / "base")
+    return family_problems(nodes(folder), lambda node, name: str(folder / "base"))
+
+
+def nodes(folder: Path, *overrides: str) -> tuple[Node, ...]:
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return tuple(plan(load_recipe(folder / "recipe.yaml", overrides)).nodes)
+
+
+@pytest.mark.long
+def test_a_family_that_works_everywhere_has_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problems(tmp_path, "olmo", monkeypatch) == []
+
+
+def test_a_model_that_is_not_causal_is_refused_where_it_is_first_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = problems(tmp_path, "bert-generation", monkeypatch)
+    base = tmp_path / "base"
+    assert found[0] == (
+        f"stages.sft.model: {base}: BertGenerationDecoder reads the tokens after each token too: it is no causal language model"
+    )
+    assert len(found) == len({problem.partition(":")[0] for problem in found}), "a fault is told once"
+
+
+def test_a_model_that_vllm_has_no_class_for_is_refused_where_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = problems(tmp_path, "gpt_neo", monkeypatch)
+    assert found.startswith(f"stages.ppo.actor: {tmp_path / 'base'}: vLLM ")
+    assert found.endswith("has no class for GPTNeoForCausalLM, so it cannot answer: train it by SFT, DPO or KTO, or take another one")
+
+
+def test_a_tested_family_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "_ask", lambda *_: pytest.fail("it is tried"))
+    assert problems(tmp_path, "qwen3", monkeypatch) == []
+
+
+def test_a_process_that_ends_early_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "ENVIRONMENT", {"PYTHONHOME": str(tmp_path)})
+    assert problems(tmp_path, "olmo", monkeypatch) == []
+
+
+def quantised(folder: Path, method: str, **config: object) -> Path:
+    (folder / "base").mkdir()
+    described = {"model_type": "llama", "quantization_config": {"quant_method": method}} | config
+    (folder / "base" / "config.json").write_text(json.dumps(described))
+    return folder / "base"
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "told"),
+    [
+        ("awq", {}, "base has weights quantised as awq, which cannot be trained so: name its checkpoint in bfloat16"),
+        ("fp8", {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}, "quantised as fp8 of a model with several parts"),
+        ("mxfp4", {}, None),
+        ("fp8", {}, None),
+    ],
+)
+def test_quantised_weights_that_cannot_be_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, config: dict[str, object], told: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quantised(tmp_path, method, **config)
+    sft, reward_model, _ = nodes(tmp_path)
+    for node in (sft, reward_model):
+        found = [problem for (_, fault), problem in unfit_models(node).items() if fault == "quantised"]
+        assert (told is None and not found) or (len(found) == 1 and str(told) in found[0])
+
+
+def test_ppo_does_not_start_from_quantised_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = str(quantised(tmp_path, "mxfp4"))
+    *_, ppo = nodes(tmp_path, "ppo.actor=base")
+    (found,) = sampling_problems(ppo, lambda name: base)
+    assert found.startswith("stages.ppo.actor: ") and "has weights quantised as mxfp4, and vLLM would take no new ones" in found
+    *_, ppo = nodes(tmp_path)
+    assert sampling_problems(ppo, lambda name: base) == []
