@@ -37,7 +37,7 @@ check: lint
 	$(PYTEST) $(LIGHT) -m "not gpu and not long and not slow"
 
 test: setup-dev
-	$(PYTEST) tests/unit tests/flows $(END_TO_END) -m "not gpu and not long"
+	$(PYTEST) -n 3 tests/unit tests/flows $(END_TO_END) -m "not gpu and not long"
 
 test-engines: setup-dev
 	$(PYTEST) tests/engines --deselect $(END_TO_END) -m "not gpu and not long"

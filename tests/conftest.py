@@ -52,7 +52,7 @@ settings.load_profile("alignflow")
 
 
 # What takes long, the longest first.
-LONG = ("tests/engines/test_ppo.py", "tests/engines/test_zero.py", "tests/flows/", "tests/engines/")
+LONG = ("tests/engines/test_lifecycle.py", "tests/engines/test_ppo.py", "tests/engines/test_zero.py", "tests/flows/", "tests/engines/")
 TOGETHER = "tests/flows/"  # they share a Prefect server
 
 

@@ -96,10 +96,11 @@ def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             "PPO left its reference far behind: lower actor_learning_rate or raise init_kl_coef, and distrust its reward.",
             marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             "reward_model.data.sources=shuffled.jsonl",
             "reward_model",
             "The reward model is bad, or overconfident: it does not generalise to unseen pairs.",
+            marks=pytest.mark.long,
         ),
         ("sft.learning_rate=0.3", "sft", "The SFT is bad: everything after it starts from this model."),
     ],

@@ -39,11 +39,11 @@ ODD = "def odd(responses): return [len(response) % 2 for response in responses]\
 
 
 class Runs(NamedTuple):
-    """The same run undisturbed and with its engine killed, with two actor ranks; and with one."""
+    """The same run undisturbed and with its engine killed, with two actor ranks; and the reward model's folder."""
 
     whole: Path
     killed: Path
-    one_rank: Path
+    reward_model: Path
 
 
 def common(material: Path) -> dict[str, Any]:
@@ -205,12 +205,9 @@ def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     (root / "reward_model").mkdir()
     request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
     rlhf_core.stages.reward_model.run(request, RunDir(root / "reward_model"))
-    runs = Runs(root / "whole", root / "killed", root / "one_rank")
+    runs = Runs(root / "whole", root / "killed", root / "reward_model")
     for folder in (runs.whole, runs.killed):
-        prepare(folder, material, root / "reward_model", actor_ranks=2, colocate_critic_reward=True)
-    prepare(runs.one_rank, material, root / "reward_model", actor_ranks=1, colocate_all=True)
-
-    finish_as_a_job(runs.one_rank)
+        prepare(folder, material, runs.reward_model, actor_ranks=2, colocate_critic_reward=True)
     finish_on_two_nodes(runs.whole)
     kill_the_engine_and_finish(runs.killed)
     return runs
@@ -275,9 +272,13 @@ def test_so_does_one_with_dynamic_filtering(material: Path, tmp_path: Path) -> N
     assert_same_end(whole, killed)
 
 
-def test_one_actor_rank_trains_as_two_do(runs: Runs) -> None:
+@pytest.mark.long
+def test_one_actor_rank_trains_as_two_do(runs: Runs, material: Path, tmp_path: Path) -> None:
+    one_rank = tmp_path / "one_rank"
+    prepare(one_rank, material, runs.reward_model, actor_ranks=1, colocate_all=True)
+    finish_as_a_job(one_rank)
     # Up to the first actor update both sample the same answers; the update's own metrics are those of the same gradient.
-    one, two = (read_metrics(folder)[: FROZEN + 1] for folder in (runs.one_rank, runs.whole))
+    one, two = (read_metrics(folder)[: FROZEN + 1] for folder in (one_rank, runs.whole))
     for a, b in zip(one, two, strict=True):
         names = [name for name in a if not name.startswith((*TIMES, "sampler/", "sync/")) and name != "time"]
         assert {name: b[name] for name in names} == pytest.approx({name: a[name] for name in names}, rel=2e-3, abs=1e-5)
@@ -286,7 +287,7 @@ def test_one_actor_rank_trains_as_two_do(runs: Runs) -> None:
 
 
 def test_the_actor_is_exported_on_its_way_and_the_run_goes_on_as_before(runs: Runs) -> None:
-    for folder in runs:
+    for folder in (runs.whole, runs.killed):
         end = load_file(folder / "checkpoint" / "model.safetensors")
         early, late = (load_file(folder / "exports" / f"iteration{step}" / "model.safetensors") for step in (SAVED, ITERATIONS))
         assert all(torch.equal(late[name], weight) for name, weight in end.items())
@@ -296,10 +297,11 @@ def test_the_actor_is_exported_on_its_way_and_the_run_goes_on_as_before(runs: Ru
 
 
 def test_states_are_removed_when_the_stage_is_done(runs: Runs) -> None:
-    for folder in runs:
+    for folder in (runs.whole, runs.killed):
         assert RunDir(folder).result() is not None and not (folder / "state").exists()
 
 
+@pytest.mark.long
 def test_wrong_input_found_beside_the_starting_roles_is_the_last_thing_said(material: Path, tmp_path: Path) -> None:
     """The engine prints while it starts, and the flow takes its sentence from the end of the log."""
     (tmp_path / "checks.py").write_text(ODD)

@@ -50,7 +50,7 @@ def train(kind: str, material: Path, folder: Path, base: Path | None = None, **m
     return read_metrics(folder)
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo", pytest.param("kto", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("sft", "reward_model", "kto"))])
 def test_two_zero3_ranks_train_as_one_does(kind: str, material: Path, tmp_path: Path) -> None:
     two_are_one(kind, material, tmp_path)
     auto = AutoModelForSequenceClassification if kind == "reward_model" else AutoModelForCausalLM
@@ -70,6 +70,7 @@ def test_two_zero3_ranks_train_experts_and_their_balance_as_one_does(material: P
     assert all(line["router/balance"] > 0 for line in lines)
 
 
+@pytest.mark.long
 def test_two_zero3_ranks_keep_documents_apart_that_would_leak_as_one_does(material: Path, tmp_path: Path) -> None:
     base = save_leaking("falcon", material / "base", tmp_path / "base")
     rows = train("sft", material, tmp_path / "rows", base, packing=False)

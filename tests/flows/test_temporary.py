@@ -126,7 +126,7 @@ def test_a_prepared_server_ends_when_another_one_is_configured(tmp_path: Path) -
     assert done.stdout == "None\n-9 False\n", done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM, signal.SIGKILL])
 def test_a_prepared_server_ends_with_its_command(tmp_path: Path, number: int) -> None:
     """It has written no database."""
     process, told = started(PREPARED, tmp_path)

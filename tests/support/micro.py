@@ -84,7 +84,7 @@ def work(request, run):
     kind = request.config.stage
     if kind == "evaluation":
         more = dict(ci_low=0.4, ci_high=0.9, num_questions=300, num_failed=0, swap_consistency=1.0, by_category={})
-        rates = tuple(WinRate(model=model, baseline="sft", judge="rule", win_rate=0.5 + 0.1 * min(i, 2), **more)
+        rates = tuple(WinRate(model=model, baseline="sft", judge="rule", win_rate=0.5 + 0.1 * min(i, 1), **more)
                       for i, model in enumerate(request.config.models))
         (run / "report").mkdir(exist_ok=True)
         report = EvalReport(baseline="sft", judge="rule", win_rates=rates, right={}, mean_tokens={}, truncated={})

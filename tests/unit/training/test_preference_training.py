@@ -248,7 +248,9 @@ def test_the_two_forms_of_ipo_differ_after_the_first_step(material: Path, tmp_pa
     assert curves[0] != pytest.approx(curves[1], rel=0.05)
 
 
-@pytest.mark.parametrize("kind", [*LOSSES, "kto"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("sigmoid", "orpo", "kto") else pytest.mark.long) for kind in (*LOSSES, "kto")]
+)
 def test_every_loss_learns_to_prefer_the_chosen_answers(kind: str, material: Path, tmp_path: Path) -> None:
     (tmp_path / "held_out.jsonl").write_text("\n".join((material / "preferences.jsonl").read_text().splitlines()[-60:]) + "\n")
     pairs, held_out = data(material / "preferences.jsonl", 160), data(tmp_path / "held_out.jsonl", 60)
@@ -318,6 +320,7 @@ def test_the_margin_and_centering_count_in_the_loss_of_a_reward_model(material: 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_reward_model_does_not_collapse_over_three_epochs(material: Path, tmp_path: Path) -> None:
     """Held-out accuracy and spread of the scores after three epochs are those of the first, or better."""
     rows = (material / "preferences.jsonl").read_text().splitlines()
@@ -362,6 +365,7 @@ def sft_on_answers(file: Path, material: Path, folder: Path, **more: Any) -> str
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_conditional_sft_follows_the_reward_in_the_prompt(material: Path, tmp_path: Path) -> None:
     checkpoint = sft_on_answers(scored_rows(material, tmp_path, 250), material, tmp_path / "run", condition="reward", max_epochs=4)
     assert stored_suffix(checkpoint) == " <rm_score>: 1.00", "two rewards, as many of each: +1 and -1 after standardisation"

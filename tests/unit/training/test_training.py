@@ -63,7 +63,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoint" / "model.safetensors")
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [*((kind, "float32") for kind in WORK), ("sft", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *(pytest.param(kind, "float32", marks=() if kind == "dpo" else pytest.mark.long) for kind in WORK),
+        ("sft", "bfloat16"),
+    ],
+)
 def test_a_killed_stage_resumes_to_the_same_weights_and_curve(
     kind: str, dtype: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +118,7 @@ def test_a_killed_stage_resumes_with_shorter_passes(kind: str, material: Path, t
     assert again.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", WORK)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in ("sft", "reward_model") else pytest.mark.long) for kind in WORK])
 def test_loss_and_weights_do_not_depend_on_the_micro_batch(kind: str, material: Path, tmp_path: Path) -> None:
     outcomes: dict[object, Outcome] = {}
     for micro in (1, 4, 8):

@@ -101,8 +101,15 @@ def test_an_adapter_trained_on_a_pinned_base_names_repository_and_commit(materia
     assert base_of(str(checkpoint)) == str(snapshot(f"{BASE}@{commit}"))
 
 
-@pytest.mark.parametrize("how", ["online", "offline"])
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("sft", "offline"),
+        ("dpo", "online"),
+        pytest.param("sft", "online", marks=pytest.mark.long),
+        pytest.param("dpo", "offline", marks=pytest.mark.long),
+    ],
+)
 def test_training_starts_from_an_adapter_and_its_base_as_it_was(
     material: Path, tmp_path: Path, server: Hub, monkeypatch: pytest.MonkeyPatch, kind: str, how: str
 ) -> None:
