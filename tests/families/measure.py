@@ -1,18 +1,17 @@
-"""Measures one model family, random weights (seed 0): rows with several documents against single ones, a step of SFT, a reward model,
-adapters, vLLM before and after a weight sync, and a step on sampled answers. Prints one line of JSON.
+"""Measures one model family, random weights (seed 0): its export, rows with several documents against single ones, a step of SFT, a reward
+model, adapters, vLLM before and after a weight sync and with planted faults, and a step on sampled answers; on a CPU the stages that train,
+too. Prints one line of JSON.
 
 On a CPU in fp32 with tiny sizes, on a GPU in bf16 with the sizes of sizes.py. The head is scaled to an entropy of about 2 nats a token.
-    python tests/families/measure.py gemma4 --tokenizer FOLDER
+    python tests/families/measure.py gemma4 --material FOLDER
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
 from pathlib import Path
@@ -27,29 +26,16 @@ from rlhf_core.config import Lora, Vllm
 from rlhf_core.data.documents import Document
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load import Policy, load_policy, trained_policy, trained_scorer
-from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Sampler, Sampling
+from tests.families.checks import DEVICE, DOCUMENTS, export_unlike, gaps, logprobs, planted, trained, weights_of
 from tests.families.sizes import larger
 from tests.support.families import WRAPPERS, make_family
 
 ON_GPU = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", "bfloat16") if ON_GPU else ("cpu", "float32")
-RNG = random.Random(0)
-DOCUMENTS = [[RNG.randrange(3, 80) for _ in range(n)] for n in (24, 7, 40, 16, 33, 12)]
+DTYPE = "bfloat16" if ON_GPU else "float32"
 ENTROPY, STEP = 2.0, 0.005  # nats a token; relative size of a step, so that a lost sync shows
 BaseManager.register("Sampler", Sampler)
-
-
-def rows(packed: bool) -> list[list[Document]]:
-    documents = [Document(tokens, [False] + [True] * (len(tokens) - 1)) for tokens in DOCUMENTS]
-    return [documents] if packed else [[document] for document in documents]
-
-
-def logprobs(policy: Policy, packed: bool = False) -> Tensor:
-    batch = collate(rows(packed), pad_token_id=0).to(DEVICE)
-    found = policy(batch.tokens, batch.positions, batch.documents).logprobs
-    return torch.cat([found[batch.documents == i] for i in range(len(DOCUMENTS))])
 
 
 @torch.no_grad()
@@ -81,12 +67,7 @@ def changed(policy: Policy) -> None:
     policy.zero_grad()
 
 
-def gaps(found: list[list[float]], expected: Tensor) -> dict[str, float]:
-    gap = (torch.tensor([value for row in found for value in row]) - expected.detach().float().cpu()).abs()
-    return {"mean": round(float(gap.mean()), 6), "p99": round(float(gap.quantile(0.99)), 6)}
-
-
-def measured(family: str, folder: Path) -> dict[str, Any]:
+def measured(family: str, folder: Path, material: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"family": family, "device": torch.cuda.get_device_name() if ON_GPU else "CPU", "dtype": DTYPE}
 
     def noted(name: str, work: Callable[[], Any]) -> Any:
@@ -121,9 +102,12 @@ def measured(family: str, folder: Path) -> dict[str, Any]:
         return losses
 
     start = logprobs(policy).detach().cpu()
+    noted("export", lambda: export_unlike(policy, folder, folder.parent / "export") or "as the base")
     noted("sft loss", sft)
     noted("reward model", lambda: trained_scorer(str(folder), 0, DTYPE, False, None, 0) and "yes")
     noted("adapters", lambda: trained_policy(str(folder), DTYPE, False, Lora(rank=4, alpha=8), 0) and "yes")
+    if not ON_GPU:
+        noted("stages", lambda: trained(folder, material, folder.parent))
     noted("vllm", lambda: with_engine(folder, policy, start))
     return result
 
@@ -134,15 +118,15 @@ def with_engine(folder: Path, policy: Policy, start: Tensor) -> dict[str, Any]:
         sampler = engines.Sampler(str(folder), seed=0, max_model_len=128, dtype=DTYPE, vllm=vllm)  # type: ignore[attr-defined]
 
         def send() -> None:
-            weights = checkpoint_weights(policy.model, lambda parameters: nullcontext())
-            sampler.update([(name, weight.detach().cpu().clone()) for name, weight in weights])
+            sampler.update(weights_of(policy))
 
         found: dict[str, Any] = {"at start": gaps(sampler.prompt_logprobs(DOCUMENTS), start)}
         with torch.no_grad():
             now = logprobs(policy)
         found["not sent"] = gaps(sampler.prompt_logprobs(DOCUMENTS), now)
         send()
-        found["sent"] = gaps(sampler.prompt_logprobs(DOCUMENTS), now)
+        theirs = sampler.prompt_logprobs(DOCUMENTS)
+        found |= {"sent": gaps(theirs, now), "planted": planted(policy, theirs)}
         groups = sampler.generate(DOCUMENTS, range(len(DOCUMENTS)), Sampling(4, 1.0, 24, []))
         answers = [(prompt, answer) for prompt, group in zip(DOCUMENTS, groups, strict=True) for answer in group]
         documents = [Document(p + a.tokens, [False] * len(p) + [True] * len(a.tokens)) for p, a in answers]
@@ -161,14 +145,14 @@ def with_engine(folder: Path, policy: Policy, start: Tensor) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measures one model family.")
     parser.add_argument("family")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="a checkpoint folder whose tokenizer is taken")
+    parser.add_argument("--material", type=Path, required=True, help="made by make_material.py: data, and a base whose tokenizer is taken")
     arguments = parser.parse_args()
     with TemporaryDirectory() as made:
         folder = make_family(
-            *(arguments.family, arguments.tokenizer, Path(made) / "model", getattr(torch, DTYPE)),
+            *(arguments.family, arguments.material / "base", Path(made) / "model", getattr(torch, DTYPE)),
             larger(arguments.family) if ON_GPU else {},
         )
-        print("RESULT " + json.dumps(measured(arguments.family, folder)), flush=True)
+        print("RESULT " + json.dumps(measured(arguments.family, folder, arguments.material)), flush=True)
     return 0
 
 

@@ -1,0 +1,81 @@
+"""Writes docs/reference/families.md from the results of `make families`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_core.system.markdown_table import table
+
+STAGES = ("sft", "reward_model", "dpo", "kto")
+BOUND = {"cpu": 1e-4, "gpu": 0.02}  # nats, of the mean gap after a sync
+HEAD = """# Model families
+
+Written by `make families` (tests/families), which measures a random model of each family (seed 0): small ones in fp32 on a CPU; on a GPU in
+bfloat16, with the heads, states and vocabularies that are published. Logits are scaled to an entropy of 2 nats a token.
+
+- *rows*: packed, or one document a row. *packed*: largest distance of log-probs, packed against single rows.
+- *export*: of a model without training: as the base (names, shapes, dtypes and values of tensors, config.json), or what is not.
+- *stages*: those that ran two steps with budgets of tokens: SFT (S), reward model (R), DPO (D), KTO (K); A: adapters.
+- *sent*: mean distance of log-probs in nats, vLLM's against the trainer's, after a weight sync; *before it*: of weights that were not sent;
+  *planted*: the smallest that one fault in the trainer's model makes (rotary frequencies, a norm, an expert, no cap); *again*: after a step
+  on vLLM's own answers and a second sync.
+"""
+
+
+def page(cpu: dict[str, Any], gpu: dict[str, Any]) -> str:
+    parts = [HEAD]
+    for name, results in (("cpu", cpu), ("gpu", gpu)):
+        if results:
+            parts += [f"## {'On a CPU' if name == 'cpu' else 'On a GPU'}\n", _about(results), _families(results["families"])]
+            if faults := _faults(results["families"]):
+                parts.append(faults)
+    if "classes" in cpu:
+        parts.append(_classes(cpu["classes"]))
+    return "\n".join(parts)
+
+
+def _about(results: dict[str, Any]) -> str:
+    named = ", ".join(f"{name} {value}" for name, value in results["versions"].items() if name != "device")
+    return f"{results['versions']['device']}, {named}, {results['date']}.\n"
+
+
+def _families(families: dict[str, Any]) -> str:
+    return table(
+        ("family", "rows", "packed", "export", "stages", "sent", "before it", "planted", "again"),
+        ((name, *_cells(found)) for name, found in sorted(families.items())),
+    )
+
+
+def _cells(found: dict[str, Any]) -> tuple[object, ...]:
+    ran = "".join(stage[0].upper() for stage in STAGES if _stages(found).get(stage) == "yes") + "A" * (found.get("adapters") == "yes")
+    engine = found.get("vllm")
+    told = engine if isinstance(engine, dict) else {}
+    planted = min(told.get("planted", {}).values(), default=None)
+    means = [told.get(key, {}).get("mean") for key in ("sent", "not sent", "sent again")]
+    return found.get("rows"), found.get("packed minus single"), found.get("export"), ran, means[0], means[1], planted, means[2]
+
+
+def _stages(found: dict[str, Any]) -> dict[str, str]:
+    return found["stages"] if isinstance(found.get("stages"), dict) else {}
+
+
+def _faults(families: dict[str, Any]) -> str:
+    """What did not work, in its own words."""
+    lines = []
+    for name, found in sorted(families.items()):
+        said = {"": found.get("failed", "yes"), "adapters": found.get("adapters", "yes"), **_stages(found)}
+        said |= {"vLLM": found["vllm"]} if isinstance(found.get("vllm"), str) else {}
+        said |= {"reward model": found["reward model"]} if "reward model" in found else {}
+        lines += [f"- {name}{', ' * bool(what)}{what}: {why}" for what, why in said.items() if why != "yes"]
+    return "\n".join(["What did not work, as it was said:\n", *lines, ""]) if lines else ""
+
+
+def _classes(classes: dict[str, Any]) -> str:
+    kinds = sorted({kind for found in classes.values() for kind in found["outcomes"]})
+    counts = table(("use", *kinds), ((use, *(found["outcomes"].get(kind, 0) for kind in kinds)) for use, found in classes.items()))
+    refused = table(("model_type", "sentence"), sorted(classes["policy"]["refused"].items()))
+    about = (
+        "Every kind of config in transformers that names a causal or an image-text model, tried as `validate --here` tries those that are "
+        "not in the tables above. *not tried*: no small model of the class could be made.\n"
+    )
+    return "\n".join(["## Other classes\n", about, counts, "Refused as a policy:\n", refused])
