@@ -12,7 +12,7 @@ END_TO_END := tests/engines/test_lifecycle.py
 help:
 	@echo "make demo        the whole lifecycle on this machine, without a GPU; ends with one page: $(REPORT)"
 	@echo "make check       ruff, mypy, import-linter and the tests that start no engine"
-	@echo "make test        unit tests, flow tests and one short end-to-end run (not those marked gpu)"
+	@echo "make test        the other unit tests, flow tests and one short end-to-end run (not those marked gpu)"
 	@echo "make test-engines  Ray, DeepSpeed and vLLM on this machine's CPUs"
 	@echo "make test-long   the long variants of some of these tests"
 	@echo "make test-all    all of these"
@@ -38,7 +38,7 @@ check: lint
 	$(PYTEST) $(LIGHT) -m "not gpu and not long and not slow"
 
 test: setup-dev
-	$(PYTEST) -n 3 tests/unit tests/flows $(END_TO_END) -m "not gpu and not long"
+	$(PYTEST) -n 3 tests/unit tests/flows $(END_TO_END) --checked "$(LIGHT)" -m "not gpu and not long"
 
 test-engines: setup-dev
 	$(PYTEST) tests/engines --deselect $(END_TO_END) -m "not gpu and not long"

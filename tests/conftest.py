@@ -62,8 +62,14 @@ def pytest_collection() -> Iterator[Any]:
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--checked", default="", help="folders whose tests are left out but for slow ones: `make check` runs them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest first; without what `--checked` leaves out."""
+    checked = tuple(config.getoption("--checked").split())
+    items[:] = [item for item in items if not item.nodeid.startswith(checked) or item.get_closest_marker("slow")]
     items.sort(key=lambda item: next((i for i, start in enumerate(LONG) if item.nodeid.startswith(start)), len(LONG)))
 
 

@@ -81,6 +81,7 @@ def test_only_changed_stages_run_again(recipe: Callable[..., Recipe]) -> None:
     assert [name for name, status in statuses().items() if status == "skipped"] == ORDER[:3]
 
 
+@pytest.mark.long
 def test_gc_keeps_the_stages_of_every_run(recipe: Callable[..., Recipe]) -> None:
     """Runs with other seeds, and of one stage with an override, do not make stages of earlier runs garbage."""
     recipe()
@@ -148,6 +149,7 @@ def test_only_the_named_stage_runs(recipe: Callable[..., Recipe]) -> None:
     assert statuses()["loop.round1.dpo"] == "done" and statuses()["evaluation"] == "not run"
 
 
+@pytest.mark.long
 def test_a_deleted_checkpoint_that_a_later_stage_needs(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
     alignment(recipe())
     (plan(recipe())["reward_model"].run_dir / "made" / "checkpoint").unlink()

@@ -201,9 +201,12 @@ def stage(kind: str, material: Path, **rows: object) -> StageConfig:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("afmoe", "sft"), ("afmoe", "dpo"), ("falcon", "sft"), ("falcon", "reward_model"), ("falcon", "dpo"), ("falcon", "kto")]
-    + [(family, kind) for family in CARRYING for kind in ("sft", "dpo", "kto")]
-    + [("lfm2", "reward_model"), ("granite-hybrid", "reward_model")],
+    [("afmoe", "sft"), ("falcon", "reward_model"), ("granite-hybrid", "kto"), ("lfm2", "dpo")]
+    + [
+        pytest.param(family, kind, marks=pytest.mark.long)
+        for family, kind in [("afmoe", "dpo"), *(("falcon", kind) for kind in ("sft", "dpo", "kto"))]
+        + [(family, kind) for family in CARRYING for kind in ("sft", "reward_model", "dpo", "kto")]
+    ],
 )
 def test_what_would_leak_when_packed_trains_as_one_document_a_row(
     family: str, kind: str, bases: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -212,7 +212,7 @@ def test_a_failed_stage_shows_its_log_and_the_rest_is_said_to_be_missing(tmp_pat
     assert "No metrics were written." in text and "the stage has not started" in text
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [ROUND1, "evaluation", *(pytest.param(name, marks=pytest.mark.long) for name in CONFIGS)])
 def test_any_single_stage_missing_is_no_error(tmp_path: Path, name: str) -> None:
     stages = [view(tmp_path, other, "not run") if other == name else finish(tmp_path, other, lines=1) for other in CONFIGS]
     assert "Lineage" in page(tmp_path, stages).text
