@@ -1,6 +1,6 @@
 # Every target first makes .venv what it needs (requirements/install.sh; a second time this costs nothing).
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo check test test-engines test-all test-long algorithms crash families lint format docs clean
+.PHONY: help setup setup-dev demo check light test test-engines test-all test-long algorithms crash families lint format docs clean
 
 export PYTHON  # the interpreter .venv is made with, for machines where it is not found: make demo PYTHON=/path/to/python3.12
 
@@ -34,7 +34,10 @@ setup-dev:
 demo: setup
 	.venv/bin/alignflow demo
 
-check: lint
+check: setup-dev
+	$(MAKE) -j 2 --no-print-directory lint light
+
+light: setup-dev
 	$(PYTEST) $(LIGHT) -m "not gpu and not long and not slow"
 
 test: setup-dev

@@ -28,10 +28,10 @@ from tests.support.demo_recipe import demo_recipe
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 SMALL = (
-    "sft.data.max_samples=320",
+    "sft.data.max_samples=160",
     "sft.save_steps=4",
     "reward_model.data.max_samples=128",
-    "ppo.max_steps=6",
+    "ppo.max_steps=4",
     "ppo.save_steps=1",
     "ppo.rollout_batch_size=16",
     "ppo.train_batch_size=32",
@@ -40,7 +40,7 @@ SMALL = (
     "iterative_dpo.n_samples_per_prompt=3",
     "iterative_dpo.train_batch_size=8",
     "iterative_dpo.micro_train_batch_size=8",
-    "evaluation.max_questions=20",
+    "evaluation.max_questions=12",
     *(f"{stage}.gates=[]" for stage in ("sft", "reward_model", "ppo", "evaluation")),  # so little training passes none
 )
 STAGES = [
@@ -112,14 +112,14 @@ def test_a_killed_lifecycle_goes_on(material: Path, tmp_path: Path) -> None:
     assert [stage["status"] for stage in summary["stages"]] == ["skipped"] * 2 + ["done"] * 7
     assert before == {name: (stage_folder(folder, name) / "result.json").stat().st_mtime_ns for name in before}, "stages were repeated"
     assert "resumed after iteration" in (stage_folder(folder, "ppo") / "log.txt").read_text()
-    assert len(read_metrics(stage_folder(folder, "ppo"))) == 6
+    assert len(read_metrics(stage_folder(folder, "ppo"))) == 4
 
 
 def test_a_lifecycle_ends_with_its_evidence(folder: Path) -> None:
     summary = json.loads((folder / "artifacts/tiny-cpu/summary.json").read_text())
     assert [stage["name"] for stage in summary["stages"]] == STAGES
     evaluation = summary["evaluation"]
-    assert evaluation["model"] == "iterative_dpo.round2" and evaluation["num_questions"] == 20
+    assert evaluation["model"] == "iterative_dpo.round2" and evaluation["num_questions"] == 12
     assert 0 <= evaluation["ci_low"] <= evaluation["win_rate"] <= evaluation["ci_high"] <= 1
     assert {stage["name"] for stage in summary["stages"] if stage["evaluation"]} == {
         "ppo",

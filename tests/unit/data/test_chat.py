@@ -101,7 +101,7 @@ def test_tokens_and_mask_equal_those_of_transformers(renderers: dict[str, Render
     assert all(theirs["assistant_masks"][t] for t, on in enumerate(mine.mask) if on)
 
 
-@pytest.mark.parametrize("name", list(TEMPLATES))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if i else name for i, name in enumerate(TEMPLATES)])
 def test_prompts_are_beginnings_of_conversations(renderers: dict[str, Renderer], name: str) -> None:
     renderer = renderers[name]
     pieces = [*"ab é🙂\n\t\ufdd0\ufdd10", "<|im_end|>", "<|im_start|>"]

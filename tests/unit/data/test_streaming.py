@@ -62,7 +62,7 @@ def run(config: StageConfig, material: Path, folder: Path) -> list[dict[str, flo
     return [{name: value for name, value in line.items() if name != "time"} for line in read_metrics(folder)]
 
 
-@pytest.mark.parametrize("kind", STAGES)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in ("sft", "dpo") else pytest.mark.long) for kind in STAGES])
 def test_documents_on_disk_train_bit_for_bit_as_lists_in_memory_do(
     kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,7 @@ def test_all_weights_are_exported_under_checkpoint_names(material: Path) -> None
     assert names == set(load_file(material / "base" / "model.safetensors"))
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", pytest.param("kto", marks=pytest.mark.long)])
 def test_merged_checkpoint_and_adapter_alone_are_the_same_policy(kind: str, material: Path, tmp_path: Path) -> None:
     base = material / "base"
     outcome = run(config_of(kind, material, LORA), base, tmp_path / "merged")
@@ -135,7 +135,7 @@ def test_an_adapter_is_evaluated_with_the_config_of_its_base(material: Path, tmp
     assert config.to_dict() == model_config(str(material / "base"), 32, False).to_dict()
 
 
-@pytest.mark.parametrize("kind", WORK)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in ("dpo", "reward_model") else pytest.mark.long) for kind in WORK])
 def test_a_killed_stage_with_adapters_resumes_bit_for_bit(
     kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

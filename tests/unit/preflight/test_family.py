@@ -60,6 +60,7 @@ def test_a_model_that_is_not_causal_is_refused_where_it_is_first_trained(tmp_pat
     assert len(found) == len({problem.partition(":")[0] for problem in found}), "a fault is told once"
 
 
+@pytest.mark.long
 def test_a_model_that_vllm_has_no_class_for_is_refused_where_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = problems(tmp_path, "gpt_neo", monkeypatch)
     assert found.startswith(f"stages.ppo.actor: {tmp_path / 'base'}: vLLM ")

@@ -112,6 +112,7 @@ def test_chosen_is_never_rejected_and_a_share_of_the_rejected_are_near_misses(fu
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_same_seed_same_bytes_other_seed_other_rows(folder, tmp_path):
     """In another process with another hash seed: no set or dict order may leak into the files."""
     again = tmp_path / "again"

@@ -46,7 +46,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("save_steps", "why"),
-    [pytest.param(*case, id=name, marks=pytest.mark.long if name == "the checkpoint" else ()) for name, case in CASES.items()],
+    [pytest.param(*case, id=name, marks=pytest.mark.long if name == "a resume state" else ()) for name, case in CASES.items()],
 )
 def test_a_full_disk_is_one_sentence(material: Path, tmp_path: Path, save_steps: int, why: str) -> None:
     fields = {"max_len": 96, "train_batch_size": 8, "micro_train_batch_size": 4, "save_steps": save_steps or 100}

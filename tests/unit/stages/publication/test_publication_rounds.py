@@ -161,7 +161,7 @@ def test_each_round_has_its_branch_with_one_commit_and_one_tag(folders: dict[str
         assert {request for request in server.requests if not request.startswith("GET")} == {"POST /api/repos/create"}
 
 
-@pytest.mark.parametrize("how", ["refuse", "cut", "lost", "full", "expired"])
+@pytest.mark.parametrize("how", ["cut", "lost", *(pytest.param(how, marks=pytest.mark.long) for how in ("refuse", "full", "expired"))])
 def test_cut_off_at_each_request_the_next_run_ends_in_the_same_commits(folders: dict[str, Path], how: str) -> None:
     with serve() as undisturbed:
         publish(undisturbed, folders, ONCE)
