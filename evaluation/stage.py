@@ -32,7 +32,7 @@ from rlhf_core.data.documents import Document, answered, stored_suffix
 from rlhf_core.data.questions import Question, load_questions
 from rlhf_core.data.rows.columns import Located, preference_of
 from rlhf_core.data.rows.mixture import load_rows
-from rlhf_core.models.dtype import stored_dtype
+from rlhf_core.models.precision import stored_dtype
 from rlhf_core.records import Answering, EvalReport, Judging, Judgment
 from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest

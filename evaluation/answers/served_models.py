@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from rlhf_core.config import AlignmentTax, Vllm, VllmJudge
 from rlhf_core.hub.positions import positions_of
-from rlhf_core.models.dtype import stored_dtype
 from rlhf_core.models.lora import base_of
+from rlhf_core.models.precision import stored_dtype
 from rlhf_core.rollout.server import Server, serving
 from rlhf_core.runs.lineage import stage_of
 from rlhf_core.runs.run_dir import RunDir

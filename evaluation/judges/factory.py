@@ -15,7 +15,7 @@ from evaluation.judges.offline import Judge, RewardJudge, RuleJudge
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.hub.ids import shown
-from rlhf_core.models.dtype import stored_dtype
+from rlhf_core.models.precision import stored_dtype
 from rlhf_core.records import Judging, Judgment
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.system.files import digest

@@ -16,7 +16,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of th
 TIED = ("gemma", "cohere")  # families whose embeddings and head are tied by default
 
 
-# `model_type` of language models that the tests train, export and sample (tests/support/families.py). Others are tried before a run.
+# `model_type` of the language models that the tests train and export (tests/support/families.py). Others are tried before a run.
 TESTED = {
     *("deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granitemoehybrid"),
     *("lfm2", "llama", "ministral3", "mistral", "mixtral", "nemotron_h", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text"),

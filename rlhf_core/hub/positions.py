@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.hub.ids import is_remote
+from rlhf_core.hub.model_config import text_config
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
 
 LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "max_seq_length", "seq_len")
@@ -17,7 +18,7 @@ COUNTED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_
 
 def positions_of(config: Mapping[str, Any]) -> int | None:
     """Returns the longest prompt and answer together, in tokens, that a config.json allows; None when it does not say."""
-    text = config.get("text_config") or config
+    text = text_config(config)
     longest = text.get("model_max_length") or min((text[name] for name in LIMITS if isinstance(text.get(name), int)), default=None)
     if not isinstance(longest, int) or "gemma3" in str(text.get("model_type")):  # gemma3: the factor is in the number
         return longest if isinstance(longest, int) else None

@@ -26,7 +26,7 @@ from rlhf_core.models.experts import Replay, balance_loss, replayed
 from rlhf_core.models.kernels.attention import VARLEN, attention_for, document_bounds, is_stateful, set_attention, takes_varlen
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
-from rlhf_core.models.quantised import as_if_stored, unquantised
+from rlhf_core.models.precision import as_if_stored, unquantised
 from rlhf_core.models.score_classes import add_score_class
 from rlhf_core.models.token_logprobs import Entropy, backbone_of, logit_cap, logit_scale, token_logprobs
 from rlhf_core.models.wrapper import folder_of, is_wrapper, language_model

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+from collections.abc import Set
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def save_model(
         save_whole(model, state, whole, folder)
     else:
         save_config(model, folder)
-        save_torch_state_dict(state | not_loaded(model), folder)
+        save_torch_state_dict(state | not_loaded(model, state.keys()), folder)
     tokenizer = save_tokenizer(tokenizer_source, folder, trust_remote_code)
     if model.can_generate():
         with_stop_tokens(model.generation_config, tokenizer).save_pretrained(folder)
@@ -58,17 +59,22 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
         write_text(folder / "config.json", json.dumps(described, indent=2) + "\n")
 
 
-def not_loaded(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the weights in a policy's checkpoint that its class leaves out on purpose, such as heads that predict further tokens. Nothing
-    where they are quantised, or the checkpoint cannot be read any more."""
+def not_loaded(model: PreTrainedModel, exported: Set[str]) -> dict[str, Tensor]:
+    """Returns the weights in a policy's checkpoint that its class leaves out on purpose, such as heads that predict further tokens, but for
+    those of the names `exported`. Nothing where they are quantised, or the checkpoint has other names or cannot be read any more."""
     patterns = type(model)._keys_to_ignore_on_load_unexpected or []
     base = _base(model)
     if not model.can_generate() or not patterns or "quantization_config" in read_json(base / "config.json"):
         return {}
+    files = stored_tensors(base)
+    left = {key: name for name, tensors in files.items() for key in tensors if key not in exported}
+    if len(exported) + len(left) > sum(map(len, files.values())):  # some are exported under names that the checkpoint does not have
+        return {}
     found = {}
-    for name in stored_tensors(base):
-        with safe_open(base / name, framework="pt") as stored:
-            found.update({key: stored.get_tensor(key) for key in stored.keys() if any(re.search(pattern, key) for pattern in patterns)})
+    for key, name in left.items():
+        if any(re.search(pattern, key) for pattern in patterns):
+            with safe_open(base / name, framework="pt") as stored:
+                found[key] = stored.get_tensor(key)
     return found
 
 

@@ -53,7 +53,8 @@ def _uses(node: Node) -> Iterator[tuple[str, str, str]]:
     elif isinstance(config, Preferences):
         yield start, getattr(config, start), SAMPLING
     elif isinstance(config, Evaluation):
-        yield from (("models", model, SAMPLING) for model in config.models if model not in config.endpoints)
+        asked = [("baseline", config.baseline), *(("models", model) for model in config.models)]
+        yield from ((field, model, SAMPLING) for field, model in asked if model not in config.endpoints)
 
 
 def _model_type(place: str) -> str:
@@ -82,7 +83,7 @@ def _problem(place: str, use: str, trust_remote_code: bool) -> str:
 
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:  # what transformers does not know
+    except Exception as error:  # an unknown family, or values that its class does not take
         return f"{place}: {' '.join(str(error).split())[:200]}"
     if use == SAMPLING:
         from rlhf_core.rollout.environment import no_class_for

@@ -24,6 +24,7 @@ from rlhf_core.system.processes import raised_by_us
 
 Use = Literal["policy", "reward model", "adapters"]
 USES: tuple[Use, ...] = get_args(Use)
+MOST_PARAMETERS = 100_000_000  # of a copy; more than that is not small
 LENGTHS = (9, 5)  # tokens of two documents
 CPU = torch.device("cpu")
 
@@ -64,6 +65,10 @@ def _small_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTraine
     with suppress(Exception):
         for small in small_copies(config):
             with suppress(Exception):
+                with torch.device("meta"):
+                    size = AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code).num_parameters()
+                if size > MOST_PARAMETERS:
+                    continue
                 model = AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code)
                 model(input_ids=torch.arange(3, 12)[None], use_cache=False).logits.sum().backward()
                 return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +45,7 @@ def small_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 def _kept(values: dict[str, Any], layers: int) -> list[int]:
     """Indexes of the layers that stay: the first of each kind, by all lists that have an entry for each layer."""
     lists = [value for value in values.values() if isinstance(value, list) and len(value) == layers]
-    kinds = [tuple(str(value[i]) for value in lists) for i in range(layers)]
+    kinds = list(zip(*([str(part) for part in value] for value in lists), strict=True))
     first = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())
     return first if len(first) > 1 else list(range(min(2, layers)))
 
@@ -97,5 +96,5 @@ def _plain_rope(value: Any) -> Any:
     if any(isinstance(part, dict) for part in value.values()):
         return {key: _plain_rope(part) for key, part in value.items()}
     if any(isinstance(part, list) for part in value.values()):
-        return {"rope_type": "default", "rope_theta": value.get("rope_theta", math.e * 1000)}
+        return {"rope_type": "default", "rope_theta": value.get("rope_theta", 10000.0)}
     return value

@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 
 from rlhf_core.config import DPO, PPO, SFT, Data, Preferences, Ranks, RewardModel, StageConfig, Vllm
 from rlhf_core.data.documents import Document
-from rlhf_core.models.dtype import dtype_of
+from rlhf_core.models.precision import dtype_of
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.ppo.roles import ModelSpec, ReadOnlyModel, Reference, Reward

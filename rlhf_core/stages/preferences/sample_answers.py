@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rlhf_core.config import Preferences
-from rlhf_core.models.dtype import dtype_of
+from rlhf_core.models.precision import dtype_of
 from rlhf_core.rollout.engine import Answer, Sampler, Sampling
 from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
 from rlhf_core.system.files import write_text

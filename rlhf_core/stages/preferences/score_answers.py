@@ -12,7 +12,7 @@ from rlhf_core.cluster.worker_group import in_order, put_on_nodes
 from rlhf_core.config import Preferences
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
-from rlhf_core.models.dtype import dtype_of
+from rlhf_core.models.precision import dtype_of
 from rlhf_core.stages.ppo.roles import ModelSpec, Reward
 
 SILENT_SECONDS = 3600.0  # longer than one part takes

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from rlhf_core.models.load import load_policy, trained_policy, trained_scorer
 from rlhf_core.models.save import save_model
@@ -70,6 +71,33 @@ def test_heads_of_further_tokens_stay_byte_for_byte(make: Make, tmp_path: Path) 
     assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in further.items())
     scorer = trained_scorer(str(base), 0, "float32", False, None, 0)
     assert not further.keys() & load_file(exported(scorer.model, base, tmp_path / "scorer") / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_trained_weight_that_the_class_names_as_left_out_is_exported(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
+) -> None:
+    """GLM-4 MoE's pattern for a head of its small model fits a layer of its large one."""
+    base = make("llama")
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.1.*", r"old\."])
+    policy = load_policy(str(base))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 1
+    if renamed:  # a checkpoint in a format that the class converts
+        file = base / "model.safetensors"
+        save_file({f"old.{name}": value for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    after = load_file(exported(policy.model, base, tmp_path / "out") / "model.safetensors")
+    assert after.keys() == dict(checkpoint_weights(policy.model, lambda parameters: nullcontext())).keys()
+    assert all(torch.equal(after[name], parameter) for name, parameter in policy.model.named_parameters())
+
+
+def test_fp8_is_refused_with_a_release_of_transformers_that_was_not_read(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make("deepseek-v3")
+    change_config(base, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    monkeypatch.setattr("transformers.__version__", "6.0.0")
+    with pytest.raises(ValueError, match=r"in FP8, which transformers 6\.0\.0 may scale wrongly: name its checkpoint"):
+        load_policy(str(base))
 
 
 def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

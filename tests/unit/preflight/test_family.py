@@ -57,7 +57,7 @@ def test_a_model_that_is_not_causal_is_refused_where_it_is_first_trained(tmp_pat
     assert found[0] == (
         f"stages.sft.model: {base}: BertGenerationDecoder reads the tokens after each token too: it is no causal language model"
     )
-    assert len(found) == len({problem.partition(":")[0] for problem in found}), "a fault is told once"
+    assert len(found) == len({problem.partition(":")[0] for problem in found}), "each problem is reported once"
 
 
 @pytest.mark.long

@@ -67,6 +67,15 @@ def test_a_class_without_a_number_of_layers_is_not_tried() -> None:
     assert try_family(CONFIG_MAPPING["prophetnet"](), "it", "policy") == Trial(False)
 
 
+def test_a_number_of_layers_takes_no_memory() -> None:
+    assert try_family(transformers.LlamaConfig(num_hidden_layers=10**9), "it", "policy") == Trial(True)
+
+
+def test_a_copy_that_is_not_small_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.preflight.family_trial.MOST_PARAMETERS", 1000)
+    assert try_family(transformers.LlamaConfig(), "it", "policy") == Trial(False)
+
+
 def test_one_layer_of_each_kind_stays() -> None:
     config = transformers.Gemma3TextConfig(num_hidden_layers=12)
     small = next(small_copies(config))

@@ -1,6 +1,6 @@
-"""Loads checkpoints with quantised weights (MXFP4, FP8 in blocks) in the dtype of training. Exports are not quantised.
+"""Reads the precision that a checkpoint is stored in, and loads quantised weights (MXFP4, FP8 in blocks) in the dtype of training.
 
-`scale_ragged_blocks` changes a private part of transformers; made for 5.17 to 5.19, with another release it leaves it as it is.
+`scale_ragged_blocks` changes a private part of transformers, for the releases in MADE_FOR; with another one FP8 is refused.
 """
 
 from __future__ import annotations
@@ -10,14 +10,27 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.integrations import finegrained_fp8
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from rlhf_core.hub.model_config import cannot_train_quantised, quantised_by
+from rlhf_core.models.lora import base_of
 
 MADE_FOR = ("5.17.", "5.18.", "5.19.")
 FORMATS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
+
+
+def stored_dtype(config: PretrainedConfig) -> str:
+    """Returns the dtype in a checkpoint's config; float32 when it has none."""
+    return str(config.dtype or "float32").removeprefix("torch.")
+
+
+def dtype_of(path: str, dtype: str, trust_remote_code: bool = False) -> str:
+    """Returns `dtype`; for auto that of the checkpoint, for an adapter that of its base."""
+    if dtype != "auto":
+        return dtype
+    return stored_dtype(AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code))
 
 
 def unquantised(path: str, config: PretrainedConfig, asked: object = None) -> dict[str, Any]:
@@ -30,7 +43,8 @@ def unquantised(path: str, config: PretrainedConfig, asked: object = None) -> di
         return {}
     if (told := cannot_train_quantised(path, values)) or asked is not None:
         raise ValueError(told or f"{path} has weights quantised as {method}: set lora.quantize to none, or name its checkpoint in bfloat16")
-    scale_ragged_blocks()
+    if method == "fp8":
+        scale_ragged_blocks(path)
     return {"quantization_config": FORMATS[method](dequantize=True)}
 
 
@@ -38,15 +52,21 @@ def as_if_stored(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Makes a model that was loaded with `unquantised` like one of a checkpoint in `dtype`: transformers leaves some weights in bfloat16,
     and would give exports the names of quantised ones."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.dtype == torch.bfloat16:  # others are in `dtype`, or kept in fp32 by their family
+            parameter.data = parameter.data.to(dtype)
     del model._weight_conversions
 
 
-def scale_ragged_blocks() -> None:
+def scale_ragged_blocks(path: str) -> None:
     """Makes transformers multiply the blocks of FP8 weights by their scales where the last block of a side is smaller (DeepSeek-V3's 576
-    rows in blocks of 128): it takes all blocks for equally large."""
+    rows in blocks of 128): it takes all blocks for equally large. Raises ValueError with another release than MADE_FOR."""
     own = finegrained_fp8.Fp8Dequantize._dequantize_one
-    if own.__name__ == "in_blocks" or not transformers.__version__.startswith(MADE_FOR):
+    if not transformers.__version__.startswith(MADE_FOR):
+        raise ValueError(
+            f"{path} has weights in FP8, which transformers {transformers.__version__} may scale wrongly: name its checkpoint in bfloat16, "
+            f"or install the version that the requirements name"
+        )
+    if own.__name__ == "in_blocks":
         return
 
     def in_blocks(self: Any, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
