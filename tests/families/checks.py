@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlhf_core.config import DPO, KINDS, KTO, SFT, Data, RewardModel, StageConfig
 from rlhf_core.data.documents import Document
@@ -29,6 +30,12 @@ def weights_of(policy: Policy) -> list[tuple[str, Tensor]]:
     """Copies on the host, under checkpoint names."""
     weights = checkpoint_weights(policy.model, lambda parameters: nullcontext())
     return [(name, weight.detach().cpu().clone()) for name, weight in weights]
+
+
+def last_norm(model: PreTrainedModel) -> nn.Parameter:
+    """The weights of the norm before the head."""
+    parameters = model.get_decoder().named_parameters()
+    return next(parameter for name, parameter in parameters if "norm" in name and "layers" not in name)
 
 
 def rows(packed: bool) -> list[list[Document]]:
@@ -67,7 +74,7 @@ def planted(policy: Policy, found: list[list[float]]) -> dict[str, float]:
                 tensor.copy_(value)
 
     scaled("rotary frequencies x 0.7", [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")], 0.7)
-    scaled("last norm x 1.2", [list(parameter for name, parameter in model.named_parameters() if "norm" in name)[-1]], 1.2)
+    scaled("last norm x 1.2", [last_norm(model)], 1.2)
     experts = [parameter for name, parameter in model.named_parameters() if parameter.dim() == 3 and "expert" in name]
     scaled("an expert x 0.5", [parameter.data[0] for parameter in experts[-1:]], 0.5)
     if policy.cap is not None:

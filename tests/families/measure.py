@@ -2,7 +2,7 @@
 model, adapters, vLLM before and after a weight sync and with planted faults, and a step on sampled answers; on a CPU the stages that train,
 too. Prints one line of JSON.
 
-On a CPU in fp32 with tiny sizes, on a GPU in bf16 with the sizes of sizes.py. The head is scaled to an entropy of about 2 nats a token.
+On a CPU in fp32 with tiny sizes, on a GPU in bf16 with the sizes of sizes.py. The last norm is set to give an entropy of 2 nats a token.
     python tests/families/measure.py gemma4 --material FOLDER
 """
 
@@ -28,7 +28,7 @@ from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load import Policy, load_policy, trained_policy, trained_scorer
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Sampler, Sampling
-from tests.families.checks import DEVICE, DOCUMENTS, export_unlike, gaps, logprobs, planted, trained, weights_of
+from tests.families.checks import DEVICE, DOCUMENTS, export_unlike, gaps, last_norm, logprobs, planted, trained, weights_of
 from tests.families.sizes import larger
 from tests.support.families import WRAPPERS, make_family
 
@@ -39,23 +39,28 @@ BaseManager.register("Sampler", Sampler)
 
 
 @torch.no_grad()
-def scale_head(folder: Path, whole: bool) -> float:
-    """Scales the head until the mean entropy is ENTROPY; returns it."""
+def scale_logits(folder: Path, whole: bool) -> float:
+    """Sets all weights of the last norm to the number that makes the mean entropy ENTROPY; returns the entropy."""
     auto = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype="auto").to(DEVICE).eval()
-    weight = model.get_output_embeddings().weight
-    first, low, high = weight.clone(), 0.0, 64.0
-    tokens = torch.tensor([DOCUMENTS[2]], device=DEVICE)
-    for _ in range(16):
-        middle = (low + high) / 2
-        weight.copy_(first * middle)
+    weight, tokens = last_norm(model), torch.tensor([DOCUMENTS[2]], device=DEVICE)
+
+    def entropy(scale: float) -> float:
+        weight.fill_(scale)
         table = model(input_ids=tokens).logits.float().log_softmax(-1)
-        entropy = float(-(table.exp() * table).sum(-1).mean())
-        low, high = (middle, high) if entropy > ENTROPY else (low, middle)
+        return float(-(table.exp() * table).sum(-1).mean())
+
+    high = 0.125
+    while entropy(high) > ENTROPY and high < 128:  # not from above: a cap makes the entropy of large logits high, too
+        high *= 1.25
+    low = high / 1.25
+    for _ in range(8):
+        middle = (low + high) / 2
+        low, high = (middle, high) if entropy(middle) > ENTROPY else (low, middle)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     model.save_pretrained(folder)
-    return entropy
+    return entropy(high)
 
 
 def changed(policy: Policy) -> None:
@@ -76,7 +81,7 @@ def measured(family: str, folder: Path, material: Path) -> dict[str, Any]:
         except Exception as error:
             result[name] = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
 
-    result["entropy"] = round(scale_head(folder, family in WRAPPERS), 2)
+    result["entropy"] = round(scale_logits(folder, family in WRAPPERS), 2)
     policy = load_policy(str(folder), DTYPE).eval().to(DEVICE)
     detect_document_leak(policy, policy, torch.device(DEVICE), packed=True)
     result["rows"] = "one document" if policy.document_leak else "packed"
