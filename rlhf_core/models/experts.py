@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Families whose routers weigh experts by a softmax over all of them, and whose routing vLLM returns.
-REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+# Families whose routers return logits, weights and experts, and whose routing vLLM returns.
+REPLAYED = (
+    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "mixtral"),
+    *("olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+)
 
 
 def balance_loss(router_logits: Sequence[Tensor], documents: Tensor, top_k: int) -> Tensor:
@@ -42,9 +45,10 @@ def balance_loss(router_logits: Sequence[Tensor], documents: Tensor, top_k: int)
 
 
 def replayed(config: Mapping[str, Any]) -> bool:
-    """Whether the routing of a model with this config.json can be replayed. vLLM stores experts by the KV slots of full attention."""
+    """Whether the routing of a language model with this config.json can be replayed. vLLM stores experts by the KV slots of full attention,
+    which some layer must have."""
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
-    return config.get("model_type") in REPLAYED and not windowed
+    return config.get("model_type") in REPLAYED and (not windowed or "full_attention" in (config.get("layer_types") or ()))
 
 
 class Replay:
@@ -52,7 +56,7 @@ class Replay:
 
     def __init__(self, model: nn.Module):
         self.table: Tensor | None = None
-        routers = {name: part for name, part in model.named_modules() if type(part).__name__.endswith("TopKRouter")}
+        routers = {name: part for name, part in model.named_modules() if type(part).__name__.lower().endswith("topkrouter")}
         assert routers, f"{type(model).__name__} has no router"
         for name, router in routers.items():
             router.register_forward_hook(partial(self._choose, _layer(name)))
@@ -63,10 +67,12 @@ class Replay:
         logits, weights, own = output
         wanted = self.table[:, layer].long()
         chosen = torch.where(wanted >= 0, wanted, own)
-        probabilities = torch.softmax(logits.float(), -1).gather(-1, chosen)
+        # A router with a bias is DeepSeek-V3's (section 2.1.2): it weighs experts by a sigmoid, and the bias only chooses.
+        sigmoid = hasattr(router, "e_score_correction_bias")
+        scores = (torch.sigmoid(logits.float()) if sigmoid else torch.softmax(logits.float(), -1)).gather(-1, chosen)
         if getattr(router, "norm_topk_prob", True):
-            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-        return logits, probabilities.to(weights.dtype), chosen
+            scores = scores / scores.sum(-1, keepdim=True)
+        return logits, (scores * getattr(router, "routed_scaling_factor", 1.0)).to(weights.dtype), chosen
 
 
 def _layer(name: str) -> int:

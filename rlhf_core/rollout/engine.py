@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rlhf_core.config import Vllm
-from rlhf_core.hub.model_config import wraps_text_by_config
+from rlhf_core.hub.model_config import text_config, wraps_text_by_config
 from rlhf_core.models.experts import replayed
 from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, config_of, set_vllm_environment, whole_model
 from rlhf_core.rollout.vllm_patches import (
@@ -108,7 +108,7 @@ class Sampler:
             max_model_len=max_model_len,
             enforce_eager=not on_gpu,
             compilation_config=compilation(model) or None,
-            enable_return_routed_experts=routing_replay and replayed(config_of(model)) and returns_routing(),
+            enable_return_routed_experts=routing_replay and replayed(text_config(config_of(model))) and returns_routing(),
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
             enable_prefix_caching=on_gpu or not self._has_state(model, max_model_len),

@@ -25,7 +25,7 @@ from torch import Tensor
 from rlhf_core.config import Lora, Vllm
 from rlhf_core.data.documents import Document
 from rlhf_core.models.document_leak import detect_document_leak
-from rlhf_core.models.load import Policy, load_policy, trained_policy, trained_scorer
+from rlhf_core.models.load import Policy, load_policy, masked_logprobs, trained_policy, trained_scorer
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Sampler, Sampling
 from tests.families.checks import DEVICE, DOCUMENTS, export_unlike, gaps, last_norm, logprobs, planted, trained, weights_of
@@ -120,7 +120,7 @@ def measured(family: str, folder: Path, material: Path) -> dict[str, Any]:
 def with_engine(folder: Path, policy: Policy, start: Tensor) -> dict[str, Any]:
     with BaseManager(ctx=get_context("spawn")) as engines:
         vllm = Vllm(kv_cache_gib=0.5, gpu_memory_utilization=0.3, start_timeout=300)
-        sampler = engines.Sampler(str(folder), seed=0, max_model_len=128, dtype=DTYPE, vllm=vllm)  # type: ignore[attr-defined]
+        sampler = engines.Sampler(str(folder), seed=0, max_model_len=128, dtype=DTYPE, vllm=vllm, routing_replay=True)  # type: ignore[attr-defined]
 
         def send() -> None:
             sampler.update(weights_of(policy))
@@ -132,19 +132,29 @@ def with_engine(folder: Path, policy: Policy, start: Tensor) -> dict[str, Any]:
         send()
         theirs = sampler.prompt_logprobs(DOCUMENTS)
         found |= {"sent": gaps(theirs, now), "planted": planted(policy, theirs)}
-        groups = sampler.generate(DOCUMENTS, range(len(DOCUMENTS)), Sampling(4, 1.0, 24, []))
-        answers = [(prompt, answer) for prompt, group in zip(DOCUMENTS, groups, strict=True) for answer in group]
-        documents = [Document(p + a.tokens, [False] * len(p) + [True] * len(a.tokens)) for p, a in answers]
-        batch = collate([[document] for document in documents], pad_token_id=0).to(DEVICE)
-        ours = policy(batch.tokens, batch.positions, batch.documents, mask=batch.mask).logprobs[batch.mask]
-        found["sampled"] = gaps([a.logprobs for _, a in answers], ours)
-        advantages = torch.cat([torch.full((len(a.tokens),), (-1.0) ** i) for i, (_, a) in enumerate(answers)]).to(DEVICE)
-        (-(advantages * ours).mean()).backward()  # GRPO's first step, where every ratio is 1
-        changed(policy)
+        found |= on_samples(policy, sampler)
         send()
         with torch.no_grad():
             found["sent again"] = gaps(sampler.prompt_logprobs(DOCUMENTS), logprobs(policy))
         return found
+
+
+def on_samples(policy: Policy, sampler: Any) -> dict[str, Any]:
+    """GRPO's first step, where every ratio is 1, on vLLM's answers; with its routing where it returns that, too."""
+    groups = sampler.generate(DOCUMENTS, range(len(DOCUMENTS)), Sampling(4, 1.0, 24, []))
+    answers = [(prompt, answer) for prompt, group in zip(DOCUMENTS, groups, strict=True) for answer in group]
+    documents = [Document(p + a.tokens, [False] * len(p) + [True] * len(a.tokens), experts=a.experts) for p, a in answers]
+    batch, theirs = collate([[d] for d in documents], pad_token_id=0, experts=True).to(DEVICE), [a.logprobs for _, a in answers]
+    found, ours = {}, masked_logprobs(policy, batch).logprobs[batch.mask]
+    found["sampled"] = gaps(theirs, ours)
+    if batch.experts is not None:
+        policy.replay_routing()
+        ours = masked_logprobs(policy, batch).logprobs[batch.mask]
+        found["sampled, replayed"] = gaps(theirs, ours)
+    advantages = torch.cat([torch.full((len(a.tokens),), (-1.0) ** i) for i, (_, a) in enumerate(answers)]).to(DEVICE)
+    (-(advantages * ours).mean()).backward()
+    changed(policy)
+    return found
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,6 +33,7 @@ DEVICE = "gpu" if torch.cuda.is_available() else "cpu"
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measures every family and writes the page of what works.")
     parser.add_argument("--only", action="append", choices=[*FAMILIES, *WRAPPERS], help="a family; can be repeated; others stay")
+    parser.add_argument("--jobs", type=int, default=1, help="families at once; each takes about 8 GB of a GPU")
     parser.add_argument("--page", action="store_true", help="only write the page from the results that are there")
     arguments = parser.parse_args()
     results = HERE / "results" / f"{DEVICE}.json"
@@ -40,9 +42,12 @@ def main() -> int:
         families = dict(known.get("families", {}))
         with TemporaryDirectory() as folder:
             material = make_material(Path(folder))
-            for name in arguments.only or [*FAMILIES, *WRAPPERS]:
-                families[name] = measured(name, material)
-                print(name, json.dumps(families[name]), flush=True)
+            with ThreadPoolExecutor(arguments.jobs) as pool:
+                at_work = {pool.submit(measured, name, material): name for name in arguments.only or [*FAMILIES, *WRAPPERS]}
+                for done in as_completed(at_work):
+                    name = at_work[done]
+                    families[name] = done.result()
+                    print(name, json.dumps(families[name]), flush=True)
         found = {"date": str(date.today()), "versions": versions(), "families": families}
         if DEVICE == "cpu":
             found["classes"] = known["classes"] if arguments.only and "classes" in known else classes()

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, OlmoeConfig, OlmoeForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import GraniteMoeConfig, GraniteMoeForCausalLM, OlmoeConfig, OlmoeForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.experts import REPLAYED, replayed
+from rlhf_core.models.kernels.attention import is_stateful
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, recompute
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Answer, _answer
@@ -40,8 +41,9 @@ def policy_of(family: str) -> Policy:
     torch.manual_seed(0)
     if family in OTHERS:
         return Policy(OTHERS[family]().eval())
-    name = family.replace("_", "-")
-    return Policy(model_class(name)(config_class(name)(**SPARSE | FAMILIES[name][1])).eval())
+    name = {"qwen3_5_moe_text": "qwen3_5-moe"}.get(family, family.replace("_", "-"))
+    in_each_layer = {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"] * LAYERS} if "n_routed_experts" in FAMILIES[name][1] else {}
+    return Policy(model_class(name)(config_class(name)(**SPARSE | FAMILIES[name][1] | in_each_layer)).eval())
 
 
 def routing_of(length: int, seed: int) -> np.ndarray:
@@ -71,7 +73,7 @@ class Forced(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func is not torch.topk:
+        if func is not torch.topk or found.indices.shape[-1] != CHOSEN:  # of groups of experts
             return found
         chosen = torch.where(self.table[:, self.layer] >= 0, self.table[:, self.layer], found.indices)
         self.layer += 1
@@ -80,7 +82,9 @@ class Forced(TorchFunctionMode):
 
 @pytest.mark.parametrize("family", REPLAYED)
 def test_every_family_weights_replayed_experts_like_its_own(family: str) -> None:
-    policy, batch = policy_of(family), collate([documents()[:2], documents()[2:]], 0, experts=True)
+    policy = policy_of(family)
+    rows = [[document] for document in documents()] if is_stateful(policy.model) else [documents()[:2], documents()[2:]]
+    batch = collate(rows, 0, experts=True)
     assert batch.experts is not None
     with torch.no_grad():
         plain = masked_logprobs(policy, batch).logprobs
@@ -179,10 +183,7 @@ def test_the_actor_scores_and_trains_with_the_samplers_experts(material: Path, t
 
 def test_an_unsupported_family_is_not_replayed() -> None:
     torch.manual_seed(0)
-    sizes = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
-    shape = {name: value for name, value in SPARSE.items() if name not in ("head_dim", "num_key_value_heads")}
-    policy = Policy(DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **sizes, **experts, moe_intermediate_size=32)).eval())
+    policy = Policy(GraniteMoeForCausalLM(GraniteMoeConfig(**SPARSE, num_local_experts=4, num_experts_per_tok=2)).eval())
     with_experts, without_experts = collate([documents()], 0, experts=True), collate([documents(with_experts=False)], 0, experts=True)
     policy.replay_routing()
     with torch.no_grad():
@@ -195,6 +196,8 @@ def test_an_unsupported_family_is_not_replayed() -> None:
         ({"model_type": "mixtral", "sliding_window": None}, "0.24.0", (9, 0), True),
         ({"model_type": "mixtral", "sliding_window": 4096}, "0.24.0", (9, 0), False),
         ({"model_type": "qwen3_moe", "sliding_window": 4096, "use_sliding_window": False}, "0.24.0", (9, 0), True),
+        ({"model_type": "gpt_oss", "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}, "0.24.0", (9, 0), True),
+        ({"model_type": "gpt_oss", "sliding_window": 128, "layer_types": ["sliding_attention"]}, "0.24.0", (9, 0), False),
         ({"model_type": "qwen3_moe"}, "0.24.0", (10, 0), False),
         ({"model_type": "qwen3_moe"}, "0.32.0", (9, 0), False),
         ({"model_type": "qwen3_moe"}, "0.24.0", None, False),
