@@ -2,7 +2,8 @@
 
 Called by training/ranks.py, stages/reference_logprobs.py and stages/ppo/roles.py.
 Some families (AFMoE, Falcon, OPT) ignore position ids in their mask, so a document attends to those before it, without an error. Layers
-that carry state along a row (convolutions, recurrent states) read over the border too. Such models get each document in a row of its own.
+that carry state along a row (convolutions, recurrent states) read over the border too, but for those of `kernels/state_layers.py`. Such
+models get each document in a row of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def detect_document_leak(
     model, why = module.model, "has layers that carry state along a row"
     if module.document_leak is not None or not (packed or takes_varlen(model)):
         return
-    if not is_stateful(model):
+    if takes_varlen(model) or not is_stateful(model):
         why = "lets documents of a row attend to each other (no mask between them)"
         module.document_leak = bool(all_reduce(torch.tensor(float(leaks(forward, module, device)), device=device)) > 0)
         if not module.document_leak:

@@ -25,6 +25,7 @@ from rlhf_core.hub.stored_head import has_trained_head, no_reward_head, several_
 from rlhf_core.models.experts import Replay, balance_loss, replayed
 from rlhf_core.models.kernels.attention import VARLEN, attention_for, document_bounds, is_stateful, set_attention, takes_varlen
 from rlhf_core.models.kernels.liger import fuse
+from rlhf_core.models.kernels.state_layers import document_numbers
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 from rlhf_core.models.precision import as_if_stored, unquantised
 from rlhf_core.models.score_classes import add_score_class
@@ -130,15 +131,17 @@ def _hidden(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Last hidden states (B, T, H), and if `routed` the router logits of each layer, (B * T, E). `apart`: rows are not concatenated.
 
-    Raises ValueError for packed rows of a model that is more than attention (`attention.is_stateful`).
+    Raises ValueError for packed rows of a model that carries state over their borders.
     """
     end_to_end = takes_varlen(model) and not apart
-    if is_stateful(model) and bool(((positions[:, 1:-1] == 0) & (positions[:, 2:] == 1)).any()):
+    if not end_to_end and is_stateful(model) and bool(((positions[:, 1:-1] == 0) & (positions[:, 2:] == 1)).any()):
         raise ValueError(f"{type(model).__name__} has layers that carry state along a row, which holds several documents")
     shape = (1, -1) if end_to_end else tokens.shape
     options: dict[str, Any] = {"output_router_logits": True} if routed else {}
     if end_to_end:
         options |= document_bounds(positions, tokens.device)
+        if is_stateful(model):
+            options["seq_idx"] = sent(document_numbers(positions.flatten().cpu()), tokens.device)
         if "keys" in options and model.config._attn_implementation != VARLEN:
             raise ValueError(
                 f"attention {model.config._attn_implementation} cannot go on from another document's prompt: repeat the prompt"

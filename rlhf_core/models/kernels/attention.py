@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from rlhf_core.hub.model_config import STATEFUL_LAYERS
-from rlhf_core.models.kernels import choose
+from rlhf_core.models.kernels import choose, state_layers
 from rlhf_core.models.kernels.choose import flash_kernel, kernel_for
 from rlhf_core.models.kernels.self_test import MANY, Heads, Kind
 from rlhf_core.objectives.collate import sent
@@ -35,7 +35,7 @@ def attention_for(dtype: torch.dtype | str, config: PretrainedConfig) -> str:
 def can_share(model: PreTrainedModel, device: torch.device) -> bool:
     """Whether documents may continue the prompt of another (`collate.Batch`); needs a kernel that aligns queries with the last keys."""
     windows = getattr(model.config.get_text_config(), "sliding_window", None) is not None
-    return model.config._attn_implementation == VARLEN and choose.can_share(_heads(model), windows, device)
+    return not is_stateful(model) and model.config._attn_implementation == VARLEN and choose.can_share(_heads(model), windows, device)
 
 
 def _heads(model: PreTrainedModel) -> Heads:
@@ -66,6 +66,7 @@ class _Gathered(torch.autograd.Function):
 
 def set_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Sets the loaded model to `varlen_attention` where that runs, or to `eager` where `sdpa` would ignore a cap of the logits."""
+    state_layers.set_convolution(model)
     config = model.config.get_text_config()
     loaded = model.config._attn_implementation
     if getattr(config, "attn_logit_softcapping", None) is not None:
@@ -84,9 +85,8 @@ def _has_kernel() -> bool:
 
 def _fits(model: PreTrainedModel) -> bool:
     """Whether the model's attention mask depends only on documents, causality and a window."""
-    plain = (
-        model._supports_attention_backend and model._supports_flash_attn and not is_stateful(model) and _kinds(model) <= WITHIN_DOCUMENTS
-    )
+    plain = model._supports_attention_backend and model._supports_flash_attn
+    plain = plain and (state_layers.takes_edges(model) if is_stateful(model) else _kinds(model) <= WITHIN_DOCUMENTS)
     dropped = any(getattr(model.config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
     return plain and causal and _largest_head(model) <= LARGEST_HEAD and not dropped
@@ -106,8 +106,8 @@ def is_stateful(model: PreTrainedModel) -> bool:
 
 
 def takes_varlen(model: PreTrainedModel) -> bool:
-    """Whether its attention takes one row and the bounds of documents instead of a mask; never for a model that keeps state."""
-    return model.config._attn_implementation in (FLASH, VARLEN) and not is_stateful(model)
+    """Whether it takes one row and the bounds of documents instead of a mask; of models that keep state those that `_fits` lets do so."""
+    return model.config._attn_implementation in ((VARLEN,) if is_stateful(model) else (FLASH, VARLEN))
 
 
 def document_bounds(positions: Tensor, device: torch.device) -> dict[str, Any]:

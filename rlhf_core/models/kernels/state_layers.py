@@ -1,0 +1,99 @@
+"""Packed documents in layers that carry state along a row: the starts of documents go to their convolution and to their recurrence.
+
+For gated delta rules (Yang et al. 2024, arXiv:2412.06464; Qwen3-Next, Qwen3.5) transformers uses the kernels of flash-linear-attention
+where that is installed; they take the edges of documents. The convolution that transformers falls back to takes none, so it is replaced.
+Other recurrences (Mamba) have no edges without packages that are built for one GPU: their models get one document a row
+(`document_leak.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from rlhf_core.models.kernels.state_test import rejection_reason
+
+DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+CONVOLUTION = ("lfm2", "lfm2_moe")
+
+
+def takes_edges(model: PreTrainedModel) -> bool:
+    """Whether the state layers of a bf16 model on a GPU start anew with each document of a row."""
+    kind = model.config.model_type
+    if model.dtype != torch.bfloat16 or not torch.cuda.is_available() or not hasattr(_code_of(model), "causal_conv1d_fn"):
+        return False
+    return kind in CONVOLUTION or (
+        kind in DELTA and _delta_rule_works(model.config.linear_key_head_dim, model.config.linear_value_head_dim)
+    )
+
+
+def set_convolution(model: PreTrainedModel) -> None:
+    """Replaces transformers' convolution in the model's code, if package causal-conv1d is missing."""
+    if takes_edges(model) and importlib.util.find_spec("causal_conv1d") is None:
+        _code_of(model).causal_conv1d_fn = causal_conv1d
+
+
+def _code_of(model: PreTrainedModel) -> Any:
+    return sys.modules[type(model).__module__]
+
+
+@cache
+def _delta_rule_works(key_size: int, value_size: int) -> bool:
+    """Whether flash-linear-attention is here and computes what it should."""
+    if importlib.util.find_spec("fla") is None:
+        return False
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    reason = rejection_reason(chunk_gated_delta_rule, key_size, value_size, torch.device("cuda", torch.cuda.current_device()))
+    if reason:
+        print(f"flash-linear-attention's gated delta rule {reason}: one document a row", flush=True)
+    return reason is None
+
+
+def document_numbers(positions: Tensor) -> Tensor:
+    """positions: (T,), 0 at the start of each document. Returns (1, T) int32: which document each token is of."""
+    return (F.pad(positions.diff() != 1, (1, 0))).cumsum(0).int()[None]
+
+
+def causal_conv1d(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Convolves each channel over the K tokens up to its own: (B, D, T), (D, K) -> (B, D, T).
+
+    With `seq_idx` (1, T), the number of each token's document, or `cu_seq_lens_q` (documents + 1), only over those of its own document.
+    """
+    if cu_seq_lens_q is not None and rows.is_cuda and activation in (None, "silu", "swish"):
+        from fla.modules.causal_conv1d import causal_conv1d as kernel
+
+        found, _state = kernel(rows.transpose(1, 2), weight, bias, activation=activation, cu_seqlens=cu_seq_lens_q)
+        return found.transpose(1, 2)
+    size = weight.shape[-1]
+    found = F.conv1d(F.pad(rows, (size - 1, 0)).to(weight.dtype), weight[:, None], bias, groups=len(weight))
+    if seq_idx is not None:
+        found = _restarted(found, rows.to(weight.dtype), weight, bias, seq_idx[0])
+    return (found if activation is None else ACT2FN[activation](found)).to(rows.dtype)
+
+
+def _restarted(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor) -> Tensor:
+    """Computes anew the first tokens of each document, which had read tokens of another."""
+    size, tokens = weight.shape[-1], torch.arange(len(numbers), device=rows.device)
+    crossing = (numbers != numbers[(tokens - size + 1).clamp(0)]).nonzero()
+    read = crossing + torch.arange(1 - size, 1, device=rows.device)  # (n, K), what each reads
+    places = read.clamp(0)
+    own = (numbers[places] == numbers[crossing]) & (read >= 0)
+    products = (rows[0][:, places] * own * weight[:, None]).sum(-1)
+    return found.index_copy(2, crossing[:, 0], (products if bias is None else products + bias[:, None])[None])

@@ -1,0 +1,78 @@
+"""Layers that carry state, with several documents in a row: the convolution, and the test that a kernel must pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_core.models.kernels import state_layers
+from rlhf_core.models.kernels.state_layers import causal_conv1d, document_numbers
+from rlhf_core.models.kernels.state_test import delta_rule, rejection_reason
+from tests.support.families import FAMILIES, SHAPE, config_class, model_class
+
+CPU = torch.device("cpu")
+LENGTHS = (1, 2, 9, 3, 4, 1)
+
+
+def test_tokens_have_the_number_of_their_document() -> None:
+    positions = torch.cat([torch.arange(n) for n in (3, 1, 1, 2)])
+    assert document_numbers(positions).tolist() == [[0, 0, 0, 1, 2, 3, 3]]
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_convolution_starts_anew_with_each_document(size: int, activation: str | None, biased: bool) -> None:
+    tokens = sum(LENGTHS)
+    rows, upward = torch.randn(1, 5, tokens, requires_grad=True), torch.randn(1, 5, tokens)
+    weight, bias = torch.randn(5, size, requires_grad=True), torch.randn(5, requires_grad=True) if biased else None
+    inputs = [part for part in (rows, weight, bias) if part is not None]
+    numbers = document_numbers(torch.cat([torch.arange(n) for n in LENGTHS]))
+    packed = causal_conv1d(rows, weight, bias, activation, seq_idx=numbers)
+    alone = torch.cat([causal_conv1d(part, weight, bias, activation) for part in rows.split(LENGTHS, 2)], 2)
+    torch.testing.assert_close(packed, alone)
+    for ours, theirs in zip(*(torch.autograd.grad(found, inputs, upward) for found in (packed, alone)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_the_convolution_is_that_of_transformers(family: str) -> None:
+    code: Any = state_layers._code_of(model_class(family)(config_class(family)(**SHAPE | {"vocab_size": 96} | FAMILIES[family][1])))
+    rows, weight, bias = torch.randn(2, 6, 11), torch.randn(6, 4), torch.randn(6)
+    for activation in (None, "silu"):
+        expected = code.causal_conv1d_fn(rows, weight, bias, activation=activation)
+        torch.testing.assert_close(causal_conv1d(rows, weight, bias, activation), expected)
+
+
+def by_document(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **_: Any) -> tuple[Tensor, None]:
+    parts = [part[0].float().split(cu_seqlens.diff().tolist()) for part in (q, k, v, g, beta)]
+    return torch.cat([delta_rule(*split) for split in zip(*parts, strict=True)])[None].bfloat16(), None
+
+
+def test_a_kernel_of_the_rule_is_taken() -> None:
+    assert rejection_reason(by_document, 16, 8, CPU) is None
+
+
+@pytest.mark.parametrize("wrong", ["edges", "decay", "gradient"])
+def test_a_kernel_of_something_else_is_rejected(wrong: str) -> None:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **_: Any) -> tuple[Tensor, None]:
+        edges = cu_seqlens[[0, -1]] if wrong == "edges" else cu_seqlens
+        found, state = by_document(q, k, v, g * 1.5 if wrong == "decay" else g, beta, edges)
+        return (found * (1 + (beta - beta.detach()))[..., None] if wrong == "gradient" else found), state
+
+    assert "computes something else" in (rejection_reason(kernel, 16, 8, CPU) or "")
+
+
+def test_a_kernel_that_fails_is_named() -> None:
+    def kernel(*_: Tensor, **__: Any) -> tuple[Tensor, None]:
+        raise RuntimeError("no kernel image")
+
+    assert rejection_reason(kernel, 16, 8, CPU) == "does not run here (RuntimeError: no kernel image)"
+
+
+def test_packed_documents_need_a_gpu() -> None:
+    model = model_class("lfm2")(config_class("lfm2")(**SHAPE | {"vocab_size": 96} | FAMILIES["lfm2"][1])).bfloat16()
+    assert not state_layers.takes_edges(model)
