@@ -19,7 +19,7 @@ import torch
 from rlhf_core.config import Vllm
 from rlhf_core.hub.model_config import text_config, wraps_text_by_config
 from rlhf_core.models.experts import replayed
-from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, config_of, set_vllm_environment, whole_model
+from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, config_of, delta_rule, set_vllm_environment, whole_model
 from rlhf_core.rollout.vllm_patches import (
     applies,
     find_ranks_in_a_file,
@@ -118,6 +118,7 @@ class Sampler:
             max_num_batched_tokens=None if on_gpu else max(max_model_len, CPU_BATCHED_TOKENS),
             logprobs_mode="processed_logprobs",
             language_model_only=wraps_text_by_config(config_of(model)),
+            **delta_rule(model),
             **({"worker_cls": "rlhf_core.rollout.vllm_worker.Worker"} if on_gpu and self._patched else {}),
             worker_extension_cls="rlhf_core.rollout.weight_receiver.WeightReceiver",
             disable_log_stats=True,

@@ -37,6 +37,16 @@ def compilation(model: str) -> dict[str, Any]:
     return UNCOMPILED if experts_of_config(text_config(config_of(model))) else {}
 
 
+def delta_rule(model: str) -> dict[str, Any]:
+    """Returns vLLM's option for gated delta rules (Qwen3-Next, Qwen3.5) on a GPU: Triton's kernels, as in training; FlashInfer's are
+    compiled at the first start."""
+    from vllm import EngineArgs
+
+    kind = str(text_config(config_of(model)).get("model_type"))
+    known = "gdn_prefill_backend" in EngineArgs.__dataclass_fields__
+    return {"gdn_prefill_backend": "triton"} if num_gpus() and known and kind.startswith(("qwen3_5", "qwen3_next")) else {}
+
+
 def config_of(model: str) -> dict[str, Any]:
     """Returns the config.json of a checkpoint folder or Hub id; empty where it cannot be read: vLLM will say what is wrong with it."""
     try:

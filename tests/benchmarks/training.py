@@ -43,6 +43,9 @@ def main() -> None:
     parser.add_argument("--zero-stage", type=int, default=0)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--no-liger", action="store_true")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[200, 1000, 840], help="tokens of SFT's documents, equally many of each")
+    parser.add_argument("--apart", action="store_true", help="one document a row, as where documents of a row would see each other")
+    parser.add_argument("--active", type=float, help="parameters that a token meets, for the MFU of a mixture of experts; default: all")
     parser.add_argument("--peer", action="store_true", help="TRL in place of ours")
     parser.add_argument("--peer-weights", default="bfloat16", choices=("bfloat16", "float32"), help="float32: TRL steps fp32, as ours does")
     parser.add_argument("--flops", type=float, default=790e12)
@@ -52,15 +55,17 @@ def main() -> None:
         parser.error(f"--pass-tokens is a multiple of {2 * PAIR}, and TRL runs on one GPU")
     arguments.out.mkdir(parents=True)
     arguments.passes = (arguments.work or arguments.gpus) * PASSES
-    rows = make_rows(arguments.what, arguments.steps * arguments.passes * arguments.pass_tokens, arguments.prompts)
+    rows = make_rows(arguments.what, arguments.steps * arguments.passes * arguments.pass_tokens, arguments.prompts, arguments.lengths)
     seconds, per_step = (trl if arguments.peer else ours)(arguments, rows)
     steady = sorted(seconds[2:])[len(seconds[2:]) // 2]
-    size = sum(file.stat().st_size for file in arguments.model.glob("*.safetensors")) / 2
+    size = arguments.active or sum(file.stat().st_size for file in arguments.model.glob("*.safetensors")) / 2
     rate = per_step / steady
     name = (
         f"TRL, {arguments.peer_weights} weights"
         if arguments.peer
-        else f"ours, {arguments.gpus} GPU(s), ZeRO-{arguments.zero_stage}" + (", no Liger" if arguments.no_liger else "")
+        else f"ours, {arguments.gpus} GPU(s), ZeRO-{arguments.zero_stage}"
+        + ", no Liger" * arguments.no_liger
+        + ", one document a row" * arguments.apart
     )
     mfu = 6 * size * rate / arguments.flops / arguments.gpus
     print(f"{arguments.what} {name}: {rate:,.0f} tokens/s, {steady:.2f} s a step of {per_step:,.0f} tokens, MFU {mfu:.1%}", flush=True)
@@ -73,8 +78,8 @@ def tokens_of(row: dict[str, str]) -> int:
     return sum(len(row["prompt"]) + len(text) for key, text in row.items() if key in ("response", "chosen", "rejected"))
 
 
-def make_rows(what: str, tokens: int, prompts: float) -> list[dict[str, Any]]:
-    """Random letters (one token each): documents of 200 to 1,000 tokens, or pairs of 2 x 1,024, as many as fill the passes."""
+def make_rows(what: str, tokens: int, prompts: float, lengths: list[int]) -> list[dict[str, Any]]:
+    """Random letters (one token each): documents of these lengths, or pairs of 2 x 1,024, as many as fill the passes."""
     rng = random.Random(0)
 
     def text(length: int) -> str:
@@ -88,7 +93,7 @@ def make_rows(what: str, tokens: int, prompts: float) -> list[dict[str, Any]]:
         return [row(PAIR, "chosen", "rejected") for _ in range(tokens // (2 * PAIR))]
     if what == "kto":
         return [row(PAIR, "response") | {"label": bool(i % 2)} for i in range(tokens // PAIR)]
-    return [row(length, "response") for _ in range(tokens // 2048) for length in (200, 1000, 840)]
+    return [row(length, "response") for _ in range(tokens // (sum(lengths) + 8)) for length in lengths]
 
 
 def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[list[float], float]:
@@ -113,6 +118,7 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[lis
     run = RunDir(arguments.out / "run")
     run.prepare(StageRequest(name=arguments.what, digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))
     hide = "sys.modules['liger_kernel'] = None; " if arguments.no_liger else ""
+    hide += "from rlhf_core.models import document_leak; document_leak.leaks = lambda *_: True; " if arguments.apart else ""
     code = f"import sys, runpy; {hide}sys.argv = ['rlhf_core', {str(run.path)!r}]; runpy.run_module('rlhf_core', run_name='__main__')"
     with (arguments.out / "log.txt").open("w") as log:
         failed = run_child("-c", code, stdout=log, stderr=log)
