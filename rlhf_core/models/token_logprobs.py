@@ -218,7 +218,7 @@ def logit_scale(model: PreTrainedModel) -> float:
     scale = float((logits * plain).sum() / (plain * plain).sum())
     if not (logits - scale * plain).abs().max() <= 0.02 * logits.abs().max():  # bf16 has three digits
         raise ValueError(
-            f"a {model.config.model_type} model does more with its logits than to scale and cap them, "
+            f"models of type {model.config.model_type} do more with their logits than to scale and cap them, "
             "which is not supported: start from another family"
         )
     return 1.0 if abs(scale - 1) < 0.01 else scale

@@ -20,16 +20,8 @@ from rlhf_core.config import Vllm
 from rlhf_core.hub.model_config import text_config, wraps_text_by_config
 from rlhf_core.models.experts import replayed
 from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, config_of, delta_rule, set_vllm_environment, whole_model
-from rlhf_core.rollout.vllm_patches import (
-    applies,
-    find_ranks_in_a_file,
-    keep_rows,
-    read_language_models,
-    returns_routing,
-    rotate_separate_heads,
-    sampled_logprobs,
-    wait_for_whole_answers,
-)
+from rlhf_core.rollout.model_patches import patch_models, returns_routing
+from rlhf_core.rollout.vllm_patches import applies, find_ranks_in_a_file, keep_rows, sampled_logprobs, wait_for_whole_answers
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
@@ -72,8 +64,7 @@ def library(kv_cache_gib: float) -> Any:
         import vllm.entrypoints.llm  # `vllm.LLM` would import it later
 
     find_ranks_in_a_file()
-    read_language_models()
-    rotate_separate_heads()
+    patch_models()
     return vllm
 
 

@@ -1,5 +1,4 @@
-"""Runs vLLM's API server, as `python -m vllm.entrypoints.openai.api_server`, with patches: ranks open no port between them, and of a
-multimodal checkpoint the language model is read.
+"""Runs vLLM's API server, as `python -m vllm.entrypoints.openai.api_server`, with the patches that concern a server.
 
 The engine's own process imports this module again when it is spawned, so the patches are applied at import.
 """
@@ -8,11 +7,11 @@ from __future__ import annotations
 
 import runpy
 
-from rlhf_core.rollout.vllm_patches import find_ranks_in_a_file, read_language_models, rotate_separate_heads
+from rlhf_core.rollout.model_patches import patch_models
+from rlhf_core.rollout.vllm_patches import find_ranks_in_a_file
 
 find_ranks_in_a_file()
-read_language_models()
-rotate_separate_heads()
+patch_models()
 
 if __name__ == "__main__":
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

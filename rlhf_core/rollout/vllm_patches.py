@@ -3,12 +3,8 @@
 - `gather_sampled_alone`: only the sampled token's log-prob is gathered; vLLM also ranks the token among the whole vocabulary.
 - `keep_rows`: the arrays of a step are kept whole; vLLM cuts them for each request.
 - `wait_for_whole_answers`: the output processor gets each answer once, when it is complete; vLLM's gets every token.
-- `read_language_models`: of a multimodal checkpoint the language model's weights are read; each weight that is read is progress.
 - `find_ranks_in_a_file`: ranks of one machine find each other in a file; vLLM 0.24 opens a port on all interfaces.
-- `rotate_separate_heads`: on CPU rotary embeddings of MLA and LFM2 are computed in PyTorch; vLLM computes them wrongly.
 - `memory_for_cache`: an engine measures only its own memory; vLLM measures the whole GPU, which other roles use too.
-- `forget_packed_experts`: on CPU new weights of experts replace the old ones.
-- `returns_routing`: whether vLLM returns the experts of each token.
 
 The first three skip Python work per token: with a small model on a fast GPU it takes longer than the GPU's own work. Without them answers
 are the same.
@@ -17,7 +13,6 @@ are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,11 +20,9 @@ import torch
 from torch import Tensor
 
 from rlhf_core.cluster.rank_environment import store_address
-from rlhf_core.models.wrapper import stored_names, text_names
 from rlhf_core.system import progress
 
 MADE_FOR = ("0.24.", "0.32.")
-WITH_ROUTING = ("0.24.",)
 BESIDES = 2 * 2**30  # bytes besides PyTorch's: CUDA's own, NCCL's, graphs
 
 
@@ -102,27 +95,6 @@ def wait_for_whole_answers(engine: Any) -> None:
     engine.output_processor.process_outputs = process_outputs
 
 
-def read_language_models() -> None:
-    """Makes vLLM read of a multimodal checkpoint the language model's weights under the names of its own class (`text_names`). Each weight
-    that is read is progress of this process."""
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-    read = DefaultModelLoader.get_all_weights
-    if not applies() or read.__name__ == "of_language_model":
-        return
-
-    def of_language_model(self: Any, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        folder = Path(model_config.model)
-        text = model_config.hf_config is model_config.hf_text_config
-        names = text_names(stored_names(folder)) if text and folder.is_dir() else None
-        for name, weight in read(self, model_config, model):
-            progress.made()
-            if names is None or name in names:
-                yield name if names is None else names[name], weight
-
-    DefaultModelLoader.get_all_weights = of_language_model
-
-
 def find_ranks_in_a_file() -> None:
     """Makes engines of one machine find their ranks in a file of this user, as vLLM does from 0.32 on, and not in a store that listens on
     all interfaces. Call it before the engine starts."""
@@ -132,21 +104,6 @@ def find_ranks_in_a_file() -> None:
 
     for executor in (multiproc_executor, uniproc_executor):
         executor.get_distributed_init_method = lambda *_: store_address()
-
-
-def rotate_separate_heads() -> None:
-    """Makes rotary embeddings on a CPU compute in PyTorch where heads are a dimension of their own (multi-head latent attention, LFM2):
-    vLLM's kernel takes (tokens, heads x size) and computes others wrongly. Call it before the engine starts."""
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-    own = RotaryEmbedding.forward_cpu
-    if not applies() or own.__name__ == "of_separate_heads":
-        return
-
-    def of_separate_heads(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
-        return (own if query.dim() == 2 else RotaryEmbedding.forward_native)(self, positions, query, key)
-
-    RotaryEmbedding.forward_cpu = of_separate_heads
 
 
 def gather_sampled_alone(sampler: Any) -> None:
@@ -203,23 +160,3 @@ def memory_for_cache(worker: Any, run_largest_batch: Callable[[], object]) -> in
         )
     worker.cache_config.kv_cache_memory_bytes = left
     return left
-
-
-def forget_packed_experts(model: torch.nn.Module) -> None:
-    """Drops the kernels of a model's experts. On CPU vLLM packs experts when it makes their kernel: without one the next load packs the new
-    weights. Raises RuntimeError for experts on another release, which may keep the old ones."""
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is None:
-            continue
-        if not applies():
-            raise RuntimeError("this vLLM may keep the old weights of experts on a CPU: install the version that the requirements name")
-        method.moe_kernel = None
-
-
-def returns_routing() -> bool:
-    """Returns whether vLLM returns the experts of each token on this machine's GPU, for models that `experts.replayed` names.
-
-    Blackwell's fused kernels choose experts themselves, and vLLM returns zeros (vllm#44116).
-    """
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (10, 0) and applies(WITH_ROUTING)

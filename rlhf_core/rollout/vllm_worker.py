@@ -6,7 +6,8 @@ from typing import Any
 
 from vllm.v1.worker import gpu_worker
 
-from rlhf_core.rollout.vllm_patches import memory_for_cache, read_language_models
+from rlhf_core.rollout.model_patches import patch_models
+from rlhf_core.rollout.vllm_patches import memory_for_cache
 
 BASE: Any = gpu_worker.Worker
 
@@ -16,7 +17,7 @@ class Worker(BASE):
 
     def load_model(self, **options: Any) -> None:
         """Loads the model; each weight that is read is progress."""
-        read_language_models()
+        patch_models()
         super().load_model(**options)
 
     def determine_available_memory(self) -> int:

@@ -50,11 +50,10 @@ def scale_logits(folder: Path, whole: bool) -> float:
         table = model(input_ids=tokens).logits.float().log_softmax(-1)
         return float(-(table.exp() * table).sum(-1).mean())
 
-    high = 0.125
-    while entropy(high) > ENTROPY and high < 128:  # not from above: a cap makes the entropy of large logits high, too
-        high *= 1.25
-    low = high / 1.25
-    for _ in range(8):
+    low, least = 0.125, entropy(0.125)
+    while (found := entropy(high := 1.25 * low)) > ENTROPY and found <= least:  # a cap makes the entropy of large logits high, too
+        low, least = high, found
+    for _ in range(8 if found <= ENTROPY else 0):
         middle = (low + high) / 2
         low, high = (middle, high) if entropy(middle) > ENTROPY else (low, middle)
     for file in folder.glob("*.safetensors*"):
@@ -107,17 +106,23 @@ def measured(family: str, folder: Path, material: Path) -> dict[str, Any]:
         return losses
 
     start = logprobs(policy).detach().cpu()
+    if ON_GPU:
+        with torch.no_grad():
+            exact = logprobs(load_policy(str(folder), "float32").eval().to(DEVICE)).cpu()
+        result["rounding"] = gaps([start.tolist()], exact)["mean"]
     noted("export", lambda: export_unlike(policy, folder, folder.parent / "export") or "as the base")
     noted("sft loss", sft)
     noted("reward model", lambda: trained_scorer(str(folder), 0, DTYPE, False, None, 0) and "yes")
     noted("adapters", lambda: trained_policy(str(folder), DTYPE, False, Lora(rank=4, alpha=8), 0) and "yes")
     if not ON_GPU:
         noted("stages", lambda: trained(folder, material, folder.parent))
-    noted("vllm", lambda: with_engine(folder, policy, start))
+    result["vllm"] = {}
+    noted("engine", lambda: with_engine(folder, policy, start, result["vllm"]) or "yes")
     return result
 
 
-def with_engine(folder: Path, policy: Policy, start: Tensor) -> dict[str, Any]:
+def with_engine(folder: Path, policy: Policy, start: Tensor, found: dict[str, Any]) -> None:
+    """Writes what is measured into `found`."""
     with BaseManager(ctx=get_context("spawn")) as engines:
         vllm = Vllm(kv_cache_gib=0.5, gpu_memory_utilization=0.3, start_timeout=300)
         sampler = engines.Sampler(str(folder), seed=0, max_model_len=128, dtype=DTYPE, vllm=vllm, routing_replay=True)  # type: ignore[attr-defined]
@@ -125,7 +130,7 @@ def with_engine(folder: Path, policy: Policy, start: Tensor) -> dict[str, Any]:
         def send() -> None:
             sampler.update(weights_of(policy))
 
-        found: dict[str, Any] = {"at start": gaps(sampler.prompt_logprobs(DOCUMENTS), start)}
+        found["at start"] = gaps(sampler.prompt_logprobs(DOCUMENTS), start)
         with torch.no_grad():
             now = logprobs(policy)
         found["not sent"] = gaps(sampler.prompt_logprobs(DOCUMENTS), now)
@@ -136,7 +141,6 @@ def with_engine(folder: Path, policy: Policy, start: Tensor) -> dict[str, Any]:
         send()
         with torch.no_grad():
             found["sent again"] = gaps(sampler.prompt_logprobs(DOCUMENTS), logprobs(policy))
-        return found
 
 
 def on_samples(policy: Policy, sampler: Any) -> dict[str, Any]:

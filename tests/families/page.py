@@ -48,8 +48,7 @@ def _families(families: dict[str, Any]) -> str:
 
 def _cells(found: dict[str, Any]) -> tuple[object, ...]:
     ran = "".join(stage[0].upper() for stage in STAGES if _stages(found).get(stage) == "yes") + "A" * (found.get("adapters") == "yes")
-    engine = found.get("vllm")
-    told = engine if isinstance(engine, dict) else {}
+    told = found.get("vllm", {})
     planted = min(told.get("planted", {}).values(), default=None)
     means = [told.get(key, {}).get("mean") for key in ("sent", "not sent", "sent again")]
     return found.get("rows"), found.get("packed minus single"), found.get("export"), ran, means[0], means[1], planted, means[2]
@@ -64,7 +63,7 @@ def _faults(families: dict[str, Any]) -> str:
     lines = []
     for name, found in sorted(families.items()):
         said = {"": found.get("failed", "yes"), "adapters": found.get("adapters", "yes"), **_stages(found)}
-        said |= {"vLLM": found["vllm"]} if isinstance(found.get("vllm"), str) else {}
+        said |= {"vLLM": found.get("engine", "yes")}
         said |= {"reward model": found["reward model"]} if "reward model" in found else {}
         lines += [f"- {name}{', ' * bool(what)}{what}: {why}" for what, why in said.items() if why != "yes"]
     return "\n".join(["What did not work, as it was said:\n", *lines, ""]) if lines else ""

@@ -55,6 +55,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gemma3-wrapper": GEMMA,
     "qwen3-next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 512, "num_experts": 8},
     "qwen3_5-wrapper": DELTA,
+    "qwen3_5-moe-wrapper": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 512, "num_experts": 8},
     "gemma4-wrapper": {**GEMMA, "global_head_dim": 512, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
     "mistral3-wrapper": {},
 }
@@ -63,7 +64,7 @@ SIZES: dict[str, dict[str, Any]] = {
 VOCABULARIES = {
     **{"llama": 128256, "ministral3": 131072, "mistral3-wrapper": 131072, "olmo3": 100278, "deepseek-v3": 129280, "nemotron-h": 131072},
     **dict.fromkeys(("qwen2", "qwen3", "qwen3-moe", "qwen3-next"), 151936),
-    **dict.fromkeys(("qwen3_5", "qwen3_5-moe", "qwen3_5-wrapper"), 248320),
+    **dict.fromkeys(("qwen3_5", "qwen3_5-moe", "qwen3_5-wrapper", "qwen3_5-moe-wrapper"), 248320),
     **dict.fromkeys(("gemma2", "gemma3", "gemma4", "gemma3-wrapper", "gemma4-wrapper"), 262144),
     **dict.fromkeys(("glm4", "glm4-moe"), 151552),
     **{"glm4-moe-lite": 154880, "gpt-oss": 201088, "granite": 100352, "granite-hybrid": 100352, "lfm2": 65536, "phi3": 100352},

@@ -106,6 +106,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3-wrapper": ("Gemma3", {}, VISION),
     "mistral3-wrapper": ("Mistral3", {"model_type": "ministral3"}, VISION | {"model_type": "pixtral", "head_dim": 8}),
     "qwen3_5-wrapper": ("Qwen3_5", DELTA, PATCHES),
+    "qwen3_5-moe-wrapper": ("Qwen3_5Moe", {**SHARED_EXPERT, **DELTA}, PATCHES),
     "gemma4-wrapper": ("Gemma4", GEMMA4, {**VISION, "head_dim": 8, "num_key_value_heads": 2}),
 }
 
@@ -137,5 +138,8 @@ def make_family(
         (folder / "preprocessor_config.json").write_text('{"size": 28}')
     else:
         model_class(name)(config_class(name)(**{**shape, **FAMILIES[name][1], **larger})).to(dtype).save_pretrained(folder)
+    if name == "granite-hybrid":  # as published, and as vLLM 0.24 reads it
+        config = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(config.replace('"linear_attention"', '"mamba"').replace('"full_attention"', '"attention"'))
     tokenizer.save_pretrained(folder)
     return folder

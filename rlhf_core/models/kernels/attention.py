@@ -66,7 +66,7 @@ class _Gathered(torch.autograd.Function):
 
 def set_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Sets the loaded model to `varlen_attention` where that runs, or to `eager` where `sdpa` would ignore a cap of the logits."""
-    state_layers.set_convolution(model)
+    state_layers.set_state_layers(model)
     config = model.config.get_text_config()
     loaded = model.config._attn_implementation
     if getattr(config, "attn_logit_softcapping", None) is not None:

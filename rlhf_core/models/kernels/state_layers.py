@@ -9,6 +9,7 @@ Other recurrences (Mamba) have no edges without packages that are built for one 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from functools import cache
 from typing import Any
@@ -27,18 +28,26 @@ CONVOLUTION = ("lfm2", "lfm2_moe")
 
 def takes_edges(model: PreTrainedModel) -> bool:
     """Whether the state layers of a bf16 model on a GPU start anew with each document of a row."""
-    kind = model.config.model_type
+    config = model.config.get_text_config()
     if model.dtype != torch.bfloat16 or not torch.cuda.is_available() or not hasattr(_code_of(model), "causal_conv1d_fn"):
         return False
-    return kind in CONVOLUTION or (
-        kind in DELTA and _delta_rule_works(model.config.linear_key_head_dim, model.config.linear_value_head_dim)
-    )
+    if config.model_type in DELTA:
+        return _delta_rule_works(config.linear_key_head_dim, config.linear_value_head_dim)
+    return config.model_type in CONVOLUTION
 
 
-def set_convolution(model: PreTrainedModel) -> None:
-    """Replaces transformers' convolution in the model's code, if package causal-conv1d is missing."""
+def set_state_layers(model: PreTrainedModel) -> None:
+    """Sets the loaded model's state layers: a convolution that takes edges, if package causal-conv1d is missing; transformers' own gated
+    delta rule where flash-linear-attention's is wrong; the bounds of Mamba's time steps as in the config, which transformers' Nemotron-H
+    does not read."""
+    config, code = model.config.get_text_config(), _code_of(model)
     if takes_edges(model) and importlib.util.find_spec("causal_conv1d") is None:
-        _code_of(model).causal_conv1d_fn = causal_conv1d
+        code.causal_conv1d_fn = causal_conv1d
+    elif config.model_type in DELTA and torch.cuda.is_available() and model.dtype == torch.bfloat16:
+        code.torch_chunk_gated_delta_rule = inspect.unwrap(code.torch_chunk_gated_delta_rule)
+    for part in model.modules():
+        if hasattr(part, "time_step_limit") and hasattr(config, "time_step_limit"):
+            part.time_step_limit = tuple(config.time_step_limit)
 
 
 def _code_of(model: PreTrainedModel) -> Any:
@@ -54,7 +63,7 @@ def _delta_rule_works(key_size: int, value_size: int) -> bool:
 
     reason = rejection_reason(chunk_gated_delta_rule, key_size, value_size, torch.device("cuda", torch.cuda.current_device()))
     if reason:
-        print(f"flash-linear-attention's gated delta rule {reason}: one document a row", flush=True)
+        print(f"flash-linear-attention's gated delta rule {reason}: plain PyTorch, which is slow, and one document a row", flush=True)
     return reason is None
 
 

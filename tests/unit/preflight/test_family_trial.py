@@ -37,7 +37,7 @@ def test_of_a_multimodal_model_the_language_model_is_tried() -> None:
     [
         ("bert-generation", "it: BertGenerationDecoder reads the tokens after each token too: it is no causal language model"),
         ("qwen2_vl", "it: transformers has no causal language model for Qwen2VLTextConfig"),
-        ("modernbert-decoder", "a modernbert-decoder model does more with its logits than to scale and cap them"),
+        ("modernbert-decoder", "models of type modernbert-decoder do more with their logits than to scale and cap them"),
     ],
 )
 def test_what_cannot_be_trained_is_one_sentence(kind: str, told: str) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.rollout import vllm_patches
-from rlhf_core.rollout.vllm_patches import Rows, forget_packed_experts, gather_sampled_alone, sampled_logprobs, wait_for_whole_answers
+from rlhf_core.rollout import model_patches, vllm_patches
+from rlhf_core.rollout.model_patches import forget_packed_experts
+from rlhf_core.rollout.vllm_patches import Rows, gather_sampled_alone, sampled_logprobs, wait_for_whole_answers
 from rlhf_core.rollout.weight_receiver import WeightReceiver
 
 
@@ -102,13 +103,13 @@ def test_other_releases_of_vllm_are_not_patched(monkeypatch: pytest.MonkeyPatch)
 def test_experts_that_vllm_packed_are_packed_anew_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
     model[0].quant_method, model[1].quant_method = SimpleNamespace(), SimpleNamespace(moe_kernel="packed")
-    monkeypatch.setattr(vllm_patches, "applies", lambda: False)
+    monkeypatch.setattr(model_patches, "applies", lambda: False)
     with pytest.raises(RuntimeError, match="may keep the old weights of experts"):
         forget_packed_experts(model)
-    monkeypatch.setattr(vllm_patches, "applies", lambda: True)
+    monkeypatch.setattr(model_patches, "applies", lambda: True)
     forget_packed_experts(model)
     assert model[1].quant_method.moe_kernel is None and not vars(model[0].quant_method)
-    monkeypatch.setattr(vllm_patches, "applies", lambda: False)
+    monkeypatch.setattr(model_patches, "applies", lambda: False)
     forget_packed_experts(model[:1])  # without experts every release will do
 
 
