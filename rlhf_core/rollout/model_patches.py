@@ -73,20 +73,32 @@ def complete_configs() -> None:
 def completed(config: Any) -> None:
     """Writes into a language model's config what vLLM reads in other places than transformers.
 
-    YaRN's attention factor, which vLLM 0.24 computes without `mscale_all_dim`; the scale of queries by position (Ministral 3); the leave to
-    read sizes that differ between layers (Gemma 4).
+    YaRN's attention factor, which vLLM 0.24 computes without `mscale_all_dim`; the scale of queries by position (Ministral 3).
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 
-    if hasattr(config, "allow_global_per_layer_attribute_access"):
-        config.allow_global_per_layer_attribute_access = True
+    if applies(("0.24.",)):
+        with_earlier_names(config)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn" and "mscale_all_dim" not in inspect.signature(YaRNScalingRotaryEmbedding).parameters:
         factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]
         rope |= {"apply_yarn_scaling": False, "attn_factor": factor}
     if config.model_type == "ministral3" and (beta := rope.get("llama_4_scaling_beta")) is not None:
         config.llama_4_scaling = {"original_max_position_embeddings": rope["original_max_position_embeddings"], "beta": beta}
+
+
+def with_earlier_names(config: Any) -> None:
+    """Writes into a config of transformers 5.17 or later what vLLM 0.24 reads: how earlier ones said what differs between layers."""
+    if config.model_type == "gemma4_text":
+        full = config.per_layer_config[config.layer_types.index("full_attention")]
+        config.allow_global_per_layer_attribute_access = True
+        config.global_head_dim, config.num_global_key_value_heads = full.head_dim, full.num_key_value_heads
+    elif config.model_type == "olmo3" and "full_attention" in config.rope_parameters:
+        config.rope_parameters = dict(config.rope_parameters["full_attention"])
+    elif config.model_type == "granitemoehybrid":
+        earlier = {"linear_attention": "mamba", "full_attention": "attention"}
+        config.layer_types = [earlier.get(kind, kind) for kind in config.layer_types]
 
 
 def find_gpt_oss_experts() -> None:
