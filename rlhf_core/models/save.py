@@ -60,9 +60,9 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def not_loaded(model: PreTrainedModel, exported: Set[str]) -> dict[str, Tensor]:
-    """Returns the weights in a policy's checkpoint that its class leaves out on purpose, such as heads that predict further tokens, but for
-    those of the names `exported`. Nothing where they are quantised, or the checkpoint has other names or cannot be read any more."""
-    patterns = type(model)._keys_to_ignore_on_load_unexpected or []
+    """Returns the weights in a policy's checkpoint that transformers leaves out on purpose (heads that predict further tokens, keys of layers
+    that use another layer's), but for those of the names `exported`. Nothing where they are quantised, have other names, or are gone."""
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
     base = _base(model)
     if not model.can_generate() or not patterns or "quantization_config" in read_json(base / "config.json"):
         return {}

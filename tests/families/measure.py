@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_core.config import Lora, Vllm
@@ -28,7 +29,7 @@ from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, trained_policy, trained_scorer
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Sampler, Sampling
-from tests.families.checks import DEVICE, DOCUMENTS, export_unlike, gaps, last_norm, logprobs, planted, trained, weights_of
+from tests.families.checks import DEVICE, DOCUMENTS, export_unlike, gaps, last_norm, logprobs, planted, stored, trained, weights_of
 from tests.families.sizes import larger
 from tests.support.families import WRAPPERS, make_family
 
@@ -56,10 +57,14 @@ def scale_logits(folder: Path, whole: bool) -> float:
     for _ in range(8 if found <= ENTROPY else 0):
         middle = (low + high) / 2
         low, high = (middle, high) if entropy(middle) > ENTROPY else (low, middle)
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
-    model.save_pretrained(folder)
-    return entropy(high)
+    reached = entropy(high)
+    with TemporaryDirectory() as saved:
+        model.save_pretrained(saved)
+        scaled = stored(Path(saved))
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file(tensors | {name: scaled[name] for name in tensors if name in scaled}, file, metadata={"format": "pt"})
+    return reached
 
 
 def changed(policy: Policy) -> None:

@@ -5,6 +5,8 @@ Heads have 32 dimensions: vLLM's CPU engine takes no smaller ones.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 SHAPE: dict[str, Any] = {
@@ -141,5 +144,22 @@ def make_family(
     if name == "granite-hybrid":  # as published, and as vLLM 0.24 reads it
         config = (folder / "config.json").read_text()
         (folder / "config.json").write_text(config.replace('"linear_attention"', '"mamba"').replace('"full_attention"', '"attention"'))
+    if name.startswith("gemma4"):
+        add_shared_keys(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def add_shared_keys(folder: Path) -> None:
+    """Adds keys and values of the layers that take those of an earlier one: Gemma 4's checkpoints have them, transformers drops them."""
+    file = max(folder.glob("*.safetensors"))
+    stored = {name: tensor for part in folder.glob("*.safetensors") for name, tensor in load_file(part).items()}
+    parts = ("k_proj", "v_proj", "k_norm")
+    names = {name: re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) + 2}", name) for name in stored if name.split(".")[-2] in parts}
+    added = {there: stored[name].clone() for name, there in names.items() if ".self_attn." in name and ".vision" not in name}
+    save_file(load_file(file) | added, file, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        found = json.loads(index.read_text())
+        found["weight_map"] |= dict.fromkeys(added, file.name)
+        index.write_text(json.dumps(found))

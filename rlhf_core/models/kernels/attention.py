@@ -85,11 +85,11 @@ def _has_kernel() -> bool:
 
 def _fits(model: PreTrainedModel) -> bool:
     """Whether the model's attention mask depends only on documents, causality and a window."""
-    plain = model._supports_attention_backend and model._supports_flash_attn
-    plain = plain and (state_layers.takes_edges(model) if is_stateful(model) else _kinds(model) <= WITHIN_DOCUMENTS)
+    packs = state_layers.takes_edges(model)  # of attention that takes others, though it does not say so
+    plain = packs if is_stateful(model) else model._supports_attention_backend and _kinds(model) <= WITHIN_DOCUMENTS
     dropped = any(getattr(model.config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
-    return plain and causal and _largest_head(model) <= LARGEST_HEAD and not dropped
+    return plain and model._supports_flash_attn and causal and _largest_head(model) <= LARGEST_HEAD and not dropped
 
 
 def _largest_head(model: PreTrainedModel) -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.models.kernels import state_layers
+from rlhf_core.models.document_leak import detect_document_leak
+from rlhf_core.models.kernels import attention, state_layers
 from rlhf_core.models.kernels.state_layers import causal_conv1d, document_numbers
 from rlhf_core.models.kernels.state_test import delta_rule, rejection_reason
+from rlhf_core.models.load import Policy
 from tests.support.families import FAMILIES, SHAPE, config_class, model_class
+from tests.unit.models.test_attention import documents, kernel, logprobs_by_document  # noqa: F401
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 2, 9, 3, 4, 1)
@@ -58,19 +62,53 @@ def test_a_kernel_of_the_rule_is_taken() -> None:
 
 @pytest.mark.parametrize("wrong", ["edges", "decay", "gradient"])
 def test_a_kernel_of_something_else_is_rejected(wrong: str) -> None:
-    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **_: Any) -> tuple[Tensor, None]:
+    def wrong_kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **_: Any) -> tuple[Tensor, None]:
         edges = cu_seqlens[[0, -1]] if wrong == "edges" else cu_seqlens
         found, state = by_document(q, k, v, g * 1.5 if wrong == "decay" else g, beta, edges)
         return (found * (1 + (beta - beta.detach()))[..., None] if wrong == "gradient" else found), state
 
-    assert "computes something else" in (rejection_reason(kernel, 16, 8, CPU) or "")
+    assert "computes something else" in (rejection_reason(wrong_kernel, 16, 8, CPU) or "")
 
 
 def test_a_kernel_that_fails_is_named() -> None:
-    def kernel(*_: Tensor, **__: Any) -> tuple[Tensor, None]:
+    def failing(*_: Tensor, **__: Any) -> tuple[Tensor, None]:
         raise RuntimeError("no kernel image")
 
-    assert rejection_reason(kernel, 16, 8, CPU) == "does not run here (RuntimeError: no kernel image)"
+    assert rejection_reason(failing, 16, 8, CPU) == "does not run here (RuntimeError: no kernel image)"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3-next", "qwen3_5-moe", "lfm2"])
+def test_packed_documents_are_as_alone_where_layers_take_edges(
+    family: str,
+    kernel: list[int],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As on a GPU, but for kernels: attention and the delta rule of each document are computed in PyTorch."""
+    torch.manual_seed(0)
+    policy = Policy(model_class(family)(config_class(family)(**SHAPE | {"vocab_size": 96} | FAMILIES[family][1])).eval())
+    code = state_layers._code_of(policy.model)
+    rows = [documents()[:3], documents()[3:]]
+    expected = logprobs_by_document(policy, [[document] for row in rows for document in row])
+
+    def rule(*parts: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, None]:
+        lengths = cu_seqlens.diff().tolist()
+        split = zip(*(part.split(lengths, 1) for part in (*parts, g, beta)), strict=True)
+        return torch.cat([plain(*qkv, g=decay, beta=rate, **options)[0] for *qkv, decay, rate in split], 1), None
+
+    if family != "lfm2":
+        plain = inspect.unwrap(code.torch_chunk_gated_delta_rule)
+        monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", rule)
+    monkeypatch.setattr(code, "causal_conv1d_fn", lambda *given, cu_seq_lens_q=None, **named: causal_conv1d(*given, **named))
+    monkeypatch.setattr(state_layers, "takes_edges", lambda model: True)
+    assert attention._fits(policy.model)
+    policy.model.set_attn_implementation(attention.VARLEN)
+    assert attention.takes_varlen(policy.model) and not attention.can_share(policy.model, CPU)
+    detect_document_leak(policy, policy, CPU, packed=True)
+    assert policy.document_leak is False and not capsys.readouterr().out
+    for ours, theirs in zip(logprobs_by_document(policy, rows), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert kernel
 
 
 def test_packed_documents_need_a_gpu() -> None:
