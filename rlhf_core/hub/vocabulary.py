@@ -43,15 +43,21 @@ def stored_vocabulary(path: str) -> Vocabulary | None:
 
 
 def require_same_vocabulary(own: str, others: Iterable[str], trust_remote_code: bool = False) -> None:
-    """Raises ValueError when one of the models `others`, which are given token ids of the model `own`, reads other tokens in them. A folder
-    without a tokenizer cannot be compared: a line says so."""
+    """Raises ValueError when one of the models `others`, which are given token ids of the model `own`, reads other tokens in them."""
     for other in dict.fromkeys(others):
-        if other == own:
-            continue
-        if not is_remote(other) and not is_remote(place := tokenizer_place(other)) and not any(map(any, map(Path(place).glob, TOKENIZER))):
-            print(f"{other} has no tokenizer: that it knows the tokens of {own} is taken for granted", flush=True)
-        elif told := difference(own, _vocabulary(own, trust_remote_code), other, _vocabulary(other, trust_remote_code)):
+        if told := compared(own, other, trust_remote_code):
             raise ValueError(told)
+
+
+def compared(own: str, other: str, trust_remote_code: bool = False) -> str | None:
+    """Why the model `other` cannot be given token ids of the model `own`; None where it can. A folder without a tokenizer cannot be
+    compared: a line says so. Raises ValueError for a tokenizer that cannot be read."""
+    if other == own:
+        return None
+    if not is_remote(other) and not is_remote(place := tokenizer_place(other)) and not any(map(any, map(Path(place).glob, TOKENIZER))):
+        print(f"{other} has no tokenizer: that it knows the tokens of {own} is taken for granted", flush=True)
+        return None
+    return difference(own, _vocabulary(own, trust_remote_code), other, _vocabulary(other, trust_remote_code))
 
 
 def difference(own: str, tokens: Vocabulary, other: str, known: Vocabulary) -> str | None:

@@ -60,8 +60,11 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def not_loaded(model: PreTrainedModel, exported: Set[str]) -> dict[str, Tensor]:
-    """Returns the weights in a policy's checkpoint that transformers leaves out on purpose (heads that predict further tokens, keys of layers
-    that use another layer's), but for those of the names `exported`. Nothing where they are quantised, have other names, or are gone."""
+    """Returns the weights in a policy's checkpoint that transformers leaves out on purpose, but for those of the names `exported`.
+
+    Heads that predict further tokens, keys of layers that use another layer's. Nothing where they are quantised, have other names, or are
+    gone.
+    """
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     base = _base(model)
     if not model.can_generate() or not patterns or "quantization_config" in read_json(base / "config.json"):

@@ -20,7 +20,7 @@ from rlhf_core.hub.model_config import (
     wraps_text_by_config,
 )
 from rlhf_core.hub.stored_head import has_several_labels, has_trained_head, no_reward_head, several_labels
-from rlhf_core.hub.vocabulary import require_same_vocabulary
+from rlhf_core.hub.vocabulary import compared
 from rlhf_core.recipe.plan import Node
 from rlhf_core.recipe.references import Reference, references
 
@@ -108,17 +108,37 @@ def _config(place: str) -> dict[str, Any]:
 
 
 def vocabulary_problems(node: Node, start_of: Callable[[str], str | None], unlike: Callable[[str, str], str | None]) -> list[str]:
-    """Models that would read other tokens in the policy's token ids. `start_of`: the folder or Hub id that a name's chain of models starts
-    from, which has its tokenizer; `unlike`: why the second of two places cannot be given the first one's token ids."""
-    kind = KINDS[node.kind]
-    if not kind.given_tokens:
-        return []
-    own, problems = start_of(getattr(node.config, kind.start)), []
-    for reference in references(node.config):
-        other = start_of(reference.name) if reference.place.partition(".")[0] in kind.given_tokens else None
-        if own is not None and other is not None and (told := unlike(own, other)):
-            problems.append(f"stages.{node.name}.{reference.place}: {told}")
-    return problems
+    """Models that would read other tokens in the policy's token ids, and reward models with another tokenizer without a chat template.
+
+    `start_of`: the folder or Hub id that a name's chain of models starts from, which has its tokenizer; `unlike`: why the second of two
+    places cannot be given the first one's token ids.
+    """
+    kind, config = KINDS[node.kind], node.config
+    named = [(reference.place, reference.name) for reference in references(config)]
+    if isinstance(config, PPO) and config.has_critic and config.critic is None:
+        named.append(("critic", config.reward_models[0].model))
+    own = start_of(getattr(config, kind.start)) if kind.given_tokens or "reward" in kind.names else None
+    problems: dict[str, str] = {}
+    for place, name in named:
+        field, other = place.partition(".")[0], start_of(name)
+        if own is None or other is None or field not in (*kind.given_tokens, "reward"):
+            continue
+        told = unlike(own, other)
+        told = not_writable(other) if told and field == "reward" else told
+        if told and not (place == "critic" and told in problems.values()):
+            problems[place] = told
+    return [f"stages.{node.name}.{place}: {told}" for place, told in problems.items()]
+
+
+def not_writable(place: str) -> str | None:
+    """Why answers cannot be written in the chat template of the model at `place`."""
+    from rlhf_core.data.chat import Renderer, load_tokenizer
+
+    try:
+        Renderer(load_tokenizer(place), "chat")
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
@@ -139,9 +159,8 @@ def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list
 def unlike_vocabulary(own: str, other: str, trust_remote_code: bool = False) -> str | None:
     """Why the model `other` cannot be given token ids of the model `own`, as who loads them says it; without transformers only they do."""
     try:
-        require_same_vocabulary(own, [other], trust_remote_code)
+        return compared(own, other, trust_remote_code)
     except ValueError as error:
         return str(error)
     except ImportError:
         return None
-    return None

@@ -7,6 +7,7 @@ that hangs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from rlhf_core.config.rewards import ModelReward, RewardSource
 from rlhf_core.data.documents import Document
@@ -14,6 +15,7 @@ from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.rewards.clients import Clients, client_of, collect
 from rlhf_core.rewards.combine import Combined, Term, combine, term_of
 from rlhf_core.rewards.contract import Sample
+from rlhf_core.rewards.own_tokens import OwnTokens
 
 
 def reward_batch(
@@ -26,10 +28,12 @@ def reward_batch(
     trust_remote_code: bool = False,
     dtype: str = "float32",
     scores: Callable[[str, Sequence[Document]], list[float]] | None = None,
+    own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
 ) -> Combined:
     """The weighed sum over all sources, (N,) for N answers given as documents (to models) and as samples (to functions and servers).
 
-    `dtype`: of the reward models; auto: the dtype of each checkpoint. `scores`: those of a model in another place than this process.
+    `dtype`: of the reward models; auto: the dtype of each checkpoint. `scores`: those of a model in another place than this process;
+    `own_tokens`: of reward models with another tokenizer than the documents', by title.
     `running` normalisation is by the mean and standard deviation of this batch. RewardsFailed when a source left more than the share
     `max_failed` of the answers without a reward; ValueError when no answer has a reward of every source.
     """
@@ -37,9 +41,10 @@ def reward_batch(
     models = [source for source in sources if isinstance(source, ModelReward)]
 
     def score(source: ModelReward) -> tuple[str, list[float]]:
+        given = own_tokens[source.title].documents(samples) if source.title in own_tokens else documents
         if scores is not None:
-            return source.title, scores(paths[source.model], documents)
-        return source.title, RewardScorer(paths[source.model], dtype, micro_batch_size, trust_remote_code).score(documents)
+            return source.title, scores(paths[source.model], given)
+        return source.title, RewardScorer(paths[source.model], dtype, micro_batch_size, trust_remote_code).score(given)
 
     clients = Clients([client_of(source) for source in sources if not isinstance(source, ModelReward)])
     try:

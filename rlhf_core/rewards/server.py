@@ -23,9 +23,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.documents import Document, Message
+from rlhf_core.data.documents import Message
 from rlhf_core.data.rows.columns import Located, prompt_of, text_of
 from rlhf_core.models.scoring import RewardScorer
+from rlhf_core.rewards.own_tokens import document
 
 LARGEST_REQUEST = 64 << 20  # bytes
 SEND_SECONDS = 60.0  # for a client to send its request
@@ -53,12 +54,6 @@ def read_request(text: bytes) -> list[AnswerToScore]:
         raise ValueError("prompts, responses and finished must be lists of one length")
     where, lists = "the request", zip(prompts, responses, finished, strict=True)
     return [AnswerToScore(prompt_of(Located(where, {"prompt": p})), text_of(r, where, "responses"), bool(f)) for p, r, f in lists]
-
-
-def document(renderer: Renderer, answer: AnswerToScore) -> Document:
-    """Prompt and answer as a sampler would have made them: an answer cut by length has no end token."""
-    whole = renderer.answer(answer.prompt, answer.response)
-    return whole if answer.finished else whole.cut(len(whole) - 1)
 
 
 def reward_application(

@@ -1,6 +1,7 @@
-"""GRPO on Ray and vLLM with three sources of rewards: a reward model's group, a Python function, a reward server.
+"""GRPO on Ray and vLLM with sources of rewards of each kind: two reward models, a Python function, a reward server.
 
-The actor is a hybrid model, with a layer that keeps a state from token to token (Mamba 2) and one with attention.
+One of the reward models has another tokenizer than the actor. The actor is a hybrid model, with a layer that keeps a state from token to
+token (Mamba 2) and one with attention.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.families import make_family
 from tests.support.sockets import beyond_loopback, listening
+from tests.unit.rewards.test_own_tokens import save_twin
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ITERATIONS = 3
@@ -77,6 +79,7 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 {"model": "reward_model", "normalize": "running"},
                 {"function": f"{root / 'checks' / 'checks.py'}:short", "weight": 0.5, "max_attempts": 1, "batch_size": 16},
                 {"url": address[0], "name": "server", "weight": 0.25, "batch_size": 4, "api_key_env": REWARD_KEY},
+                {"model": "twin", "weight": 0.1},
             ),
             max_failed_rewards=0.1,
             prompts=Data(sources=str(material / "prompts.jsonl")),
@@ -96,6 +99,7 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         actor = make_family("granite-hybrid", material / "base", root / "actor")
         inputs = {"base": str(actor), "reward_model": str(root / "rm" / "checkpoint")}
+        inputs["twin"] = str(save_twin(root / "rm" / "checkpoint", root / "twin"))
         RunDir(root / "grpo").prepare(StageRequest(name="grpo", digest="0", config=config, inputs=inputs, seed=7))
         with (root / "log.txt").open("wb") as log:
             command = [sys.executable, "-m", "rlhf_core", str(root / "grpo")]
@@ -121,7 +125,7 @@ def check_its_protection(address: str, place: Path, served: subprocess.Popen[str
     assert listening(served.pid) and not beyond_loopback(served.pid)
 
 
-def test_all_three_sources_are_summed(run: Path) -> None:
+def test_all_sources_are_summed(run: Path) -> None:
     """What each source said is what it says of the texts of the requests to the function."""
     lines, requests = read_metrics(run / "grpo"), (run / "checks" / "requests.jsonl").read_text().splitlines()
     assert len(lines) == len(requests) == ITERATIONS
@@ -134,6 +138,7 @@ def test_all_three_sources_are_summed(run: Path) -> None:
         counted = np.arange(len(answers)) != 1
         assert line["reward/server/mean"] == pytest.approx(served.mean(), abs=1e-5)
         assert line["reward/server/std"] == pytest.approx(served.std(), abs=1e-5)
+        assert line["reward/twin/mean"] == pytest.approx(served.mean(), abs=1e-5), "in tokens of its own"
         assert line["reward/short/mean"] == pytest.approx(short[counted].mean(), abs=1e-5)
         assert math.isfinite(line["reward/mean"])
 

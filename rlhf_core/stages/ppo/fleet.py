@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rlhf_core.cluster.worker_group import Group, Pending, in_order, put_on_node
 from rlhf_core.data.documents import Document
 from rlhf_core.rewards.clients import Clients, Rewards, collect
 from rlhf_core.rewards.contract import Sample
+from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
@@ -37,7 +38,8 @@ class EngineDiffers(RuntimeError):
 
 @dataclass(frozen=True)
 class Fleet:
-    """Holds the groups of the running roles. `rewards`: the group of each reward model, by title; `clients`: functions and servers.
+    """Holds the groups of the running roles. `rewards`: the group of each reward model, by title; `own_tokens`: of those with another
+    tokenizer, what writes answers for them; `clients`: functions and servers.
 
     `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
     collective of one waits on a GPU that computes for the other.
@@ -56,6 +58,7 @@ class Fleet:
     in_turn: bool = False
     zero_stage: int = 3
     machine: Machine | None = None  # set by `survey`
+    own_tokens: Mapping[str, OwnTokens] = field(default_factory=dict)
 
     def start_sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Callable[[], list[list[Answer]]]:
         """Starts to sample answers to each prompt. Returns a function that waits for them, in the order of the prompts."""
@@ -89,8 +92,11 @@ class Fleet:
         return self._start_reward(rollouts, put_on_nodes([rollout.document for rollout in rollouts]), allowed_failures)()
 
     def _start_reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int) -> Callable[[], Rewards]:
-        models = {title: group.call("score", Reward.scores, documents) for title, group in self.rewards.items()}  # all start, then one wait
-        pending_rewards = self.clients.start([self._sample(rollout) for rollout in rollouts], allowed) if self.clients else {}
+        samples = [self._sample(rollout) for rollout in rollouts] if self.clients or self.own_tokens else []
+        given = {title: put_on_nodes(writer.documents(samples)) for title, writer in self.own_tokens.items()}
+        # All start, then one wait.
+        models = {title: group.call("score", Reward.scores, given.get(title, documents)) for title, group in self.rewards.items()}
+        pending_rewards = self.clients.start(samples, allowed) if self.clients else {}
 
         def wait() -> Rewards:
             scored = ((title, np.concatenate(in_order(pending.wait(self.timeout)))) for title, pending in models.items())

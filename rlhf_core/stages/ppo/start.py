@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +14,7 @@ from rlhf_core.config import PPO
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, starts_of_ppo
 from rlhf_core.rewards.clients import Clients, client_of
+from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward
@@ -26,9 +28,11 @@ def start_fleet(
     groups: Mapping[str, Group],
     trust_remote_code: bool,
     resumed_zero_stage: int | None = None,
+    own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
 ) -> Fleet:
     """Starts all roles in their processes side by side and waits until each has loaded its model. `paths` gives each role's model;
-    `resumed_zero_stage`: the ZeRO stage of a resume state, used when the recipe says `auto`."""
+    `resumed_zero_stage`: the ZeRO stage of a resume state, used when the recipe says `auto`; `own_tokens`: of reward models with another
+    tokenizer, by title."""
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
     def model(role: str) -> ModelSpec:
@@ -40,6 +44,10 @@ def start_fleet(
             trust_remote_code=trust_remote_code,
             micro_tokens=config.micro_rollout_tokens,
         )
+
+    def reward_model(title: str) -> ModelSpec:
+        spec = model(f"reward:{title}")
+        return spec._replace(pad_token_id=own_tokens[title].pad_token_id) if title in own_tokens else spec
 
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)  # before anything is loaded, which it may refuse
     offload = config.ref_reward_offload
@@ -59,7 +67,7 @@ def start_fleet(
         groups["reference"].build(
             Reference, model=model("reference"), temperature=config.temperature, offload=offload, routing_replay=as_the_actor
         ),
-        *(group.build(Reward, model=model(group.name), offload=offload) for group in rewards.values()),
+        *(group.build(Reward, model=reward_model(title), offload=offload) for title, group in rewards.items()),
     ]
     decided = config.model_copy(update={"zero_stage": chosen.stage})
     loading.append(groups["actor"].build(Actor, model=model("actor"), config=decided, seed=seed))
@@ -76,6 +84,7 @@ def start_fleet(
         critic=groups.get("critic"),
         reference=groups["reference"],
         rewards=rewards,
+        own_tokens=own_tokens,
         sampler=groups["sampler"],
         clients=Clients([client_of(source) for source in config.reward if not isinstance(source, ModelReward)]),
         decode=lambda tokens, skip: str(tokenizer.decode(list(tokens), skip_special_tokens=skip)),

@@ -21,6 +21,7 @@ from rlhf_core.forecast.zero_stage import layout_of
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.combine import Running, term_of
+from rlhf_core.rewards.own_tokens import writers
 from rlhf_core.rollout.engine import Sampling
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
@@ -44,7 +45,10 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
     config = cast(PPO, request.config)
     paths = model_paths(config, request.inputs)
     tokenizer = load_tokenizer(paths["actor"], request.trust_remote_code)
-    require_same_vocabulary(paths["actor"], paths.values(), request.trust_remote_code)
+    others = [path for role, path in paths.items() if not role.startswith("reward:")]
+    require_same_vocabulary(paths["actor"], others, request.trust_remote_code)
+    models = {source.title: paths[f"reward:{source.title}"] for source in config.reward_models}
+    own_tokens = writers(paths["actor"], models, request.trust_remote_code)
     renderer = Renderer(tokenizer, config.prompts.template)
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     write_data_report(run, request.name, prompts=data.report)
@@ -55,7 +59,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
     resume = resume_state.latest(run)
     resumed_zero_stage = resume.loop["layout"]["zero_stage"] if resume else None
-    fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage)
+    fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage, own_tokens)
     with closing(fleet.clients):  # closes reward requests on error, otherwise the process waits for them
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
 

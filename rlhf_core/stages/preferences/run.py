@@ -22,9 +22,9 @@ from rlhf_core.data.documents import Document, Prompt, stored_suffix
 from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.hub.positions import require_positions, stored_config
-from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.rewards.batch import reward_batch, terms_of
 from rlhf_core.rewards.contract import Sample
+from rlhf_core.rewards.own_tokens import writers
 from rlhf_core.rollout.engine import Answer
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.preferences.post_process import post_process
@@ -46,8 +46,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     policy = request.inputs[config.policy]
     require_positions(policy, stored_config(policy), config.prompt_max_len + config.generate_max_len)
     tokenizer = load_tokenizer(policy, request.trust_remote_code)
-    reward_models = [request.inputs[source.model] for source in config.reward if isinstance(source, ModelReward)]
-    require_same_vocabulary(policy, reward_models, request.trust_remote_code)
+    reward_models = {source.title: request.inputs[source.model] for source in config.reward if isinstance(source, ModelReward)}
+    own_tokens = writers(policy, reward_models, request.trust_remote_code)
     renderer = Renderer(tokenizer, config.prompts.template)
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     write_data_report(run, request.name, prompts=data.report)
@@ -73,7 +73,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         from rlhf_core.stages.preferences.score_answers import scores_on_ranks  # Ray's import takes seconds
 
         scores_of = partial(scores_on_ranks, config, trust_remote_code=trust)
-    combined = reward_batch(config.reward, request.inputs, documents, samples, limit, micro, trust, config.dtype, scores_of)
+    combined = reward_batch(config.reward, request.inputs, documents, samples, limit, micro, trust, config.dtype, scores_of, own_tokens)
     scores = combined.rewards.where(combined.scored, math.nan).view(len(prompts), -1).tolist()
 
     finished = [[answer.finished for answer in group] for group in answers]

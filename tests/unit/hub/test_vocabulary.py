@@ -18,7 +18,7 @@ import rlhf_core.stages.dpo
 import rlhf_core.stages.kto
 import rlhf_core.stages.ppo.train
 import rlhf_core.stages.preferences.run
-from rlhf_core.config import DPO, KTO, PPO, Data, Preferences, StageConfig
+from rlhf_core.config import DPO, KTO, PPO, Data, StageConfig
 from rlhf_core.hub.vocabulary import difference, require_same_vocabulary, stored_vocabulary
 from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.runs.run_dir import RunDir, StageRequest
@@ -80,12 +80,10 @@ def test_a_folder_without_a_tokenizer_is_not_compared(material: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("overrides", "where"),
     [
-        (["ppo.reward=OTHER"], "stages.ppo.reward"),
-        (["ppo.reward=[reward_model, OTHER]"], "stages.ppo.reward.1"),
+        (["ppo.reward=OTHER"], "stages.ppo.critic"),  # which starts from it
         (["ppo.critic=OTHER"], "stages.ppo.critic"),
         (["ppo.reference=OTHER"], "stages.ppo.reference"),
-        (["loop.reward=OTHER"], "stages.loop.round1.preferences.reward"),
-        (["reward_model.model=OTHER"], "stages.ppo.reward"),  # what is trained from it has its tokenizer
+        (["reward_model.model=OTHER"], "stages.ppo.critic"),  # what is trained from it has its tokenizer
     ],
 )
 def test_it_is_told_before_work(planned: Planned, tmp_path: Path, overrides: list[str], where: str) -> None:
@@ -131,7 +129,7 @@ def test_vocabularies_of_the_hub_are_compared_before_work(
     changes = [f"base_model=someone/base{revision}"] if ours else []
     plan = planned(*changes, f"ppo.reward={names['other']}", f"ppo.reference={names['same']}")
     (problem,) = check_inputs(plan, plan.nodes)
-    assert problem.startswith(f"stages.ppo.reward: {names['other'].partition('@')[0]}")
+    assert problem.startswith(f"stages.ppo.critic: {names['other'].partition('@')[0]}")
     assert "has another vocabulary: number 64 is 'a' in " in problem
     plan = planned(*changes, f"ppo.reward={names['same']}", f"ppo.reference={names['same']}")
     assert check_inputs(plan, plan.nodes) == []
@@ -186,6 +184,21 @@ def test_without_transformers_the_stages_compare(planned: Planned, monkeypatch: 
     assert check_inputs(plan, plan.nodes) == []
 
 
+def test_reward_models_with_another_tokenizer_need_a_chat_template(planned: Planned, tmp_path: Path) -> None:
+    other = swap(tmp_path / "other", tmp_path / "base")
+    plan = planned(f"ppo.reward=[reward_model, {other}]", f"loop.reward={other}")
+    assert check_inputs(plan, plan.nodes) == []
+    (other / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((other / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (other / "tokenizer_config.json").write_text(json.dumps(config))
+    problems = check_inputs(plan, plan.nodes)
+    assert [problem.partition(":")[0] for problem in problems] == [
+        *("stages.ppo.reward.1", "stages.loop.round1.preferences.reward", "stages.loop.round2.preferences.reward")
+    ]
+    assert all("chat template" in problem for problem in problems), problems
+
+
 def test_judges_and_servers_get_text(planned: Planned, tmp_path: Path) -> None:
     other = swap(tmp_path / "other", tmp_path / "base")
     for judge in (f"evaluation.judges=[{{kind: reward, reward: {other}}}]", f"evaluation.proxy={other}"):
@@ -194,21 +207,18 @@ def test_judges_and_servers_get_text(planned: Planned, tmp_path: Path) -> None:
 
 
 def stages(material: Path) -> dict[str, tuple[Callable[..., Any], StageConfig]]:
-    prompts, lengths = Data(sources=str(material / "prompts.jsonl")), {"prompt_max_len": 100, "generate_max_len": 100}
+    prompts = Data(sources=str(material / "prompts.jsonl"))
     pairs = Data(sources=str(material / "preferences.jsonl"), max_samples=8)
-    ppo = PPO(actor="base", reward="other", prompts=prompts)
     train: Callable[..., Any] = lambda request, run: rlhf_core.stages.ppo.train.train(request, run, {}, 0.0)  # noqa: E731
     return {
-        "reward": (train, ppo),
         "critic": (train, PPO(actor="base", reward="base", critic="other", prompts=prompts)),
         "ppo-reference": (train, PPO(actor="base", reward="base", critic="base", reference="other", prompts=prompts)),
-        "round": (rlhf_core.stages.preferences.run.run, Preferences(policy="base", reward=["base", "other"], prompts=prompts, **lengths)),
         "dpo": (rlhf_core.stages.dpo.run, DPO(policy="base", reference="other", data=pairs)),
         "kto": (rlhf_core.stages.kto.run, KTO(policy="base", reference="other", data=pairs)),
     }
 
 
-@pytest.mark.parametrize("name", ["reward", "critic", "ppo-reference", "round", "dpo", "kto"])
+@pytest.mark.parametrize("name", ["critic", "ppo-reference", "dpo", "kto"])
 def test_who_loads_it_refuses_it(name: str, material: Path, tmp_path: Path) -> None:
     work, config = stages(material)[name]
     base, other = material / "base", swap(tmp_path / "other", material / "base")

@@ -1,0 +1,63 @@
+"""Answers as tokens of the model that scores them: written anew in the chat template of a reward model with another tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.documents import Document, Message
+from rlhf_core.hub.positions import positions_of, stored_config
+from rlhf_core.hub.vocabulary import compared
+
+
+class Answered(Protocol):
+    """A prompt and its answer. `finished`: not cut by the length limit."""
+
+    @property
+    def prompt(self) -> Sequence[Message]: ...
+    @property
+    def response(self) -> str: ...
+    @property
+    def finished(self) -> bool: ...
+
+
+def document(renderer: Renderer, answer: Answered) -> Document:
+    """Prompt and answer as a sampler would have made them: an answer cut by length has no end token."""
+    whole = renderer.answer(answer.prompt, answer.response)
+    return whole if answer.finished else whole.cut(len(whole) - 1)
+
+
+class OwnTokens(NamedTuple):
+    """Writes answers for the reward model at `path`, of at most `longest` tokens: the first tokens are left out."""
+
+    path: str
+    renderer: Renderer
+    longest: int | None
+
+    def documents(self, answers: Iterable[Answered]) -> list[Document]:
+        found = [document(self.renderer, answer) for answer in answers]
+        return [Document(d.tokens[-self.longest :], d.mask[-self.longest :]) if self.longest else d for d in found]
+
+    @property
+    def pad_token_id(self) -> int:
+        pad: Any = self.renderer.tokenizer.pad_token_id
+        return int(pad)
+
+
+def writers(policy: str, reward_models: Mapping[str, str], trust_remote_code: bool = False) -> dict[str, OwnTokens]:
+    """Returns one for each reward model, by the keys of `reward_models`, that reads other tokens in the policy's token ids.
+
+    Raises ValueError where such a model has no chat template.
+    """
+    found = {}
+    for title, path in reward_models.items():
+        if not compared(policy, path, trust_remote_code):
+            continue
+        try:
+            renderer = Renderer(load_tokenizer(path, trust_remote_code), "chat")
+        except ValueError as error:
+            raise ValueError(f"{path} has another tokenizer than {policy}, and answers cannot be written for it: {error}") from error
+        found[title] = OwnTokens(path, renderer, positions_of(stored_config(path)))
+        print(f"{path} has another tokenizer: it scores answers in its own chat template", flush=True)
+    return found
