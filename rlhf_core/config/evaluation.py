@@ -226,6 +226,11 @@ class Publication(Gated):
     private: bool = Field(
         True, description="a new repository is private, and an existing public one is refused", json_schema_extra=RECIPE_ONLY
     )
+    gated: Literal["base", "auto", "manual", "no"] = Field(
+        "base",
+        description="whether readers must ask for access, and whom: the Hub (auto) or you (manual); base: as for the base model",
+        json_schema_extra=RECIPE_ONLY,
+    )
     dry_run: bool = Field(
         False, description="only show what would be sent and where, and send nothing; needs no token", json_schema_extra=RECIPE_ONLY
     )

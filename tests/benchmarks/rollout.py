@@ -59,8 +59,13 @@ def main() -> None:
 def plain(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     import vllm
 
+    from rlhf_core.hub.model_config import wraps_text_by_config
+    from rlhf_core.rollout.environment import config_of, delta_rule
+
     length = arguments.prompt_len + arguments.generate_len
-    llm = vllm.LLM(arguments.model, dtype=arguments.dtype, max_model_len=length, gpu_memory_utilization=arguments.memory, seed=0)
+    options = {"dtype": arguments.dtype, "gpu_memory_utilization": arguments.memory}
+    options |= {"language_model_only": wraps_text_by_config(config_of(arguments.model)), **delta_rule(arguments.model)}
+    llm = vllm.LLM(arguments.model, max_model_len=length, seed=0, **options)
     temperature = 0.0 if arguments.side == "greedy" else 1.0
     params = vllm.SamplingParams(temperature=temperature, max_tokens=arguments.generate_len, ignore_eos=True, detokenize=False)
 

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 QWEN = {"max_position_embeddings": 32768, "head_dim": 128, "vocab_size": 151936}
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "intermediate_size": 6144}
-# The class, and its sizes; 30b-a3b has 4 of its 48 layers.
+PATCHES = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 2048}
+# The class, and its sizes; 30b-a3b has 4 of its 48 layers; qwen3.5-2b is published with what reads images, which is small here.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-2b": (
         "Qwen3_5",
@@ -38,14 +39,17 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     family, sizes = SHAPES[arguments.shape]
-    model_class = getattr(transformers, f"{family}ForCausalLM")
-    config = model_class.config_class(**sizes, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    sizes |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    wrapped = family == "Qwen3_5"
+    model_class = getattr(transformers, f"{family}ForConditionalGeneration" if wrapped else f"{family}ForCausalLM")
+    config = model_class.config_class(**({"text_config": sizes, "vision_config": PATCHES} if wrapped else sizes))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = model_class(config)
     model.save_pretrained(arguments.out)
     letters(sizes["vocab_size"]).save_pretrained(arguments.out)
+    (arguments.out / "preprocessor_config.json").write_text('{"size": 28}')
     print(f"{arguments.shape}: {model.num_parameters() / 1e9:.2f}B parameters")
 
 

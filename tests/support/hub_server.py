@@ -62,6 +62,7 @@ class Commit(NamedTuple):
 @dataclass
 class Repository:
     private: bool
+    gated: Any = False
     commits: dict[str, Commit] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
@@ -190,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
             return self._batch(json.loads(body)) if match[1] in self.server.repositories else Answer(404)
         if match := re.fullmatch(
-            r"/api/(?:models/|(?=datasets/))((?:datasets/)?[^/]+/[^/]+)(?:/(revision|tree|refs|preupload|commit|tag|branch)(?:/([^/]+))?)?",
+            r"/api/(?:models/|(?=datasets/))((?:datasets/)?[^/]+/[^/]+)(?:/(revision|tree|refs|preupload|commit|tag|branch|settings)(?:/([^/]+))?)?",
             path,
         ):
             repository = self.server.repositories.get(match[1])
@@ -254,8 +255,20 @@ class Handler(BaseHTTPRequestHandler):
             case "revision":
                 siblings = [{"rfilename": path} for path in files]
                 return Answer(
-                    200, {"id": name, "modelId": name, "private": repository.private, "sha": sha, "siblings": siblings, "tags": []}
+                    200,
+                    {
+                        "id": name,
+                        "modelId": name,
+                        "private": repository.private,
+                        "gated": repository.gated,
+                        "sha": sha,
+                        "siblings": siblings,
+                        "tags": [],
+                    },
                 )
+            case "settings":
+                repository.gated = json.loads(body)["gated"]
+                return Answer(200, {})
             case "refs":
                 kinds = {"branches": ("heads", repository.branches), "tags": ("tags", repository.tags), "converts": ("converts", {})}
                 return Answer(

@@ -18,7 +18,7 @@ from rlhf_core.config import Publication
 from rlhf_core.hub.api import Retries
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.publication.folder import AdapterBase, assemble, put
-from rlhf_core.stages.publication.run import upload
+from rlhf_core.stages.publication.upload import upload
 from tests.support.chain import Chain, save_model
 from tests.support.hub_server import TOKEN, Hub, Repository, serve
 

@@ -51,7 +51,8 @@ def set_state_layers(model: PreTrainedModel) -> None:
 
 
 def _code_of(model: PreTrainedModel) -> Any:
-    return sys.modules[type(model).__module__]
+    """Returns transformers' module of the backbone; a class with a scalar head may be ours (`score_classes`)."""
+    return sys.modules[type(model.base_model).__module__]
 
 
 @cache

@@ -20,6 +20,7 @@ from rlhf_core.hub.ids import is_hub_id, parted
 from rlhf_core.records import EvalReport, WinRate
 from rlhf_core.runs.lineage import Ancestor, sources, stages, trained, tree
 from rlhf_core.stages.publication.card_sections import configuration, data_sets, gate_section, public_names
+from rlhf_core.stages.publication.terms import Terms
 from rlhf_core.system.markdown_table import table
 
 CONDITIONED = (
@@ -32,7 +33,7 @@ SAMPLING = ("max_tokens", "temperature", "top_p")  # of the settings of an endpo
 class CardModel(NamedTuple):
     """A model to publish: the lineage of its checkpoint, what the evaluation calls it, the card's heading (a Hub id, or a name), the Hub
     repository of the model that an adapter belongs to (None: a whole model), and the branch where it is published. `needs_score_class`:
-    transformers lacks its class (`models.score_classes`)."""
+    transformers lacks its class (`models.score_classes`). `terms`: of its base model."""
 
     lineage: Ancestor
     name: str
@@ -43,6 +44,7 @@ class CardModel(NamedTuple):
     adapts: str | None = None
     branch: str = "main"
     needs_score_class: bool = False
+    terms: Terms = Terms()
 
 
 def card(model: CardModel, report: EvalReport | None, gates: Sequence[Verdict] = ()) -> str:
@@ -75,7 +77,8 @@ def front_matter(model: CardModel) -> dict[str, Any]:
     kinds = [stage.kind.replace("_", "-") for stage in stages(model.lineage)]
     base = trained(model.lineage)[0]
     header: dict[str, Any] = {
-        "license": model.license,
+        **model.terms.license_fields(model.license),
+        **model.terms.asking,
         "library_name": "peft" if model.adapts else "transformers",
         "pipeline_tag": "text-classification" if model.is_reward_model else "text-generation",
         "tags": list(dict.fromkeys(["alignflow", *(["reward-model"] if model.is_reward_model else []), *kinds])),

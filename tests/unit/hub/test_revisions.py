@@ -25,7 +25,8 @@ from rlhf_core.runs.run_dir import Outcome, RunDir
 from rlhf_core.stages.publication.card_sections import data_sets
 from rlhf_core.stages.publication.licenses import upstream_licenses
 from rlhf_core.stages.publication.model_card import CardModel, front_matter
-from rlhf_core.stages.publication.run import upload
+from rlhf_core.stages.publication.upload import upload
+from rlhf_core.stages.publication.upstream_cards import upstream_cards
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository
 from tests.support.publishing import model_to_publish, serving_hub
 
@@ -236,4 +237,7 @@ def test_lineage_card_and_licences_name_repository_and_commit(server: Hub, plann
     assert f"someone/rows@{OTHER}" in data_sets(model)
     snapshot(f"{REPO}@{commit}")
     move_on(server)  # to another licence
-    assert upstream_licenses(run / "checkpoint", {"someone/rows": "cc0-1.0"}, None) == {REPO: "mit", "someone/rows": "cc0-1.0"}
+    assert upstream_licenses(upstream_cards(run / "checkpoint", None), {"someone/rows": "cc0-1.0"}) == {
+        REPO: "mit",
+        "someone/rows": "cc0-1.0",
+    }

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextPreTrainedModel
 
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels import attention, state_layers
@@ -114,3 +117,11 @@ def test_packed_documents_are_as_alone_where_layers_take_edges(
 def test_packed_documents_need_a_gpu() -> None:
     model = model_class("lfm2")(config_class("lfm2")(**SHAPE | {"vocab_size": 96} | FAMILIES["lfm2"][1])).bfloat16()
     assert not state_layers.takes_edges(model)
+
+
+def test_the_code_that_is_replaced_is_the_backbones_also_under_a_class_of_ours() -> None:
+    config = config_class("qwen3-next")(**SHAPE, **FAMILIES["qwen3-next"][1])
+    made = type(
+        "Scorer", (GenericForSequenceClassification, Qwen3NextPreTrainedModel), {"config_class": type(config), "__module__": __name__}
+    )
+    assert state_layers._code_of(made(config)) is modeling_qwen3_next

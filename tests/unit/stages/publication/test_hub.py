@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, constants
 from rlhf_core.runs.run_dir import run_stage
 from rlhf_core.stages.publication import run as hub
 from rlhf_core.stages.publication.folder import assemble
-from rlhf_core.stages.publication.run import upload
+from rlhf_core.stages.publication.upload import upload
 from tests.support.chain import Chain, build, save_model
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository, serve
 from tests.support.publishing import REPO, TAG, THREE, api, check_published, quiet, stage, texts
@@ -191,10 +191,11 @@ def test_the_stage_publishes_to_the_hub_and_no_file_or_line_holds_the_token(
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setattr(hub, "RETRIES", THREE)
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
-    server.break_at(WEIGHTS_REQUEST, "refuse", times=2)
+    weights = WEIGHTS_REQUEST + 1  # after one that asks who may read the base
+    server.break_at(weights, "refuse", times=2)
     run = stage(chain, tmp_path / "run", repo_id=REPO)
     result = run_stage(run.path, hub.run)
-    assert server.requests[WEIGHTS_REQUEST].startswith("PUT /storage/"), "the address with a signature is the one that failed"
+    assert server.requests[weights].startswith("PUT /storage/"), "the address with a signature is the one that failed"
     check_published(server, run / "published")
     receipt = json.loads((run / result.outputs["hub"]).read_text())
     assert receipt["commit"] == server.repositories[REPO].tags[receipt["tag"]]

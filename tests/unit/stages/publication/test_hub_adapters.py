@@ -28,7 +28,7 @@ from rlhf_core.runs.lineage import lineage, tree
 from rlhf_core.runs.run_dir import RunDir, run_stage
 from rlhf_core.stages.publication import run as hub
 from rlhf_core.stages.publication.folder import assemble
-from rlhf_core.stages.publication.run import upload
+from rlhf_core.stages.publication.upload import upload
 from tests.support.hub_server import TOKEN, Blob, Hub
 from tests.support.publishing import ONCE, serving_hub
 

@@ -16,13 +16,14 @@ from pydantic import ValidationError
 
 from evaluation.scores.arena_files import judgment_lines, read_judgments
 from rlhf_core.config import Publication, Recipe
+from rlhf_core.hub.api import Retries
 from rlhf_core.preflight.inputs import tokenizer_of
 from rlhf_core.recipe.plan import plan
 from rlhf_core.records import Game, Judgment, LabelledAnswer, PreferencePair
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.publication import run as hub
 from rlhf_core.stages.publication.folder import read_marker
-from rlhf_core.stages.publication.run import Retries, upload
+from rlhf_core.stages.publication.upload import upload
 from tests.support.chain import Chain, build, save_model
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository
 from tests.support.publishing import serving_hub

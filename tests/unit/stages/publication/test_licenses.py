@@ -10,6 +10,7 @@ from rlhf_core.config import Publication
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.publication import run as hub
 from rlhf_core.stages.publication.licenses import inherited, license_of, upstream_licenses
+from rlhf_core.stages.publication.upstream_cards import header_of, upstream_cards
 from tests.support.chain import BASE, Chain, build, save_model
 
 
@@ -53,22 +54,29 @@ def test_conflicts_are_one_sentence(declared: str | None, upstream: dict[str, st
     assert str(caught.value).startswith(sentence)
 
 
-def test_the_front_matter_of_a_card() -> None:
-    assert license_of("---\nlicense: mit\n---\n# x\n") == "mit"
-    assert license_of("---\nlicense: other\nlicense_name: gemma\n---\n") == "gemma"
-    assert license_of("---\nlicense: [mit, gpl-3.0]\n---\n") == "mit"
-    assert [license_of(text) for text in ("# x\n", "---\n[\n---\n", "", "---\ntags: []\n---\n")] == [None] * 4
+@pytest.mark.parametrize(
+    ("card", "license"),
+    [
+        ("---\nlicense: mit\n---\n# x\n", "mit"),
+        ("---\nlicense: other\nlicense_name: gemma\n---\n", "gemma"),
+        ("---\nlicense: [mit, gpl-3.0]\n---\n", "mit"),
+        *((text, None) for text in ("# x\n", "---\n[\n---\n", "", "---\ntags: []\n---\n", "---\n- mit\n---\n")),
+    ],
+)
+def test_the_front_matter_of_a_card(card: str, license: str | None) -> None:
+    assert license_of(header_of(card)) == license
 
 
 def test_licences_of_a_chain_come_from_cards_and_from_the_recipe(chain: Chain, tmp_path: Path) -> None:
-    assert upstream_licenses(chain.checkpoint, {}, None) == {}
+    cards = upstream_cards(chain.checkpoint, None)
+    assert upstream_licenses(cards, {}) == {}
     named = {str(chain.root / "data" / "sloppy.jsonl"): "mit", BASE: "llama3.1"}
-    assert upstream_licenses(chain.checkpoint, named, None) == {"sloppy.jsonl": "mit", BASE: "llama3.1"}
+    assert upstream_licenses(cards, named) == {"sloppy.jsonl": "mit", BASE: "llama3.1"}
     with pytest.raises(ValueError, match=r"licenses names other\.jsonl, which was not used: name one of stand-in/base-1m, "):
-        upstream_licenses(chain.checkpoint, {"other.jsonl": "mit"}, None)
+        upstream_licenses(cards, {"other.jsonl": "mit"})
     save_model(tmp_path / "base")
     (tmp_path / "base" / "README.md").write_text("---\nlicense: gemma\n---\n")
-    assert upstream_licenses(tmp_path / "base", {}, None) == {"base": "gemma"}
+    assert upstream_licenses(upstream_cards(tmp_path / "base", None), {}) == {"base": "gemma"}
 
 
 def test_a_conflict_stops_the_stage_before_anything_is_written_or_sent(chain: Chain, tmp_path: Path) -> None:

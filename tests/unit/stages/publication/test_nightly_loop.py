@@ -20,7 +20,7 @@ from rlhf_core.runs.lineage import lineage, tree
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.publication import run as hub
 from rlhf_core.stages.publication.folder import assemble
-from rlhf_core.stages.publication.run import upload
+from rlhf_core.stages.publication.upload import upload
 from tasks.report import found, record, this_run, views_of
 from tests.support.hub_server import TOKEN, Hub, Repository
 from tests.support.publishing import ONCE, THREE, serving_hub

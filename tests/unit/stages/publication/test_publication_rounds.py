@@ -18,7 +18,7 @@ from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.publication import run as hub
 from rlhf_core.stages.publication.folder import assemble
-from rlhf_core.stages.publication.run import upload
+from rlhf_core.stages.publication.upload import upload
 from tests.support.chain import Chain, build, save_model
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository, serve
 from tests.support.publishing import ONCE, THREE, quiet

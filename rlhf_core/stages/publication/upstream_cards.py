@@ -1,0 +1,70 @@
+"""Reads the cards of the base models and data sets that an output of a stage goes back to: in their folders, in the Hub's cache, or on the
+Hub. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import try_to_load_from_cache
+
+from rlhf_core.hub.ids import is_hub_id, parted, shown
+from rlhf_core.runs.lineage import lineage, sources, stage_of
+
+ReadCard = Callable[[str, str], str | None]  # (repository, "model" or "dataset") -> its README.md here; None: it has none for us
+Header = dict[str, Any]  # a card's front matter
+Cards = Mapping[str, Callable[[], Header]]  # by Hub id or file name; read when they are asked for; {}: there is no card
+
+
+def upstream_cards(output: Path, read_card: ReadCard | None) -> Cards:
+    """Cards on this machine go first; then, with `read_card`, the Hub's."""
+    cards: dict[str, Callable[[], Header]] = {}
+    for place in _leaves(str(output), set()):
+        found = lineage(place)
+        at = f"{found.name}@{found.digest}" if found.kind == "hub" and found.digest else found.name
+        cards[found.name] = cache(partial(_of_model, place, at, read_card))
+    for _, _, source in sources(lineage(output)):
+        cards[shown(parted(source["path"])[0])] = cache(partial(_of_hub, source["path"], "dataset", read_card))
+    return cards
+
+
+def header_of(readme: str) -> Header:
+    """The front matter of a card; {} where it has none."""
+    parts = readme.split("---\n", 2)
+    try:
+        header = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    except yaml.YAMLError:
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def _leaves(place: str, seen: set[str]) -> list[str]:
+    """The models that no stage made, which a place goes back to."""
+    found = stage_of(place)
+    if found is None:
+        return [place]
+    folder, record = found
+    if str(folder) in seen:
+        return []
+    seen.add(str(folder))
+    return [leaf for parent in record["inputs"].values() for leaf in _leaves(str(parent), seen)]
+
+
+def _of_model(place: str, at: str, read_card: ReadCard | None) -> Header:
+    readme = Path(place) / "README.md"
+    local = readme.is_file() and (readme.parent / "config.json").is_file()
+    return header_of(readme.read_text()) if local else _of_hub(at, "model", read_card)
+
+
+def _of_hub(place: str, repo_type: str, read_card: ReadCard | None) -> Header:
+    """The card of a repository at the commit if it is here, else as it is today."""
+    if not is_hub_id(place):
+        return {}
+    repo_id, revision = parted(place)
+    cached = try_to_load_from_cache(repo_id, "README.md", repo_type=repo_type, revision=revision)
+    if not isinstance(cached, str) and read_card is not None:
+        cached = read_card(repo_id, repo_type)
+    return header_of(Path(cached).read_text()) if isinstance(cached, str) else {}
