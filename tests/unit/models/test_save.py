@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from rlhf_core.models.load import load_policy, trained_policy, trained_scorer
 from rlhf_core.models.save import save_model
 from rlhf_core.models.weights import checkpoint_weights
 from tests.support.families import make_family
+from tests.support.layouts import change_config, quantise_experts
 
 Make = Callable[..., Path]
 
@@ -31,12 +31,6 @@ def exported(model: Any, base: Path, folder: Path) -> Path:
     weights = checkpoint_weights(model, lambda parameters: nullcontext())
     save_model(model, {name: weight.detach().clone() for name, weight in weights}, str(base), folder)
     return folder
-
-
-def change_config(folder: Path, **changes: object) -> dict[str, Any]:
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    return config
 
 
 def test_config_is_that_of_the_checkpoint(make: Make, tmp_path: Path) -> None:
@@ -100,26 +94,9 @@ def test_fp8_is_refused_with_a_release_of_transformers_that_was_not_read(make: M
         load_policy(str(base))
 
 
-def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(E, I, O) -> blocks (E, O, I / 32, 16), scales (E, O, I / 32) and the values they stand for (OCP Microscaling 1.0, section 5.3.3)."""
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    table = torch.cat([values, -values])
-    rows = weight.transpose(1, 2).unflatten(2, (-1, 32))
-    exponent = rows.abs().amax(-1, keepdim=True).log2().floor() - 2
-    codes = ((rows / 2**exponent)[..., None] - table).abs().argmin(-1)
-    low, high = codes[..., 0::2], codes[..., 1::2]
-    meant = (table[codes] * 2**exponent).flatten(2).transpose(1, 2)
-    return (low | high << 4).to(torch.uint8), (exponent[..., 0] + 127).to(torch.uint8), meant
-
-
 def test_experts_in_mxfp4_are_trained_and_exported_in_the_dtype_of_training(make: Make, tmp_path: Path) -> None:
     base = make("gpt-oss", intermediate_size=64)
-    file = base / "model.safetensors"
-    stored, meant = load_file(file), {}
-    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        stored[f"{name}_blocks"], stored[f"{name}_scales"], meant[name] = to_mxfp4(stored.pop(name))
-    save_file(stored, file, metadata={"format": "pt"})
-    change_config(base, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": []})
+    meant = quantise_experts(base)
     policy = trained_policy(str(base), "float32", False, None, 0)
     parameters = dict(policy.model.named_parameters())
     assert meant and all(torch.equal(parameters[name], value) for name, value in meant.items())

@@ -90,7 +90,7 @@ def test_no_class_of_the_auto_mappings_ends_in_a_traceback(use: Use) -> None:
     for kind in ALL:
         try:
             config = CONFIG_MAPPING[kind]()
-        except ValueError:  # it needs others inside
+        except Exception:  # of transformers: it needs other configs
             counts["no default config"] += 1
             continue
         found = try_family(config, kind, use)
