@@ -83,7 +83,8 @@ def measured(family: str, folder: Path, material: Path) -> dict[str, Any]:
         try:
             result[name] = work()
         except Exception as error:
-            result[name] = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+            lines = [line for line in str(error).splitlines() if line.strip("- ")]  # of another process: its traceback
+            result[name] = f"{type(error).__name__}: {' '.join(''.join(lines[-1:]).split())[-300:]}"
 
     result["entropy"] = round(scale_logits(folder, family in WRAPPERS), 2)
     policy = load_policy(str(folder), DTYPE).eval().to(DEVICE)
