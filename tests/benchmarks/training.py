@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--no-liger", action="store_true")
     parser.add_argument("--lengths", type=int, nargs="+", default=[200, 1000, 840], help="tokens of SFT's documents, equally many of each")
+    parser.add_argument("--rows", type=int, help="rows of a pass, in place of its tokens, as in a recipe that sets neither")
     parser.add_argument("--apart", action="store_true", help="one document a row, as where documents of a row would see each other")
     parser.add_argument("--active", type=float, help="parameters that a token meets, for the MFU of a mixture of experts; default: all")
     parser.add_argument("--peer", action="store_true", help="TRL in place of ours")
@@ -106,9 +107,9 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[lis
             ("policy" if arguments.what in ("dpo", "kto") else "model"): "base",
             "data": {"sources": str(file), "template": "{}"},
             "max_len": 2048,
-            "train_batch_size": len(rows) // arguments.steps,
-            "micro_train_batch_size": 1,
-            "micro_train_tokens": arguments.pass_tokens,
+            "train_batch_size": len(rows) // arguments.steps // (arguments.rows or 1) * (arguments.rows or 1),
+            "micro_train_batch_size": arguments.rows or 1,
+            "micro_train_tokens": None if arguments.rows else arguments.pass_tokens,
             "dtype": "bfloat16",
             "zero_stage": arguments.zero_stage,
             "gradient_checkpointing": arguments.checkpointing,
