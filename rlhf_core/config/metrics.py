@@ -68,11 +68,28 @@ def reinforced(config: PPO) -> Iterator[str]:
         yield from ("filter/rounds", "filter/accepted", "filter/groups")
     if config.one_step_off_policy:
         yield "rollout/age"
+    if config.eval_prompts is not None:
+        yield from _validated(config)
     yield from ("sampler/gap", "sampler/ratio_gap", "sampler/capped", "sampler/gap_p99", BALANCE, *ANSWERS, *DATA)
     sleep = ("sleep", "wake") if config.vllm.sleep else ()
     yield from (f"phase/{name}" for name in ("generate", "score", "credit", "train", "sync", "probe", *sleep))
     yield from ("floor/generate", "floor/score", "floor/train", "work/*", "memory/*")
     yield from (f"wait/{role}" for role in config.placed)
+
+
+def _validated(config: PPO) -> Iterator[str]:
+    """Of the best iteration. `eval/*/...`: of one of several data sources."""
+    assert config.eval_prompts is not None
+    yield from ("eval/best_iteration", "eval/response/length", "eval/response/truncated", "phase/validate")
+    measured = ("reward", "right") if config.eval_right is not None else ("reward",)
+    of_all = [f"{what}/{name}" for what in measured for name in ("mean", "ci_low", "ci_high")]
+    if config.eval_right is not None and config.eval_samples > 1:
+        of_all.append(f"pass@{config.eval_samples}")
+    yield from (f"eval/{name}" for name in of_all)
+    if len(config.eval_prompts.sources) > 1:
+        yield from (f"eval/*/{name}" for name in of_all)
+    if len(config.reward) > 1:
+        yield from (f"eval/reward/{source.title}/mean" for source in config.reward)
 
 
 def _rewarded(sources: RewardSources) -> Iterator[str]:
@@ -142,6 +159,8 @@ KTO_CHARTS = (
 )
 PPO_CHARTS = (
     Panel("Reward of the answers (band: ± 1 std)", {"reward/mean": "mean"}, band="reward/std"),
+    Panel("Reward on eval_prompts", {"eval/reward/mean": "mean", "eval/reward/ci_low": "95 % interval", "eval/reward/ci_high": ""}),
+    Panel("Right answers on eval_prompts", {"eval/right/mean": ""}),
     Panel("KL to the reference", {"kl/mean": ""}, level=0.0),
     Panel("Answer length (tokens)", {"response/length": ""}),
     Panel("Policy ratio", {"policy/ratio": ""}, level=1.0),
@@ -189,6 +208,8 @@ PREFERENCES_MEANS = {
 PPO_MEANS = {
     "reward": "PPO's reward is outside its bound: a low one means it does not learn (learning rate, or a reward model it cannot "
     "optimise), a very high one with short or odd answers means it exploits the reward model.",
+    "eval": "Answers to prompts that are not trained on are bad, though the training's may be good: PPO exploits its reward, or learned "
+    "its prompts by heart.",
     "kl": "PPO left its reference far behind: lower actor_learning_rate or raise init_kl_coef, and distrust its reward.",
     "policy/clip_share": "PPO's steps are too large: many tokens are clipped; lower actor_learning_rate or max_epochs.",
     "policy/ratio": "PPO's steps are too large: the policy moves far within one rollout; lower actor_learning_rate.",

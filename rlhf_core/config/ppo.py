@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from rlhf_core.config.data import Data, Text
 from rlhf_core.config.loops import Rewarded
 from rlhf_core.config.processes import Groups, Wanted, check_together
 from rlhf_core.config.training import Optimised, Routed
@@ -90,6 +91,18 @@ class PPO(Optimised, Rewarded, Routed):
     sampler_is_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight")
     sampler_is_clamp: tuple[float, float] = Field((0.5, 5.0), description="bounds of the clamped importance weight")
 
+    eval_prompts: Data | None = Field(
+        None,
+        description="prompts that are answered and scored while the actor trains, and at its end; the checkpoint is then the iteration "
+        "with the highest mean reward (or the model before training)",
+    )
+    eval_steps: Positive = Field(10, description="iterations between two validations on eval_prompts")
+    eval_samples: Positive = Field(1, description="answers to each of eval_prompts")
+    eval_right: float | None = Field(
+        None, description="an answer of at least this reward is right: the share of right answers and pass@k are reported"
+    )
+    stop_when: Positive | None = Field(None, description="stop after this many validations in a row without a higher mean reward")
+
     export_at: tuple[Positive, ...] = Field(
         (), description="iterations after which the actor is also exported as a model, which other stages name STAGE.iterationN"
     )
@@ -120,6 +133,13 @@ class PPO(Optimised, Rewarded, Routed):
     adam_offload: Annotated[tuple[Literal["actor", "critic"], ...], NotInDigest] = Field(
         (), description="these roles' optimiser states are in host memory, where their steps run; true: actor and critic"
     )
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        own = (
+            [] if self.eval_prompts is None else [Text("eval_prompts", self.eval_prompts, "prompt", "prompt_max_len", self.prompt_max_len)]
+        )
+        return [*super().texts, *own]
 
     @property
     def has_critic(self) -> bool:
@@ -190,6 +210,13 @@ class PPO(Optimised, Rewarded, Routed):
             yield f"overlong_buffer={self.overlong_buffer} must be below generate_max_len={self.generate_max_len}"
         if not 0 < self.sampler_is_clamp[0] <= 1 <= self.sampler_is_clamp[1]:
             yield f"sampler_is_clamp={list(self.sampler_is_clamp)} must be two numbers around 1, such as [0.5, 5]"
+
+    @check
+    def _check_validation(self) -> Iterator[str]:
+        if self.eval_prompts is None:
+            fields = ("eval_steps", "eval_samples", "eval_right", "stop_when")
+            if unread := [name for name in fields if getattr(self, name) != type(self).model_fields[name].default]:
+                yield f"eval_prompts are not set, and {', '.join(unread)} are about these: set eval_prompts, or leave {unread[0]} out"
 
     @check
     def _check_overlap(self) -> Iterator[str]:

@@ -132,7 +132,7 @@ REASONS: dict[str, str] = {
         ckpt_path disable_ds_ckpt use_ds_universal_ckpt max_ckpt_mem best_metric_key""",
     "write `wandb: {project: ...}` into the recipe for this, with the key in WANDB_API_KEY; TensorBoard files are always written": """
         use_wandb use_tensorboard wandb_org wandb_group wandb_project wandb_run_name""",
-    "an `evaluation` stage does this after training": "eval_temperature eval_n_samples_per_prompt",
+    "answers to eval_prompts have the temperature of the training's": "eval_temperature",
     "models are text models": "image_key max_images_per_prompt freeze_visual_encoder",
     "there is no moving average of the weights": "enable_ema ema_beta",
 }
@@ -166,9 +166,10 @@ DROPPED: dict[str, str] = {
 
 # Flags that other modules read, with those of the tables: a dotted flag is one of these.
 ELSEWHERE = (
-    "lora_rank lora_alpha target_modules reward_clip_range is_correction_threshold is_correction_type rollout_max_tokens_per_gpu "
-    "train_max_tokens_per_gpu reward_offload eval_dataset eval_split margin_loss ipo actor_num_nodes actor_num_gpus_per_node "
-    "critic_num_nodes critic_num_gpus_per_node ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node"
+    "lora_rank lora_alpha target_modules reward_clip_range is_correction_threshold is_correction_type "
+    "rollout_max_tokens_per_gpu eval_n_samples_per_prompt train_max_tokens_per_gpu reward_offload eval_dataset eval_split "
+    "margin_loss ipo actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node ref_num_nodes "
+    "ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node"
 )
 KNOWN = {*FIELDS, *DROPPED, *ELSEWHERE.split()}
 

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_core.migrate.draft import Draft, Flag
-from rlhf_core.migrate.values import Words, count, listed, number
+from rlhf_core.migrate.values import Words, count, listed, number, off_or_number
 
 NO_LIMIT = 10**8  # in the dialects: all samples are used
 PLAIN = {"flat": "Human: {}\nAssistant: ", "dotted": "{}"}  # the template when a script gives none
@@ -245,8 +245,9 @@ def _template(draft: Draft) -> str:
 
 
 def _held_out(draft: Draft, columns: dict[str, str], template: str) -> None:
+    name = "eval_prompts" if draft.has("eval_prompts") else "eval_data"
     flag, split = draft.take("eval_dataset"), draft.take("eval_split")
-    if not draft.has("eval_data"):
+    if not draft.has(name):
         draft.note("dropped", flag, "an `evaluation` stage after training judges answers; add one")
         draft.note("dropped", None if flag else split, "an `evaluation` stage after training judges answers")
     elif flag and flag.words:
@@ -254,8 +255,21 @@ def _held_out(draft: Draft, columns: dict[str, str], template: str) -> None:
         extra: dict[str, Any] = {"split": split.first} if split and split.words else {}
         extra |= {"probability": 1 / len(paths)} if len(paths) > 1 else {}
         data = {"sources": [{"path": path, **columns, **extra} for path in paths]}
-        draft.put("eval_data", data | ({"template": template} if template != "chat" else {}))
-        draft.note("translated", flag, "eval_data")
+        draft.put(name, data | ({"template": template} if template != "chat" else {}))
+        draft.note("translated", flag, name)
     else:
-        text = "without a held-out data set nothing is evaluated in training: set eval_data"
+        text = f"without a held-out data set nothing is evaluated in training: set {name}"
         draft.note("dropped", flag or split, text)
+    if name == "eval_prompts":
+        _validation(draft)
+
+
+def _validation(draft: Draft) -> None:
+    """Translates how often prompts are answered while PPO trains, and how many answers each gets."""
+    for flag, name, how in (("eval_steps", "eval_steps", "iterations"), ("eval_n_samples_per_prompt", "eval_samples", "")):
+        given = draft.take(flag)
+        value = draft.read(given, off_or_number)
+        if value and "eval_prompts" in draft.fields:
+            draft.translate(given, name, value, how)
+        else:
+            draft.note("dropped", given, "there are no eval_prompts" if "eval_prompts" not in draft.fields else f"{name} keeps its default")

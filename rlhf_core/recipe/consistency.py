@@ -64,6 +64,7 @@ def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig])
     known = [metric for planned in gated if not isinstance(planned, Loop) for metric in metrics_of(planned)]
     for i, gate in enumerate(config.gates if isinstance(config, Loop) else stages[name].gates):
         if not any(fnmatchcase(gate.metric, metric) for metric in known):
-            held_out = getattr(config, "eval_data", True) is None or isinstance(config, Loop)
-            why = "; there is no eval_data, and eval/... is measured on it" if held_out and gate.metric.startswith("eval/") else ""
+            field = "eval_prompts" if hasattr(config, "eval_prompts") else "eval_data"
+            missing = getattr(config, field, True) is None or isinstance(config, Loop)
+            why = f"; there is no {field}, and eval/... is measured on it" if missing and gate.metric.startswith("eval/") else ""
             yield f"stages.{name}.gates.{i}.metric: {unknown(gate.metric, known, 'metric')}{why}"

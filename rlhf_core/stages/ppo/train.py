@@ -31,6 +31,7 @@ from rlhf_core.stages.ppo.iteration import Carried, Schedule, ppo_iteration
 from rlhf_core.stages.ppo.one_step_off import read_ahead, write_ahead
 from rlhf_core.stages.ppo.sampling import PromptOrder, Setup
 from rlhf_core.stages.ppo.start import start_fleet
+from rlhf_core.stages.ppo.validation import BEST, HIGH, LOW, REWARD, Best, Validation, best_checkpoint, keep_best, load_validation, validate
 from rlhf_core.training.engine import at, learning_rate
 
 PROBE_DOCUMENTS, PROBE_TOKENS = 4, 128
@@ -57,6 +58,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         batch = f"{config.rollout_batch_size} (rollout_batch_size)"
         print(f"each episode leaves out {left} of {len(data.items)} prompts, which fill no iteration of {batch}", flush=True)
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
+    held_out = load_validation(config, renderer, data.items, setup.terms, renderer.stop_token_ids, request.seed)
     resume = resume_state.latest(run)
     resumed_zero_stage = resume.loop["layout"]["zero_stage"] if resume else None
     fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage, own_tokens)
@@ -65,7 +67,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
 
         first = resume.step if resume else 0
         kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
-        carried = Carried(0, {})
+        carried, best = Carried(0, {}), None
         fleet.probe(setup.probe, synced=False)  # compares log-probs of vLLM and trainer before the first transfer; raises EngineDiffers
         if resume:
             fleet.load_state(resume.folder)
@@ -73,7 +75,10 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
             fleet.probe(setup.probe)
             kl, carried = restore(kl, resume.loop)
             carried = carried._replace(ahead=read_ahead(resume.folder, setup.order, setup.sampling.n))
+            best = Best(*resume.loop["best"]) if resume.loop.get("best") else None
             print(f"resumed after iteration {first} of {iterations}", flush=True)
+        elif held_out:
+            _, best = validated(fleet, held_out, run, 0, None)
         tracker = Tracker(run, iterations, first)
         cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, 0 if config.lora else fleet.trained_parameters())
         for step in range(first, iterations):
@@ -82,18 +87,44 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
             with at(f"iteration {done} of {iterations}"):
                 metrics, mean_kl, carried = ppo_iteration(fleet, setup, carried, kl.coef, schedule, done == iterations)
             kl = kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
-            if done % config.logging_steps == 0 or done == iterations:
+            if held_out and (done % config.eval_steps == 0 or done == iterations):
+                found, best = validated(fleet, held_out, run, done, best)
+                metrics |= found
+            stopped = best is not None and best.since >= (config.stop_when or iterations)
+            if done % config.logging_steps == 0 or done == iterations or REWARD in metrics:
                 tracker.log(done, metrics, show=SHOWN)
             if done in config.export_at:  # first: a run that resumes after this iteration does not export again
                 export(fleet, run / EXPORTS / f"iteration{done}")
+            if stopped:
+                print(f"stopped after iteration {done}: stop_when validations without a higher mean reward", flush=True)
+                break
             if done < iterations and cadence.due(done):
-                state = iteration_state(kl, carried) | {"layout": layout_of(config) | {"zero_stage": fleet.zero_stage}}
+                state = iteration_state(kl, carried) | {"layout": layout_of(config) | {"zero_stage": fleet.zero_stage}, "best": best}
                 resume_state.save(run, done, config.keep_checkpoints, state, partial(save_state, fleet, carried))
                 cadence.saved()
+                if best:
+                    keep_best(run, best.iteration)
         tracker.close()
-    export(fleet, run / "checkpoint")
+    if best:
+        best_checkpoint(run, best.iteration, run / "checkpoint")
+        print(f"the checkpoint is that of iteration {best.iteration}, mean reward {best.metrics[REWARD]:.4g} on eval_prompts", flush=True)
+    else:
+        export(fleet, run / "checkpoint")
     outputs = {"checkpoint": "checkpoint", "data_report": JSON} | ({EXPORTS: EXPORTS} if config.export_at else {})
-    return Outcome(final_metrics(read_metrics(run.path)) | data.report.metrics("data"), outputs)
+    of_best = best.metrics | {"eval/best_iteration": float(best.iteration)} if best else {}
+    return Outcome(final_metrics(read_metrics(run.path)) | of_best | data.report.metrics("data"), outputs)
+
+
+def validated(fleet: Fleet, held_out: Validation, run: RunDir, iteration: int, best: Best | None) -> tuple[dict[str, float], Best]:
+    """Validates the actor after an iteration, and exports it if it is the best so far. Returns metrics and the best."""
+    start = time.monotonic()
+    metrics = validate(fleet, held_out, run, iteration)
+    best = Best(iteration, metrics) if best is None else best.after(iteration, metrics)
+    if best.iteration == iteration:
+        export(fleet, run / BEST / f"iteration{iteration}")
+    interval = f" ({metrics[LOW]:.4g} to {metrics[HIGH]:.4g})" if LOW in metrics else ""
+    print(f"iteration {iteration}: mean reward {metrics[REWARD]:.4g}{interval} on eval_prompts", flush=True)
+    return metrics | {"phase/validate": time.monotonic() - start}, best
 
 
 def save_state(fleet: Fleet, carried: Carried, folder: Path) -> None:

@@ -192,3 +192,17 @@ def test_the_entry_point_of_aiak(name: str, tmp_path: Path) -> None:
     assert isinstance(ppo, PPO) and raw["base_model"] == "/models/sft"
     assert {(ranks.num_nodes, ranks.num_ranks_per_node) for ranks in ppo.groups.values()} == {(2, 4)} and ppo.colocate_all
     assert "unknown flag" in told(found, "dropped")["--aiak_only 1"]
+
+
+def test_held_out_prompts_are_validated(tmp_path: Path) -> None:
+    more = "--eval_dataset data/held.jsonl --eval_steps 20 --eval_n_samples_per_prompt 4 --eval_temperature 0.6"
+    _, found = migrated(tmp_path, f"{PPO_COLOCATED.rstrip()} {more}\n")
+    ppo = found.recipe.stages["ppo"]
+    assert isinstance(ppo, PPO) and ppo.eval_prompts is not None
+    assert (ppo.eval_prompts.sources[0].path, ppo.eval_steps, ppo.eval_samples) == ("data/held.jsonl", 20, 4)
+    assert "temperature of the training's" in told(found, "dropped")["--eval_temperature 0.6"]
+
+
+def test_without_them_their_settings_are_dropped(tmp_path: Path) -> None:
+    _, found = migrated(tmp_path, f"{PPO_COLOCATED.rstrip()} --eval_steps -1\n")
+    assert "there are no eval_prompts" in told(found, "dropped")["--eval_steps -1"]

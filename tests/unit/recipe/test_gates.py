@@ -154,6 +154,7 @@ def test_every_meaning_belongs_to_a_metric_that_exists(planned: Planned) -> None
         },
         "alignment_tax": {"models": ["ppo"], "tasks": ["gsm8k"]},
         "kto": {"data": {"sources": "p.jsonl"}, "eval_data": {"sources": "p.jsonl"}},
+        "rl": {"stage": "ppo", "prompts": {"sources": "p.jsonl"}, "eval_prompts": {"sources": "q.jsonl"}},
         "publication": {"model": "sft"},
     }
     recipe = planned().recipe.model_dump()

@@ -1,0 +1,163 @@
+"""Validates the actor while it trains: answers to prompts that are not trained on, their rewards with intervals, and the best iteration.
+
+Each prompt has the same seed at every validation, so that two validations differ by the weights alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from math import comb
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhf_core.config import PPO
+from rlhf_core.data.chat import Renderer
+from rlhf_core.data.documents import Prompt
+from rlhf_core.data.sources import prompts as load_prompts
+from rlhf_core.rewards.clients import Rewards
+from rlhf_core.rewards.combine import Term, plain_sum
+from rlhf_core.rollout.engine import Sampling
+from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.records import Rollout
+from rlhf_core.stages.ppo.sampling import rollout
+from rlhf_core.system.files import write_text
+
+ANSWERS, BEST = "validation", "best"  # folders of a run: the sampled answers, and the exports of the best iterations
+REWARD, LOW, HIGH = (f"eval/reward/{name}" for name in ("mean", "ci_low", "ci_high"))
+NORMAL = 1.96  # standard errors on each side of a 95 % interval
+
+
+class Validation(NamedTuple):
+    """Says what is answered and how it is scored. `groups`: indices of the prompts of each data source, where there are several;
+    `allowed_failures`: answers that a reward source may fail on."""
+
+    prompts: Sequence[Prompt]
+    groups: Mapping[str, Sequence[int]]
+    seeds: Sequence[int]
+    sampling: Sampling
+    terms: Sequence[Term]
+    right: float | None
+    allowed_failures: int
+
+
+class Best(NamedTuple):
+    """Holds the iteration whose answers had the highest mean reward (0: before training), its metrics, and how many validations came
+    after it."""
+
+    iteration: int
+    metrics: dict[str, float]
+    since: int = 0
+
+    def after(self, iteration: int, metrics: dict[str, float]) -> Best:
+        better = metrics[REWARD] > self.metrics[REWARD]
+        return Best(iteration, metrics) if better else self._replace(since=self.since + 1)
+
+
+def load_validation(
+    config: PPO, renderer: Renderer, training: Sequence[Prompt], terms: Sequence[Term], stop_token_ids: Sequence[int], seed: int
+) -> Validation | None:
+    """Loads `eval_prompts` without those that are training prompts, too; None where the recipe has none. Raises ValueError when none is
+    left."""
+    if config.eval_prompts is None:
+        return None
+    known = {tuple(prompt.tokens) for prompt in training}
+    prompts: list[Prompt] = []
+    groups: dict[str, range] = {}
+    shared = 0
+    for source in config.eval_prompts.sources:
+        data = config.eval_prompts.model_copy(update={"sources": (source.model_copy(update={"probability": 1.0}),)})
+        found = load_prompts(data, renderer, config.prompt_max_len, seed).items
+        own = [prompt for prompt in found if tuple(prompt.tokens) not in known]
+        shared += len(found) - len(own)
+        name = Path(source.path.partition("@")[0]).stem
+        groups[name if name not in groups else f"{name}-{len(groups) + 1}"] = range(len(prompts), len(prompts) + len(own))
+        prompts += own
+    if shared:
+        print(f"{shared} of {shared + len(prompts)} eval_prompts are prompts of the training, too: they are left out", flush=True)
+    if not prompts:
+        raise ValueError("every one of eval_prompts is a prompt of the training, too: name others")
+    n = config.eval_samples
+    seeds = [random.Random(f"{seed}-validation-{i}").getrandbits(48) for i in range(len(prompts))]
+    sampling = Sampling(n, config.temperature, config.generate_max_len, stop_token_ids, logprobs=False)
+    allowed = int(config.max_failed_rewards * len(prompts) * n)
+    return Validation(prompts, groups if len(groups) > 1 else {}, seeds, sampling, terms, config.eval_right, allowed)
+
+
+def validate(fleet: Fleet, validation: Validation, run: RunDir, iteration: int) -> dict[str, float]:
+    """Answers the prompts with the weights that the engines have, and scores the answers. Writes them to `validation/iterationN.jsonl`."""
+    answers = fleet.start_sample([prompt.tokens for prompt in validation.prompts], validation.seeds, validation.sampling)()
+    rollouts = [rollout(prompt, answer) for prompt, group in zip(validation.prompts, answers, strict=True) for answer in group]
+    rewards = fleet.reward(rollouts, validation.allowed_failures)
+    write_answers(run / ANSWERS / f"iteration{iteration}.jsonl", fleet, rollouts, rewards)
+    return measured(rewards, rollouts, validation)
+
+
+def measured(rewards: Rewards, rollouts: Sequence[Rollout], validation: Validation) -> dict[str, float]:
+    """Metrics of all answers, and of those to each data source's prompts. Answers without a reward do not count."""
+    n = validation.sampling.n
+    table = plain_sum(rewards.by_source, validation.terms).reshape(-1, n)
+    metrics = _of("eval", table, validation.right)
+    for name, members in validation.groups.items():
+        metrics |= _of(f"eval/{name}", table[list(members)], validation.right) if len(members) else {}
+    if len(rewards.by_source) > 1:
+        metrics |= {f"eval/reward/{title}/mean": float(np.nanmean(values)) for title, values in rewards.by_source.items()}
+    metrics["eval/response/length"] = sum(sum(found.document.mask) for found in rollouts) / len(rollouts)
+    metrics["eval/response/truncated"] = sum(not found.finished for found in rollouts) / len(rollouts)
+    return metrics
+
+
+def _of(name: str, table: np.ndarray, right: float | None) -> dict[str, float]:
+    """Metrics of rewards (prompts, n), nan where there is none. Intervals are over prompts."""
+    given = ~np.isnan(table)
+    metrics = _interval(f"{name}/reward", np.nanmean(table[given.any(1)], axis=1))
+    if right is None:
+        return metrics
+    counts = [(int(row.sum()), int((values[row] >= right).sum())) for row, values in zip(given, table, strict=True) if row.any()]
+    metrics |= _interval(f"{name}/right", np.array([c / n for n, c in counts]))
+    k = table.shape[1]
+    return metrics | ({f"{name}/pass@{k}": float(np.mean([pass_at(n, c, min(k, n)) for n, c in counts]))} if k > 1 else {})
+
+
+def pass_at(n: int, right: int, k: int) -> float:
+    """Estimates without bias how likely one of k answers is right, from `right` of n answers (Chen et al. 2021, arXiv:2107.03374)."""
+    return 1.0 - comb(n - right, k) / comb(n, k)
+
+
+def _interval(name: str, values: np.ndarray) -> dict[str, float]:
+    """Mean over prompts, and where there are two or more its 95 % interval by the normal approximation."""
+    mean = float(values.mean())
+    if len(values) < 2:
+        return {f"{name}/mean": mean}
+    half = NORMAL * float(values.std(ddof=1)) / len(values) ** 0.5
+    return {f"{name}/mean": mean, f"{name}/ci_low": mean - half, f"{name}/ci_high": mean + half}
+
+
+def write_answers(file: Path, fleet: Fleet, rollouts: Sequence[Rollout], rewards: Rewards) -> None:
+    lines = []
+    for i, found in enumerate(rollouts):
+        answer = [token for token, own in zip(found.document.tokens, found.document.mask, strict=True) if own]
+        given = {title: float(values[i]) for title, values in rewards.by_source.items()}
+        row: dict[str, Any] = {"prompt": list(found.prompt.messages), "response": fleet.decode(answer, True), "finished": found.finished}
+        lines.append(json.dumps(row | {"rewards": {title: None if value != value else value for title, value in given.items()}}))
+    file.parent.mkdir(exist_ok=True)
+    write_text(file, "\n".join(lines) + "\n")
+
+
+def keep_best(run: RunDir, iteration: int) -> None:
+    """Removes the exports of other iterations, once no resume state names them."""
+    for folder in (run / BEST).glob("iteration*"):
+        if folder.name != f"iteration{iteration}":
+            shutil.rmtree(folder)
+
+
+def best_checkpoint(run: RunDir, iteration: int, checkpoint: Path) -> None:
+    """Makes `checkpoint` of the best iteration's export: hard links, which take no space."""
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    shutil.copytree(run / BEST / f"iteration{iteration}", checkpoint, copy_function=os.link)

@@ -1,0 +1,82 @@
+"""PPO that is validated while it trains: planted over-optimisation is stopped, and the best iteration is what comes out.
+
+The reward of training prompts rises with the share of vowels; that of the validation's falls beyond a share, as of a reward that is
+exploited. One run is undisturbed, one is killed and started again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf_core.config import PPO, Data, Ranks
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir
+from tests.engines.test_ppo import SHARE, assert_same_end, common, finish, kill_and_finish, write_request
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STEPS = 20
+VOWELS = """def vowels(responses, rows):
+    shares = [sum(c in "aeiou" for c in text) / (1 + len(text)) for text in responses]
+    return [-abs(share - 0.3) if row.get("held") else share for share, row in zip(shares, rows)]
+"""
+
+
+def prepare(folder: Path, material: Path, function: Path, held: Path) -> None:
+    fields = common(material) | {"actor_learning_rate": 3e-3, "max_steps": STEPS, "init_kl_coef": 0.0, "export_at": ()}
+    config = PPO(
+        **fields,
+        advantage_estimator="grpo",
+        reward=f"{function}:vowels",
+        eval_prompts=Data(sources=str(held)),
+        eval_steps=1,
+        stop_when=3,
+        actor_ranks=Ranks(cpus=SHARE),
+    )
+    write_request(folder, config, {"base": str(material / "base")})
+
+
+@pytest.fixture(scope="module")
+def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("validated")
+    (root / "checks.py").write_text(VOWELS)
+    rows = [json.loads(line) for line in (material / "questions.jsonl").read_text().splitlines()]
+    asked = [row.get("prompt") or row["turns"][0]["content"] for row in rows][:24]
+    (root / "held.jsonl").write_text("".join(json.dumps({"prompt": text, "held": True}) + "\n" for text in asked))
+    for name in ("whole", "killed"):
+        prepare(root / name, material, root / "checks.py", root / "held.jsonl")
+    finish(root / "whole")
+    return root / "whole"
+
+
+def test_it_stops_and_the_best_iteration_comes_out(run: Path) -> None:
+    lines, result = read_metrics(run), RunDir(run).result()
+    assert result is not None and len(lines) < STEPS, "over-optimisation was not stopped"
+    best = int(result.metrics["eval/best_iteration"])
+    rewards = {line["step"]: line["eval/reward/mean"] for line in lines} | {best: result.metrics["eval/reward/mean"]}
+    assert max(rewards.values()) == rewards[best] and 0 < best == len(lines) - 3
+    assert all(later < rewards[best] for step, later in rewards.items() if step > best)
+    assert lines[-1]["reward/mean"] > lines[0]["reward/mean"], "the training's own reward does not tell"
+    checkpoint, exported = (load_file(folder / "model.safetensors") for folder in (run / "checkpoint", run / "best" / f"iteration{best}"))
+    assert all(torch.equal(checkpoint[name], weight) for name, weight in exported.items())
+    assert f"the checkpoint is that of iteration {best}, mean reward" in (run / "log.txt").read_text()
+
+
+def test_answers_are_kept(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "validation" / "iteration1.jsonl").read_text().splitlines()]
+    assert len(rows) > 10 and all(row["response"] and set(row) == {"prompt", "response", "finished", "rewards"} for row in rows)
+    line = read_metrics(run)[0]
+    assert sum(next(iter(row["rewards"].values())) for row in rows) / len(rows) == pytest.approx(line["eval/reward/mean"])
+    assert line["eval/reward/ci_low"] < line["eval/reward/mean"] < line["eval/reward/ci_high"] and line["phase/validate"] > 0
+
+
+@pytest.mark.long
+def test_a_killed_run_ends_the_same(run: Path) -> None:
+    killed = run.with_name("killed")
+    kill_and_finish(killed)
+    assert_same_end(run, killed)
+    assert RunDir(killed).result().metrics["eval/best_iteration"] == RunDir(run).result().metrics["eval/best_iteration"]  # type: ignore[union-attr]

@@ -1,0 +1,112 @@
+"""Validation of PPO: what is measured of the answers, which prompts are left out, and which iteration is the best."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_core.config import PPO
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.data.sources import prompts as load_prompts
+from rlhf_core.rewards.clients import Rewards
+from rlhf_core.rewards.combine import term_of
+from rlhf_core.rollout.engine import Sampling
+from rlhf_core.stages.ppo.records import Rollout
+from rlhf_core.stages.ppo.validation import REWARD, Best, Validation, load_validation, measured, pass_at
+
+NAN = float("nan")
+
+
+def config(**more: object) -> PPO:
+    return PPO.model_validate({"advantage_estimator": "rloo", "n_samples_per_prompt": 2, "reward": "f.py:f", **more})
+
+
+def rollouts(count: int) -> list[Rollout]:
+    return [Rollout(Prompt((), [5], {}, False), Document([5, 6, 7], [False, True, True]), np.zeros(3), i % 2 == 0) for i in range(count)]
+
+
+def validation(values: list[float], n: int, right: float | None = None, **groups: range) -> dict[str, float]:
+    found = config(prompts={"sources": "x"})
+    terms = [term_of(source, None, "none") for source in found.reward]
+    asked = Validation([], groups, [], Sampling(n, 1.0, 8, []), terms, right, 0)
+    return measured(Rewards({found.reward[0].title: np.array(values)}, {}), rollouts(len(values)), asked)
+
+
+def test_the_interval_is_over_prompts() -> None:
+    found = validation([1, 3, 2, 2, 0, 4, 5, 7], n=2)  # means 2, 2, 2, 6
+    assert found["eval/reward/mean"] == 3 and found["eval/response/length"] == 2 and found["eval/response/truncated"] == 0.5
+    assert found["eval/reward/ci_high"] - 3 == pytest.approx(1.96 * 2 / 2) == 3 - found["eval/reward/ci_low"]
+
+
+def test_answers_without_a_reward_do_not_count() -> None:
+    found = validation([1, NAN, NAN, NAN, 3, 5], n=2)
+    assert found["eval/reward/mean"] == pytest.approx(2.5)
+    assert validation([NAN, 4], n=2)["eval/reward/mean"] == 4
+
+
+def test_intervals_cover_the_truth() -> None:
+    rng = np.random.default_rng(0)
+    inside = 0
+    for _ in range(400):
+        found = validation(list(rng.normal(1.0, 2.0, 60) + rng.normal(0, 1, 60)), n=1)
+        inside += found["eval/reward/ci_low"] <= 1.0 <= found["eval/reward/ci_high"]
+    assert 0.91 < inside / 400 < 0.985
+
+
+def test_right_answers_and_pass_at_k() -> None:
+    found = validation([1, 0, 0, 0, 1, 1], n=2, right=0.5)
+    assert found["eval/right/mean"] == pytest.approx(0.5) and found["eval/pass@2"] == pytest.approx(2 / 3)
+    assert not [name for name in validation([1, 0], n=2) if "right" in name or "pass" in name]
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_pass_at_is_the_share_of_all_choices_with_a_right_answer(n: int) -> None:
+    for right in range(n + 1):
+        for k in range(1, n + 1):
+            chosen = list(combinations([True] * right + [False] * (n - right), k))
+            assert pass_at(n, right, k) == pytest.approx(sum(map(any, chosen)) / len(chosen))
+
+
+def test_each_data_source_has_its_own() -> None:
+    found = validation([1, 2, 3, 10], n=1, right=3, first=range(3), second=range(3, 4))
+    assert (found["eval/reward/mean"], found["eval/first/reward/mean"], found["eval/second/reward/mean"]) == (4, 2, 10)
+    assert found["eval/first/right/mean"] == pytest.approx(1 / 3)
+
+
+def test_the_best_iteration() -> None:
+    best = Best(0, {REWARD: 1.0})
+    for iteration, reward in ((10, 2.0), (20, 2.0), (30, 1.0)):
+        best = best.after(iteration, {REWARD: reward})
+    assert best == Best(10, {REWARD: 2.0}, since=2)
+    assert best.after(40, {REWARD: 3.0}) == Best(40, {REWARD: 3.0})
+
+
+def test_prompts_of_the_training_are_left_out(material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (material / "prompts.jsonl").read_text().splitlines()
+    (tmp_path / "train.jsonl").write_text("\n".join(lines[:20]) + "\n")
+    (tmp_path / "held.jsonl").write_text("\n".join(lines[15:30]) + "\n")
+    row = json.loads(lines[0])
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row | {"prompt": f"{i}?"}) + "\n" for i in range(3)))
+    renderer = Renderer(load_tokenizer(str(material / "base")), "chat")
+    two = [{"path": str(tmp_path / name), "probability": 0.5} for name in ("held.jsonl", "other.jsonl")]
+    recipe = config(prompts={"sources": str(tmp_path / "train.jsonl")}, eval_prompts={"sources": two}, prompt_max_len=64)
+    training = load_prompts(recipe.prompts, renderer, 64, 0).items
+    known = {tuple(prompt.tokens) for prompt in training}
+    found = load_validation(recipe, renderer, training, [], [], 0)
+    assert found is not None and not known & {tuple(prompt.tokens) for prompt in found.prompts}
+    assert list(found.groups) == ["held", "other"] and list(found.groups["other"])[-1] == len(found.prompts) - 1
+    assert "eval_prompts are prompts of the training, too: they are left out" in capsys.readouterr().out
+    same = recipe.model_copy(update={"eval_prompts": recipe.prompts})
+    with pytest.raises(ValueError, match="every one of eval_prompts is a prompt of the training, too"):
+        load_validation(same, renderer, training, [], [], 0)
+    assert load_validation(recipe.model_copy(update={"eval_prompts": None}), renderer, training, [], [], 0) is None
+
+
+def test_fields_without_prompts_are_refused() -> None:
+    with pytest.raises(ValueError, match="eval_prompts are not set, and stop_when are about these"):
+        config(prompts={"sources": "x"}, stop_when=2)
