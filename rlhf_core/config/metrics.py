@@ -55,10 +55,12 @@ def sampled(config: Preferences) -> Iterator[str]:
 
 def reinforced(config: PPO) -> Iterator[str]:
     yield from _rewarded(config.reward)
-    yield from (f"reward/{name}" for name in ("first_fifth", "last_fifth", "rise_standard_error"))
+    yield from (f"reward/{name}" for name in ("clipped", "first_fifth", "last_fifth", "rise_standard_error"))
     if config.overlong_buffer:
         yield "reward/overlong"
-    yield from ("kl/mean", "kl/per_answer", "kl/coef", "return/mean", "rollout/usable", "sync/probe_gap", "tokens", "iterations")
+    if config.has_reference:
+        yield from ("kl/mean", "kl/per_answer", "kl/coef")
+    yield from ("return/mean", "rollout/usable", "sync/probe_gap", "tokens", "iterations")
     yield from (f"policy/{name}" for name in POLICY_STEPS + FIRST_STEP)
     if config.kl_in == "loss":
         yield "policy/kl_loss"

@@ -25,7 +25,9 @@ class PPO(Optimised, Rewarded, Routed):
     stage: Literal["ppo"] = "ppo"
     actor: str = Field("sft", description="model to train")
     critic: str | None = Field(None, description="value model; default: starts from the first reward model; only for gae")
-    reference: str | None = Field(None, description="KL anchor; default: the actor before training")
+    reference: str | None = Field(
+        None, description="KL anchor; default: the actor before training, or, with init_kl_coef 0 and no kl_target, none: no KL is measured"
+    )
 
     advantage_estimator: AdvantageEstimator = Field(
         "gae", description="gae: PPO with a critic; grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline: no critic is started"
@@ -146,6 +148,11 @@ class PPO(Optimised, Rewarded, Routed):
         return self.advantage_estimator == "gae"
 
     @property
+    def has_reference(self) -> bool:
+        """Whether a reference is loaded: one that the recipe names, or that a KL is taken to."""
+        return self.reference is not None or self.init_kl_coef > 0 or self.kl_target is not None
+
+    @property
     def aggregation(self) -> Aggregation:
         """The configured aggregation of the loss, or the one of the estimator's paper."""
         return self.loss_aggregation or ("sequence" if self.ratio == "sequence" else AGGREGATIONS.get(self.advantage_estimator, "token"))
@@ -168,7 +175,7 @@ class PPO(Optimised, Rewarded, Routed):
         """The processes of each model; reward models are called `reward:<title>`."""
         trained = {"actor": self.actor_ranks} | ({"critic": self.critic_ranks} if self.has_critic else {})
         rewards = {f"reward:{source.title}": source.ranks or self.reward_ranks for source in self.reward_models}
-        return trained | {"reference": self.reference_ranks} | rewards
+        return trained | ({"reference": self.reference_ranks} if self.has_reference else {}) | rewards
 
     @property
     def placed(self) -> dict[str, Wanted]:
@@ -184,7 +191,8 @@ class PPO(Optimised, Rewarded, Routed):
         if self.colocate_all:
             return [[*self.groups, "sampler"]]
         critic_reward = [name for name in self.groups if name == "critic" or name.startswith("reward:")]
-        chosen = ((self.colocate_actor_ref, ["actor", "reference"]), (self.colocate_critic_reward, critic_reward))
+        actor_ref = ["actor", "reference"]
+        chosen = ((self.colocate_actor_ref and self.has_reference, actor_ref), (self.colocate_critic_reward, critic_reward))
         return [names for wanted, names in chosen if wanted]
 
     @field_validator("adam_offload", mode="before")
@@ -256,7 +264,8 @@ class PPO(Optimised, Rewarded, Routed):
     def _check(self) -> Iterator[str]:
         if self.zero_stage == 0 and self.adam_offload:
             yield ("zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host: set zero_stage to 2, 3 or auto")
-        yield from self.batch_mistakes()
+        if self.micro_train_tokens is None:
+            yield from self.batch_mistakes()
         samples = self.rollout_batch_size * self.n_samples_per_prompt
         if samples % self.train_batch_size:
             yield (

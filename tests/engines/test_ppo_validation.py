@@ -66,6 +66,12 @@ def test_it_stops_and_the_best_iteration_comes_out(run: Path) -> None:
     assert f"the checkpoint is that of iteration {best}, mean reward" in (run / "log.txt").read_text()
 
 
+def test_without_a_kl_no_reference_is_loaded(run: Path) -> None:
+    assert "reference" not in (run / "log.txt").read_text()
+    for line in read_metrics(run):
+        assert not [name for name in line if name.startswith("kl/") or "reference" in name]
+
+
 def test_answers_are_kept(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "validation" / "iteration1.jsonl").read_text().splitlines()]
     assert len(rows) > 10 and all(row["response"] and set(row) == {"prompt", "response", "finished", "rewards"} for row in rows)

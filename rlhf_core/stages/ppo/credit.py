@@ -55,6 +55,7 @@ def credit(
 
     combined = combine(scores.rewards.by_source, terms, statistics)
     rewards, metrics = combined.rewards.clamp(-config.reward_clip, config.reward_clip), dict(combined.metrics)
+    metrics["reward/clipped"] = float((combined.rewards.abs() > config.reward_clip).float().mean())
     if config.overlong_buffer:
         penalty = overlong_penalty(response.sum(-1), config.generate_max_len, config.overlong_buffer, config.overlong_penalty)
         rewards, metrics["reward/overlong"] = rewards + penalty, float(penalty.mean())
@@ -70,10 +71,10 @@ def credit(
     weights = importance_weights(logprobs, sampler_logprobs, low, high) if config.sampler_is != "off" else torch.ones_like(logprobs)
     weights = torch.where(mask, weights, 0)
 
+    mean_kl = float(masked_mean(kl, mask))
+    if config.has_reference:
+        metrics |= {"kl/mean": mean_kl, "kl/per_answer": float(kl[usable].sum(-1).mean()), "kl/coef": kl_coef}
     metrics |= {
-        "kl/mean": float(masked_mean(kl, mask)),
-        "kl/per_answer": float(kl[usable].sum(-1).mean()),
-        "kl/coef": kl_coef,
         "return/mean": float(masked_mean(returns, mask)),
         "response/length": float(response.sum(-1).float().mean()),
         "response/truncated": sum(not rollout.finished for rollout in rollouts) / len(rollouts),
@@ -88,7 +89,7 @@ def credit(
     cut = zip(_cut(advantages, lengths), _cut(returns, lengths), _cut(weights, lengths), strict=True)
     scored = zip(rollouts, scores.logprobs, scores.ref_logprobs, scores.values, strict=True)
     experience = [Experience(r.document, old, ref, v, *arrays) for (r, old, ref, v), arrays in zip(scored, cut, strict=True)]
-    return Credited(experience, usable.nonzero().flatten().tolist(), metrics["kl/mean"], combined.statistics, metrics)
+    return Credited(experience, usable.nonzero().flatten().tolist(), mean_kl, combined.statistics, metrics)
 
 
 class Estimated(NamedTuple):

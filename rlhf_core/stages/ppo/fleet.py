@@ -47,7 +47,7 @@ class Fleet:
 
     actor: Group
     critic: Group | None
-    reference: Group
+    reference: Group | None
     rewards: Mapping[str, Group]
     sampler: Group
     clients: Clients
@@ -74,7 +74,8 @@ class Fleet:
         the scores."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
         pending = {"logprobs": self.actor.call("score", Actor.logprobs, documents)}
-        pending["ref_logprobs"] = self.reference.call("score", Reference.logprobs, documents)
+        if self.reference is not None:
+            pending["ref_logprobs"] = self.reference.call("score", Reference.logprobs, documents)
         if self.critic is not None:
             pending["values"] = self.critic.call("score", Critic.values, documents)
         wait_rewards = (lambda: rewards) if rewards is not None else self._start_reward(rollouts, documents, allowed_failures)
@@ -82,8 +83,8 @@ class Fleet:
         def wait() -> Scores:
             known = wait_rewards()
             scored = {name: in_order(work.wait(self.timeout)) for name, work in pending.items()}
-            values = scored.pop("values", None) or [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
-            return Scores(**scored, values=values, rewards=known)
+            values = scored.get("values") or [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
+            return Scores(scored["logprobs"], scored.get("ref_logprobs") or scored["logprobs"], values, known)
 
         return wait
 
@@ -192,7 +193,7 @@ class Fleet:
     @property
     def models(self) -> list[Group]:
         """Returns the groups of all models; the sampler's is not one of them."""
-        return [self.actor, self.reference, *self.rewards.values(), *([self.critic] if self.critic is not None else [])]
+        return [group for group in (self.actor, self.reference, *self.rewards.values(), self.critic) if group is not None]
 
     def survey(self) -> Machine:
         """Returns sizes and GPUs of all roles, and measures the actor's GPU; call it when nothing else runs."""

@@ -22,7 +22,8 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Scores:
-    """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. Without a critic values are 0."""
+    """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. Without a critic values are 0;
+    without a reference its log-probs are the actor's."""
 
     logprobs: list[np.ndarray]
     ref_logprobs: list[np.ndarray]

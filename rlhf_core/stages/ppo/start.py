@@ -51,7 +51,7 @@ def start_fleet(
 
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)  # before anything is loaded, which it may refuse
     offload = config.ref_reward_offload
-    as_the_actor = config.routing_replay and paths["reference"] == paths["actor"]  # a KL that begins at 0
+    as_the_actor = config.routing_replay and paths.get("reference") == paths["actor"]  # a KL that begins at 0
     loading: list[Pending[RankReady]] = [
         groups["sampler"].build(
             SamplerRole,
@@ -64,11 +64,14 @@ def start_fleet(
             can_sleep=config.vllm.sleep,
             routing_replay=config.routing_replay,
         ),
-        groups["reference"].build(
-            Reference, model=model("reference"), temperature=config.temperature, offload=offload, routing_replay=as_the_actor
-        ),
         *(group.build(Reward, model=reward_model(title), offload=offload) for title, group in rewards.items()),
     ]
+    if "reference" in groups:
+        loading.append(
+            groups["reference"].build(
+                Reference, model=model("reference"), temperature=config.temperature, offload=offload, routing_replay=as_the_actor
+            )
+        )
     decided = config.model_copy(update={"zero_stage": chosen.stage})
     loading.append(groups["actor"].build(Actor, model=model("actor"), config=decided, seed=seed))
     if "critic" in groups:
@@ -82,7 +85,7 @@ def start_fleet(
     fleet = Fleet(
         actor=groups["actor"],
         critic=groups.get("critic"),
-        reference=groups["reference"],
+        reference=groups.get("reference"),
         rewards=rewards,
         own_tokens=own_tokens,
         sampler=groups["sampler"],

@@ -96,6 +96,17 @@ def test_metrics_of_the_recorded_rollout() -> None:
     assert {name: found.metrics[name] for name in expected} == close(expected)
 
 
+def test_the_share_of_clipped_rewards() -> None:
+    assert credited().metrics["reward/clipped"] == 0  # rewards 2 and -1
+    assert credited(ppo(reward_clip=1.5)).metrics["reward/clipped"] == 0.5
+
+
+def test_without_a_reference_no_kl_is_told() -> None:
+    told = credited(ppo(init_kl_coef=0.0)).metrics
+    assert not [name for name in told if name.startswith("kl/")]
+    assert "kl/mean" in credited(ppo(init_kl_coef=0.0, reference="base")).metrics
+
+
 def test_importance_weights_of_the_recorded_rollout() -> None:
     def weights(**changes: object) -> list[list[float]]:
         return [e.is_weights[1:].tolist() for e in credited(ppo(**changes)).experience]
