@@ -5,9 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, check
+
+# Options of vLLM's engine that other fields decide, and which.
+SET_BY_US = {
+    **dict.fromkeys(("model", "tokenizer"), "the stage's model"),
+    **dict.fromkeys(("dtype", "seed", "trust_remote_code"), "the recipe's field of that name"),
+    "max_model_len": "the stage's lengths",
+    **{name: f"vllm.{name}" for name in ("tensor_parallel_size", "gpu_memory_utilization")},
+    "enable_sleep_mode": "vllm.sleep",
+    "enable_return_routed_experts": "routing_replay",
+    "speculative_config": "nobody: log-probs of drafted tokens are not read",
+    **dict.fromkeys(
+        ("worker_cls", "worker_extension_cls", "distributed_executor_backend", "logprobs_mode", "disable_log_stats", "language_model_only"),
+        "alignflow",
+    ),
+}
 
 
 class Vllm(Config):
@@ -33,6 +48,16 @@ class Vllm(Config):
     start_timeout: Annotated[Rate, NotInDigest] = Field(
         900.0, description="of a server (a vllm judge, alignment_tax): seconds until it must be ready"
     )
+
+    engine: dict[str, JsonValue] = Field(
+        {}, description="further options of vLLM's engine by its own names, as max_num_seqs or enable_expert_parallel, which go before ours"
+    )
+
+    @check
+    def _check_engine(self) -> Iterator[str]:
+        for name in self.engine:
+            if name in SET_BY_US:
+                yield f"vllm.engine.{name} is set by {SET_BY_US[name]}: leave it out there"
 
     @check
     def _check_sleep(self) -> Iterator[str]:

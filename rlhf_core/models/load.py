@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from rlhf_core.models.kernels.state_layers import document_numbers
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 from rlhf_core.models.precision import as_if_stored, unquantised
 from rlhf_core.models.score_classes import add_score_class
-from rlhf_core.models.token_logprobs import Entropy, backbone_of, logit_cap, logit_scale, token_logprobs
+from rlhf_core.models.token_logprobs import Entropy, backbone_of, logit_cap, logit_scale, replaced_forward, token_logprobs
 from rlhf_core.models.wrapper import folder_of, is_wrapper, language_model
 from rlhf_core.objectives.collate import Batch, rounded, sent
 from rlhf_core.objectives.masked import next_token_pairs
@@ -112,7 +113,7 @@ class Scorer(nn.Module):
     """A sequence-classification model with one label and an output at every position: reward model and critic.
 
     `forward` returns (B, T) fp32 where position t depends on tokens <= t. The reward of a document is the value at its last
-    token; the critic's `V(tokens[<t])` is `before` of this.
+    token; the critic's `V(tokens[<t])` is `before` of this. The head computes in fp32: a score of 8 in bf16 has steps of 1/32.
     """
 
     document_leak: bool | None = None  # as `Policy.document_leak`
@@ -123,7 +124,13 @@ class Scorer(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         hidden, _ = _hidden(self.model, tokens, positions, apart=bool(self.document_leak))
-        return self.model.score(hidden).squeeze(-1).float()
+        with replaced_forward(self.model.score, partial(_scores, self.model.score)):  # ZeRO-3 gathers its weights
+            return self.model.score(hidden).squeeze(-1)
+
+
+def _scores(head: nn.Module, hidden: Tensor) -> Tensor:
+    weight, bias = cast(Tensor, head.weight), cast(Tensor | None, head.bias)
+    return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
 def _hidden(

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -21,20 +21,26 @@ from rlhf_core.system.processes import child_environment
 SECONDS = 180.0
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 SAMPLING = "sampling"
+OPTIONS = "options of the engine"  # in place of a model these are what is asked about
 MARK = "TRIAL "
 
 
 StartOf = Callable[[Node, str], str | None]  # the folder or Hub id that a name's chain of models starts from
 
 
-def family_problems(nodes: Iterable[Node], start_of: StartOf, trust_remote_code: bool = False) -> list[str]:
-    """Why models of untested families cannot be used as the stages use them; of those in folders here."""
+def family_problems(nodes: Sequence[Node], start_of: StartOf, trust_remote_code: bool = False) -> list[str]:
+    """Why models of untested families cannot be used as the stages use them, of those in folders here; and which options of engines the
+    installed vLLM does not have."""
     asked: dict[tuple[str, str], str] = {}
     for node in nodes:
         for field, name, use in _uses(node):
             place = start_of(node, name)
             if place is not None and not is_remote(place) and (kind := _model_type(place)) and kind not in TESTED:
                 asked.setdefault((place, use), f"stages.{node.name}.{field}")
+    for node in nodes:
+        vllm = getattr(node.config, "vllm", None)
+        if vllm is not None and vllm.engine:
+            asked.setdefault((json.dumps(vllm.engine, sort_keys=True), OPTIONS), f"stages.{node.name}.vllm.engine")
     told = _ask(tuple((place, use, _changed(place)) for place, use in asked), trust_remote_code) if asked else ()
     return [f"{where}: {problem}" for where, problem in zip(asked.values(), told, strict=False) if problem]
 
@@ -79,6 +85,10 @@ def _ask(asked: tuple[tuple[str, str, int], ...], trust_remote_code: bool) -> tu
 
 
 def _problem(place: str, use: str, trust_remote_code: bool) -> str:
+    if use == OPTIONS:
+        from rlhf_core.rollout.environment import unknown_option
+
+        return unknown_option(json.loads(place))
     from transformers import AutoConfig
 
     try:

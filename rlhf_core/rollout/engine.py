@@ -19,7 +19,15 @@ import torch
 from rlhf_core.config import Vllm
 from rlhf_core.hub.model_config import text_config, wraps_text_by_config
 from rlhf_core.models.experts import replayed
-from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, config_of, delta_rule, set_vllm_environment, whole_model
+from rlhf_core.rollout.environment import (
+    CPU_BATCHED_TOKENS,
+    compilation,
+    config_of,
+    delta_rule,
+    require_known_options,
+    set_vllm_environment,
+    whole_model,
+)
 from rlhf_core.rollout.model_patches import patch_models, returns_routing
 from rlhf_core.rollout.vllm_patches import applies, find_ranks_in_a_file, keep_rows, sampled_logprobs, wait_for_whole_answers
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
@@ -90,9 +98,10 @@ class Sampler:
         self._library = library(vllm.kv_cache_gib)
         self._patched = applies()
         keep_rows()
+        require_known_options(vllm.engine)
         merged = ExitStack()
         model = merged.enter_context(whole_model(model, dtype, trust_remote_code))
-        self.llm = self._library.LLM(
+        options: dict[str, Any] = dict(
             model=model,
             dtype=dtype,
             seed=seed,
@@ -118,6 +127,7 @@ class Sampler:
             # Processes of this one, which end with it.
             distributed_executor_backend="mp" if vllm.tensor_parallel_size > 1 else None,
         )
+        self.llm = self._library.LLM(**options | vllm.engine)
         self.llm.collective_rpc("lean_logprobs")
         wait_for_whole_answers(self.llm.llm_engine)
         self.tied = bool(self.llm.llm_engine.model_config.hf_text_config.tie_word_embeddings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -102,6 +103,41 @@ def no_class_for(architecture: str) -> str | None:
     if not architecture or chooses or architecture in ModelRegistry.get_supported_archs():
         return None
     return f"vLLM {__version__} has no class for {architecture}, so it cannot answer: train it by SFT, DPO or KTO, or take another one"
+
+
+def unknown_option(options: Mapping[str, object]) -> str:
+    """Says which option of `vllm.engine` the installed vLLM does not have; "" where it has all, or is not installed."""
+    if not options:
+        return ""
+    set_vllm_environment(1)
+    try:
+        from vllm import EngineArgs, __version__
+    except ImportError:
+        return ""
+    known = list(EngineArgs.__dataclass_fields__)
+    strange = [name for name in options if name not in known]
+    if not strange:
+        return ""
+    near = difflib.get_close_matches(strange[0], known, n=1)
+    return f"vLLM {__version__} has no option {strange[0]!r}{f'; did you mean {near[0]}?' if near else ''}"
+
+
+def require_known_options(options: Mapping[str, object]) -> None:
+    """Raises ValueError as `unknown_option` says."""
+    if told := unknown_option(options):
+        raise ValueError(f"vllm.engine: {told}")
+
+
+def engine_flags(options: Mapping[str, object]) -> list[str]:
+    """Returns options of `vllm.engine` as flags of `vllm serve`."""
+    flags = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
+    return flags
 
 
 def set_vllm_environment(kv_cache_gib: float) -> None:

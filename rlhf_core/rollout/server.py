@@ -23,7 +23,14 @@ import httpx
 
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.config import Vllm
-from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS, compilation, server_environment, whole_model
+from rlhf_core.rollout.environment import (
+    CPU_BATCHED_TOKENS,
+    compilation,
+    engine_flags,
+    require_known_options,
+    server_environment,
+    whole_model,
+)
 from rlhf_core.system.machine import num_gpus
 
 GRACE_SECONDS, POLL_SECONDS = 15.0, 0.2
@@ -86,6 +93,8 @@ def serving(
             arguments += ["--max-num-batched-tokens", str(max(max_model_len, CPU_BATCHED_TOKENS))]
         if how := compilation(whole):
             arguments += ["--compilation-config", json.dumps(how)]
+        require_known_options(vllm.engine)
+        arguments += engine_flags(vllm.engine)
         server = _start(arguments, name, log, server_environment(vllm.kv_cache_gib), vllm.start_timeout, stack)
         print(f"local server of {name} is ready at {server.url}, its log is {log.name}", flush=True)
         yield server

@@ -39,7 +39,7 @@ def setting(material: Path) -> Iterator[Setting]:
     base = str(material / "base")
     renderer = Renderer(load_tokenizer(base), "chat")
     prompts = [renderer.prompt([{"role": "user", "content": f"Copy this number: {n}"}]) for n in (3, 14, 159, 2653, 58979)]
-    sampler = Sampler(base, seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5))
+    sampler = Sampler(base, seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5, engine={"max_num_seqs": 48}))
     yield Setting(base, sampler, renderer, prompts)
     sampler.close()
 
@@ -68,6 +68,12 @@ def changed_policy(setting: Setting) -> Policy:
 
 def named(policy: Policy) -> list[tuple[str, torch.Tensor]]:
     return [(name, parameter.detach()) for name, parameter in policy.model.named_parameters()]
+
+
+def test_options_of_the_recipe_reach_the_engine(setting: Setting) -> None:
+    assert setting.sampler.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 48
+    with pytest.raises(ValueError, match="has no option 'max_num_seq'; did you mean max_num_seqs"):
+        Sampler(setting.base, seed=0, max_model_len=96, vllm=Vllm(engine={"max_num_seq": 7}))
 
 
 def test_a_seed_fixes_the_answer(setting: Setting) -> None:

@@ -101,6 +101,19 @@ def test_reward_models_are_read(name: str, places: Path) -> None:
     assert load_scorer(str(places / name), 0).model.score.weight.abs().max() > 0
 
 
+def test_heads_of_bf16_models_compute_in_fp32(material: Path, tmp_path: Path) -> None:
+    run(config_of("reward_model", material, None), material / "base", tmp_path / "rm")
+    scorer = load_scorer(str(tmp_path / "rm" / "checkpoint"), 0, "bfloat16").eval()
+    tokens, positions = torch.arange(3, 40)[None], torch.arange(37)[None]
+    found = scorer(tokens, positions)
+    states = scorer.model.model(input_ids=tokens).last_hidden_state
+    assert states.dtype == torch.bfloat16 and found.dtype == torch.float32
+    torch.testing.assert_close(found, (states.double() @ scorer.model.score.weight.double().T)[..., 0].float(), atol=1e-5, rtol=1e-5)
+    assert (found != found.bfloat16().float()).any(), "the scores are rounded to bf16"
+    found.sum().backward()
+    assert scorer.model.score.weight.grad.abs().sum() > 0
+
+
 def test_training_may_begin_with_a_new_head(places: Path) -> None:
     """For a reward model, and for a critic that starts from a policy."""
     assert not trained_scorer(str(places / "lm"), 0, "float32", False, None, seed=0).model.score.weight.any()

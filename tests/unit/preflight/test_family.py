@@ -67,6 +67,13 @@ def test_a_model_that_vllm_has_no_class_for_is_refused_where_it_answers(tmp_path
     assert found.endswith("has no class for GPTNeoForCausalLM, so it cannot answer: train it by SFT, DPO or KTO, or take another one")
 
 
+def test_an_option_that_vllm_does_not_have_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    todo = nodes(tmp_path, "ppo.vllm.engine={max_num_seq: 4}")
+    (told,) = family_problems(todo, lambda node, name: None)
+    assert told.startswith("stages.ppo.vllm.engine: vLLM ") and told.endswith("has no option 'max_num_seq'; did you mean max_num_seqs?")
+
+
 def test_a_tested_family_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(family, "_ask", lambda *_: pytest.fail("it is tried"))
     assert problems(tmp_path, "qwen3", monkeypatch) == []

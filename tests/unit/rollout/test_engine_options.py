@@ -1,0 +1,43 @@
+"""Options of vLLM's engine in a recipe: what other fields set is refused, others go to engines and servers."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_core.config import Vllm
+from rlhf_core.rollout.environment import engine_flags, require_known_options, unknown_option
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("dtype", "vllm.engine.dtype is set by the recipe's field of that name: leave it out there"),
+        ("tensor_parallel_size", "vllm.engine.tensor_parallel_size is set by vllm.tensor_parallel_size: leave it out"),
+        ("speculative_config", "vllm.engine.speculative_config is set by nobody: log-probs of drafted tokens are not read"),
+    ],
+)
+def test_what_other_fields_set_is_refused(name: str, told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        Vllm(engine={name: 1})
+
+
+def test_flags_of_a_server() -> None:
+    options = {"max_num_seqs": 4, "enable_prefix_caching": False, "kv_cache_dtype": "fp8", "compilation_config": {"mode": 0}}
+    flags = engine_flags(options)
+    parser = argparse.ArgumentParser()
+    for name in ("--max-num-seqs", "--kv-cache-dtype", "--compilation-config"):
+        parser.add_argument(name)
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    read = vars(parser.parse_args(flags))
+    assert read == {"max_num_seqs": "4", "enable_prefix_caching": False, "kv_cache_dtype": "fp8", "compilation_config": '{"mode": 0}'}
+
+
+def test_options_that_vllm_does_not_have_are_told() -> None:
+    pytest.importorskip("vllm")
+    assert unknown_option({}) == unknown_option({"max_num_seqs": 4, "enable_expert_parallel": True}) == ""
+    assert unknown_option({"max_num_seq": 4}).endswith("has no option 'max_num_seq'; did you mean max_num_seqs?")
+    with pytest.raises(ValueError, match=r"vllm\.engine: vLLM .* has no option 'xyzzy'"):
+        require_known_options({"xyzzy": 1})
