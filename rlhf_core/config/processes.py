@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, check
 
@@ -49,7 +49,7 @@ class Vllm(Config):
         900.0, description="of a server (a vllm judge, alignment_tax): seconds until it must be ready"
     )
 
-    engine: dict[str, JsonValue] = Field(
+    engine: dict[str, Any] = Field(
         {}, description="further options of vLLM's engine by its own names, as max_num_seqs or enable_expert_parallel, which go before ours"
     )
 

@@ -21,7 +21,7 @@ from rlhf_core.config import Recipe
 from rlhf_core.records import FileInfo, StageResult
 from rlhf_core.runs.remote_files import RemoteFiles, StoreFault
 from rlhf_core.runs.resume_state import LOOP
-from rlhf_core.runs.run_dir import EXPORTS, METRICS, REQUEST, RESULT, STATE, RunDir, StageRequest
+from rlhf_core.runs.run_dir import EXPORTS, METRICS, REQUEST, RESULT, STATE, VALIDATION, RunDir, StageRequest
 from rlhf_core.system.files import file_digest, sync_to_disk, write_text
 
 FILES, FETCHING = "files.json", ".fetching"
@@ -75,12 +75,13 @@ class Store:
         return True
 
     def put_state(self, run: RunDir, step: str) -> None:
-        """Copies the resume state `step-<n>` with metrics and exports to the store, and removes the copies of other states.
+        """Copies the resume state `step-<n>` with metrics, exports and the answers of validations to the store, and removes the copies of
+        other states.
 
         Raises OSError when the stage removes the state during the copy.
         """
         last = f"{STATE}/{step}/{LOOP}"
-        sources = [run / METRICS, *(run / EXPORTS).rglob("*"), *(run / STATE / step).rglob("*")]
+        sources = [run / METRICS, *(file for name in (EXPORTS, VALIDATION, f"{STATE}/{step}") for file in (run / name).rglob("*"))]
         files = [file.relative_to(run.path).as_posix() for file in sources if file.is_file()]
         self._put(f"states/{run.path.name}/{step}", run.path, [file for file in files if file != last], last, {})
         self.drop_states(run, but=step)

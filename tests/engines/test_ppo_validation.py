@@ -61,7 +61,9 @@ def test_it_stops_and_the_best_iteration_comes_out(run: Path) -> None:
     assert max(rewards.values()) == rewards[best] and 0 < best == len(lines) - 3
     assert all(later < rewards[best] for step, later in rewards.items() if step > best)
     assert lines[-1]["reward/mean"] > lines[0]["reward/mean"], "the training's own reward does not tell"
-    checkpoint, exported = (load_file(folder / "model.safetensors") for folder in (run / "checkpoint", run / "best" / f"iteration{best}"))
+    checkpoint, exported = (
+        load_file(folder / "model.safetensors") for folder in (run / "checkpoint", run / "exports" / "best" / f"iteration{best}")
+    )
     assert all(torch.equal(checkpoint[name], weight) for name, weight in exported.items())
     assert f"the checkpoint is that of iteration {best}, mean reward" in (run / "log.txt").read_text()
 

@@ -25,13 +25,24 @@ from rlhf_core.rewards.own_tokens import writers
 from rlhf_core.rollout.engine import Sampling
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
-from rlhf_core.runs.run_dir import EXPORTS, Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import EXPORTS, VALIDATION, Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import Carried, Schedule, ppo_iteration
 from rlhf_core.stages.ppo.one_step_off import read_ahead, write_ahead
 from rlhf_core.stages.ppo.sampling import PromptOrder, Setup
 from rlhf_core.stages.ppo.start import start_fleet
-from rlhf_core.stages.ppo.validation import BEST, HIGH, LOW, REWARD, Best, Validation, best_checkpoint, keep_best, load_validation, validate
+from rlhf_core.stages.ppo.validation import (
+    BEST,
+    HIGH,
+    LOW,
+    REWARD,
+    Best,
+    Validation,
+    best_checkpoint,
+    keep_best,
+    load_validation,
+    validate,
+)
 from rlhf_core.training.engine import at, learning_rate
 
 PROBE_DOCUMENTS, PROBE_TOKENS = 4, 128
@@ -111,6 +122,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
     else:
         export(fleet, run / "checkpoint")
     outputs = {"checkpoint": "checkpoint", "data_report": JSON} | ({EXPORTS: EXPORTS} if config.export_at else {})
+    outputs |= {VALIDATION: VALIDATION} if held_out else {}
     of_best = best.metrics | {"eval/best_iteration": float(best.iteration)} if best else {}
     return Outcome(final_metrics(read_metrics(run.path)) | of_best | data.report.metrics("data"), outputs)
 

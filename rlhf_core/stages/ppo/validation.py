@@ -23,13 +23,13 @@ from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term, plain_sum
 from rlhf_core.rollout.engine import Sampling
-from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.runs.run_dir import EXPORTS, VALIDATION, RunDir
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.records import Rollout
 from rlhf_core.stages.ppo.sampling import rollout
 from rlhf_core.system.files import write_text
 
-ANSWERS, BEST = "validation", "best"  # folders of a run: the sampled answers, and the exports of the best iterations
+BEST = f"{EXPORTS}/best"  # folder of the exports of the best iterations
 REWARD, LOW, HIGH = (f"eval/reward/{name}" for name in ("mean", "ci_low", "ci_high"))
 NORMAL = 1.96  # standard errors on each side of a 95 % interval
 
@@ -95,7 +95,7 @@ def validate(fleet: Fleet, validation: Validation, run: RunDir, iteration: int) 
     answers = fleet.start_sample([prompt.tokens for prompt in validation.prompts], validation.seeds, validation.sampling)()
     rollouts = [rollout(prompt, answer) for prompt, group in zip(validation.prompts, answers, strict=True) for answer in group]
     rewards = fleet.reward(rollouts, validation.allowed_failures)
-    write_answers(run / ANSWERS / f"iteration{iteration}.jsonl", fleet, rollouts, rewards)
+    write_answers(run / VALIDATION / f"iteration{iteration}.jsonl", fleet, rollouts, rewards)
     return measured(rewards, rollouts, validation)
 
 
@@ -158,6 +158,13 @@ def keep_best(run: RunDir, iteration: int) -> None:
 
 
 def best_checkpoint(run: RunDir, iteration: int, checkpoint: Path) -> None:
-    """Makes `checkpoint` of the best iteration's export: hard links, which take no space."""
+    """Makes `checkpoint` of the best iteration's export: hard links, which take no space, or copies where there are none."""
     shutil.rmtree(checkpoint, ignore_errors=True)
-    shutil.copytree(run / BEST / f"iteration{iteration}", checkpoint, copy_function=os.link)
+    shutil.copytree(run / BEST / f"iteration{iteration}", checkpoint, copy_function=_linked)
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
