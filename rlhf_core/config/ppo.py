@@ -226,6 +226,9 @@ class PPO(Optimised, Rewarded, Routed):
             if unread := [name for name in fields if getattr(self, name) != type(self).model_fields[name].default]:
                 yield f"eval_prompts are not set, and {', '.join(unread)} are about these: set eval_prompts, or leave {unread[0]} out"
 
+        if self.stop_when is not None and self.export_at:
+            yield f"stop_when may end the stage before iteration {max(self.export_at)} of export_at: leave one of them out"
+
     @check
     def _check_overlap(self) -> Iterator[str]:
         for field, what in (("one_step_off_policy", "trains"), ("stream_batch_size", "scores")):

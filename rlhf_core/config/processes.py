@@ -9,19 +9,24 @@ from pydantic import Field
 
 from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, check
 
-# Options of vLLM's engine that other fields decide, and which.
-SET_BY_US = {
-    **dict.fromkeys(("model", "tokenizer"), "the stage's model"),
-    **dict.fromkeys(("dtype", "seed", "trust_remote_code"), "the recipe's field of that name"),
-    "max_model_len": "the stage's lengths",
-    **{name: f"vllm.{name}" for name in ("tensor_parallel_size", "gpu_memory_utilization")},
-    "enable_sleep_mode": "vllm.sleep",
-    "enable_return_routed_experts": "routing_replay",
-    "speculative_config": "nobody: log-probs of drafted tokens are not read",
+# Options of vLLM's engine that are not for `vllm.engine`, and why.
+NOT_FOR_ENGINE = {
+    **dict.fromkeys(("model", "tokenizer", "revision", "tokenizer_revision", "hf_config_path"), "the stage's model decides it"),
+    **dict.fromkeys(("dtype", "seed", "trust_remote_code"), "the recipe has a field of this name"),
+    **dict.fromkeys(("tensor_parallel_size", "gpu_memory_utilization"), "vllm has a field of this name"),
+    **dict.fromkeys(("max_model_len", "served_model_name", "override_generation_config"), "the stage decides it"),
     **dict.fromkeys(
-        ("worker_cls", "worker_extension_cls", "distributed_executor_backend", "logprobs_mode", "disable_log_stats", "language_model_only"),
-        "alignflow",
+        ("pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "nnodes", "distributed_executor_backend"),
+        "it needs processes that are not reserved",
     ),
+    **dict.fromkeys(("load_format", "quantization", "quantization_config", "enable_lora"), "new weights could not be loaded"),
+    **dict.fromkeys(
+        ("worker_cls", "worker_extension_cls", "logprobs_mode", "disable_log_stats", "language_model_only"), "alignflow sets it"
+    ),
+    "enable_sleep_mode": "vllm.sleep sets it",
+    "enable_return_routed_experts": "routing_replay sets it",
+    "speculative_config": "log-probs of drafted tokens are not read",
+    "hf_token": "it is a secret, which recipes and cards would show: set HF_TOKEN",
 }
 
 
@@ -50,14 +55,13 @@ class Vllm(Config):
     )
 
     engine: dict[str, Any] = Field(
-        {}, description="further options of vLLM's engine by its own names, as max_num_seqs or enable_expert_parallel, which go before ours"
+        {},
+        description="further options of vLLM's engine by its own names, such as max_num_seqs or enable_expert_parallel; they override ours",
     )
 
     @check
     def _check_engine(self) -> Iterator[str]:
-        for name in self.engine:
-            if name in SET_BY_US:
-                yield f"vllm.engine.{name} is set by {SET_BY_US[name]}: leave it out there"
+        yield from (f"vllm.engine.{name}: {NOT_FOR_ENGINE[name]}, so leave it out" for name in self.engine if name in NOT_FOR_ENGINE)
 
     @check
     def _check_sleep(self) -> Iterator[str]:

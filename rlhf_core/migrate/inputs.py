@@ -256,7 +256,10 @@ def _held_out(draft: Draft, columns: dict[str, str], template: str) -> None:
         extra |= {"probability": 1 / len(paths)} if len(paths) > 1 else {}
         data = {"sources": [{"path": path, **columns, **extra} for path in paths]}
         draft.put(name, data | ({"template": template} if template != "chat" else {}))
-        draft.note("translated", flag, name)
+        if name == "eval_prompts":
+            draft.note("approximated", flag, "eval_prompts: the checkpoint is then the best iteration's")
+        else:
+            draft.note("translated", flag, name)
     else:
         text = f"without a held-out data set nothing is evaluated in training: set {name}"
         draft.note("dropped", flag or split, text)
@@ -268,8 +271,9 @@ def _validation(draft: Draft) -> None:
     """Translates how often prompts are answered while PPO trains, and how many answers each gets."""
     for flag, name, how in (("eval_steps", "eval_steps", "iterations"), ("eval_n_samples_per_prompt", "eval_samples", "")):
         given = draft.take(flag)
-        value = draft.read(given, off_or_number)
-        if value and "eval_prompts" in draft.fields:
+        if "eval_prompts" not in draft.fields:
+            draft.note("dropped", given, "there are no eval_prompts")
+        elif value := draft.read(given, off_or_number, f"{name} keeps its default"):
             draft.translate(given, name, value, how)
-        else:
-            draft.note("dropped", given, "there are no eval_prompts" if "eval_prompts" not in draft.fields else f"{name} keeps its default")
+        elif value == 0:
+            draft.note("approximated", given, f"{name} keeps its default: remove eval_prompts to validate nothing")

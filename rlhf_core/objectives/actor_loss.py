@@ -69,7 +69,7 @@ def actor_loss(x: PerToken, num_documents: int, counted: Counted, config: PPO, k
     )
     entropy = entropy_loss(x.entropy, x.mask, divisor, weights)
     loss, metrics = surrogate.loss, surrogate.metrics | entropy.metrics
-    if config.kl_in == "loss":
+    if config.kl_in == "loss" and config.has_reference:
         kl = kl_loss(x.logprobs, x.ref_logprobs, x.mask, config.kl_estimator, divisor, weights)
         loss, metrics = loss + kl_coef * kl.loss, metrics | kl.metrics
     if config.entropy_coef:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from rlhf_core.config import KINDS, PPO, Evaluation, Optimised, Preferences
+from rlhf_core.config import KINDS, PPO, Evaluation, Optimised, Preferences, Vllm
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import TESTED, text_config
 from rlhf_core.recipe.plan import Node
@@ -38,9 +38,10 @@ def family_problems(nodes: Sequence[Node], start_of: StartOf, trust_remote_code:
             if place is not None and not is_remote(place) and (kind := _model_type(place)) and kind not in TESTED:
                 asked.setdefault((place, use), f"stages.{node.name}.{field}")
     for node in nodes:
-        vllm = getattr(node.config, "vllm", None)
-        if vllm is not None and vllm.engine:
-            asked.setdefault((json.dumps(vllm.engine, sort_keys=True), OPTIONS), f"stages.{node.name}.vllm.engine")
+        for name, wanted in ((name, wanted) for groups in node.config.turns for name, wanted in groups.items()):
+            if isinstance(wanted, Vllm) and wanted.engine:
+                where = f"stages.{node.name}.{'vllm.engine' if name == 'sampler' else f'{name}: vllm.engine'}"
+                asked.setdefault((json.dumps(wanted.engine, sort_keys=True, default=str), OPTIONS), where)
     told = _ask(tuple((place, use, _changed(place)) for place, use in asked), trust_remote_code) if asked else ()
     return [f"{where}: {problem}" for where, problem in zip(asked.values(), told, strict=False) if problem]
 

@@ -67,4 +67,6 @@ def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig])
             field = "eval_prompts" if hasattr(config, "eval_prompts") else "eval_data"
             missing = getattr(config, field, True) is None or isinstance(config, Loop)
             why = f"; there is no {field}, and eval/... is measured on it" if missing and gate.metric.startswith("eval/") else ""
+            if gate.metric.startswith("kl/") and getattr(config, "has_reference", True) is False:
+                why = "; with init_kl_coef 0 no reference is loaded: set reference to measure the KL"
             yield f"stages.{name}.gates.{i}.metric: {unknown(gate.metric, known, 'metric')}{why}"

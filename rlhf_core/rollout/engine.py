@@ -95,10 +95,10 @@ class Sampler:
     ):
         on_gpu = torch.cuda.is_available()
         self._dtype, self._trust_remote_code = dtype, trust_remote_code
+        require_known_options(vllm.engine)
         self._library = library(vllm.kv_cache_gib)
         self._patched = applies()
         keep_rows()
-        require_known_options(vllm.engine)
         merged = ExitStack()
         model = merged.enter_context(whole_model(model, dtype, trust_remote_code))
         options: dict[str, Any] = dict(

@@ -135,7 +135,9 @@ def engine_flags(options: Mapping[str, object]) -> list[str]:
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
+        elif isinstance(value, list):
+            flags += [f"--{flag}", *map(str, value)]
+        elif value is not None:
             flags += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
     return flags
 

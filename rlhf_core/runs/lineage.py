@@ -162,7 +162,7 @@ def _ancestor(place: str, known: dict[str, Ancestor], digests: Digests) -> Ances
             name=record["name"],
             kind=record["config"]["stage"],
             digest=record["digest"],
-            parents=tuple((name, _ancestor(_here(str(parent), folder), known, digests)) for name, parent in record["inputs"].items()),
+            parents=tuple((name, _ancestor(here(str(parent), folder), known, digests)) for name, parent in record["inputs"].items()),
             config=record["config"],
             seed=record.get("seed", 0),
             metrics=result.get("metrics", {}),
@@ -171,7 +171,7 @@ def _ancestor(place: str, known: dict[str, Ancestor], digests: Digests) -> Ances
     return known[key]
 
 
-def _here(place: str, run_dir: Path) -> str:
+def here(place: str, run_dir: Path) -> str:
     """Returns `place`, or its new path when its run directory was moved together with this one."""
     parts = Path(place).parts
     if not Path(place).is_absolute() or Path(place).exists():

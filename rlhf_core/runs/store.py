@@ -75,13 +75,15 @@ class Store:
         return True
 
     def put_state(self, run: RunDir, step: str) -> None:
-        """Copies the resume state `step-<n>` with metrics, exports and the answers of validations to the store, and removes the copies of
-        other states.
+        """Copies the resume state `step-<n>` with metrics, exports, the answers of validations and the best iteration that it names to the
+        store, and removes the copies of other states.
 
         Raises OSError when the stage removes the state during the copy.
         """
         last = f"{STATE}/{step}/{LOOP}"
-        sources = [run / METRICS, *(file for name in (EXPORTS, VALIDATION, f"{STATE}/{step}") for file in (run / name).rglob("*"))]
+        best = json.loads((run / last).read_text()).get("best")
+        folders = [EXPORTS, VALIDATION, f"{STATE}/{step}", *([f"{STATE}/best/iteration{best[0]}"] if best else [])]
+        sources = [run / METRICS, *(file for name in folders for file in (run / name).rglob("*"))]
         files = [file.relative_to(run.path).as_posix() for file in sources if file.is_file()]
         self._put(f"states/{run.path.name}/{step}", run.path, [file for file in files if file != last], last, {})
         self.drop_states(run, but=step)

@@ -10,12 +10,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from rlhf_core.config import PPO, Data, Ranks
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.rollout.engine import Sampler
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.stages.ppo.validation import load_validation
 from tests.engines.test_ppo import SHARE, assert_same_end, common, finish, kill_and_finish, write_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -61,11 +62,24 @@ def test_it_stops_and_the_best_iteration_comes_out(run: Path) -> None:
     assert max(rewards.values()) == rewards[best] and 0 < best == len(lines) - 3
     assert all(later < rewards[best] for step, later in rewards.items() if step > best)
     assert lines[-1]["reward/mean"] > lines[0]["reward/mean"], "the training's own reward does not tell"
-    checkpoint, exported = (
-        load_file(folder / "model.safetensors") for folder in (run / "checkpoint", run / "exports" / "best" / f"iteration{best}")
-    )
-    assert all(torch.equal(checkpoint[name], weight) for name, weight in exported.items())
     assert f"the checkpoint is that of iteration {best}, mean reward" in (run / "log.txt").read_text()
+
+
+def test_the_checkpoint_answers_as_the_best_iteration_did(run: Path) -> None:
+    config, result = RunDir(run).request().config, RunDir(run).result()
+    assert isinstance(config, PPO) and result is not None
+    renderer = Renderer(load_tokenizer(str(run / "checkpoint")), "chat")
+    asked = load_validation(config, renderer, [], [], renderer.stop_token_ids, seed=7)
+    assert asked is not None
+    sampler = Sampler(str(run / "checkpoint"), seed=0, max_model_len=config.longest, vllm=config.vllm)
+    groups = sampler.generate([prompt.tokens for prompt in asked.prompts], asked.seeds, asked.sampling)
+    sampler.close()
+    said = [renderer.tokenizer.decode(answer.tokens, skip_special_tokens=True) for group in groups for answer in group]
+    best, last = (
+        [json.loads(line)["response"] for line in (run / "validation" / f"iteration{step}.jsonl").read_text().splitlines()]
+        for step in (int(result.metrics["eval/best_iteration"]), len(read_metrics(run)))
+    )
+    assert said == best != last
 
 
 def test_without_a_kl_no_reference_is_loaded(run: Path) -> None:

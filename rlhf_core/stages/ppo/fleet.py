@@ -206,6 +206,11 @@ class Fleet:
         named = {role: [gpu or "host" for gpu in held] for role, held in gpus.items()}
         return Machine(shapes | {"sampler": shapes["actor"]}, named, len(engines[0]), ceilings)
 
+    def forget_seconds(self) -> None:
+        """Leaves the work so far out of the next `iteration_metrics`."""
+        for group in (*self.models, self.sampler):
+            group.take_seconds()
+
     def iteration_metrics(self, rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, seconds: float) -> dict[str, float]:
         """Returns metrics of an iteration of `seconds`: floors of its phases; for each model the peak GiB allocated and reserved, and those
         reserved now; each role's seconds of work by phase, and the share of time in which it waited."""

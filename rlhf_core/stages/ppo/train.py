@@ -43,6 +43,7 @@ from rlhf_core.stages.ppo.validation import (
     load_validation,
     validate,
 )
+from rlhf_core.system.files import sync_to_disk
 from rlhf_core.training.engine import at, learning_rate
 
 PROBE_DOCUMENTS, PROBE_TOKENS = 4, 128
@@ -79,6 +80,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         first = resume.step if resume else 0
         kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
         carried, best = Carried(0, {}), None
+        saved_best = resume.loop["best"][0] if resume and resume.loop.get("best") else 0  # an iteration that the newest state names
         fleet.probe(setup.probe, synced=False)  # compares log-probs of vLLM and trainer before the first transfer; raises EngineDiffers
         if resume:
             fleet.load_state(resume.folder)
@@ -89,6 +91,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
             best = Best(*resume.loop["best"]) if resume.loop.get("best") else None
             print(f"resumed after iteration {first} of {iterations}", flush=True)
         elif held_out:
+            shutil.rmtree(run / BEST, ignore_errors=True)  # of an attempt without a resume state
             _, best = validated(fleet, held_out, run, 0, None)
         tracker = Tracker(run, iterations, first)
         cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, 0 if config.lora else fleet.trained_parameters())
@@ -98,23 +101,25 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
             with at(f"iteration {done} of {iterations}"):
                 metrics, mean_kl, carried = ppo_iteration(fleet, setup, carried, kl.coef, schedule, done == iterations)
             kl = kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
-            if held_out and (done % config.eval_steps == 0 or done == iterations):
+            if held_out and ((done % config.eval_steps == 0 and done > config.freezing_actor_steps) or done == iterations):
                 found, best = validated(fleet, held_out, run, done, best)
                 metrics |= found
-            stopped = best is not None and best.since >= (config.stop_when or iterations)
+                keep_best(run, {best.iteration, saved_best})
+            stopped = best is not None and config.stop_when is not None and best.since >= config.stop_when
             if done % config.logging_steps == 0 or done == iterations or REWARD in metrics:
                 tracker.log(done, metrics, show=SHOWN)
             if done in config.export_at:  # first: a run that resumes after this iteration does not export again
                 export(fleet, run / EXPORTS / f"iteration{done}")
             if stopped:
-                print(f"stopped after iteration {done}: stop_when validations without a higher mean reward", flush=True)
+                print(f"stopped after iteration {done}: {config.stop_when} validations without a higher mean reward", flush=True)
                 break
             if done < iterations and cadence.due(done):
                 state = iteration_state(kl, carried) | {"layout": layout_of(config) | {"zero_stage": fleet.zero_stage}, "best": best}
                 resume_state.save(run, done, config.keep_checkpoints, state, partial(save_state, fleet, carried))
                 cadence.saved()
                 if best:
-                    keep_best(run, best.iteration)
+                    saved_best = best.iteration
+                    keep_best(run, {saved_best})
         tracker.close()
     if best:
         best_checkpoint(run, best.iteration, run / "checkpoint")
@@ -134,8 +139,10 @@ def validated(fleet: Fleet, held_out: Validation, run: RunDir, iteration: int, b
     best = Best(iteration, metrics) if best is None else best.after(iteration, metrics)
     if best.iteration == iteration:
         export(fleet, run / BEST / f"iteration{iteration}")
+        sync_to_disk(run / BEST / f"iteration{iteration}")
     interval = f" ({metrics[LOW]:.4g} to {metrics[HIGH]:.4g})" if LOW in metrics else ""
     print(f"iteration {iteration}: mean reward {metrics[REWARD]:.4g}{interval} on eval_prompts", flush=True)
+    fleet.forget_seconds()
     return metrics | {"phase/validate": time.monotonic() - start}, best
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import comb
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +23,13 @@ from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term, plain_sum
 from rlhf_core.rollout.engine import Sampling
-from rlhf_core.runs.run_dir import EXPORTS, VALIDATION, RunDir
+from rlhf_core.runs.run_dir import STATE, VALIDATION, RunDir
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.records import Rollout
 from rlhf_core.stages.ppo.sampling import rollout
 from rlhf_core.system.files import write_text
 
-BEST = f"{EXPORTS}/best"  # folder of the exports of the best iterations
+BEST = f"{STATE}/best"  # folder of the exports of the best iterations, until the stage is done
 REWARD, LOW, HIGH = (f"eval/reward/{name}" for name in ("mean", "ci_low", "ci_high"))
 NORMAL = 1.96  # standard errors on each side of a 95 % interval
 
@@ -70,10 +70,10 @@ def load_validation(
     known = {tuple(prompt.tokens) for prompt in training}
     prompts: list[Prompt] = []
     groups: dict[str, range] = {}
-    shared = 0
+    shared, own_renderer = 0, Renderer(renderer.tokenizer, config.eval_prompts.template)
     for source in config.eval_prompts.sources:
         data = config.eval_prompts.model_copy(update={"sources": (source.model_copy(update={"probability": 1.0}),)})
-        found = load_prompts(data, renderer, config.prompt_max_len, seed).items
+        found = load_prompts(data, own_renderer, config.prompt_max_len, seed).items
         own = [prompt for prompt in found if tuple(prompt.tokens) not in known]
         shared += len(found) - len(own)
         name = Path(source.path.partition("@")[0]).stem
@@ -94,7 +94,11 @@ def validate(fleet: Fleet, validation: Validation, run: RunDir, iteration: int) 
     """Answers the prompts with the weights that the engines have, and scores the answers. Writes them to `validation/iterationN.jsonl`."""
     answers = fleet.start_sample([prompt.tokens for prompt in validation.prompts], validation.seeds, validation.sampling)()
     rollouts = [rollout(prompt, answer) for prompt, group in zip(validation.prompts, answers, strict=True) for answer in group]
+    if fleet.sleeps:
+        fleet.sleep(keep_weights=True)
     rewards = fleet.reward(rollouts, validation.allowed_failures)
+    if fleet.sleeps:
+        fleet.wake()
     write_answers(run / VALIDATION / f"iteration{iteration}.jsonl", fleet, rollouts, rewards)
     return measured(rewards, rollouts, validation)
 
@@ -103,9 +107,11 @@ def measured(rewards: Rewards, rollouts: Sequence[Rollout], validation: Validati
     """Metrics of all answers, and of those to each data source's prompts. Answers without a reward do not count."""
     n = validation.sampling.n
     table = plain_sum(rewards.by_source, validation.terms).reshape(-1, n)
+    if np.isnan(table).all():
+        raise ValueError(f"none of the {table.size} answers to eval_prompts has a reward of every source: lower max_failed_rewards")
     metrics = _of("eval", table, validation.right)
     for name, members in validation.groups.items():
-        metrics |= _of(f"eval/{name}", table[list(members)], validation.right) if len(members) else {}
+        metrics |= _of(f"eval/{name}", table[list(members)], validation.right) if not np.isnan(table[list(members)]).all() else {}
     if len(rewards.by_source) > 1:
         metrics |= {f"eval/reward/{title}/mean": float(np.nanmean(values)) for title, values in rewards.by_source.items()}
     metrics["eval/response/length"] = sum(sum(found.document.mask) for found in rollouts) / len(rollouts)
@@ -150,10 +156,10 @@ def write_answers(file: Path, fleet: Fleet, rollouts: Sequence[Rollout], rewards
     write_text(file, "\n".join(lines) + "\n")
 
 
-def keep_best(run: RunDir, iteration: int) -> None:
-    """Removes the exports of other iterations, once no resume state names them."""
+def keep_best(run: RunDir, iterations: Collection[int]) -> None:
+    """Removes the exports of other iterations."""
     for folder in (run / BEST).glob("iteration*"):
-        if folder.name != f"iteration{iteration}":
+        if folder.name not in {f"iteration{iteration}" for iteration in iterations}:
             shutil.rmtree(folder)
 
 

@@ -43,9 +43,9 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     if made := stage_of(output):
         RunDir(made[0]).remember_digests()
     api = HfApi(**client_options()) if token else None
-    cards = upstream_cards(output, partial(_card, api) if api else None)
-    license = inherited(config.license, upstream_licenses(cards, config.licenses))
-    gated = None
+    read_card = partial(_card, api) if api else None
+    license = inherited(config.license, upstream_licenses(upstream_cards(output, read_card), config.licenses))
+    gated = config.gated if config.gated in ("auto", "manual") else None
     folder = Path(config.folder).expanduser().resolve() if config.folder and not config.dry_run else run / "published"
     if config.dataset:
         files = data_files(output)
@@ -53,8 +53,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         published = put(files, folder, {CARD: readme} | renamed(files), request.name, request.digest, lambda partial: None)
     else:
         base = adapter_base(output, config.base_repo)
-        terms = base_terms(output, cards)
-        gated = gated_like(config.gated, terms, api)
+        terms = base_terms(output, config.base_repo, read_card)
+        gated = gated_like(config.gated, terms, config.private, api)
         texts = card_files(request, config, base, license, terms)
         published = assemble(output, folder, texts, request.name, request.digest, request.trust_remote_code, base)
     print(f"published {len(published.files)} files to {folder}", flush=True)
@@ -74,7 +74,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 def _card(api: HfApi, repo_id: str, repo_type: str) -> str | None:
     """README.md of a repository, for its licence; None when there is none that this token may read. Out of reach is ConnectionError: the
-    card, and with it the commit, must not depend on the Hub's mood."""
+    card, and with it the commit, must be the same at each attempt."""
 
     def fetch() -> str | None:
         try:

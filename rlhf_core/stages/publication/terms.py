@@ -8,11 +8,12 @@ from typing import Any, Literal, NamedTuple
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 
+from rlhf_core.config import KINDS
 from rlhf_core.hub.api import RETRIES, with_retries, write_refusal
-from rlhf_core.runs.lineage import lineage, trained
+from rlhf_core.runs.lineage import here, lineage, stage_of
 from rlhf_core.stages.publication.licenses import license_of
 from rlhf_core.stages.publication.upload import Gated
-from rlhf_core.stages.publication.upstream_cards import Cards, Header
+from rlhf_core.stages.publication.upstream_cards import Header, ReadCard, card_of_model
 
 ASKING = "extra_gated_"  # fields of a card that say what those who ask for access read and fill in
 
@@ -31,19 +32,40 @@ class Terms(NamedTuple):
         """The card's fields for `license`: with the base's link to it, and as `other` where the Hub's list does not have it."""
         if license_of(self.header) != license:
             return {"license": license}
-        return {name: self.header[name] for name in ("license", "license_name", "license_link") if name in self.header}
+        fields: dict[str, Any] = {name: self.header[name] for name in ("license", "license_name", "license_link") if name in self.header}
+        link = str(fields.get("license_link", ""))
+        if link and "://" not in link and self.repo_id:  # a file beside the base's card
+            fields["license_link"] = f"https://huggingface.co/{self.repo_id}/blob/main/{link}"
+        return fields
 
 
-def base_terms(output: Path, cards: Cards) -> Terms:
-    base = trained(lineage(output))[0]
-    if base.is_stage or base.name not in cards:
+def base_terms(output: Path, base_repo: str | None, read_card: ReadCard | None) -> Terms:
+    """Terms of the base of a model, or of the repository `base_repo` that an adapter's base is in."""
+    place = base_repo or _base_of(str(output))
+    if place is None:
         return Terms()
-    return Terms(base.name if base.kind == "hub" else None, cards[base.name]())
+    found = lineage(place)
+    return Terms(found.name if found.kind == "hub" else base_repo, card_of_model(place, read_card))
 
 
-def gated_like(wanted: Literal["base", "auto", "manual", "no"], terms: Terms, api: HfApi | None) -> Gated | None:
-    """How readers of a published model ask for access. `base`: as those of its base do; where its repository cannot be read: `auto` if
-    the base's card has fields for them."""
+def _base_of(place: str) -> str | None:
+    """The folder or Hub id of the model that a chain of stages began with; None where a stage is no longer there."""
+    while made := stage_of(place):
+        folder, record = made
+        kind = KINDS.get(record["config"].get("stage", ""))
+        start = record["inputs"].get(record["config"].get(kind.start)) if kind else None
+        if start is None:
+            return None
+        place = here(str(start), folder)
+    return place
+
+
+def gated_like(wanted: Literal["base", "auto", "manual", "no"], terms: Terms, private: bool, api: HfApi | None) -> Gated | None:
+    """How readers of a published model ask for access. `base`: as for its base; where that is not on the Hub: `auto` if its card
+    has fields for them.
+
+    Raises ValueError for a model for everyone whose base this token cannot read.
+    """
     if wanted != "base":
         return None if wanted == "no" else wanted
 
@@ -51,6 +73,14 @@ def gated_like(wanted: Literal["base", "auto", "manual", "no"], terms: Terms, ap
         try:
             return api.model_info(terms.repo_id).gated if api and terms.repo_id else None
         except RepositoryNotFoundError:
+            if not private:
+                raise ValueError(
+                    f"the base model {terms.repo_id} cannot be read with this token, so it is not known whether its readers must ask for "
+                    "access: set gated to no, auto or manual"
+                ) from None
+            print(
+                f"the base model {terms.repo_id} cannot be read with this token: set gated if its readers must ask for access", flush=True
+            )
             return None
 
     found = with_retries("read who may read it", str(terms.repo_id), read, RETRIES, write_refusal)

@@ -51,7 +51,9 @@ def would_send(folder: Path, repo_id: str | None, branch: str, private: bool, ta
     lines = [
         "dry run: nothing was sent",
         f"repository: {where}",
-        *([f"access: on request ({gated}), as to the base model"] if gated else []),
+        f"access: on request ({gated})"
+        if gated
+        else "access: as the repository has it; a base model on the Hub is asked only before an upload",
         f"one commit on the branch {branch}: Publish {tag}",
         f"tag: {tag}",
         f"{len(files)} files, {sum(sizes.values()):,} bytes:",

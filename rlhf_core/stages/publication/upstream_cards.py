@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import try_to_load_from_cache
 
 from rlhf_core.hub.ids import is_hub_id, parted, shown
-from rlhf_core.runs.lineage import lineage, sources, stage_of
+from rlhf_core.runs.lineage import here, lineage, sources, stage_of
 
 ReadCard = Callable[[str, str], str | None]  # (repository, "model" or "dataset") -> its README.md here; None: it has none for us
 Header = dict[str, Any]  # a card's front matter
@@ -23,9 +23,7 @@ def upstream_cards(output: Path, read_card: ReadCard | None) -> Cards:
     """Cards on this machine go first; then, with `read_card`, the Hub's."""
     cards: dict[str, Callable[[], Header]] = {}
     for place in _leaves(str(output), set()):
-        found = lineage(place)
-        at = f"{found.name}@{found.digest}" if found.kind == "hub" and found.digest else found.name
-        cards[found.name] = cache(partial(_of_model, place, at, read_card))
+        cards[lineage(place).name] = cache(partial(card_of_model, place, read_card))
     for _, _, source in sources(lineage(output)):
         cards[shown(parted(source["path"])[0])] = cache(partial(_of_hub, source["path"], "dataset", read_card))
     return cards
@@ -50,10 +48,13 @@ def _leaves(place: str, seen: set[str]) -> list[str]:
     if str(folder) in seen:
         return []
     seen.add(str(folder))
-    return [leaf for parent in record["inputs"].values() for leaf in _leaves(str(parent), seen)]
+    return [leaf for parent in record["inputs"].values() for leaf in _leaves(here(str(parent), folder), seen)]
 
 
-def _of_model(place: str, at: str, read_card: ReadCard | None) -> Header:
+def card_of_model(place: str, read_card: ReadCard | None) -> Header:
+    """The card of a base model, by its folder or Hub id."""
+    found = lineage(place)
+    at = f"{found.name}@{found.digest}" if found.kind == "hub" and found.digest else found.name
     readme = Path(place) / "README.md"
     local = readme.is_file() and (readme.parent / "config.json").is_file()
     return header_of(readme.read_text()) if local else _of_hub(at, "model", read_card)

@@ -14,9 +14,10 @@ from rlhf_core.rollout.environment import engine_flags, require_known_options, u
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("dtype", "vllm.engine.dtype is set by the recipe's field of that name: leave it out there"),
-        ("tensor_parallel_size", "vllm.engine.tensor_parallel_size is set by vllm.tensor_parallel_size: leave it out"),
-        ("speculative_config", "vllm.engine.speculative_config is set by nobody: log-probs of drafted tokens are not read"),
+        ("dtype", "vllm.engine.dtype: the recipe has a field of this name, so leave it out"),
+        ("tensor_parallel_size", "vllm.engine.tensor_parallel_size: vllm has a field of this name, so leave it out"),
+        ("speculative_config", "vllm.engine.speculative_config: log-probs of drafted tokens are not read, so leave it out"),
+        ("hf_token", "vllm.engine.hf_token: it is a secret"),
     ],
 )
 def test_what_other_fields_set_is_refused(name: str, told: str) -> None:
@@ -25,13 +26,22 @@ def test_what_other_fields_set_is_refused(name: str, told: str) -> None:
 
 
 def test_flags_of_a_server() -> None:
-    options = {"max_num_seqs": 4, "enable_prefix_caching": False, "kv_cache_dtype": "fp8", "compilation_config": {"mode": 0}}
+    options = {
+        "max_num_seqs": 4,
+        "enable_prefix_caching": False,
+        "kv_cache_dtype": "fp8",
+        "compilation_config": {"mode": 0},
+        "sizes": [1, 2],
+        "no": None,
+    }
     flags = engine_flags(options)
     parser = argparse.ArgumentParser()
     for name in ("--max-num-seqs", "--kv-cache-dtype", "--compilation-config"):
         parser.add_argument(name)
+    parser.add_argument("--sizes", type=int, nargs="+")
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     read = vars(parser.parse_args(flags))
+    assert read.pop("sizes") == [1, 2]
     assert read == {"max_num_seqs": "4", "enable_prefix_caching": False, "kv_cache_dtype": "fp8", "compilation_config": '{"mode": 0}'}
 
 

@@ -191,7 +191,7 @@ def test_the_stage_publishes_to_the_hub_and_no_file_or_line_holds_the_token(
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setattr(hub, "RETRIES", THREE)
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
-    weights = WEIGHTS_REQUEST + 1  # after one that asks who may read the base
+    weights = WEIGHTS_REQUEST + 2  # after two about the base: its card, and who may read it
     server.break_at(weights, "refuse", times=2)
     run = stage(chain, tmp_path / "run", repo_id=REPO)
     result = run_stage(run.path, hub.run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rlhf_core.config import Publication
 from rlhf_core.hub.api import Retries
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.publication import run as publication
-from rlhf_core.stages.publication.terms import Terms
+from rlhf_core.stages.publication.terms import Terms, base_terms, gated_like
 from rlhf_core.stages.publication.upload import upload
 from tests.support.chain import BASE, Chain, build, save_model
 from tests.support.hub_server import Blob, Hub, Repository
@@ -93,9 +94,33 @@ def test_the_recipe_decides_where_it_says_so(chain: Chain, server: Hub, wanted: 
     assert server.repositories[REPO].gated == found
 
 
-def test_a_base_that_is_not_on_the_hub_any_more(chain: Chain, server: Hub, tmp_path: Path) -> None:
+def test_a_base_that_this_token_cannot_read(chain: Chain, server: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert published(chain, tmp_path / "run")["license"] == "unknown"
-    assert server.repositories[REPO].gated is False
+    assert server.repositories[REPO].gated is False and f"the base model {BASE} cannot be read with this token" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="so it is not known whether its readers must ask for access: set gated to no, auto or manual"):
+        published(chain, tmp_path / "public", private=False)
+    del server.repositories[REPO]
+    published(chain, tmp_path / "open", private=False, gated="no")
+    assert not server.repositories[REPO].private and server.repositories[REPO].gated is False
+
+
+def test_an_adapter_has_the_terms_of_the_repository_of_its_base(server: Hub, chain: Chain, tmp_path: Path) -> None:
+    with_base(server, "manual")
+    save_model(tmp_path / "base")
+    found = base_terms(tmp_path / "base", BASE, lambda repo, kind: str(api(server).hf_hub_download(repo, "README.md")))
+    assert found.repo_id == BASE and found.asking and gated_like("base", found, True, api(server)) == "manual"
+
+
+def test_a_moved_chain_has_the_terms_of_its_base(chain: Chain, server: Hub, tmp_path: Path) -> None:
+    with_base(server, "manual")
+    shutil.copytree(chain.root, tmp_path / "moved")
+    chain.root.rename(gone := chain.root.with_name("gone"))
+    try:
+        there = tmp_path / "moved" / chain.checkpoint.relative_to(chain.root)
+        found = base_terms(there, None, lambda repo, kind: str(api(server).hf_hub_download(repo, "README.md")))
+    finally:
+        gone.rename(chain.root)
+    assert found.repo_id == BASE and found.asking
 
 
 def test_a_dry_run_says_it_and_asks_nobody(chain: Chain, server: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +135,8 @@ def test_a_repository_that_is_gated_already_keeps_how(server: Hub, tmp_path: Pat
 
 
 def test_a_declared_licence_has_no_link_of_anothers() -> None:
-    terms = Terms(None, HEADER)
+    terms = Terms("owner/base", HEADER)
     assert terms.license_fields("mit") == {"license": "mit"}
+    beside = Terms("owner/base", HEADER | {"license_link": "LICENSE"}).license_fields("some-community-license")
+    assert beside["license_link"] == "https://huggingface.co/owner/base/blob/main/LICENSE"
     assert set(terms.license_fields("some-community-license")) == {"license", "license_name", "license_link"}
