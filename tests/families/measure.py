@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -84,7 +85,8 @@ def measured(family: str, folder: Path, material: Path) -> dict[str, Any]:
             result[name] = work()
         except Exception as error:
             lines = [line for line in str(error).splitlines() if line.strip("- ")]  # of another process: its traceback
-            result[name] = f"{type(error).__name__}: {' '.join(''.join(lines[-1:]).split())[-300:]}"
+            said = re.sub(r"/\S*/(model|alignflow-text-\w+)", "MODEL", " ".join("".join(lines[-1:]).split()))
+            result[name] = f"{type(error).__name__}: {said[-300:]}"
 
     result["entropy"] = round(scale_logits(folder, family in WRAPPERS), 2)
     policy = load_policy(str(folder), DTYPE).eval().to(DEVICE)
