@@ -22,8 +22,7 @@ from rlhf_core.models.load import load_policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.stages.ppo.fleet import PROBE_TOLERANCE
-from rlhf_core.stages.ppo.one_step_off import read_ahead
-from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled
+from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled, read_ahead
 from tests.engines.test_ppo import SAVED, SHARE, assert_same_end, common, finish, finish_and_keep, write_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

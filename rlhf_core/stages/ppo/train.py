@@ -28,8 +28,7 @@ from rlhf_core.runs.metrics_log import Tracker, read_metrics
 from rlhf_core.runs.run_dir import EXPORTS, VALIDATION, Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import Carried, Schedule, ppo_iteration
-from rlhf_core.stages.ppo.one_step_off import read_ahead, write_ahead
-from rlhf_core.stages.ppo.sampling import PromptOrder, Setup
+from rlhf_core.stages.ppo.sampling import PromptOrder, Setup, read_ahead, write_ahead
 from rlhf_core.stages.ppo.start import start_fleet
 from rlhf_core.stages.ppo.validation import (
     BEST,
@@ -80,7 +79,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         first = resume.step if resume else 0
         kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
         carried, best = Carried(0, {}), None
-        saved_best = resume.loop["best"][0] if resume and resume.loop.get("best") else 0  # an iteration that the newest state names
+        named = {resume.loop["best"][0]} if resume and resume.loop.get("best") else set()  # the best that the newest state names
         fleet.probe(setup.probe, synced=False)  # compares log-probs of vLLM and trainer before the first transfer; raises EngineDiffers
         if resume:
             fleet.load_state(resume.folder)
@@ -104,7 +103,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
             if held_out and ((done % config.eval_steps == 0 and done > config.freezing_actor_steps) or done == iterations):
                 found, best = validated(fleet, held_out, run, done, best)
                 metrics |= found
-                keep_best(run, {best.iteration, saved_best})
+                keep_best(run, {best.iteration, *named})
             stopped = best is not None and config.stop_when is not None and best.since >= config.stop_when
             if done % config.logging_steps == 0 or done == iterations or REWARD in metrics:
                 tracker.log(done, metrics, show=SHOWN)
@@ -118,8 +117,8 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
                 resume_state.save(run, done, config.keep_checkpoints, state, partial(save_state, fleet, carried))
                 cadence.saved()
                 if best:
-                    saved_best = best.iteration
-                    keep_best(run, {saved_best})
+                    named = {best.iteration}
+                    keep_best(run, named)
         tracker.close()
     if best:
         best_checkpoint(run, best.iteration, run / "checkpoint")

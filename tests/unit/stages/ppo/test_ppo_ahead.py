@@ -22,10 +22,9 @@ from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
-from rlhf_core.stages.ppo.one_step_off import AHEAD, read_ahead, write_ahead
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Update
-from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled, rollout
+from rlhf_core.stages.ppo.sampling import AHEAD, PromptOrder, Sampled, read_ahead, rollout, write_ahead
 
 SIZES = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 8, "n_samples_per_prompt": 2}
 STEP = 0.25  # nats that an update moves the log-prob of any token by
