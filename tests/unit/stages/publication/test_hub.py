@@ -94,8 +94,9 @@ def test_a_broken_connection_inside_xet_is_tried_again(server: Hub, folder: Path
         return send(*arguments, **named)
 
     monkeypatch.setattr(client, "create_commit", fail_once)
-    upload(client, folder, REPO, True, TAG, THREE)
+    commit = upload(client, folder, REPO, True, TAG, THREE)
     check_published(server, folder)
+    assert not failures and server.repositories[REPO].tags == {TAG: commit.commit}
 
 
 def test_a_new_version_removes_stale_model_files_and_keeps_the_rest(server: Hub, chain: Chain, folder: Path, tmp_path: Path) -> None:
