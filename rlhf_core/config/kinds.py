@@ -135,7 +135,7 @@ KINDS = {
         given_tokens=("critic", "reference"),
         metrics=metrics.reinforced,
         means=metrics.PPO_MEANS,
-        main=("reward/last_fifth", "reward/mean"),
+        main=("eval/reward/mean", "reward/last_fifth", "reward/mean"),
         charts=metrics.PPO_CHARTS,
     ),
     "evaluation": Kind(

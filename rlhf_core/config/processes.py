@@ -26,7 +26,7 @@ NOT_FOR_ENGINE = {
     "enable_sleep_mode": "vllm.sleep sets it",
     "enable_return_routed_experts": "routing_replay sets it",
     "speculative_config": "log-probs of drafted tokens are not read",
-    "hf_token": "it is a secret, which recipes and cards would show: set HF_TOKEN",
+    "hf_token": "recipes and cards would show it (HF_TOKEN is read in its place)",
 }
 
 

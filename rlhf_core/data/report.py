@@ -28,14 +28,15 @@ def write_data_report(run: RunDir, name: str, **parts: DataReport | None) -> Non
 
 
 def surveys_of(parts: Mapping[str, DataReport | None]) -> dict[str, Survey]:
-    """Returns the surveys by field; that of `eval_data` also has the share of its prompts that are in `data`."""
+    """Returns the surveys by field; that of `eval_data` or `eval_prompts` also has the share of its prompts that are trained on."""
     reports = {field: report for field, report in parts.items() if report is not None}
     surveys = {field: report.survey for field, report in reports.items()}
-    if "data" in reports and "eval_data" in reports:
-        share, finding = shared_prompts(reports["data"], reports["eval_data"])
-        own = surveys["eval_data"]
-        findings = (*own.findings, finding) if finding else own.findings
-        surveys["eval_data"] = own.model_copy(update={"facts": own.facts | {"shared with data": share}, "findings": findings})
+    for trained, held_out in (("data", "eval_data"), ("prompts", "eval_prompts")):
+        if trained in reports and held_out in reports:
+            share, finding = shared_prompts(reports[trained], reports[held_out])
+            own = surveys[held_out]
+            findings = (*own.findings, finding) if finding else own.findings
+            surveys[held_out] = own.model_copy(update={"facts": own.facts | {"shared with data": share}, "findings": findings})
     return surveys
 
 

@@ -160,6 +160,16 @@ def test_held_out_prompts_that_are_trained_on_are_named(renderer: Renderer, tmp_
     assert warnings(surveys(leak[:17])) == []
 
 
+def test_prompts_of_a_validation_that_are_trained_on(renderer: Renderer, tmp_path: Path) -> None:
+    rows = clean("prompt")
+    parts = {"prompts": rows, "eval_prompts": [*clean("prompt", 10, salt="held out"), *rows[:2]]}
+    told = surveys_of(
+        {name: prompts(source(tmp_path / f"{name}.jsonl", part), renderer, MAX_LEN, 0).report for name, part in parts.items()}
+    )
+    (sentence,) = warnings(told)
+    assert sentence.startswith("eval_prompts: held-out prompts that are also trained on: 2 of 12 rows (for instance ")
+
+
 def test_all_faults_of_one_data_set_are_named_before_it_is_trained_on(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

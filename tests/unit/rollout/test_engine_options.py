@@ -17,7 +17,7 @@ from rlhf_core.rollout.environment import engine_flags, require_known_options, u
         ("dtype", "vllm.engine.dtype: the recipe has a field of this name, so leave it out"),
         ("tensor_parallel_size", "vllm.engine.tensor_parallel_size: vllm has a field of this name, so leave it out"),
         ("speculative_config", "vllm.engine.speculative_config: log-probs of drafted tokens are not read, so leave it out"),
-        ("hf_token", "vllm.engine.hf_token: it is a secret"),
+        ("hf_token", "vllm.engine.hf_token: recipes and cards would show it"),
     ],
 )
 def test_what_other_fields_set_is_refused(name: str, told: str) -> None:
