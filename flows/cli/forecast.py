@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from flows.cli.show import table_of
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
-from rlhf_core.config.rewards import FunctionReward, HttpReward, ModelReward
+from rlhf_core.config.rewards import RewardSource
 from rlhf_core.forecast.memory import GIB, USABLE
 from rlhf_core.forecast.passes import alternatives, fields_of
 from rlhf_core.forecast.placements import Placement, choose, on_fewest
@@ -107,8 +107,8 @@ def _to_write(config: PPO, chosen: Placement) -> dict[str, Any]:
     return {field: short.get(field, whole[field]) for field in fields if whole[field] != given[field]}
 
 
-def _source(source: ModelReward | FunctionReward | HttpReward) -> dict[str, Any]:
-    named = source.model_dump(mode="json", include={"model", "function", "url"})
+def _source(source: RewardSource) -> dict[str, Any]:
+    named = source.model_dump(mode="json", include={"model", "function", "url"} if source.kind != "environment" else {"kind"})
     return named | source.model_dump(mode="json", exclude_defaults=True)
 
 

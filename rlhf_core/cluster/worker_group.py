@@ -162,6 +162,7 @@ class Group:
         ]
         self._span, self._workers, self._keys = span, self._processes[::span], keys[::span]
         self._spent: dict[str, float] = {}
+        self._spent_alone: list[dict[str, float]] = [{} for _ in self._workers]  # by `call_rank`
 
     def prepare(self, function: str, *args: Any) -> None:
         """Lets every rank call `module:function`, to import what it will need, and does not wait. An engine over several GPUs does not:
@@ -195,6 +196,11 @@ class Group:
         refs = [worker.call.remote(method.__name__, *args, **kwargs) for worker in self._workers]
         return Pending(self.name, phase, refs, self._keys, self._spent)
 
+    def call_rank(self, rank: int, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """Starts a method as `call` does, on one rank alone."""
+        ref = self._workers[rank].call.remote(method.__name__, *args, **kwargs)
+        return Pending(self.name, phase, [ref], self._keys[rank : rank + 1], self._spent_alone[rank])
+
     def stream(
         self, phase: str, timeout: float, method: Callable[Concatenate[Any, P], Iterator[R]], *args: P.args, **kwargs: P.kwargs
     ) -> Iterator[R]:
@@ -221,6 +227,9 @@ class Group:
         """Returns the seconds of work by phase, and starts to count anew: those of the slowest rank, without waits for other groups."""
         spent = dict(self._spent)
         self._spent.clear()
+        for alone in self._spent_alone:
+            for phase in list(alone):
+                spent[phase] = max(spent.get(phase, 0.0), alone.pop(phase))
         return spent
 
 

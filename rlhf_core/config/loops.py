@@ -10,7 +10,7 @@ from pydantic import Field
 from rlhf_core.config.data import Data, Text
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.processes import Groups, Vllm
-from rlhf_core.config.rewards import HttpReward, ModelReward, RewardSources
+from rlhf_core.config.rewards import EnvironmentReward, HttpReward, ModelReward, RewardSources
 from rlhf_core.config.training import PreferenceLoss, Routed, Trainable, UnpairedLoss
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
 
@@ -74,6 +74,8 @@ class Rounds(Rewarded):
 
     @check
     def _check_reward(self) -> Iterator[str]:
+        if any(isinstance(source, EnvironmentReward) for source in self.reward):
+            yield "reward: environments are for ppo: name a reward model, a function or a server"
         for source in self.reward_models:
             if source.ranks is not None:
                 yield (f"the reward model {source.title} scores in the stage's own process: leave out its ranks")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.data import Data, Text
 from rlhf_core.config.loops import Rewarded
 from rlhf_core.config.processes import Groups, Wanted, check_together
+from rlhf_core.config.rewards import EnvironmentReward, ShortEnvironment
 from rlhf_core.config.training import Optimised, Routed
 from rlhf_core.records import NotInDigest, Positive, Ranks, Rate, Share, check
 
@@ -27,6 +28,12 @@ class PPO(Optimised, Rewarded, Routed):
     critic: str | None = Field(None, description="value model; default: starts from the first reward model; only for gae")
     reference: str | None = Field(
         None, description="KL anchor; default: the actor before training, or, with init_kl_coef 0 and no kl_target, none: no KL is measured"
+    )
+
+    environment: ShortEnvironment | None = Field(
+        None,
+        description="what the actor talks to in several turns and with tools: path.py:Class, or guess or tools; it gives the reward, "
+        "unless `reward` names other sources",
     )
 
     advantage_estimator: AdvantageEstimator = Field(
@@ -218,6 +225,23 @@ class PPO(Optimised, Rewarded, Routed):
             yield f"overlong_buffer={self.overlong_buffer} must be below generate_max_len={self.generate_max_len}"
         if not 0 < self.sampler_is_clamp[0] <= 1 <= self.sampler_is_clamp[1]:
             yield f"sampler_is_clamp={list(self.sampler_is_clamp)} must be two numbers around 1, such as [0.5, 5]"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rewarded_by_the_environment(cls, given: Any) -> Any:
+        return {"reward": "environment", **given} if isinstance(given, dict) and given.get("environment") else given
+
+    @check
+    def _check_environment(self) -> Iterator[str]:
+        if any(isinstance(source, EnvironmentReward) for source in self.reward) and self.environment is None:
+            yield "reward names the environment, and there is none: set environment, or name another reward"
+        if self.environment is not None and self.stream_batch_size:
+            yield "stream_batch_size scores answers as they are finished, which episodes of an environment are not: leave it out"
+        if self.environment is not None and (self.environment.answer_max_len or 0) > self.generate_max_len:
+            yield (
+                f"environment.answer_max_len={self.environment.answer_max_len} must be at most generate_max_len={self.generate_max_len}: "
+                "all tokens after the prompt share it"
+            )
 
     @check
     def _check_validation(self) -> Iterator[str]:

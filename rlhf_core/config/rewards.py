@@ -3,6 +3,7 @@
 reward: reward_model                          one reward model: a stage, a folder or a Hub id
 reward: [reward_model, checks.py:short, "http://localhost:8000"]
 reward: [{model: reward_model, weight: 0.5}, {function: "checks.py:short", normalize: running}]
+reward: environment                           the environment that ppo names
 """
 
 from __future__ import annotations
@@ -98,6 +99,59 @@ class HttpReward(RequestedReward):
         return value
 
 
+class EnvironmentReward(WeighedReward):
+    """The reward that the environment of ppo gives: the sum of those of all answers of an episode."""
+
+    kind: Literal["environment"] = "environment"
+    normalize: Literal["none", "running"] = Field("none", description="running: standardise with the mean and std of all rewards so far")
+
+    @property
+    def title(self) -> str:
+        return self.name or "environment"
+
+
+SHIPPED = {"guess": "Guess", "tools": "Tools"}  # environments of alignflow: class of shipped/NAME.py
+
+
+class Environment(Config):
+    """What the policy talks to in several turns. The short form `environment: path.py:Class` is `{path: path.py:Class}`."""
+
+    path: str = Field(description="path.py:Class of your own, or guess or tools", pattern=rf"(\.py:[A-Za-z_]\w*|^({'|'.join(SHIPPED)}))$")
+    options: dict[str, Any] = Field({}, description="arguments of the class")
+    max_turns: Positive = Field(8, description="answers of an episode")
+    answer_max_len: Positive | None = Field(
+        None, description="tokens of one answer; default: what is left of generate_max_len, which all tokens after the prompt share"
+    )
+    timeout: Annotated[Rate, NotInDigest] = Field(
+        60.0, description="seconds that the environment itself may take in an episode, without the time of the model"
+    )
+    max_attempts: Annotated[Positive, NotInDigest] = Field(3, description="attempts at an episode before it goes without a reward")
+    processes: Annotated[Positive, NotInDigest] = Field(1, description="processes that run episodes")
+    concurrency: Annotated[Positive, NotInDigest] = Field(1024, description="episodes of one process at once")
+    sandbox: Annotated[Literal["bubblewrap", "none"], NotInDigest] = Field(
+        "bubblewrap", description="where tools run programs: closed in by bubblewrap, or (none) with all your rights"
+    )
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a file of the user."""
+        return self.path not in SHIPPED
+
+    @property
+    def file(self) -> Path:
+        shipped = Path(__file__).parents[1] / "environments" / "shipped" / f"{self.path}.py"
+        return Path(self.path.rpartition(":")[0]).absolute() if self.own else shipped
+
+    @property
+    def class_name(self) -> str:
+        return self.path.rpartition(":")[2] if self.own else SHIPPED[self.path]
+
+
+def _environment(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+ShortEnvironment = Annotated[Environment, BeforeValidator(_environment)]
 REWARD_KINDS = {"model": "model", "function": "function", "http": "url"}  # and the field that names each
 
 
@@ -109,6 +163,8 @@ def _reward_sources(value: Any) -> Any:
 
 def _reward_source(value: Any) -> Any:
     if isinstance(value, str):
+        if value == "environment":
+            return {"kind": "environment"}
         kind = "http" if value.startswith(("http://", "https://")) else "function" if re.search(r"\.py:\w+$", value) else "model"
         return {"kind": kind, REWARD_KINDS[kind]: value}
     if isinstance(value, dict) and "kind" not in value:
@@ -116,7 +172,7 @@ def _reward_source(value: Any) -> Any:
     return value
 
 
-RewardSource = Annotated[ModelReward | FunctionReward | HttpReward, Field(discriminator="kind")]
+RewardSource = Annotated[ModelReward | FunctionReward | HttpReward | EnvironmentReward, Field(discriminator="kind")]
 
 
 def _named_apart(sources: tuple[RewardSource, ...]) -> tuple[RewardSource, ...]:

@@ -5,7 +5,8 @@ A text is split where an answer begins and ends, and the parts are encoded one b
 
 A control token typed inside a message (`<|im_end|>`) stays text: a placeholder replaces it in the template, and it is encoded with
 `split_special_tokens`. This covers every added token marked special, in all roles; added tokens not marked special (such as `<think>`)
-are encoded as the tokenizer does. Left out: tools, images, and content that is not a string.
+are encoded as the tokenizer does. `tools` are JSON schemas of functions, which the template describes at the beginning; messages may have
+`tool_calls`. Left out: images, and content that is not a string.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
@@ -31,6 +33,8 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 PLACEHOLDER = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
+Tools = Sequence[dict[str, Any]]
+MARK = "\ufdd2"  # in place of an answer, to find where it ends
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -76,7 +80,7 @@ class Renderer:
         self.prompt_suffix = prompt_suffix
         self.verbatim = verbatim
         special = sorted((token.content for token in tokenizer.added_tokens_decoder.values() if token.special), key=len, reverse=True)
-        self._hidden = [OPEN, *special]
+        self._hidden = [OPEN, MARK, *special]
         self._hidden_pattern = re.compile("|".join(re.escape(text) for text in self._hidden))
         self._eos = str(tokenizer.eos_token)
         # Some tokenizers put a space before the start of a text. Parts after the first are encoded after an eos token to avoid it.
@@ -92,21 +96,61 @@ class Renderer:
         self.frame_len = len(frame)
         self._check_rows([*frame, *self.stop_token_ids, tokenizer.pad_token_id or 0])
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Returns the tokens of the messages and of the generation prompt. Raises ValueError when the last message is the assistant's."""
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("a prompt needs at least one message, and its last one must not be the assistant's")
-        text, spans = self._text(with_suffix(messages, self.prompt_suffix), generation_prompt=True)
+        text, spans = self._text(with_suffix(messages, self.prompt_suffix), True, tools)
         return self._encode(text, spans).tokens
 
-    def prompt_within(self, messages: Sequence[Message], limit: int) -> tuple[list[int], bool]:
+    def text(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools = ()) -> str:
+        """Returns what the template writes; control tokens typed in messages are placeholders."""
+        return self._text(messages, generation_prompt, tools)[0]
+
+    def follow(self, messages: Sequence[Message], new: Sequence[Message], ended: bool, tools: Tools = ()) -> list[int]:
+        """Returns the tokens between the last answer of `messages` and the answer to `new` messages. `ended`: the tokens of the last answer
+        hold its end of turn already. The answers themselves are not rendered: what was sampled stays as it was sampled.
+
+        Raises ValueError when the template refuses the messages, or does not show where the answer ends.
+        """
+        if messages[-1]["role"] != "assistant" or not new or new[-1]["role"] == "assistant":
+            raise ValueError("new messages follow an answer, and the last of them must not be the assistant's")
+        before = self._hidden_messages(messages[:-1])
+        after = self._after_answer(before, {"role": "assistant", "content": MARK}, self._hidden_messages(new), tools)
+        if after is None and messages[-1].get("tool_calls"):
+            after = self._after_answer(before, self._hidden_messages(messages[-1:])[0], self._hidden_messages(new), tools)
+        if after is None:
+            raise ValueError("the chat template does not show where an answer ends once messages follow it: take another template")
+        if ended and self._end_of_turn:
+            after = after.removeprefix(self._end_of_turn)
+        return self._encode_part(after, first=False)
+
+    def _after_answer(self, before: list[Message], answer: Message, new: list[Message], tools: Tools) -> str | None:
+        """Returns what the template writes after an answer, up to the next one; None when it does not show where the answer ends."""
+        if self.template != "chat":
+            text = self._plain([*before, answer, *new])[0]
+        else:
+            try:
+                text = self._render([*before, answer, *new], True, tools)[0]
+            except ValueError:
+                if answer["content"] == MARK and any(message["role"] == "tool" for message in new):
+                    return None  # perhaps results must follow calls
+                raise
+        if answer["content"] == MARK:
+            _, found, after = text.rpartition(MARK)
+            return after if found else None
+        through = self._render([*before, answer], False, tools)[0].rstrip()  # ends with the end of the turn
+        return (self._end_of_turn or "") + text[len(through) :] if text.startswith(through) else None
+
+    def prompt_within(self, messages: Sequence[Message], limit: int, tools: Tools = ()) -> tuple[list[int], bool]:
         """Returns at most `limit` tokens of a prompt, and whether something was cut.
 
         The template's own tokens and the end of the prompt stay: first the oldest turns are dropped, then the beginning of the last
         message; system messages only when they and the template fill the limit. Raises ValueError as `check_limit`.
         """
-        check_limit(limit, self.frame_len)
-        tokens = self.prompt(messages)
+        frame_len = len(self.prompt([{"role": "user", "content": ""}], tools)) if tools else self.frame_len
+        check_limit(limit, frame_len)
+        tokens = self.prompt(messages, tools)
         if len(tokens) <= limit:
             return tokens, False
         turns = list(messages)
@@ -115,31 +159,31 @@ class Renderer:
             system.append(turns.pop(0))
         for start in range(1, len(turns)):
             if turns[start]["role"] == "user":
-                tokens = self.prompt(system + turns[start:])
+                tokens = self.prompt(system + turns[start:], tools)
                 if len(tokens) <= limit:
                     return tokens, True
         last = turns[-1]
-        shell = len(self.prompt([*system, {**last, "content": ""}]))
+        shell = len(self.prompt([*system, {**last, "content": ""}], tools))
         if shell >= limit:
-            system, shell = [], self.frame_len
+            system, shell = [], frame_len
         words = self._encode(self._hide(last["content"]), []).tokens
         cut = max(len(words) - (limit - shell), 0)
         while True:
             # A cut inside a character leaves replacement characters in front.
             content = str(self.tokenizer.decode(words[cut:], clean_up_tokenization_spaces=False)).lstrip("\ufffd")
-            tokens = self.prompt([*system, {**last, "content": content}])
+            tokens = self.prompt([*system, {**last, "content": content}], tools)
             if len(tokens) <= limit:
                 return tokens, True
             if not content:  # check_limit lets the user's empty prompt fit
                 raise ValueError(f"the role {last['role'][:40]!r} and the template take {len(tokens)} tokens, and the limit is {limit}")
             cut += len(tokens) - limit
 
-    def conversation(self, messages: Sequence[Message]) -> Document:
+    def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> Document:
         """Returns the messages as a document, with the mask on all answers and their end-of-turn tokens.
 
         Tokens after the last answer are left out, as they are not trained on. Without an answer the mask is all False.
         """
-        text, spans = self._text(messages, generation_prompt=False)
+        text, spans = self._text(messages, False, tools)
         document = self._encode(text, spans)
         if not any(document.mask):
             return document
@@ -164,8 +208,7 @@ class Renderer:
         """
         if self.verbatim or self.template != "chat":
             return self._sampled(response)
-        messages = [*prompt_messages, {"role": "assistant", "content": response}]
-        hidden = [{**message, "content": self._hide(message["content"])} for message in messages]
+        hidden = self._hidden_messages([*prompt_messages, {"role": "assistant", "content": response}])
         text, marked = self._render(hidden, False)
         span = marked[-1] if marked else self._answer_in(text, hidden, len(hidden) - 1)
         if span is None or (marked and text[: span[0]] != self._render(hidden[:-1], True)[0]):
@@ -177,17 +220,17 @@ class Renderer:
     def _sampled(self, response: str) -> list[int]:
         return [*self._encode(self._hide(response), [], first=False).tokens, self.end_token_id]
 
-    def _text(self, messages: Sequence[Message], generation_prompt: bool) -> tuple[str, list[Span]]:
+    def _text(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools = ()) -> tuple[str, list[Span]]:
         """Returns the text with placeholders, and the character spans of its answers."""
-        hidden = [{**message, "content": self._hide(message["content"])} for message in messages]
+        hidden = self._hidden_messages(messages)
         if self.template != "chat":
             return self._plain(hidden)
-        text, spans = self._render(hidden, generation_prompt)
+        text, spans = self._render(hidden, generation_prompt, tools)
         if GENERATION.search(self._chat_template):
             return text, spans
         for index, message in enumerate(hidden):
             if message["role"] == "assistant":
-                span = self._answer_in(text, hidden, index)
+                span = self._answer_in(text, hidden, index, tools)
                 if span is None:
                     raise ValueError(
                         f"the chat template writes the messages before message {index + 1} differently once it is there, so the tokens of "
@@ -196,28 +239,29 @@ class Renderer:
                 spans.append(span)
         return text, spans
 
-    def _answer_in(self, text: str, hidden: list[Message], index: int) -> Span | None:
+    def _answer_in(self, text: str, hidden: list[Message], index: int, tools: Tools = ()) -> Span | None:
         """Returns the span of the answer `hidden[index]` in `text`; None when the template renders the messages before it differently."""
-        before, _ = self._render(hidden[:index], True)
+        before, _ = self._render(hidden[:index], True, tools)
         if not text.startswith(before):
             return None
         if self._end_of_turn is None:
-            through, _ = self._render(hidden[: index + 1], False)
+            through, _ = self._render(hidden[: index + 1], False, tools)
             return (len(before), len(through)) if text.startswith(through) else None
         # No answer contains this text: control tokens in messages are replaced by placeholders.
         found = text.find(self._end_of_turn, len(before))
         return len(before), found + len(self._end_of_turn) if found >= 0 else len(text)
 
-    def _render(self, messages: list[Message], generation_prompt: bool) -> tuple[str, list[Span]]:
+    def _render(self, messages: list[Message], generation_prompt: bool, tools: Tools = ()) -> tuple[str, list[Span]]:
         try:
             texts, spans = render_jinja_template(
                 conversations=[messages],
+                tools=self._hidden_values(list(tools)) or None,
                 chat_template=self._chat_template,
                 return_assistant_tokens_mask=bool(GENERATION.search(self._chat_template)),
                 add_generation_prompt=generation_prompt,
                 **self.tokenizer.special_tokens_map,
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # the second: of filters, on a message of an unforeseen kind
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(f"the chat template refuses messages with the roles ({roles}): {_first_line(error)}") from error
         return texts[0], list(spans[0]) if spans else []
@@ -269,6 +313,9 @@ class Renderer:
                 tokens += self._ids(piece)
         return tokens
 
+    def decoded(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
     def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
         # verbose=False: no warning about texts over the model's length, which are cut later.
         encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False)
@@ -276,6 +323,17 @@ class Renderer:
 
     def _hide(self, content: str) -> str:
         return self._hidden_pattern.sub(lambda match: f"{OPEN}{self._hidden.index(match.group())}{CLOSE}", content)
+
+    def _hidden_messages(self, messages: Sequence[Message]) -> list[Message]:
+        return [self._hidden_values(message) for message in messages]
+
+    def _hidden_values(self, value: Any) -> Any:
+        """Hides the control tokens of all texts in a message or a tool."""
+        if isinstance(value, dict):
+            return {name: self._hidden_values(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [self._hidden_values(inner) for inner in value]
+        return self._hide(value) if isinstance(value, str) else value
 
     def _check_rows(self, tokens: Sequence[int]) -> None:
         """Raises ValueError when the model in the tokenizer's folder has no embedding for one of these tokens."""

@@ -20,7 +20,7 @@ from rlhf_core.system.files import write_text
 
 Item = TypeVar("Item")
 Other = TypeVar("Other")
-Message = dict[str, str]
+Message = dict[str, Any]  # role, content; of tools also tool_calls, tool_call_id, name
 # Conditional SFT: the reward of an answer, appended to its prompt, and the file of a checkpoint with the suffix of its best answer.
 SUFFIX = " <rm_score>: {:.2f}"
 SUFFIX_FILE = "prompt_suffix.json"

@@ -54,16 +54,19 @@ def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) ->
     return factor * ((limit - buffer - lengths) / buffer).clamp(-1, 0)
 
 
-def token_rewards(kl: Tensor, coef: float, scores: Tensor, mask: Tensor, at: RewardAt = "last_token") -> Tensor:
+def token_rewards(
+    kl: Tensor, coef: float, scores: Tensor, mask: Tensor, at: RewardAt = "last_token", early: Tensor | None = None
+) -> Tensor:
     """Returns `-coef * KL_t + [t is the last response token] * score` (Ziegler et al. 2019, eq. 2, per token), (..., T); 0 off the mask.
 
     `kl` and `mask` (..., T), `scores` (...). With `every_token` each response token gets `score / |answer|` in place of the last one's
-    score. A row without a response token gets 0.
+    score. A row without a response token gets 0. `early` (..., T): what tokens before the last get of the score in its place.
     """
     response_left = mask.flip(-1).cumsum(-1).flip(-1)
     is_last = mask & (response_left == 1)
     if at == "last_token":
-        paid = torch.where(is_last, scores[..., None], 0)
+        paid = torch.where(is_last, (scores if early is None else scores - early.sum(-1))[..., None], 0)
+        paid = paid if early is None else paid + early
     else:
         paid = torch.where(mask, (scores / mask.sum(-1).clamp(min=1))[..., None], 0)
     return torch.where(mask, -coef * kl, 0) + paid

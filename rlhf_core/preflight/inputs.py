@@ -271,25 +271,27 @@ def _prompt_problems(node: Node, seed: int) -> list[str]:
 
 
 def _function_problems(node: Node) -> list[str]:
-    """Checks that the files and functions of rewards exist. The file is parsed, not run."""
+    """Checks that the files of rewards and environments exist, and what they name in them. The file is parsed, not run."""
     problems = []
-    for source in node.config.reward if isinstance(node.config, Rewarded) else ():
-        if not isinstance(source, FunctionReward):
-            continue
-        where, name = f"stages.{node.name}.reward", source.function_name
+    sources = node.config.reward if isinstance(node.config, Rewarded) else ()
+    named = [("reward", "function", s.file, s.function_name) for s in sources if isinstance(s, FunctionReward)]
+    if isinstance(node.config, PPO) and (environment := node.config.environment) is not None and environment.own:
+        named.append(("environment", "class", environment.file, environment.class_name))
+    for field, kind, file, name in named:
+        where = f"stages.{node.name}.{field}"
         try:
-            code = ast.parse(source.file.read_text())
+            code = ast.parse(file.read_text())
         except OSError as error:
-            problems.append(f"{where}: {source.file} cannot be read ({error.strerror}); correct the path of the reward function")
+            problems.append(f"{where}: {file} cannot be read ({error.strerror}); correct the path of the {kind}")
         except (SyntaxError, UnicodeDecodeError) as error:
-            problems.append(f"{where}: {source.file} is no Python file ({error}); correct it")
+            problems.append(f"{where}: {file} is no Python file ({error}); correct it")
         else:
             defined = [part.name for part in code.body if isinstance(part, ast.FunctionDef | ast.ClassDef)]
             targets = [target for part in code.body if isinstance(part, ast.Assign) for target in part.targets]
             assigned = [target.id for target in targets if isinstance(target, ast.Name)]
             imported = [alias.asname or alias.name for part in code.body if isinstance(part, ast.ImportFrom) for alias in part.names]
             if name not in (valid := defined + assigned + imported):
-                problems.append(f"{where}: {source.file}: {unknown(name, valid, 'function')}")
+                problems.append(f"{where}: {file}: {unknown(name, valid, kind)}")
     return problems
 
 

@@ -12,12 +12,13 @@ from pydantic import BaseModel
 from rlhf_core.config import AlignmentTax, Evaluation, Recipe, RewardEvaluation, RewardJudge, Source, StageConfig, VllmJudge
 from rlhf_core.config.kinds import KINDS, named
 from rlhf_core.config.lm_eval_tasks import is_path
-from rlhf_core.config.rewards import FunctionReward, ModelReward
+from rlhf_core.config.rewards import Environment, FunctionReward, ModelReward
 from rlhf_core.hub.ids import is_remote, parted
 
 PLACES = {  # fields that name a model or a file, beside those of KINDS
     Source: ("path",),
     FunctionReward: ("function",),
+    Environment: ("path",),
     ModelReward: ("model",),
     AlignmentTax: ("tasks",),
     Evaluation: ("parents",),
@@ -149,6 +150,8 @@ def _files(value: Any, where: str) -> Iterator[tuple[str, str]]:
             yield where, value.path
         case FunctionReward():
             yield where, value.function
+        case Environment() if value.own:
+            yield where, value.path
         case AlignmentTax():
             yield from ((f"{where}.tasks", task) for task in value.tasks if is_path(task))
     if isinstance(value, BaseModel):

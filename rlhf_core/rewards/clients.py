@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Event
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -62,8 +63,14 @@ def join(parts: Sequence[Rewards]) -> Rewards:
     return Rewards({name: np.concatenate([part.by_source[name] for part in parts]) for name in names}, errors)
 
 
-def collect(scored: Iterable[tuple[str, ArrayLike]], pending: Mapping[str, Future[tuple[np.ndarray, str]]], allowed: int) -> Rewards:
-    """What reward models scored, (title, (N,)) each, and pending requests to sources outside; a score that is not finite has failed.
+def collect(
+    scored: Iterable[tuple[str, ArrayLike]],
+    pending: Mapping[str, Future[tuple[np.ndarray, str]]],
+    allowed: int,
+    failures: Mapping[str, str] = MappingProxyType({}),
+) -> Rewards:
+    """What reward models scored, (title, (N,)) each, and pending requests to sources outside; a score that is not finite has failed, as
+    `failures` says, by title.
 
     RewardsFailed when a source left more than `allowed` answers without a reward.
     """
@@ -72,7 +79,7 @@ def collect(scored: Iterable[tuple[str, ArrayLike]], pending: Mapping[str, Futur
     for title, scores in scored:
         values = np.asarray(scores, dtype=np.float64)
         by_source[title] = np.where(np.isfinite(values), values, np.nan)
-        check_failures(title, int(np.isnan(by_source[title]).sum()), allowed, len(values), "")
+        check_failures(title, int(np.isnan(by_source[title]).sum()), allowed, len(values), failures.get(title, ""))
     for title, future in pending.items():
         by_source[title], error = future.result()
         errors |= {title: error} if error else {}

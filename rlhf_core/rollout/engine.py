@@ -7,6 +7,7 @@ samples what the undisturbed one samples. Weights come in as (name, tensor) pair
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from rlhf_core.rollout.vllm_patches import applies, find_ranks_in_a_file, keep_r
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
+
+ASKED = "asked-"  # begins the ids of requests of `advance`
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,15 @@ class Sampling(NamedTuple):
     stop_token_ids: Sequence[int]
     seed_whole: bool = False
     logprobs: bool = True
+
+
+class Request(NamedTuple):
+    """Asks for one answer (`sampling.n` does not count) beside others that the engine works on. `key`: a number of the one who asks."""
+
+    key: int
+    tokens: list[int]
+    seed: int
+    sampling: Sampling
 
 
 def library(kv_cache_gib: float) -> Any:
@@ -157,24 +169,39 @@ class Sampler:
                     if len(group) == n:
                         yield prompt, [answer for _, answer in sorted(found.pop(prompt).items())]
 
+    def advance(self, requests: Sequence[Request], seconds: float) -> list[tuple[int, Answer]]:
+        """Adds requests, and works on all that are there for `seconds`, or until none is left. Returns the answers that were finished, with
+        the keys of their requests; the others go on in the next call."""
+        engine, until = self.llm.llm_engine, time.monotonic() + seconds
+        for request in requests:
+            params = self._parameters(request.seed, request.sampling)
+            engine.add_request(f"{ASKED}{request.key}", {"prompt_token_ids": request.tokens}, params)
+        finished = []
+        with uncollected():
+            while engine.has_unfinished_requests() and time.monotonic() < until:
+                outputs = engine.step()
+                if not self._patched:
+                    progress.made()
+                finished += [(int(o.request_id.removeprefix(ASKED)), _answer(o)) for o in outputs if o.finished]
+        return finished
+
     def _params(self, seeds: Sequence[int], sampling: Sampling) -> list[Any]:
         """Returns vLLM's parameters of each answer; with `seed_whole` seeds the engine itself."""
         if sampling.seed_whole:
             self.llm.collective_rpc("seed", args=(random.Random(repr(list(seeds))).getrandbits(48),))
-        return [
-            self._library.SamplingParams(
-                temperature=sampling.temperature,
-                max_tokens=sampling.max_new_tokens,
-                seed=seed + j if sampling.temperature > 0 and not sampling.seed_whole else None,
-                stop_token_ids=list(sampling.stop_token_ids),
-                logprobs=0 if sampling.logprobs else None,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=self._library.sampling_params.RequestOutputKind.FINAL_ONLY,
-            )
-            for seed in seeds
-            for j in range(sampling.n)
-        ]
+        return [self._parameters(seed + j, sampling) for seed in seeds for j in range(sampling.n)]
+
+    def _parameters(self, seed: int, sampling: Sampling) -> Any:
+        return self._library.SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_new_tokens,
+            seed=seed if sampling.temperature > 0 and not sampling.seed_whole else None,
+            stop_token_ids=list(sampling.stop_token_ids),
+            logprobs=0 if sampling.logprobs else None,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=self._library.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
 
     def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the log-prob of every token of each document given those before it (0 for the first), to check a weight sync."""

@@ -10,7 +10,7 @@ import torch
 
 from rlhf_core.cluster.rank_environment import RANK_VARIABLES
 from rlhf_core.config import Vllm
-from rlhf_core.rollout.engine import Answer, Sampler, Sampling, library
+from rlhf_core.rollout.engine import Answer, Request, Sampler, Sampling, library
 from rlhf_core.system.gc_pause import uncollected
 
 
@@ -36,6 +36,10 @@ class SamplerRole(Sampler):
         """Returns the answers to this engine's share of the prompts, with their indices."""
         with uncollected():
             return list(self.stream_share(prompts, seeds, sampling))
+
+    def advance(self, requests: Sequence[Request], seconds: float) -> list[tuple[int, Answer]]:
+        own = [request._replace(sampling=request.sampling._replace(seed_whole=self._seed_whole)) for request in requests]
+        return super().advance(own, seconds)
 
     def stream_share(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling

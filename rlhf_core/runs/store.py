@@ -21,7 +21,7 @@ from rlhf_core.config import Recipe
 from rlhf_core.records import FileInfo, StageResult
 from rlhf_core.runs.remote_files import RemoteFiles, StoreFault
 from rlhf_core.runs.resume_state import LOOP
-from rlhf_core.runs.run_dir import EXPORTS, METRICS, REQUEST, RESULT, STATE, VALIDATION, RunDir, StageRequest
+from rlhf_core.runs.run_dir import EXPORTS, METRICS, REQUEST, RESULT, ROLLOUTS, STATE, VALIDATION, RunDir, StageRequest
 from rlhf_core.system.files import file_digest, sync_to_disk, write_text
 
 FILES, FETCHING = "files.json", ".fetching"
@@ -82,7 +82,7 @@ class Store:
         """
         last = f"{STATE}/{step}/{LOOP}"
         best = json.loads((run / last).read_text()).get("best")
-        folders = [EXPORTS, VALIDATION, f"{STATE}/{step}", *([f"{STATE}/best/iteration{best[0]}"] if best else [])]
+        folders = [EXPORTS, ROLLOUTS, VALIDATION, f"{STATE}/{step}", *([f"{STATE}/best/iteration{best[0]}"] if best else [])]
         sources = [run / METRICS, *(file for name in folders for file in (run / name).rglob("*"))]
         files = [file.relative_to(run.path).as_posix() for file in sources if file.is_file()]
         self._put(f"states/{run.path.name}/{step}", run.path, [file for file in files if file != last], last, {})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config import PPO
+from rlhf_core.config.rewards import EnvironmentReward
 from rlhf_core.objectives.advantages import (
     GROUPED,
     Credit,
@@ -63,7 +64,8 @@ def credit(
     mask = response & combined.scored[:, None]
     kl = torch.where(mask, kl_estimate(logprobs, ref_logprobs, config.kl_estimator), 0)
     coef = kl_coef if config.kl_in == "reward" else 0.0
-    (advantages, returns), usable = estimate(rewards, kl, coef, values, mask, combined.scored, config)
+    early = early_rewards(rollouts, config)
+    (advantages, returns), usable = estimate(rewards, kl, coef, values, mask, combined.scored, config, early)
     mask &= usable[:, None]
     if not mask.any():
         raise ValueError(f"none of the {len(rollouts)} answers can be learned from: each prompt needs two answers with a reward")
@@ -99,15 +101,28 @@ class Estimated(NamedTuple):
     usable: Tensor
 
 
-def estimate(rewards: Tensor, kl: Tensor, coef: float, values: Tensor, mask: Tensor, scored: Tensor, config: PPO) -> Estimated:
+def early_rewards(rollouts: Sequence[Rollout], config: PPO) -> Tensor | None:
+    """Returns what answers before the last of an episode have of its reward, weighted as in the sum (B, T); None where they have nothing.
+    What normalisation and clipping change of the sum is the last answer's."""
+    weight = sum(source.weight for source in config.reward if isinstance(source, EnvironmentReward))
+    if not weight or not any(rollout.own is not None and rollout.own.early is not None for rollout in rollouts):
+        return None
+    nothing = [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
+    return weight * _pad([n if r.own is None or r.own.early is None else r.own.early for r, n in zip(rollouts, nothing, strict=True)])
+
+
+def estimate(
+    rewards: Tensor, kl: Tensor, coef: float, values: Tensor, mask: Tensor, scored: Tensor, config: PPO, early: Tensor | None = None
+) -> Estimated:
     """Computes advantages by the configured estimator: `rewards` and `scored` (B,), `kl`, `values` and `mask` (B, T), `coef` of the KL.
+    `early` (B, T): as `token_rewards`; estimators on whole answers have no use for it.
 
     Where an estimator is defined on whole answers, the KL of all tokens leaves the answer's reward (Ahmadian et al. 2024, eq. 1).
     """
     gamma, n = config.gamma, config.n_samples_per_prompt
 
     def per_token(scores: Tensor) -> Tensor:
-        return token_rewards(kl, coef, scores, mask, config.reward_at)
+        return token_rewards(kl, coef, scores, mask, config.reward_at, None if early is None else torch.where(mask, early, 0))
 
     match config.advantage_estimator:
         case "gae":

@@ -15,6 +15,7 @@ import numpy as np
 
 from rlhf_core.cluster.worker_group import Group, Pending, in_order, put_on_nodes, wait_all
 from rlhf_core.data.documents import Document
+from rlhf_core.environments.episodes import Episodes
 from rlhf_core.rewards.clients import Clients, Rewards, collect
 from rlhf_core.rewards.contract import Sample
 from rlhf_core.rewards.own_tokens import OwnTokens
@@ -39,7 +40,8 @@ class EngineDiffers(RuntimeError):
 @dataclass(frozen=True)
 class Fleet:
     """Holds the groups of the running roles. `rewards`: the group of each reward model, by title; `own_tokens`: of those with another
-    tokenizer, what writes answers for them; `clients`: functions and servers.
+    tokenizer, what writes answers for them; `clients`: functions and servers; `episodes`: of an environment, whose reward is a source
+    called `environment`, if it is one.
 
     `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
     collective of one waits on a GPU that computes for the other.
@@ -59,6 +61,14 @@ class Fleet:
     zero_stage: int = 3
     machine: Machine | None = None  # set by `survey`
     own_tokens: Mapping[str, OwnTokens] = field(default_factory=dict)
+    episodes: Episodes | None = None
+    environment: str | None = None
+
+    def close(self) -> None:
+        """Ends open requests for rewards and the processes of the environment, which this process would wait for."""
+        self.clients.close()
+        if self.episodes is not None:
+            self.episodes.close()
 
     def start_sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Callable[[], list[list[Answer]]]:
         """Starts to sample answers to each prompt. Returns a function that waits for them, in the order of the prompts."""
@@ -100,13 +110,20 @@ class Fleet:
         pending_rewards = self.clients.start(samples, allowed) if self.clients else {}
 
         def wait() -> Rewards:
-            scored = ((title, np.concatenate(in_order(pending.wait(self.timeout)))) for title, pending in models.items())
-            return collect(scored, pending_rewards, allowed)
+            scored = {title: np.concatenate(in_order(pending.wait(self.timeout))) for title, pending in models.items()}
+            known = [rollout.own for rollout in rollouts if rollout.own is not None]
+            if self.environment is not None:
+                scored[self.environment] = np.array([own.reward for own in known])
+            failures = {self.environment or "": next((own.failure for own in known if own.failure), "")}
+            return collect(scored.items(), pending_rewards, allowed, failures)
 
         return wait
 
     def _sample(self, rollout: Rollout) -> Sample:
         tokens, mask = rollout.document.tokens, rollout.document.mask
+        if rollout.messages:
+            *before, last = rollout.messages if rollout.messages[-1]["role"] == "assistant" else (*rollout.messages, {"content": ""})
+            return Sample(before, last["content"], rollout.prompt.row, rollout.finished, self.decode(tokens, False))
         answer = self.decode([token for token, is_answer in zip(tokens, mask, strict=True) if is_answer], True)
         return Sample(rollout.prompt.messages, answer, rollout.prompt.row, rollout.finished, self.decode(tokens, False))
 

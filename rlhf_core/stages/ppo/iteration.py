@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
+from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running
 from rlhf_core.stages.ppo.credit import credit
 from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.records import Rollout
 from rlhf_core.stages.ppo.roles import Update
 from rlhf_core.stages.ppo.sampling import Sampled, Setup, sample, start_sample
 
@@ -38,11 +40,14 @@ class Carried(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """Holds the metrics of an iteration, the mean KL per token (nats) of its rollout, and what the next one takes over."""
+    """Holds the metrics of an iteration, the mean KL per token (nats) of its rollout, what the next one takes over, and its rollouts with
+    their rewards."""
 
     metrics: dict[str, float]
     kl: float
     carried: Carried
+    rollouts: Sequence[Rollout]
+    rewards: Rewards
 
 
 def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, schedule: Schedule, last: bool = False) -> Iteration:
@@ -86,11 +91,12 @@ def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, 
             fleet.publish_weights()
         with _phase(phases, "probe"):
             metrics["sync/probe_gap"] = fleet.probe(setup.probe)
+    metrics |= episode_metrics(rollouts)
     metrics["prompt/truncated"] = sum(r.prompt.truncated for r in rollouts) / len(rollouts)
     metrics["tokens"] = float(sum(len(r.document.tokens) for r in rollouts))
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
     metrics |= fleet.iteration_metrics(rollouts, list(updates), schedule.max_epochs, time.monotonic() - start)
-    return Iteration(metrics, credited.kl, Carried(sampled.position, credited.statistics, ahead))
+    return Iteration(metrics, credited.kl, Carried(sampled.position, credited.statistics, ahead), rollouts, scores.rewards)
 
 
 def minibatches(usable: Sequence[int], schedule: Schedule) -> list[list[int]]:
@@ -112,3 +118,9 @@ def _phase(phases: dict[str, float], name: str) -> Iterator[None]:
     start = time.monotonic()
     yield
     phases[name] = phases.get(name, 0.0) + time.monotonic() - start
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Means over episodes of an environment: answers, attempts, seconds of the environment's own; none without one."""
+    own = [rollout.own for rollout in rollouts if rollout.own is not None]
+    return {f"environment/{name}": sum(getattr(o, name) for o in own) / len(own) for name in ("turns", "attempts", "seconds") if own}

@@ -1,23 +1,88 @@
-"""Defines the records of the PPO process: Rollout (one sampled answer) -> Scores (of all models) -> Experience (to train on)."""
+"""Defines the records of the PPO process: Rollout (one sampled answer) -> Scores (of all models) -> Experience (to train on).
+
+`stored` and `restored` are for resume states, `shown` is for readers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.data.documents import Document, Message, Prompt
 from rlhf_core.rewards.clients import Rewards
+
+
+class Own(NamedTuple):
+    """What an environment says of an episode. `reward`: of all answers, nan where every attempt failed (`failure`: how the last one did).
+    `early` (T,): what the answers before the last have of it, each at its last token; None where they have nothing."""
+
+    reward: float
+    early: np.ndarray | None
+    failure: str
+    turns: int
+    attempts: int
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Holds one answer. `sampler_logprobs` (T,) is aligned with the document's tokens, 0 on the prompt; `finished`: not cut by length."""
+    """Holds one answer, or one episode of an environment. `sampler_logprobs` (T,) is aligned with the document's tokens, 0 off the mask;
+    `finished`: not cut by length. Of an episode `messages` has the whole conversation, and `own` what the environment says of it."""
 
     prompt: Prompt
     document: Document
     sampler_logprobs: np.ndarray
     finished: bool
+    messages: Sequence[Message] = ()
+    own: Own | None = None
+
+
+def stored(rollout: Rollout) -> dict[str, Any]:
+    """Returns a rollout as JSON, without its experts; log-probs of tokens under the mask alone."""
+    mask = np.array(rollout.document.mask, dtype=bool)
+    borders = np.flatnonzero(np.diff(mask, prepend=False, append=False))  # where answers begin and end
+    row = {"tokens": rollout.document.tokens, "answers": borders.tolist(), "finished": rollout.finished}
+    row |= {"prompt": len(rollout.prompt.tokens), "logprobs": rollout.sampler_logprobs[mask].tolist()}
+    if rollout.own is None:
+        return row
+    early = None if rollout.own.early is None else rollout.own.early.tolist()
+    given = {"early": early, "reward": None if np.isnan(rollout.own.reward) else rollout.own.reward}
+    of_prompt = {"prompt_messages": rollout.prompt.messages, "truncated": rollout.prompt.truncated}
+    return row | of_prompt | {"messages": rollout.messages, "own": rollout.own._asdict() | given}
+
+
+def restored(row: Mapping[str, Any], prompt: Prompt, experts: np.ndarray | None) -> Rollout:
+    """Returns the rollout that `stored` wrote, bit for bit; `prompt`: as in the data."""
+    mask = np.zeros(len(row["tokens"]), dtype=bool)
+    for start, end in zip(row["answers"][::2], row["answers"][1::2], strict=True):
+        mask[start:end] = True
+    logprobs = np.zeros(len(mask), np.float32)
+    logprobs[mask] = row["logprobs"]
+    document = Document(row["tokens"], mask.tolist(), experts=experts)
+    if "own" not in row:
+        return Rollout(prompt, document, logprobs, row["finished"])
+    own = Own(**row["own"])
+    early = None if own.early is None else np.array(own.early, np.float32)
+    own = own._replace(early=early, reward=np.nan if own.reward is None else own.reward)
+    prompt = Prompt(tuple(row["prompt_messages"]), row["tokens"][: row["prompt"]], prompt.row, row["truncated"])
+    return Rollout(prompt, document, logprobs, row["finished"], row["messages"], own)
+
+
+def shown(rollouts: Sequence[Rollout], rewards: Rewards, decode: Callable[[Sequence[int], bool], str]) -> Iterator[dict[str, Any]]:
+    """Yields rollouts for readers: texts and rewards; a failed reward is None."""
+    for i, found in enumerate(rollouts):
+        given = {title: float(values[i]) for title, values in rewards.by_source.items()}
+        row: dict[str, Any]
+        if found.own is not None:
+            row = {"messages": list(found.messages), "turns": found.own.turns} | ({"failure": f} if (f := found.own.failure) else {})
+        else:
+            answer = [token for token, own in zip(found.document.tokens, found.document.mask, strict=True) if own]
+            row = {"prompt": list(found.prompt.messages), "response": decode(answer, True)}
+        row["finished"] = found.finished
+        yield row | {"rewards": {title: None if value != value else value for title, value in given.items()}}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ A resume state keeps these answers, since a resumed engine has newer weights.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,11 +23,12 @@ import numpy as np
 
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.environments.episodes import Asked, Episode
 from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Term, plain_sum
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.records import Rollout, Scores
+from rlhf_core.stages.ppo.records import Own, Rollout, Scores, restored, stored
 from rlhf_core.system.files import write_text
 from rlhf_core.training.train_loop import order_of_epoch
 
@@ -114,13 +116,18 @@ def sample(fleet: Fleet, setup: Setup, position: int) -> Sampled:
 def start_sample(fleet: Fleet, setup: Setup, position: int, count: int | None = None) -> Callable[[], Sampled]:
     """Starts to sample answers to `count` prompts (None: a batch) from a position on. Returns a function that waits for them."""
     taken = setup.order.take(position, setup.order.batch if count is None else count)
-    answers = fleet.start_sample([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], setup.sampling)
+    rollouts = start_rollouts(fleet, taken, setup.sampling)
+    return lambda: Sampled(rollouts(), None, position + len(taken), {})
 
-    def wait() -> Sampled:
-        groups = zip(taken, answers(), strict=True)
-        return Sampled([rollout(prompt, answer) for (prompt, _), group in groups for answer in group], None, position + len(taken), {})
 
-    return wait
+def start_rollouts(fleet: Fleet, taken: Sequence[tuple[Prompt, int]], sampling: Sampling) -> Callable[[], list[Rollout]]:
+    """Starts `sampling.n` answers, or episodes, to each of the prompts with their seeds. Returns a function that waits for them."""
+    if fleet.episodes is not None:
+        asked = [Asked(prompt, seed + j, seed) for prompt, seed in taken for j in range(sampling.n)]
+        episodes = fleet.episodes.start(asked, sampling)
+        return lambda: [of_episode(episode) for episode in episodes.result()]
+    answers = fleet.start_sample([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], sampling)
+    return lambda: [rollout(prompt, answer) for (prompt, _), group in zip(taken, answers(), strict=True) for answer in group]
 
 
 def stream(fleet: Fleet, setup: Setup, position: int, part: int) -> Sampled:
@@ -174,13 +181,17 @@ def rollout(prompt: Prompt, answer: Answer) -> Rollout:
     return Rollout(prompt, document, np.array([0.0] * len(prompt.tokens) + answer.logprobs, dtype=np.float32), answer.finished)
 
 
+def of_episode(episode: Episode) -> Rollout:
+    """Makes a rollout of an episode; one whose attempts all failed has no reward."""
+    path, rewards = episode.trajectory, episode.rewards
+    own = Own(sum(rewards) if rewards else math.nan, None, episode.failure, path.turns, episode.attempts, episode.seconds)
+    own = own._replace(early=path.early(rewards)) if rewards else own
+    return Rollout(path.prompt, path.document, path.logprobs, path.finished, tuple(path.messages), own)
+
+
 def write_ahead(folder: Path, ahead: Sampled) -> None:
     """Writes the answers, their log-probs, their experts and their age into a resume state."""
-    lines = [json.dumps({"age": ahead.age, "position": ahead.position})]
-    for found in ahead.rollouts:
-        start = len(found.prompt.tokens)
-        tokens, logprobs = found.document.tokens[start:], found.sampler_logprobs[start:].tolist()
-        lines.append(json.dumps({"tokens": tokens, "logprobs": logprobs, "finished": found.finished}))
+    lines = [json.dumps({"age": ahead.age, "position": ahead.position}), *(json.dumps(stored(found)) for found in ahead.rollouts)]
     experts = {str(i): found.document.experts for i, found in enumerate(ahead.rollouts) if found.document.experts is not None}
     np.savez(folder / EXPERTS, allow_pickle=False, **experts)
     write_text(folder / AHEAD, "\n".join(lines) + "\n")
@@ -192,7 +203,7 @@ def read_ahead(folder: Path, order: PromptOrder, n: int) -> Sampled | None:
         return None
     head, *answers = map(json.loads, (folder / AHEAD).read_text().splitlines())
     prompts = [prompt for prompt, _ in order.take(head["position"] - order.batch, order.batch) for _ in range(n)]
-    stored = np.load(folder / EXPERTS, allow_pickle=False) if (folder / EXPERTS).is_file() else {}
-    experts = [stored[str(i)] if str(i) in stored else None for i in range(len(answers))]
-    rollouts = [rollout(p, Answer(**answer, experts=e)) for p, answer, e in zip(prompts, answers, experts, strict=True)]
+    known = np.load(folder / EXPERTS, allow_pickle=False) if (folder / EXPERTS).is_file() else {}
+    experts = [known[str(i)] if str(i) in known else None for i in range(len(answers))]
+    rollouts = [restored(answer, p, e) for p, answer, e in zip(prompts, answers, experts, strict=True)]
     return Sampled(rollouts, None, head["position"], {}, head["age"])

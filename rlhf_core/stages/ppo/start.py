@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.cluster.worker import RankReady
 from rlhf_core.cluster.worker_group import Group, Pending
 from rlhf_core.config import PPO
-from rlhf_core.config.rewards import ModelReward
+from rlhf_core.config.rewards import EnvironmentReward, FunctionReward, HttpReward
+from rlhf_core.environments.episodes import Episodes
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, starts_of_ppo
 from rlhf_core.rewards.clients import Clients, client_of
 from rlhf_core.rewards.own_tokens import OwnTokens
@@ -29,10 +30,11 @@ def start_fleet(
     trust_remote_code: bool,
     resumed_zero_stage: int | None = None,
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
+    episodes: Episodes | None = None,
 ) -> Fleet:
     """Starts all roles in their processes side by side and waits until each has loaded its model. `paths` gives each role's model;
     `resumed_zero_stage`: the ZeRO stage of a resume state, used when the recipe says `auto`; `own_tokens`: of reward models with another
-    tokenizer, by title."""
+    tokenizer, by title; `episodes`: of the environment."""
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
     def model(role: str) -> ModelSpec:
@@ -88,8 +90,10 @@ def start_fleet(
         reference=groups.get("reference"),
         rewards=rewards,
         own_tokens=own_tokens,
+        episodes=episodes,
+        environment=next((source.title for source in config.reward if isinstance(source, EnvironmentReward)), None),
         sampler=groups["sampler"],
-        clients=Clients([client_of(source) for source in config.reward if not isinstance(source, ModelReward)]),
+        clients=Clients([client_of(source) for source in config.reward if isinstance(source, FunctionReward | HttpReward)]),
         decode=lambda tokens, skip: str(tokenizer.decode(list(tokens), skip_special_tokens=skip)),
         timeout=config.timeout,
         dtype=config.dtype,

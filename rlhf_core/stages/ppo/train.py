@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,17 +18,21 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
+from rlhf_core.environments.episodes import Episodes
+from rlhf_core.environments.trajectory import Limits
 from rlhf_core.forecast.zero_stage import layout_of
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.combine import Running, term_of
 from rlhf_core.rewards.own_tokens import writers
 from rlhf_core.rollout.engine import Sampling
+from rlhf_core.rollout.requests import Engines
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
-from rlhf_core.runs.run_dir import EXPORTS, VALIDATION, Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, VALIDATION, Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import Carried, Schedule, ppo_iteration
+from rlhf_core.stages.ppo.records import shown
 from rlhf_core.stages.ppo.sampling import PromptOrder, Setup, read_ahead, write_ahead
 from rlhf_core.stages.ppo.start import start_fleet
 from rlhf_core.stages.ppo.validation import (
@@ -41,11 +46,13 @@ from rlhf_core.stages.ppo.validation import (
     keep_best,
     load_validation,
     validate,
+    write_rollouts,
 )
 from rlhf_core.system.files import sync_to_disk
 from rlhf_core.training.engine import at, learning_rate
 
 PROBE_DOCUMENTS, PROBE_TOKENS = 4, 128
+KEPT_ROLLOUTS = 8  # of each iteration that is logged
 SHOWN = ("reward/mean", "kl/mean", "policy/first_ratio", "response/length", "phase/generate", "phase/score", "phase/train")
 
 
@@ -72,8 +79,9 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
     held_out = load_validation(config, renderer, data.items, setup.terms, renderer.stop_token_ids, request.seed)
     resume = resume_state.latest(run)
     resumed_zero_stage = resume.loop["layout"]["zero_stage"] if resume else None
-    fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage, own_tokens)
-    with closing(fleet.clients):  # closes reward requests on error, otherwise the process waits for them
+    episodes = start_episodes(config, renderer, groups["sampler"])  # before any model is loaded: it may be wrong
+    fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage, own_tokens, episodes)
+    with closing(fleet):
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
 
         first = resume.step if resume else 0
@@ -98,7 +106,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
             done = step + 1
             schedule = schedule_of(config, step, iterations, request.seed)
             with at(f"iteration {done} of {iterations}"):
-                metrics, mean_kl, carried = ppo_iteration(fleet, setup, carried, kl.coef, schedule, done == iterations)
+                metrics, mean_kl, carried, rollouts, rewards = ppo_iteration(fleet, setup, carried, kl.coef, schedule, done == iterations)
             kl = kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
             if held_out and ((done % config.eval_steps == 0 and done > config.freezing_actor_steps) or done == iterations):
                 found, best = validated(fleet, held_out, run, done, best)
@@ -107,6 +115,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
             stopped = best is not None and config.stop_when is not None and best.since >= config.stop_when
             if done % config.logging_steps == 0 or done == iterations or REWARD in metrics:
                 tracker.log(done, metrics, show=SHOWN)
+                write_rollouts(run / ROLLOUTS / f"iteration{done}.jsonl", islice(shown(rollouts, rewards, fleet.decode), KEPT_ROLLOUTS))
             if done in config.export_at:  # first: a run that resumes after this iteration does not export again
                 export(fleet, run / EXPORTS / f"iteration{done}")
             if stopped:
@@ -125,7 +134,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         print(f"the checkpoint is that of iteration {best.iteration}, mean reward {best.metrics[REWARD]:.4g} on eval_prompts", flush=True)
     else:
         export(fleet, run / "checkpoint")
-    outputs = {"checkpoint": "checkpoint", "data_report": JSON} | ({EXPORTS: EXPORTS} if config.export_at else {})
+    outputs = {"checkpoint": "checkpoint", "data_report": JSON, ROLLOUTS: ROLLOUTS} | ({EXPORTS: EXPORTS} if config.export_at else {})
     outputs |= {VALIDATION: VALIDATION} if held_out else {}
     of_best = best.metrics | {"eval/best_iteration": float(best.iteration)} if best else {}
     return Outcome(final_metrics(read_metrics(run.path)) | of_best | data.report.metrics("data"), outputs)
@@ -150,6 +159,14 @@ def save_state(fleet: Fleet, carried: Carried, folder: Path) -> None:
     fleet.save_state(folder)
     if carried.ahead is not None:
         write_ahead(folder, carried.ahead)
+
+
+def start_episodes(config: PPO, renderer: Renderer, sampler: Group) -> Episodes | None:
+    """Starts the processes of the environment, if there is one. Raises ValueError when it cannot be made."""
+    if config.environment is None:
+        return None
+    limits = Limits(config.environment.max_turns, config.prompt_max_len, config.generate_max_len, config.environment.answer_max_len)
+    return Episodes(config.environment, renderer, limits, lambda: Engines(sampler, config.timeout))
 
 
 def export(fleet: Fleet, folder: Path) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import comb
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +25,8 @@ from rlhf_core.rewards.combine import Term, plain_sum
 from rlhf_core.rollout.engine import Sampling
 from rlhf_core.runs.run_dir import STATE, VALIDATION, RunDir
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.records import Rollout
-from rlhf_core.stages.ppo.sampling import rollout
+from rlhf_core.stages.ppo.records import Rollout, shown
+from rlhf_core.stages.ppo.sampling import start_rollouts
 from rlhf_core.system.files import write_text
 
 BEST = f"{STATE}/best"  # folder of the exports of the best iterations, until the stage is done
@@ -92,14 +92,13 @@ def load_validation(
 
 def validate(fleet: Fleet, validation: Validation, run: RunDir, iteration: int) -> dict[str, float]:
     """Answers the prompts with the weights that the engines have, and scores the answers. Writes them to `validation/iterationN.jsonl`."""
-    answers = fleet.start_sample([prompt.tokens for prompt in validation.prompts], validation.seeds, validation.sampling)()
-    rollouts = [rollout(prompt, answer) for prompt, group in zip(validation.prompts, answers, strict=True) for answer in group]
+    rollouts = start_rollouts(fleet, list(zip(validation.prompts, validation.seeds, strict=True)), validation.sampling)()
     if fleet.sleeps:
         fleet.sleep(keep_weights=True)
     rewards = fleet.reward(rollouts, validation.allowed_failures)
     if fleet.sleeps:
         fleet.wake()
-    write_answers(run / VALIDATION / f"iteration{iteration}.jsonl", fleet, rollouts, rewards)
+    write_rollouts(run / VALIDATION / f"iteration{iteration}.jsonl", shown(rollouts, rewards, fleet.decode))
     return measured(rewards, rollouts, validation)
 
 
@@ -145,15 +144,10 @@ def _interval(name: str, values: np.ndarray) -> dict[str, float]:
     return {f"{name}/mean": mean, f"{name}/ci_low": mean - half, f"{name}/ci_high": mean + half}
 
 
-def write_answers(file: Path, fleet: Fleet, rollouts: Sequence[Rollout], rewards: Rewards) -> None:
-    lines = []
-    for i, found in enumerate(rollouts):
-        answer = [token for token, own in zip(found.document.tokens, found.document.mask, strict=True) if own]
-        given = {title: float(values[i]) for title, values in rewards.by_source.items()}
-        row: dict[str, Any] = {"prompt": list(found.prompt.messages), "response": fleet.decode(answer, True), "finished": found.finished}
-        lines.append(json.dumps(row | {"rewards": {title: None if value != value else value for title, value in given.items()}}))
+def write_rollouts(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Writes what `shown` yields."""
     file.parent.mkdir(exist_ok=True)
-    write_text(file, "\n".join(lines) + "\n")
+    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def keep_best(run: RunDir, iterations: Collection[int]) -> None:

@@ -1,0 +1,71 @@
+"""What a user's environment talks to: one conversation with the model. Standard library only; runs in an environment process.
+
+An environment is a class with `async def rollout(self, task, model)`: `task` has all columns of a row of the prompts, `model` is a
+`Conversation` that begins with the row's prompt. It returns the reward at the end, a number, or None where `model.reward` gave all rewards.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+
+
+class LimitReached(Exception):
+    """Says that the conversation has used up its turns or its tokens. A rollout that does not catch it ends with the rewards so far."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool in an answer. `arguments` is empty and `wrong` says why, where they cannot be read."""
+
+    name: str
+    arguments: dict[str, Any]
+    wrong: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of the model. `text`: without calls and control tokens. `finished`: False when a limit of tokens cut it."""
+
+    text: str
+    finished: bool
+    calls: list[Call] = field(default_factory=list)
+
+
+class Conversation:
+    """A conversation with the model. `messages`: all messages so far, `turns`: the number of answers among them since the prompt.
+
+    `random` is seeded by the run, the iteration and the prompt: the same for all answers to one prompt, which are compared.
+    """
+
+    def __init__(self, messages: Sequence[Message], seed: int, ask: Callable[[list[Message]], Awaitable[dict[str, Any]]]):
+        self.messages, self.turns, self.rewards, self.rewarded = list(messages), 0, list[float](), False
+        self.random = random.Random(seed)
+        self._ask = ask
+
+    async def answer(self, *new: str | Message) -> Answer:
+        """Adds messages (a text is one of the user) and returns the model's answer. Raises LimitReached."""
+        if self.turns and not new:
+            raise ValueError("model.answer() without a message, after an answer: say something to it")
+        added = [{"role": "user", "content": message} if isinstance(message, str) else dict(message) for message in new]
+        for message in added:
+            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+                raise ValueError(f"model.answer() takes texts, or messages with a role and a content that are texts, not {message!r:.80}")
+        reply = await self._ask(added)
+        if "limit" in reply:
+            raise LimitReached(reply["limit"])
+        self.messages += [*added, reply["message"]]
+        self.turns += 1
+        self.rewards.append(0.0)
+        return Answer(reply["text"], reply["finished"], [Call(**call) for call in reply["calls"]])
+
+    def reward(self, value: float) -> None:
+        """Adds to the reward of the last answer."""
+        if not self.turns:
+            raise ValueError("model.reward() before the first answer: ask first")
+        self.rewards[-1] += float(value)
+        self.rewarded = True

@@ -1,0 +1,202 @@
+"""Runs episodes: conversations between a user's environment and the engines, many at once.
+
+An attempt that fails (the environment raises, hangs, returns no number, or ends its process) is begun anew, with other random numbers. An
+episode whose attempts are used up has no reward, which is counted; it is never 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from threading import Thread
+from typing import Any, NamedTuple, TypeVar
+
+from rlhf_core.config.rewards import Environment
+from rlhf_core.data.chat import Renderer
+from rlhf_core.data.documents import Prompt
+from rlhf_core.environments.calls import call_format
+from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
+from rlhf_core.environments.trajectory import Full, Limits, Trajectory
+from rlhf_core.rollout.engine import Sampling
+from rlhf_core.rollout.requests import Engines
+
+R = TypeVar("R")
+DEATHS = 10  # of processes, by episodes that are not known to be guilty, before an attempt of such an episode counts as failed
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A finished conversation. `rewards`: of each answer, empty where all attempts failed, and then `failure` says how the last one did.
+    `attempts`: how many there were; `seconds`: of the environment's own, in the last."""
+
+    trajectory: Trajectory
+    rewards: list[float]
+    failure: str
+    attempts: int
+    seconds: float
+
+
+class Asked(NamedTuple):
+    """An episode to run: the prompt, the seed of its answers, and the seed that all answers to this prompt share."""
+
+    prompt: Prompt
+    seed: int
+    shared: int
+
+
+class Episodes:
+    """Runs an environment's episodes in processes of their own, beside the work of this process, in an event loop of a thread.
+
+    Raises ValueError when the environment cannot be made, or the model's chat template knows no tools and the environment has some.
+    """
+
+    def __init__(self, config: Environment, renderer: Renderer, limits: Limits, make_engines: Callable[[], Engines]):
+        self._config, self._renderer, self._limits = config, renderer, limits
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._thread.start()
+        self._numbers, self._processes = itertools.count(), list[Process | None]([None] * config.processes)
+        self._calls = None
+        try:
+            self._engines = self._here(self._make(make_engines))
+            self._starting = [self._here(self._lock()) for _ in self._processes]
+            first = self._here(self._process(0))
+            self._tools = first.tools
+            self._calls = call_format(renderer) if self._tools else None
+            self._room = self._here(self._semaphore())
+        except BaseException:
+            self.close()
+            raise
+
+    async def _make(self, make_engines: Callable[[], Engines]) -> Engines:
+        return make_engines()
+
+    async def _lock(self) -> asyncio.Lock:
+        return asyncio.Lock()
+
+    async def _semaphore(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(self._config.concurrency * self._config.processes)
+
+    def _here(self, work: Coroutine[Any, Any, R]) -> R:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def start(self, asked: Sequence[Asked], sampling: Sampling) -> Future[list[Episode]]:
+        """Starts episodes. The result has them in the order in which they were asked for; or raises RoleFailed when an engine died."""
+
+        async def all_of_them() -> list[Episode]:
+            tasks = [asyncio.create_task(self._episode(one, sampling)) for one in asked]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+        return asyncio.run_coroutine_threadsafe(all_of_them(), self._loop)
+
+    async def _episode(self, asked: Asked, sampling: Sampling) -> Episode:
+        async with self._room:
+            attempt, deaths = 0, 0
+            while True:
+                seed = random.Random(f"{asked.seed}-{attempt}-{deaths}").getrandbits(48) if attempt or deaths else asked.seed
+                trajectory = Trajectory(asked.prompt, self._renderer, self._limits, self._tools, self._calls)
+                clock = Clock(self._config.timeout)
+                try:
+                    rewards = await self._attempt(asked, seed, trajectory, sampling, clock)
+                    return Episode(trajectory, rewards, "", attempt + 1, clock.spent)
+                except Failed as failed:
+                    deaths += not failed.guilty
+                    attempt += failed.guilty or deaths > DEATHS
+                    if attempt >= self._config.max_attempts:
+                        return Episode(trajectory, [], str(failed), attempt, clock.spent)
+
+    async def _attempt(self, asked: Asked, seed: int, trajectory: Trajectory, sampling: Sampling, clock: Clock) -> list[float]:
+        """Runs one attempt; returns the reward of each answer. Raises Failed."""
+        number = next(self._numbers)
+        process = await self._process(number % len(self._processes))
+        engine, turn, done = self._engines.least_busy(), 0, False
+        mailbox = process.episodes[number] = asyncio.Queue()
+        task = {**asked.prompt.row, "messages": list(asked.prompt.messages)}
+        process.send(start=number, task=task, messages=list(asked.prompt.messages), seed=asked.shared)
+        try:
+            while True:
+                try:
+                    told = await clock.wait(mailbox.get())
+                except TimeoutError:
+                    if process.held() and not process.ended:
+                        clock.extend(LOOK_SECONDS)
+                        continue
+                    raise Failed(f"took more than {self._config.timeout:g} s (timeout)") from None
+                if isinstance(told, Failed):
+                    done = True
+                    raise told
+                if "error" in told:
+                    done = True
+                    raise Failed(told["error"])
+                if "rewards" in told:
+                    done = True
+                    return list(told["rewards"])
+                try:
+                    tokens, room = trajectory.ask(told["ask"])
+                except Full as full:
+                    process.send(answer=number, limit=str(full))
+                    continue
+                except ValueError as error:  # the environment's messages do not fit the template
+                    raise Failed(str(error)) from error
+                seed_of_turn = seed if not turn else random.Random(f"{seed}-turn-{turn}").getrandbits(48)
+                answer = await self._engines.ask(engine, tokens, seed_of_turn, sampling._replace(n=1, max_new_tokens=room))
+                seen, message = trajectory.take(answer)
+                turn += 1
+                process.send(answer=number, **asdict(seen), message=message)
+        finally:
+            process.episodes.pop(number, None)
+            if not done:
+                process.send(cancel=number)
+
+    async def _process(self, which: int) -> Process:
+        """Returns a process, which is started where there is none."""
+        async with self._starting[which]:
+            process = self._processes[which]
+            if process is None or process.ended:
+                own = self._config
+                process = await Process.start(str(own.file), own.class_name, own.options, own.timeout, own.sandbox)
+                self._processes[which] = process
+            return process
+
+    def close(self) -> None:
+        """Ends all processes, and with them the episodes that run."""
+
+        async def end() -> None:
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            for process in self._processes:
+                if process is not None:
+                    await process.close()
+
+        if self._loop.is_running():
+            self._here(end())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+class Clock:
+    """Counts the seconds of waits, which may be `limit` in all."""
+
+    def __init__(self, limit: float):
+        self._limit, self.spent = limit, 0.0
+
+    def extend(self, seconds: float) -> None:
+        self._limit += seconds
+
+    async def wait(self, work: Coroutine[Any, Any, R]) -> R:
+        """Waits. Raises TimeoutError when the limit is reached."""
+        start = time.monotonic()
+        try:
+            return await asyncio.wait_for(work, max(0.0, self._limit - self.spent))
+        finally:
+            self.spent += time.monotonic() - start

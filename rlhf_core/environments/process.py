@@ -1,0 +1,135 @@
+"""Starts the process of an environment (`worker.py`), and tells which episode ended it or kept it from all others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from rlhf_core.environments.worker import PAGE
+from rlhf_core.system.processes import child_environment
+
+LOOK_SECONDS = 0.25
+LONGEST_LINE = 2**26  # bytes
+START_SECONDS = 120.0
+
+
+class Failed(Exception):
+    """Says why an attempt at an episode failed. `guilty`: by what the episode itself did, as far as is known."""
+
+    def __init__(self, reason: str, guilty: bool = True):
+        super().__init__(reason)
+        self.guilty = guilty
+
+
+class Process:
+    """One process of an environment. `seconds`: how long one step of an episode may keep it from all others.
+
+    `tools`: JSON schemas of the environment's tools. Made by `start`; `episodes` has the mailbox of each running episode.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, page: mmap.mmap, seconds: float, tools: Sequence[dict[str, Any]]):
+        self._process, self._page, self._seconds, self.tools = process, page, seconds, list(tools)
+        self.episodes: dict[int, asyncio.Queue[dict[str, Any] | Failed]] = {}
+        self.ended = False
+        self._blocked, self._held = False, (-1, 0.0)  # the episode whose step goes on, and since when
+        self._work = [asyncio.create_task(self._read()), asyncio.create_task(self._look())]
+
+    @classmethod
+    async def start(cls, file: str, name: str, options: dict[str, Any], seconds: float, sandbox: str) -> Process:
+        """Starts a process. Raises ValueError when the environment cannot be made in it."""
+        descriptor = os.memfd_create("alignflow-episode")
+        try:
+            os.ftruncate(descriptor, PAGE.size)
+            page = mmap.mmap(descriptor, PAGE.size)
+            environment = {key: value for key, value in child_environment().items() if key != "PYTHONSAFEPATH"}
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "rlhf_core.environments.worker", file, name, json.dumps(options), str(descriptor)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=environment | {"ALIGNFLOW_SANDBOX": sandbox},
+                pass_fds=(descriptor,),
+                start_new_session=True,
+                limit=LONGEST_LINE,
+            )
+        finally:
+            os.close(descriptor)
+        assert process.stdout is not None
+        try:
+            ready = json.loads(await asyncio.wait_for(process.stdout.readline(), START_SECONDS) or b"{}")
+        except (TimeoutError, ValueError):
+            ready = {"error": f"{file}: {name} is not made after {START_SECONDS:.0f} s; correct the environment"}
+        if "ready" not in ready:
+            _kill(process)
+            await process.communicate()
+            raise ValueError(ready.get("error") or f"{file}: the process that makes {name} died; look at the log above")
+        return cls(process, page, seconds, ready["tools"])
+
+    def send(self, **line: Any) -> None:
+        """Sends a line; one to a process that has ended is lost, and its episodes are told so."""
+        assert self._process.stdin is not None
+        if not self.ended:
+            self._process.stdin.write(json.dumps(line, default=str).encode() + b"\n")
+
+    def _running(self) -> tuple[int, int]:
+        """Returns the episode whose step runs now (-1: none), and the counter of steps."""
+        episode, steps = PAGE.unpack_from(self._page, 0)
+        return episode - 1, steps
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+                told = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:  # an endless line, or no JSON: somebody else writes to the descriptor
+                told = None
+            if told is None:
+                break
+            if (mailbox := self.episodes.get(told.get("id"))) is not None:
+                mailbox.put_nowait(told)
+        self.ended = True
+        _kill(self._process)
+        await self._process.wait()
+        guilty, _ = self._running()
+        what = f"kept its process busy for {self._seconds:g} s" if self._blocked else "ended its process"
+        for episode, mailbox in self.episodes.items():
+            own = episode == guilty
+            mailbox.put_nowait(Failed(what if own else "another episode ended its process", own or guilty < 0))
+
+    def held(self) -> bool:
+        """Returns whether one step has kept the process for some time, so that no episode gets on; `_look` ends that."""
+        episode, since = self._held
+        return episode >= 0 and time.monotonic() - since > LOOK_SECONDS
+
+    async def _look(self) -> None:
+        """Ends the process when one step takes longer than its limit."""
+        last, since = (-1, 0), time.monotonic()
+        while not self.ended:
+            await asyncio.sleep(LOOK_SECONDS)
+            if (now := self._running()) != last or now[0] < 0:
+                last, since = now, time.monotonic()
+                self._held = now[0], since
+            elif time.monotonic() - since > self._seconds:
+                self._blocked = True
+                _kill(self._process)
+                return
+
+    async def close(self) -> None:
+        for work in self._work:
+            work.cancel()
+        self.ended = True
+        _kill(self._process)
+        await self._process.wait()
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # also what the environment itself has started

@@ -1,0 +1,131 @@
+"""Runs a program closed in by bubblewrap (Debian's package `bubblewrap`): no network, a read-only system, an empty home, no environment.
+
+Its time, memory and output are limited, and it can start no other process: a system call filter refuses. It dies with its parent. Standard
+library only; environments may use it for tools of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+MODE = "ALIGNFLOW_SANDBOX"  # variable: bubblewrap or none, as the recipe says
+ROOTS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SECONDS, MEMORY_MIB, OUTPUT_BYTES = 10.0, 512, 16384
+
+# System calls that make processes, by architecture: audit number, clone, clone3, and those that are refused outright (fork, vfork, ...).
+CALLS = {"x86_64": (0xC000003E, 56, 435, (57, 58)), "aarch64": (0xC00000B7, 220, 435, ())}
+CLONE_THREAD = 0x10000
+LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # of classic BPF
+ALLOW, REFUSE, UNKNOWN, KILL = 0x7FFF0000, 0x00050000 | 11, 0x00050000 | 38, 0x80000000  # 11: EAGAIN, 38: ENOSYS
+
+
+class Output(NamedTuple):
+    """What a program wrote, cut to the limit, and how it ended: its exit code; None where the time limit ended it."""
+
+    text: str
+    code: int | None
+
+
+def available() -> bool:
+    """Returns whether bubblewrap is installed, on an architecture whose filter is known."""
+    return shutil.which("bwrap") is not None and platform.machine() in CALLS
+
+
+async def run(
+    command: Sequence[str], stdin: str = "", seconds: float = SECONDS, memory_mib: int = MEMORY_MIB, output_bytes: int = OUTPUT_BYTES
+) -> Output:
+    """Runs a command and returns what it wrote to stdout and stderr. Raises RuntimeError where there is no sandbox and the recipe asks for
+    one."""
+    closed = os.environ.get(MODE, "bubblewrap") != "none"
+    if closed and not available():
+        raise RuntimeError("there is no bubblewrap (bwrap) here: apt-get install bubblewrap, or set environment.sandbox to none")
+    with tempfile.TemporaryFile() as rules:
+        if closed:
+            rules.write(_filter(platform.machine()))
+            rules.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *(closed_in(command, rules.fileno(), memory_mib) if closed else command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            pass_fds=(rules.fileno(),) if closed else (),
+            start_new_session=True,
+            preexec_fn=lambda: _limit(seconds, memory_mib),
+        )
+    assert process.stdout is not None
+    written = bytearray()
+    try:
+        await asyncio.wait_for(_talk(process, stdin.encode(), written, output_bytes), seconds)
+        late = False
+    except TimeoutError:
+        late = True
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        while await process.stdout.read(65536):  # asyncio does not tell the end of a process whose output is not read
+            pass
+        code = await process.wait()
+    return Output(bytes(written[:output_bytes]).decode(errors="replace"), None if late else code)
+
+
+async def _talk(process: asyncio.subprocess.Process, stdin: bytes, written: bytearray, most: int) -> None:
+    """Writes stdin and reads the output, until it ends or has more than `most` bytes."""
+    assert process.stdin is not None and process.stdout is not None
+    with suppress(ConnectionError):
+        process.stdin.write(stdin)
+        await process.stdin.drain()
+        process.stdin.close()
+    while len(written) <= most and (part := await process.stdout.read(65536)):
+        written += part
+    if len(written) <= most:
+        await process.wait()
+
+
+def closed_in(command: Sequence[str], rules: int, memory_mib: int = MEMORY_MIB) -> list[str]:
+    """Returns the command that runs `command` closed in. `rules`: the descriptor of the system call filter."""
+    bound = [part for root in ROOTS if os.path.exists(root) for part in ("--ro-bind", root, root)]
+    base = os.path.realpath(sys.base_prefix)
+    if not base.startswith("/usr"):  # an interpreter of its own place
+        bound += ["--ro-bind", base, base]
+    return [
+        *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
+        *bound,
+        *("--dev", "/dev", "--size", str(memory_mib << 20), "--tmpfs", "/tmp", "--dir", "/tmp/home", "--chdir", "/tmp/home"),  # noqa: S108 inside, a tmpfs of its own
+        *("--setenv", "HOME", "/tmp/home", "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "PYTHONIOENCODING", "utf-8"),  # noqa: S108
+        *("--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", str(rules), "--", *command),
+    ]
+
+
+def _limit(seconds: float, memory_mib: int) -> None:
+    """Limits the process to be, before it begins: address space, CPU seconds, file sizes, no core dump."""
+    memory = memory_mib << 20
+    limits = {resource.RLIMIT_AS: memory, resource.RLIMIT_CPU: int(seconds) + 1, resource.RLIMIT_FSIZE: memory, resource.RLIMIT_CORE: 0}
+    for what, most in limits.items():
+        resource.setrlimit(what, (most, most))
+
+
+def _filter(machine: str) -> bytes:
+    """Returns the filter of system calls as bubblewrap reads it, a classic BPF program: threads may be made, processes may not."""
+    audit, clone, clone3, refused = CALLS[machine]
+    program: list[Any] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    for number in refused:
+        program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
+    program += [(EQUAL, 0, 1, clone3), (RETURN, 0, 0, UNKNOWN)]  # its flags are behind a pointer; libraries then use clone
+    program += [(EQUAL, 0, 3, clone), (LOAD, 0, 0, 16), (ANY_BIT, 1, 0, CLONE_THREAD), (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+    return b"".join(struct.pack("<HBBI", *step) for step in program)
+
+
+def python(code: str) -> list[str]:
+    """Returns the command that runs Python code with the standard library alone."""
+    return [os.path.realpath(sys.executable), "-I", "-S", "-c", code]

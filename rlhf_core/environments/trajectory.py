@@ -1,0 +1,120 @@
+"""Keeps the tokens of a conversation as they were sampled: nothing is tokenised a second time.
+
+What the environment says is rendered by the chat template between the answers, and masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhf_core.data.chat import Renderer
+from rlhf_core.data.documents import Document, Message, Prompt
+from rlhf_core.environments.calls import CallFormat
+from rlhf_core.environments.conversation import Answer, Call
+from rlhf_core.rollout.engine import Answer as Sampled
+
+
+class Full(Exception):
+    """Says that a conversation has no turn or no token left."""
+
+
+class Limits(NamedTuple):
+    """Limits of a conversation: answers, tokens of the prompt, tokens after it, tokens of one answer."""
+
+    turns: int
+    prompt_tokens: int
+    tokens: int
+    answer_tokens: int | None
+
+
+class Trajectory:
+    """One conversation in tokens. `prompt`: what stands before the first answer, once there is one."""
+
+    def __init__(self, prompt: Prompt, renderer: Renderer, limits: Limits, tools: Sequence[dict[str, Any]], calls: CallFormat | None):
+        self.prompt, self.messages = prompt, list[Message](prompt.messages)
+        self._renderer, self._limits, self._tools, self._calls = renderer, limits, tools, calls
+        self._tokens, self._mask, self._logprobs = list[int](), list[bool](), list[float]()
+        self._ends = list[int]()  # index of the last token of each answer
+        self._finished = True
+        self._experts: np.ndarray | None = None
+
+    def ask(self, new: Sequence[Message]) -> tuple[list[int], int]:
+        """Adds messages. Returns all tokens, and how many the next answer may have. Raises Full, or ValueError for messages that the
+        template refuses; nothing is added then."""
+        if not self._ends:
+            self._open(new)
+            return self._tokens, self._room(0)
+        if len(self._ends) >= self._limits.turns:
+            raise Full(f"the conversation has its {self._limits.turns} answers (max_turns)")
+        added = self._renderer.follow(self.messages, new, self._finished, self._tools)
+        room = self._room(len(self._tokens) - len(self.prompt.tokens) + len(added))
+        if room < 1:
+            raise Full(f"the conversation has its {self._limits.tokens} tokens (generate_max_len)")
+        self._tokens += added
+        self._mask += [False] * len(added)
+        self._logprobs += [0.0] * len(added)
+        self.messages += new
+        return self._tokens, room
+
+    def _open(self, new: Sequence[Message]) -> None:
+        if new or self._tools:
+            self.messages += new
+            tokens, cut = self._renderer.prompt_within(self.messages, self._limits.prompt_tokens, self._tools)
+            self.prompt = Prompt(tuple(self.messages), tokens, self.prompt.row, cut)
+        self._tokens = list(self.prompt.tokens)
+        self._mask, self._logprobs = [False] * len(self._tokens), [0.0] * len(self._tokens)
+
+    def _room(self, used: int) -> int:
+        left = self._limits.tokens - used
+        return left if self._limits.answer_tokens is None else min(left, self._limits.answer_tokens)
+
+    def take(self, answer: Sampled) -> tuple[Answer, Message]:
+        """Adds the model's answer; returns it as the environment sees it, and as a message."""
+        self._tokens += answer.tokens
+        self._mask += [True] * len(answer.tokens)
+        self._logprobs += answer.logprobs or [0.0] * len(answer.tokens)
+        self._ends.append(len(self._tokens) - 1)
+        self._finished, self._experts = answer.finished, answer.experts
+        text, calls = self._renderer.decoded(answer.tokens, True), list[Call]()
+        if self._calls:  # which special tokens may begin
+            before, calls = self._calls.read(self._renderer.decoded(answer.tokens[: len(answer.tokens) - answer.finished], False))
+            text = before if calls else text
+        message: Message = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+        self.messages.append(message)
+        return Answer(text, answer.finished, calls), message
+
+    @property
+    def document(self) -> Document:
+        """The whole conversation up to the last answer; before the first answer the prompt."""
+        end = self._ends[-1] + 1 if self._ends else len(self._tokens)
+        if not end:
+            return Document(list(self.prompt.tokens), [False] * len(self.prompt.tokens))
+        return Document(self._tokens[:end], self._mask[:end], experts=self._experts)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """The sampler's log-probs (T,), 0 off the mask."""
+        return np.array((self._logprobs or [0.0] * len(self.prompt.tokens))[: len(self.document)], dtype=np.float32)
+
+    @property
+    def turns(self) -> int:
+        """The number of answers."""
+        return len(self._ends)
+
+    @property
+    def finished(self) -> bool:
+        return self._finished
+
+    def early(self, rewards: Sequence[float]) -> np.ndarray | None:
+        """Returns the rewards (T,) of all answers but the last, each at its answer's last token; None where there are none."""
+        if not any(rewards[:-1]):
+            return None
+        placed = np.zeros(len(self.document), np.float32)
+        for end, reward in zip(self._ends[:-1], rewards[:-1], strict=True):
+            placed[end] = reward
+        return placed

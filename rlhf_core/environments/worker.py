@@ -1,0 +1,170 @@
+"""`python -m rlhf_core.environments.worker FILE CLASS OPTIONS MARK`: runs a user's environment, many episodes at once.
+
+Lines of JSON both ways. The first of ours says that the class is loaded, with its tools, or why it is not. Then come, for each episode:
+    in   {"start": ID, "task": {...}, "messages": [...], "seed": N}     {"answer": ID, ...}     {"cancel": ID}
+    out  {"id": ID, "ask": [messages]}     {"id": ID, "rewards": [...]}     {"id": ID, "error": "..."}
+MARK is the descriptor of a shared page: before each step of an episode its ID and a counter are written there, so that the parent knows
+which episode ended the process or keeps it from all others. What the environment prints goes to stderr. Standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import importlib.util
+import inspect
+import json
+import math
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.environments.conversation import Conversation, LimitReached
+
+PAGE = struct.Struct("<QQ")  # the episode that is being stepped, plus 1 (0: none), and a counter of steps
+episode_now: contextvars.ContextVar[int] = contextvars.ContextVar("episode_now", default=-1)
+
+
+class Marked(Coroutine[Any, Any, Any]):
+    """Runs a coroutine, and says on the shared page which episode each of its steps belongs to."""
+
+    steps = 0
+
+    def __init__(self, inner: Coroutine[Any, Any, Any], page: mmap.mmap, episode: int):
+        self._inner, self._page, self._episode = inner, page, episode
+
+    def _step(self, function: Callable[..., Any], *args: Any) -> Any:
+        Marked.steps += 1
+        PAGE.pack_into(self._page, 0, self._episode + 1, Marked.steps)
+        try:
+            return function(*args)
+        finally:
+            PAGE.pack_into(self._page, 0, 0, Marked.steps)
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._inner.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._inner.throw, *error)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Any:
+        return self._inner.__await__()
+
+
+def load(file: Path, name: str, options: dict[str, Any]) -> Any:
+    """Makes the environment. Modules beside its file can be imported by it. Raises ValueError when there is none."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ValueError(f"there is no Python file {file}; correct the path of the environment")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent))
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's module raises is reported
+        raise ValueError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
+    kind = getattr(module, name, None)
+    if not inspect.isclass(kind) or not inspect.iscoroutinefunction(getattr(kind, "rollout", None)):
+        raise ValueError(f"{file} has no class {name!r} with `async def rollout(self, task, model)`; correct the environment")
+    try:
+        return kind(**options)
+    except Exception as error:
+        raise ValueError(f"{file}: {name}(**{options}) cannot be made: {type(error).__name__}: {error}; correct its options") from error
+
+
+class Episodes:
+    """Runs the episodes of one process."""
+
+    def __init__(self, environment: Any, out: Any, page: mmap.mmap):
+        self._environment, self._out, self._page = environment, out, page
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    def say(self, **line: Any) -> None:
+        print(json.dumps(line, default=str), file=self._out, flush=True)
+
+    def hear(self, line: dict[str, Any]) -> None:
+        if "start" in line:
+            number = line["start"]
+            context = contextvars.copy_context()
+            context.run(episode_now.set, number)
+            self._running[number] = asyncio.get_running_loop().create_task(self._run(number, line), context=context)
+        elif "answer" in line and (waiting := self._answers.pop(line["answer"], None)) is not None and not waiting.done():
+            waiting.set_result(line)
+        elif "cancel" in line and (task := self._running.get(line["cancel"])) is not None:
+            task.cancel()
+
+    async def _run(self, number: int, line: dict[str, Any]) -> None:
+        async def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
+            future = self._answers[number] = asyncio.get_running_loop().create_future()
+            self.say(id=number, ask=messages)
+            return await future
+
+        model = Conversation(line["messages"], line["seed"], ask)
+        try:
+            try:
+                final, whole = await self._environment.rollout(line["task"], model), True
+            except LimitReached:
+                final, whole = None, False
+            self.say(id=number, rewards=rewards_of(model, final, whole))
+        except asyncio.CancelledError:
+            pass
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # one failed attempt, whatever the user's code raised
+            self.say(id=number, error=f"{type(error).__name__}: {error}"[:500])
+        finally:
+            self._running.pop(number, None)
+            self._answers.pop(number, None)
+
+
+def rewards_of(model: Conversation, final: Any, whole: bool) -> list[float]:
+    """Returns the reward of each answer, the last with what `rollout` returned. `whole`: no limit ended it. Raises ValueError where there
+    is no reward."""
+    if not model.turns:
+        raise ValueError("rollout() ended without an answer of the model")
+    if whole and final is None and not model.rewarded:
+        raise ValueError("rollout() returned None and gave no reward by model.reward()")
+    if final is not None:
+        if isinstance(final, str) or (not isinstance(final, bool | int | float) and not hasattr(final, "__float__")):
+            raise ValueError(f"rollout() returned {final!r:.60}, no number")
+        model.reward(float(final))
+    if not all(map(math.isfinite, model.rewards)):
+        raise ValueError(f"rollout() gave a reward that is not finite: {model.rewards}")
+    return model.rewards
+
+
+async def main(file: str, name: str, options: str, mark: int) -> None:
+    """Serves until stdin ends."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    page = mmap.mmap(mark, PAGE.size)
+    loop = asyncio.get_running_loop()
+
+    def marked(loop: Any, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
+        context = named.get("context") or contextvars.copy_context()
+        return asyncio.Task(Marked(coroutine, page, context.get(episode_now, -1)), loop=loop, **named)
+
+    loop.set_task_factory(marked)
+    lines = asyncio.StreamReader(limit=2**30)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
+    try:
+        environment = load(Path(file), name, json.loads(options))
+        episodes = Episodes(environment, out, page)
+        episodes.say(ready=True, tools=list(getattr(environment, "tools", [])))
+    except ValueError as error:
+        print(json.dumps({"error": str(error)}), file=out, flush=True)
+        return
+    while line := await lines.readline():
+        episodes.hear(json.loads(line))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])))
+    os._exit(0)  # without a wait for threads that an environment has left behind

@@ -1,0 +1,183 @@
+"""Episodes of environments that fail in every way, against engines that answer at once: tried again, counted, and never scored 0."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlhf_core.config.rewards import Environment
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.documents import Prompt
+from rlhf_core.environments.episodes import Asked, Episode, Episodes
+from rlhf_core.environments.trajectory import Limits
+from rlhf_core.rollout.engine import Answer, Sampling
+from tests.support.templates import save_tokenizer
+
+SAMPLING = Sampling(n=1, temperature=1.0, max_new_tokens=50, stop_token_ids=[])
+LIMITS = Limits(turns=3, prompt_tokens=100, tokens=200, answer_tokens=50)
+CODE = """
+import asyncio, os, random, sys, time
+from pathlib import Path
+
+class World:
+    def __init__(self, share=0.0):
+        self.share = share
+
+    async def rollout(self, task, model):
+        first = await model.answer()
+        fault = task.get("fault") or (random.choice(task["faults"]) if random.random() < self.share else "")
+        if fault == "raise": raise KeyError("planted")
+        if fault == "wait": await asyncio.sleep(1000)
+        if fault == "block": time.sleep(1000)
+        if fault == "exit": os._exit(3)
+        if fault == "leave": sys.exit(1)
+        if fault == "text": return "a lot"
+        if fault == "nan": return float("nan")
+        if fault == "nothing": return None
+        if fault == "message": await model.answer({"role": "user", "content": 3})
+        if fault == "once":
+            mark = Path(task["mark"])
+            if not mark.exists():
+                mark.write_text(first.text)
+                raise RuntimeError("the first attempt")
+        if fault == "many":
+            while True: await model.answer("again")
+        print("a line on stdout that is no message")
+        model.reward(0.25)
+        second = await model.answer("and now?")
+        return len(second.text) / 10
+"""
+
+
+class AtOnce:
+    """In place of engines: answers `ok` and a number that the seed decides, and counts what it was asked."""
+
+    def __init__(self, renderer: Renderer):
+        self._renderer, self.asked = renderer, list[tuple[int, int]]()
+
+    def least_busy(self) -> int:
+        return 0
+
+    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
+        await asyncio.sleep(0)
+        self.asked.append((len(tokens), seed))
+        said = self._renderer.tokenizer(f"ok{seed % 1000}", add_special_tokens=False).input_ids
+        return Answer([*said, self._renderer.end_token_id], [-1.0] * (len(said) + 1), True)
+
+
+Make = Callable[..., Episodes]
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return Renderer(load_tokenizer(str(save_tokenizer("hermes", tmp_path_factory.mktemp("hermes")))), "chat")
+
+
+@pytest.fixture
+def make(renderer: Renderer, tmp_path: Path) -> Iterator[Make]:
+    (tmp_path / "world.py").write_text(CODE)
+    made: list[Episodes] = []
+
+    def build(path: str = "world.py:World", **fields: Any) -> Episodes:
+        config = Environment(path=str(tmp_path / path), **{"timeout": 1.0, "max_attempts": 2, **fields})
+        made.append(Episodes(config, renderer, LIMITS, lambda: AtOnce(renderer)))  # type: ignore[arg-type,return-value]
+        return made[-1]
+
+    yield build
+    for episodes in made:
+        episodes.close()
+
+
+def run(episodes: Episodes, renderer: Renderer, rows: Sequence[dict[str, Any]]) -> list[Episode]:
+    messages = ({"role": "user", "content": "Go"},)
+    asked = [Asked(Prompt(messages, renderer.prompt(messages), row, False), 100 * i, i) for i, row in enumerate(rows)]
+    return episodes.start(asked, SAMPLING).result(timeout=60)
+
+
+def test_rewards_and_messages(make: Make, renderer: Renderer) -> None:
+    (found,) = run(make(), renderer, [{}])
+    assert found.failure == "" and found.attempts == 1 and found.trajectory.turns == 2
+    second = found.trajectory.messages[-1]["content"]
+    assert found.rewards == [0.25, len(second) / 10]
+    said = [message["content"] for message in found.trajectory.messages]
+    assert said[:3] == ["Go", "ok0", "and now?"] and second.startswith("ok") and second != "ok0", "each answer has a seed of its own"
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raise", "KeyError: 'planted'"),
+        ("wait", "took more than 1 s"),
+        ("block", "kept its process busy for 1 s"),
+        ("exit", "ended its process"),
+        ("leave", "SystemExit: 1"),
+        ("text", "returned 'a lot', no number"),
+        ("nan", "not finite"),
+        ("nothing", "returned None and gave no reward"),
+        ("message", "takes texts"),
+    ],
+)
+def test_a_fault_is_counted_and_others_go_on(make: Make, renderer: Renderer, fault: str, told: str) -> None:
+    rows = [{"fault": fault} if i == 3 else {} for i in range(8)]
+    found = run(make(), renderer, rows)
+    assert [episode.rewards == [] for episode in found] == [i == 3 for i in range(8)]
+    assert told in found[3].failure and found[3].attempts == 2
+    assert all(episode.attempts == 1 for i, episode in enumerate(found) if i != 3), "others are not blamed"
+
+
+def test_an_attempt_is_begun_anew(make: Make, renderer: Renderer, tmp_path: Path) -> None:
+    (found,) = run(make(), renderer, [{"fault": "once", "mark": str(tmp_path / "mark")}])
+    assert found.attempts == 2 and found.rewards
+    assert found.trajectory.messages[1]["content"] != (tmp_path / "mark").read_text(), "with other random numbers"
+
+
+def test_a_third_of_all_fails_and_nothing_is_lost(make: Make, renderer: Renderer) -> None:
+    faults = ["raise", "wait", "block", "exit", "text", "nan"]
+    start = time.monotonic()
+    found = run(make(options={"share": 0.3}, max_attempts=12, timeout=0.5, processes=2), renderer, [{"faults": faults} for _ in range(40)])
+    assert len(found) == 40 and all(episode.rewards and not episode.failure for episode in found)
+    assert 40 < sum(episode.attempts for episode in found) < 80
+    assert time.monotonic() - start < 50
+
+
+def test_turns_end(make: Make, renderer: Renderer) -> None:
+    (found,) = run(make(), renderer, [{"fault": "many"}])
+    assert found.trajectory.turns == 3 and found.rewards == [0.0, 0.0, 0.0] and not found.failure
+
+
+def test_thousands_at_once(make: Make, renderer: Renderer) -> None:
+    found = run(make(timeout=30.0), renderer, [{}] * 1500)
+    assert all(episode.rewards for episode in found)
+
+
+def test_close_leaves_nothing_behind(make: Make, renderer: Renderer) -> None:
+    episodes = make(timeout=100.0)
+    waiting = episodes.start([Asked(Prompt(({"role": "user", "content": "Go"},), [5], {"fault": "wait"}, False), 0, 0)], SAMPLING)
+    children = [child.pid for child in psutil.Process(os.getpid()).children() if "environments.worker" in " ".join(child.cmdline())]
+    assert children
+    episodes.close()
+    assert not any(psutil.pid_exists(pid) for pid in children) and waiting.done()
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "told"),
+    [
+        ("x = 1", "bad.py:World", "has no class 'World' with `async def rollout"),
+        ("import nowhere", "bad.py:World", "cannot be imported: ModuleNotFoundError"),
+        ("class World:\n    def rollout(self, task, model): pass", "bad.py:World", "async def rollout"),
+        ("class World:\n    def __init__(self, size): pass\n    async def rollout(self, task, model): pass", "bad.py:World", "its options"),
+        ("import os; os._exit(1)", "bad.py:World", "died"),
+    ],
+)
+def test_a_wrong_environment_is_one_sentence(make: Make, tmp_path: Path, text: str, path: str, told: str) -> None:
+    (tmp_path / "bad.py").write_text(text)
+    with pytest.raises(ValueError, match="bad.py") as raised:
+        make(path)
+    assert told in str(raised.value) and "\n" not in str(raised.value)
