@@ -30,7 +30,7 @@ from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, answered, stored_suffix
 from rlhf_core.data.questions import Question, load_questions
-from rlhf_core.data.rows.columns import Located, preference_of
+from rlhf_core.data.rows.columns import Located, preference_of, tools_of
 from rlhf_core.data.rows.mixture import load_rows
 from rlhf_core.models.precision import stored_dtype
 from rlhf_core.records import Answering, EvalReport, Judging, Judgment
@@ -203,9 +203,10 @@ def evaluate_reward_models(
     for name in dict.fromkeys(wanted.models):
         scorer, renderer = load_reward_model(name, request, config, wanted.data.template)
         documents: list[Document] = []
-        for _, pair in found:
-            prompt, _ = renderer.prompt_within(pair.prompt, config.prompt_max_len)
-            whole = [answered(prompt, renderer.response_tokens(pair.prompt, text)) for text in (pair.chosen, pair.rejected)]
+        for row, pair in found:
+            tools = tools_of(Located("reward_evaluation.data", row))
+            prompt, _ = renderer.prompt_within(pair.prompt, config.prompt_max_len, tools)
+            whole = [answered(prompt, renderer.response_tokens(pair.prompt, text, tools)) for text in (pair.chosen, pair.rejected)]
             documents += [document.cut(len(prompt) + config.generate_max_len) for document in whole]
         scores = np.array(scorer.score(documents)).reshape(-1, 2)
         differences[name] = scores[:, 0] - scores[:, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
@@ -14,8 +14,12 @@ from evaluation.report.dag import family_svg
 from evaluation.report.summary import Evidence
 from rlhf_core.config import KINDS, Publication
 from rlhf_core.data.report import stored_warnings
+from rlhf_core.data.rows.columns import written
 from rlhf_core.runs.lineage import data_of, lineage
+from rlhf_core.runs.run_dir import ROLLOUTS
 from rlhf_core.system.redaction import without_passwords
+
+SHOWN_ROLLOUTS = 4  # of each iteration
 
 
 class Chart(NamedTuple):
@@ -29,6 +33,7 @@ class Chart(NamedTuple):
     notes: dict[str, float]
     phases: list[Phase]
     waits: dict[str, float]
+    rollouts: list[tuple[int, list[Rollout]]]
 
 
 def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> list[Chart]:
@@ -49,8 +54,36 @@ def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> 
         final = {name: value for name, value in results[-1].metrics.items() if not name.startswith("data/")} if results else {}
         when = "end of the last round" if loop else "end"
         waits = {name.removeprefix(WAIT): value for name, value in final.items() if name.startswith(WAIT)}
-        found.append(Chart(title, seconds, Markup(svg) if svg else None, when, final, phases_of(final), waits))
+        shown = rollouts(chain[-1].view.run_dir)
+        found.append(Chart(title, seconds, Markup(svg) if svg else None, when, final, phases_of(final), waits, shown))
     return found
+
+
+class Rollout(NamedTuple):
+    """A sampled answer or episode: its messages as (role, text), its rewards by source (None: failed), and why it has none."""
+
+    messages: list[tuple[str, str]]
+    rewards: dict[str, float | None]
+    failure: str
+
+
+def rollouts(run_dir: Path) -> list[tuple[int, list[Rollout]]]:
+    """Returns a few rollouts of PPO's first and last logged iteration; none of other stages, or where they cannot be read."""
+    files = {int(file.stem.removeprefix("iteration")): file for file in (run_dir / ROLLOUTS).glob("iteration*.jsonl")}
+    found = []
+    for iteration in sorted({min(files), max(files)}) if files else ():
+        try:
+            rows = [json.loads(line) for line in files[iteration].read_text().splitlines()[:SHOWN_ROLLOUTS]]
+            found.append((iteration, [_rollout(row) for row in rows]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def _rollout(row: dict[str, Any]) -> Rollout:
+    messages = row.get("messages") or [*row["prompt"], {"role": "assistant", "content": row["response"]}]
+    texts = [(str(message["role"]), written(message)) for message in messages]
+    return Rollout(texts, dict(row["rewards"]), str(row.get("failure", "")))
 
 
 def data(stages: Sequence[Evidence]) -> tuple[list[str], dict[str, dict[str, float]]]:

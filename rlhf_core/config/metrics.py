@@ -68,6 +68,8 @@ def reinforced(config: PPO) -> Iterator[str]:
         yield from (f"value/{name}" for name in ("loss", "clip_share", "grad_norm", "learning_rate", "explained_variance"))
     if config.dynamic_filtering:
         yield from ("filter/rounds", "filter/accepted", "filter/groups")
+    if config.environment is not None:
+        yield from (f"environment/{name}" for name in ("turns", "attempts", "seconds"))
     if config.one_step_off_policy:
         yield "rollout/age"
     if config.eval_prompts is not None:

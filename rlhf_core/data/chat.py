@@ -87,6 +87,7 @@ class Renderer:
         self._anchored = self._ids(self._eos) == [tokenizer.eos_token_id]
         first = tokenizer("a").input_ids[0]
         self._bos = str(tokenizer.bos_token) if tokenizer.bos_token is not None and first == tokenizer.bos_token_id else ""
+        self._writes_calls: bool | None = None  # of tools; found when a message has some
         self._chat_template = self._find_chat_template() if template == "chat" else ""
         end_of_turn = self._find_end_of_turn() if template == "chat" else tokenizer.eos_token_id
         self._end_of_turn = None if end_of_turn is None else str(tokenizer.convert_ids_to_tokens(end_of_turn))
@@ -142,13 +143,17 @@ class Renderer:
         through = self._render([*before, answer], False, tools)[0].rstrip()  # ends with the end of the turn
         return (self._end_of_turn or "") + text[len(through) :] if text.startswith(through) else None
 
+    def frame_of(self, tools: Tools) -> int:
+        """Returns the template's own length in tokens, with its description of the tools."""
+        return len(self.prompt([{"role": "user", "content": ""}], tools)) if tools else self.frame_len
+
     def prompt_within(self, messages: Sequence[Message], limit: int, tools: Tools = ()) -> tuple[list[int], bool]:
         """Returns at most `limit` tokens of a prompt, and whether something was cut.
 
         The template's own tokens and the end of the prompt stay: first the oldest turns are dropped, then the beginning of the last
         message; system messages only when they and the template fill the limit. Raises ValueError as `check_limit`.
         """
-        frame_len = len(self.prompt([{"role": "user", "content": ""}], tools)) if tools else self.frame_len
+        frame_len = self.frame_of(tools)
         check_limit(limit, frame_len)
         tokens = self.prompt(messages, tools)
         if len(tokens) <= limit:
@@ -201,18 +206,25 @@ class Renderer:
         """As `answer`, after given prompt tokens, which may be cut."""
         return answered(prompt_tokens, self._sampled(response))
 
-    def response_tokens(self, prompt_messages: Sequence[Message], response: str) -> list[int]:
-        """Returns the tokens of an answer as in `conversation`: with what the template puts before its text, and its end-of-turn token.
+    def response_tokens(self, prompt_messages: Sequence[Message], response: str | Message, tools: Tools = ()) -> list[int]:
+        """Returns the tokens of an answer, a text or a message that calls tools, as in `conversation`: with what the template puts before
+        its text, and its end-of-turn token.
 
         For `verbatim` answers, and where the answer cannot be found in the template's text, only the response and the end-of-turn token.
+        Raises ValueError where the calls of an answer cannot be found.
         """
-        if self.verbatim or self.template != "chat":
-            return self._sampled(response)
-        hidden = self._hidden_messages([*prompt_messages, {"role": "assistant", "content": response}])
-        text, marked = self._render(hidden, False)
-        span = marked[-1] if marked else self._answer_in(text, hidden, len(hidden) - 1)
-        if span is None or (marked and text[: span[0]] != self._render(hidden[:-1], True)[0]):
-            return self._sampled(response)
+        message = {"role": "assistant", "content": response} if isinstance(response, str) else response
+        calls = bool(message.get("tool_calls"))
+        if not calls and (self.verbatim or self.template != "chat"):
+            return self._sampled(message["content"])
+        self._require_calls([message])
+        hidden = self._hidden_messages([*prompt_messages, message])
+        text, marked = self._render(hidden, False, tools)
+        span = marked[-1] if marked else self._answer_in(text, hidden, len(hidden) - 1, tools)
+        if span is None or (marked and text[: span[0]] != self._render(hidden[:-1], True, tools)[0]):
+            if calls:
+                raise ValueError("the chat template does not show where an answer with calls of tools begins: leave such rows out")
+            return self._sampled(message["content"])
         part = self._encode_part(text[slice(*span)], first=False)
         stop = next((i for i, token in enumerate(part) if token in self.stop_token_ids), None)
         return [*part, self.end_token_id] if stop is None else part[: stop + 1]
@@ -222,6 +234,7 @@ class Renderer:
 
     def _text(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools = ()) -> tuple[str, list[Span]]:
         """Returns the text with placeholders, and the character spans of its answers."""
+        self._require_calls(messages)
         hidden = self._hidden_messages(messages)
         if self.template != "chat":
             return self._plain(hidden)
@@ -238,6 +251,18 @@ class Renderer:
                     )
                 spans.append(span)
         return text, spans
+
+    def _require_calls(self, messages: Sequence[Message]) -> None:
+        """Raises ValueError where messages call tools and the template leaves that out, or is a plain one."""
+        if not any(message.get("tool_calls") for message in messages):
+            return
+        if self._writes_calls is None:
+            call = {"type": "function", "id": "call00000", "function": {"name": MARK, "arguments": {}}}
+            called: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            self._writes_calls = self.template == "chat" and MARK in self._render(called, False)[0]
+        if not self._writes_calls:
+            kind = "chat" if self.template == "chat" else "plain"
+            raise ValueError(f"the {kind} template leaves out calls of tools: take a model whose chat template writes them, or other rows")
 
     def _answer_in(self, text: str, hidden: list[Message], index: int, tools: Tools = ()) -> Span | None:
         """Returns the span of the answer `hidden[index]` in `text`; None when the template renders the messages before it differently."""

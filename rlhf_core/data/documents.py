@@ -158,7 +158,7 @@ def reward_suffix(rewards: Sequence[float]) -> Callable[[float], str]:
 
 def as_text(messages: Sequence[Message]) -> str:
     """Returns messages as one text, for judges and digests; several begin with their role."""
-    return messages[0]["content"] if len(messages) == 1 else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+    return str(messages[0]["content"]) if len(messages) == 1 else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
 
 
 def with_suffix(prompt: Sequence[Message], suffix: str) -> list[Message]:

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rlhf_core.config import Data
 from rlhf_core.data.document_files import Shape, Writer, stored
 from rlhf_core.data.documents import Document, Labelled, Message, Pair, Prompt, answered, check_limit, reward_suffix, with_suffix
-from rlhf_core.data.rows.columns import Kind, Located, answer_of, conversation_of, labelled_of, preference_of, prompt_of, reward_of
+from rlhf_core.data.rows.columns import (
+    Kind,
+    Located,
+    answer_of,
+    conversation_of,
+    labelled_of,
+    preference_of,
+    prompt_of,
+    reward_of,
+    tools_of,
+)
 from rlhf_core.data.rows.mixture import mixture_of, names, placed_rows, unusable
 from rlhf_core.data.survey import ANSWER_CUT, DataReport, Loaded, Made, Surveyor
 from rlhf_core.system import progress
@@ -39,7 +49,7 @@ def sft_documents(data: Data, renderer: Renderer, max_len: int, seed: int, folde
     """
 
     def make(located: Located) -> Made:
-        whole = at(located.where, renderer.conversation, conversation_of(located))
+        whole = at(located.where, renderer.conversation, conversation_of(located), tools_of(located))
         document = whole.cut(max_len)
         answer = sum(whole.mask)
         prompt = whole.mask.index(True) if answer else len(whole)
@@ -63,8 +73,9 @@ def preference_pairs(data: Data, renderer: Renderer, max_len: int, seed: int, fo
         preference = preference_of(located)
         if preference.chosen == preference.rejected:
             return Made((), 0, 1, SAME)
-        texts = (preference.chosen, preference.rejected)
-        (chosen, rejected), lengths, cut = answers_within(located.where, renderer, preference.prompt, texts, max_len, preference.cut)
+        texts, tools = (preference.chosen, preference.rejected), tools_of(located)
+        within = answers_within(located.where, renderer, preference.prompt, texts, max_len, preference.cut, tools)
+        (chosen, rejected), lengths, cut = within
         if not any(chosen.mask) or not any(rejected.mask):
             return Made((), 0, 1, ANSWER_CUT, *lengths)
         if chosen.tokens == rejected.tokens:
@@ -85,7 +96,7 @@ def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> L
     found: list[tuple[int, Prompt]] = []
     for placed in placed_rows(data, seed, "prompt", mixture):
         located, messages = placed.located, prompt_of(placed.located)
-        tokens, truncated = at(located.where, renderer.prompt_within, messages, prompt_max_len)
+        tokens, truncated = at(located.where, renderer.prompt_within, messages, prompt_max_len, tools_of(located))
         found.append((placed.place, Prompt(tuple(messages), tokens, located.row, truncated)))
         surveyor.see(placed, Made([((), 0.0)], truncated, 1, "", len(tokens)))
     items = [item for _, item in sorted(found, key=lambda pair: pair[0])]
@@ -131,22 +142,29 @@ def collect(
 
 
 def answers_within(
-    where: str, renderer: Renderer, messages: list[Message], texts: Sequence[str], max_len: int, cut: Sequence[bool] = ()
+    where: str,
+    renderer: Renderer,
+    messages: list[Message],
+    texts: Sequence[str | Message],
+    max_len: int,
+    cut: Sequence[bool] = (),
+    tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[list[Document], tuple[int, list[int]], bool]:
     """Makes documents of at most `max_len` tokens, with the same prompt tokens, from answers to one prompt.
 
     Returns the documents, the lengths in tokens of the prompt and the answers before cutting, and whether something was cut. The prompt
     keeps its end, down to half of `max_len`; then the answers are cut on the right. `cut`: answers that the length limit of sampling
-    ended; they get no end-of-turn token.
+    ended; they get no end-of-turn token. `tools`: those that the prompt describes.
     """
-    prompt = at(where, renderer.prompt, messages)
-    answers = [at(where, renderer.response_tokens, messages, text) for text in texts]
+    prompt = at(where, renderer.prompt, messages, tools)
+    answers = [at(where, renderer.response_tokens, messages, text, tools) for text in texts]
     answers = [tokens[:-1] if unended else tokens for tokens, unended in zip(answers, cut or [False] * len(answers), strict=True)]
     lengths = len(prompt), [len(tokens) for tokens in answers]
     longest = max(lengths[1])
     over = len(prompt) + longest > max_len
     if over:
-        prompt, _ = at(where, renderer.prompt_within, messages, max(max_len - longest, max_len // 2, renderer.frame_len + 1))
+        frame = renderer.frame_of(tools) + 1
+        prompt, _ = at(where, renderer.prompt_within, messages, max(max_len - longest, max_len // 2, frame), tools)
     return [answered(prompt, tokens).cut(max_len) for tokens in answers], lengths, over
 
 
@@ -189,7 +207,8 @@ def labelled_answers(data: Data, renderer: Renderer, max_len: int, seed: int, fo
 
     def make(located: Located) -> Made:
         prompt, answers = labelled_of(located)
-        documents, lengths, cut = answers_within(located.where, renderer, prompt, [text for text, _ in answers], max_len)
+        texts = [text for text, _ in answers]
+        documents, lengths, cut = answers_within(located.where, renderer, prompt, texts, max_len, tools=tools_of(located))
         kept = [((document,), float(label)) for document, (_, label) in zip(documents, answers, strict=True) if any(document.mask)]
         return Made(kept, cut * len(kept), len(answers), "" if len(kept) == len(answers) else ANSWER_CUT, *lengths)
 
@@ -220,7 +239,7 @@ def answer_documents(
     def make(located: Located) -> Made:
         prompt, text = answer_of(located)
         conditioned = with_suffix(prompt, suffix_of(reward_of(located)) if suffix_of else "")
-        (document,), lengths, cut = answers_within(located.where, renderer, conditioned, [text], max_len)
+        (document,), lengths, cut = answers_within(located.where, renderer, conditioned, [text], max_len, tools=tools_of(located))
         if not any(document.mask):
             return Made((), 0, 1, ANSWER_CUT, *lengths)
         return Made([((document,), 0.0)], cut, 1, "", *lengths)

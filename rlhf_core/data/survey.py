@@ -18,7 +18,7 @@ import numpy as np
 
 from rlhf_core.config import Data
 from rlhf_core.data.documents import Document, Item, as_text
-from rlhf_core.data.rows.columns import Kind, Located, conversation_of, labelled_of, preference_of, prompt_of, reward_of
+from rlhf_core.data.rows.columns import Kind, Located, conversation_of, labelled_of, preference_of, prompt_of, reward_of, written
 from rlhf_core.data.rows.columns import answer_of as prompt_and_answer
 from rlhf_core.data.rows.mixture import Mixture, Placed, unusable
 from rlhf_core.records import Frozen
@@ -222,17 +222,17 @@ class Surveyor:
         if self._kind == "sft":
             messages = conversation_of(located)
             first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-            return as_text(messages[:first]), [message["content"] for message in messages[first:] if message["role"] == "assistant"]
+            return as_text(messages[:first]), [written(message) for message in messages[first:] if message["role"] == "assistant"]
         if self._kind == "prompt":
             return as_text(prompt_of(located)), []
         if self._kind == "labelled":
             prompt, labelled = labelled_of(located)
             self._labels += len(labelled)
             self._desirable += sum(label for _, label in labelled)
-            answers = [text for text, _ in labelled]
+            answers = [written(answer) for answer, _ in labelled]
         elif self._kind == "preference":
             preference = preference_of(located)
-            prompt, answers = preference.prompt, [preference.chosen, preference.rejected]
+            prompt, answers = preference.prompt, [written(preference.chosen), written(preference.rejected)]
             if located.row.get("margin") is not None:
                 self._margins.append(preference.margin)
                 self._mark("negative margins", preference.margin < 0, located.where)

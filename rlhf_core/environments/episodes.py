@@ -22,8 +22,8 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.calls import call_format
 from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
 from rlhf_core.environments.trajectory import Full, Limits, Trajectory
+from rlhf_core.rollout.dispatch import Engines
 from rlhf_core.rollout.engine import Sampling
-from rlhf_core.rollout.requests import Engines
 
 R = TypeVar("R")
 DEATHS = 10  # of processes, by episodes that are not known to be guilty, before an attempt of such an episode counts as failed
@@ -127,8 +127,8 @@ class Episodes:
                 try:
                     told = await clock.wait(mailbox.get())
                 except TimeoutError:
-                    if process.held() and not process.ended:
-                        clock.extend(LOOK_SECONDS)
+                    if process.held() or process.ended:  # the mailbox will tell whose fault it is
+                        clock.extend(2 * LOOK_SECONDS)
                         continue
                     raise Failed(f"took more than {self._config.timeout:g} s (timeout)") from None
                 if isinstance(told, Failed):
@@ -197,6 +197,6 @@ class Clock:
         """Waits. Raises TimeoutError when the limit is reached."""
         start = time.monotonic()
         try:
-            return await asyncio.wait_for(work, max(0.0, self._limit - self.spent))
+            return await asyncio.wait_for(work, max(0.01, self._limit - self.spent))
         finally:
             self.spent += time.monotonic() - start

@@ -23,6 +23,7 @@ from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.documents import check_limit
 from rlhf_core.data.rows.columns import Kind
 from rlhf_core.data.rows.mixture import check_columns, load_rows
+from rlhf_core.environments.sandbox import available
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.preflight.family import family_problems
@@ -137,6 +138,7 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             if need.gpus > gpus + 1e-6:
                 problems.append(f"{where} asks for {need.gpus:g} GPUs in all, this machine has {gpus}; lower ranks or gpus of its roles")
         problems += _quantisation_problem(node, gpus) if not cluster else []
+        problems += _sandbox_problem(node)
         for key in node.config.needed_keys:
             if key.required and not os.environ.get(key.variable):
                 problems.append(f"{where}: {key.reader} needs a key in the environment variable {key.variable}; set it")
@@ -184,6 +186,19 @@ def _quantisation_problem(node: Node, gpus: float) -> list[str]:
     if importlib.util.find_spec("bitsandbytes") is None:
         return [f"{where} needs the package bitsandbytes, which is not installed; install it or set quantize to none"]
     return []
+
+
+def _sandbox_problem(node: Node) -> list[str]:
+    """Checks that programs of the environment `tools` can be closed in."""
+    environment = node.config.environment if isinstance(node.config, PPO) else None
+    if environment is None or environment.own or environment.sandbox == "none" or available():
+        return []
+    if environment.path != "tools" or "python" not in environment.options.get("tools", ("python",)):
+        return []
+    return [
+        f"stages.{node.name}.environment runs programs in bubblewrap (bwrap), which this machine lacks; install it (Debian, Ubuntu: "
+        "apt-get install bubblewrap), leave python out of options.tools, or set sandbox to none, which closes nothing in"
+    ]
 
 
 def needs(config: StageConfig) -> Needs:

@@ -1,4 +1,4 @@
-"""Chat templates in the formats of known families, each with tools, written for tests: headers, ends of turn, calls and results as theirs."""
+"""Chat templates in the formats of known families, written for tests: headers, ends of turn, calls of tools and results as theirs."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ WITHOUT_TOOLS = ("gemma",)
 SPECIAL = {
     "llama3": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "gemma": ["<start_of_turn>", "<end_of_turn>"],
-    **dict.fromkeys(("mistral", "mistral-names"), ["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[ARGS]"]),
+    **{name: ["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[ARGS]"] for name in ("mistral", "mistral-names")},
     "deepseek": ["<|User|>", "<|Assistant|>", "<|tool_call|>", "<|tool_sep|>", "<|tool_call_end|>"],
-    **dict.fromkeys(("hermes", "qwen3", "qwen3-coder"), ["<|im_start|>", "<|im_end|>"]),
+    **{name: ["<|im_start|>", "<|im_end|>"] for name in ("hermes", "qwen3", "qwen3-coder")},
 }
 
 

@@ -5,6 +5,7 @@ Every reader raises ValueError with the row's place when a column has the wrong 
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any, NamedTuple
 
@@ -26,11 +27,12 @@ class Located(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """A prompt with two answers. `margin` is 0.0 when the data has none; `cut`: whether the length limit ended (chosen, rejected)."""
+    """A prompt with two answers; one that calls tools is a message. `margin` is 0.0 when the data has none; `cut`: whether the length limit
+    ended (chosen, rejected)."""
 
     prompt: list[Message]
-    chosen: str
-    rejected: str
+    chosen: str | Message
+    rejected: str | Message
     margin: float
     cut: tuple[bool, bool] = (False, False)
 
@@ -61,7 +63,7 @@ def preference_of(located: Located) -> Preference:
     An answer is a string, a list with one assistant message, or a whole conversation, whose beginning is then the prompt.
     """
     where, row = located.where, located.row
-    answers: list[str] = []
+    answers: list[str | Message] = []
     starts: list[list[Message]] = []
     for column in ("chosen", "rejected"):
         if isinstance(row.get(column), str):
@@ -71,7 +73,7 @@ def preference_of(located: Located) -> Preference:
             messages = _messages(row.get(column), where, column)
             if messages[-1]["role"] != "assistant":
                 raise ValueError(f"{where}: the {column} conversation must end with an assistant message, not {messages[-1]['role']!r}")
-            answers.append(messages[-1]["content"])
+            answers.append(messages[-1] if messages[-1].get("tool_calls") else messages[-1]["content"])
             starts.append(messages[:-1])
     if starts[0] and starts[1] and starts[0] != starts[1]:
         raise ValueError(f"{where}: chosen and rejected may differ only in their last message, but they differ before it")
@@ -93,7 +95,7 @@ def reward_of(located: Located) -> float:
     return number_of(located.row.get("reward"), located.where, "reward")
 
 
-def labelled_of(located: Located) -> tuple[list[Message], list[tuple[str, bool]]]:
+def labelled_of(located: Located) -> tuple[list[Message], list[tuple[str | Message, bool]]]:
     """Returns the prompt and the responses with labels of a row: one, or the two of a preference."""
     if "label" not in located.row:
         preference = preference_of(located)
@@ -123,16 +125,64 @@ def _messages(value: Any, where: str, column: str) -> list[Message]:
         raise _wrong(value, where, column, "a string or a list of messages")
     messages = []
     for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise ValueError(f"{where}: message {number} of column {column!r} must have a role and a content, both strings")
-        if message.get("tool_calls") or message.get("function_call"):
-            raise ValueError(f"{where}: message {number} of column {column!r} calls a tool, and calls are not read: leave such rows out")
+        place = f"{where}: message {number} of column {column!r}"
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        content = (message.get("content") or "") if calls else message.get("content") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(content, str):
+            raise ValueError(f"{place} must have a role and a content, both strings")
+        if message.get("function_call"):
+            raise ValueError(f"{place} has a function_call, an old form: write it as tool_calls")
         role = message["role"]
         meant = OTHER_NAMES.get(role.lower(), role.lower())  # templates render any role, also a misnamed one
         if meant != role and meant in USUAL_ROLES:
             raise ValueError(f"{where}: message {number} of column {column!r} has the role {role!r}, which is no chat role: write {meant}")
-        messages.append({"role": role, "content": message["content"]})
+        given = {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+        given |= {"tool_calls": _calls(calls, place, role)} if calls else {}
+        messages.append({"role": role, "content": content, **given})
     return messages
+
+
+def _calls(calls: Any, place: str, role: str) -> list[dict[str, Any]]:
+    """Reads `tool_calls` of a message: {"function": {"name", "arguments"}} each, as OpenAI writes them, or its inner part alone."""
+    if role != "assistant" or not isinstance(calls, (list, tuple)):
+        raise ValueError(f"{place}: tool_calls must be a list, and of an assistant message")
+    read = []
+    for call in calls:
+        inner = call.get("function") or call if isinstance(call, dict) else {}
+        arguments = inner.get("arguments", {}) if isinstance(inner, dict) else None
+        if isinstance(arguments, str):  # as OpenAI writes them
+            arguments = _json(arguments)
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not isinstance(arguments, dict):
+            raise ValueError(f"{place}: each of tool_calls must have a function with a name and arguments, an object")
+        arguments = {name: value for name, value in arguments.items() if value is not None}  # Arrow gives all rows the same fields
+        own = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        read.append({"type": "function", **own, "function": {"name": inner["name"], "arguments": arguments}})
+    return read
+
+
+def written(answer: str | Message) -> str:
+    """Returns an answer as a text for readers, with its calls of tools as JSON."""
+    if isinstance(answer, str):
+        return answer
+    calls = [json.dumps(call["function"], ensure_ascii=False, default=str) for call in answer.get("tool_calls", ())]
+    return "\n".join([answer["content"], *calls]).strip()
+
+
+def tools_of(located: Located) -> list[dict[str, Any]]:
+    """Returns the tools of a row, column `tools`: a list of JSON schemas of functions, or that as text; none without the column."""
+    tools = located.row.get("tools")
+    if isinstance(tools, str):
+        tools = _json(tools) if tools.strip() else []
+    if not isinstance(tools, (list, tuple, type(None))) or not all(isinstance(tool, dict) for tool in tools or ()):
+        raise ValueError(f"{located.where}: column 'tools' must be a list of JSON schemas of functions, or JSON of one")
+    return list(tools or ())
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def text_of(value: Any, where: str, column: str) -> str:

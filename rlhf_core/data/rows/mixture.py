@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from rlhf_core.config import Data, Source
-from rlhf_core.data.rows.columns import READERS, Kind, Located, Row
+from rlhf_core.data.rows.columns import READERS, Kind, Located, Row, tools_of
 from rlhf_core.data.rows.files import is_file, raw_rows
 from rlhf_core.data.rows.formats import FORMATS, recognise
 from rlhf_core.data.rows.required_columns import require_columns
@@ -65,6 +65,7 @@ def check_columns(data: Data, kind: Kind) -> None:
         for located in _read(source, kind, first, data.max_samples if alone else None):
             if not unusable(located, kind):
                 READERS[kind](located)
+                tools_of(located)
 
 
 def unusable(located: Located, kind: Kind | None) -> str:

@@ -25,8 +25,8 @@ from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.combine import Running, term_of
 from rlhf_core.rewards.own_tokens import writers
+from rlhf_core.rollout.dispatch import Engines
 from rlhf_core.rollout.engine import Sampling
-from rlhf_core.rollout.requests import Engines
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
 from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, VALIDATION, Outcome, RunDir, StageRequest
@@ -79,7 +79,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
     held_out = load_validation(config, renderer, data.items, setup.terms, renderer.stop_token_ids, request.seed)
     resume = resume_state.latest(run)
     resumed_zero_stage = resume.loop["layout"]["zero_stage"] if resume else None
-    episodes = start_episodes(config, renderer, groups["sampler"])  # before any model is loaded: it may be wrong
+    episodes = start_episodes(config, renderer, groups)  # before any model is loaded: it may be wrong
     fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage, own_tokens, episodes)
     with closing(fleet):
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
@@ -161,12 +161,12 @@ def save_state(fleet: Fleet, carried: Carried, folder: Path) -> None:
         write_ahead(folder, carried.ahead)
 
 
-def start_episodes(config: PPO, renderer: Renderer, sampler: Group) -> Episodes | None:
+def start_episodes(config: PPO, renderer: Renderer, groups: Mapping[str, Group]) -> Episodes | None:
     """Starts the processes of the environment, if there is one. Raises ValueError when it cannot be made."""
     if config.environment is None:
         return None
     limits = Limits(config.environment.max_turns, config.prompt_max_len, config.generate_max_len, config.environment.answer_max_len)
-    return Episodes(config.environment, renderer, limits, lambda: Engines(sampler, config.timeout))
+    return Episodes(config.environment, renderer, limits, lambda: Engines(groups["sampler"], config.timeout))
 
 
 def export(fleet: Fleet, folder: Path) -> None:

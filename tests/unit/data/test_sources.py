@@ -197,7 +197,10 @@ GOOD: dict[str, dict[str, Any]] = {
     [
         ("sft", {"messages": "x"}, "must be a list of"),
         ("sft", {"messages": [user("x"), {"role": "assistant"}]}, "message 2 of column 'messages'"),
-        ("sft", {"messages": [user("x"), {**assistant(""), "tool_calls": [{"name": "f"}]}]}, "message 2 of column 'messages' calls a tool"),
+        ("sft", {"messages": [user("x"), {**assistant(""), "tool_calls": [{"f": 1}]}]}, "must have a function with a name and arguments"),
+        ("sft", {"messages": [{**user("x"), "tool_calls": [{"name": "f"}]}]}, "tool_calls must be a list, and of an assistant message"),
+        ("sft", {"messages": [user("x"), {**assistant(""), "function_call": {"name": "f"}}]}, "an old form: write it as tool_calls"),
+        ("sft", {"messages": [user("x"), assistant("y")], "tools": "oven"}, "column 'tools' must be a list of JSON schemas"),
         (
             "sft",
             {"messages": [{"role": "human", "content": "x"}, assistant("y")]},

@@ -120,11 +120,11 @@ def test_a_reading_that_was_killed_leaves_nothing_that_is_taken_for_whole(
     data = mixture(material, "sft", 20)
     conversation, seen = renderer.conversation, []
 
-    def dies(messages: Any) -> Any:
+    def dies(messages: Any, tools: Any) -> Any:
         seen.append(1)
         if len(seen) == 12:
             raise KeyboardInterrupt
-        return conversation(messages)
+        return conversation(messages, tools)
 
     monkeypatch.setattr(renderer, "conversation", dies)
     with pytest.raises(KeyboardInterrupt):

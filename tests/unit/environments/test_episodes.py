@@ -178,6 +178,6 @@ def test_close_leaves_nothing_behind(make: Make, renderer: Renderer) -> None:
 )
 def test_a_wrong_environment_is_one_sentence(make: Make, tmp_path: Path, text: str, path: str, told: str) -> None:
     (tmp_path / "bad.py").write_text(text)
-    with pytest.raises(ValueError, match="bad.py") as raised:
+    with pytest.raises(ValueError, match=r"bad\.py") as raised:
         make(path)
     assert told in str(raised.value) and "\n" not in str(raised.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,7 +107,7 @@ def test_a_template_without_tools_is_refused(renderers: dict[str, Renderer]) -> 
 
 def test_what_is_no_call_is_said(renderers: dict[str, Renderer]) -> None:
     read = {name: call_format(renderers[name]).read for name in SAID}
-    assert read["hermes"]("<tool_call>\n{oops") [1][0].wrong
+    assert read["hermes"]("<tool_call>\n{oops")[1][0].wrong
     assert read["hermes"]('<tool_call>{"name": "look", "arguments": [1]}</tool_call>')[1][0].wrong
     assert read["hermes"]("no call") == ("no call", []) and read["llama3"]("{no call}") == ("{no call}", [])
     assert read["mistral-names"]("[TOOL_CALLS]look")[1][0].wrong

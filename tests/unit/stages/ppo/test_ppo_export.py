@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlhf_core.config import PPO, Data
+from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
 
@@ -17,7 +17,12 @@ class Roles:
     """Stands for the fleet: its weights are the number of iterations done."""
 
     def __init__(self) -> None:
-        self.weights, self.zero_stage, self.clients = 0, 3, SimpleNamespace(close=lambda: None)
+        self.weights, self.zero_stage = 0, 3
+
+    def close(self) -> None: ...
+
+    def decode(self, tokens: object, skip: bool) -> str:
+        return str(tokens)
 
     def trained_parameters(self) -> int:
         return 1
@@ -41,12 +46,12 @@ def ppo(material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at:
     """Runs the stage; returns the iterations it did. `killed_at`: the iteration that ends in a kill."""
     roles, done = Roles(), []
 
-    def iteration(fleet: Roles, setup: object, carried: train.Carried, *rest: object) -> tuple[dict[str, float], float, train.Carried]:
+    def iteration(fleet: Roles, setup: object, carried: train.Carried, *rest: object) -> tuple[Any, ...]:
         if roles.weights + 1 == killed_at:
             raise KeyboardInterrupt
         roles.weights += 1
         done.append(roles.weights)
-        return {"reward/mean": 0.1 * roles.weights}, 0.0, carried
+        return {"reward/mean": 0.1 * roles.weights}, 0.0, carried, [], Rewards({}, {})
 
     with monkeypatch.context() as patch:
         for name, double in {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}.items():
@@ -94,6 +99,6 @@ def test_without_exports_nothing_changes_and_an_iteration_beyond_the_end_is_refu
     run = RunDir(tmp_path / "run")
     ppo(material, run, monkeypatch)
     result = run.result()
-    assert result is not None and set(result.outputs) == {"checkpoint", "data_report"} and not (run / "exports").exists()
+    assert result is not None and set(result.outputs) == {"checkpoint", "data_report", "rollouts"} and not (run / "exports").exists()
     with pytest.raises(ValueError, match=r"^export_at names iteration 6, and this run has 5: lower it, or give more prompts$"):
         ppo(material, RunDir(tmp_path / "more"), monkeypatch, export_at=(2, 6))

@@ -40,6 +40,7 @@ class Fleet:
     trained: list[Mapping[str, Sequence[Update]]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     sleeps: bool = False
+    episodes: None = None
 
     def sleep(self, keep_weights: bool) -> None:
         self.said.append("sleep and keep" if keep_weights else "sleep")

@@ -1,0 +1,82 @@
+"""Calls of tools in the data of SFT, preferences and prompts: trained on as the template of each family writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import Data
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.sources import labelled_answers, preference_pairs, prompts, sft_documents
+from tests.support.templates import TEMPLATES, WITHOUT_TOOLS, save_tokenizer
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
+}
+CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": json.dumps({"at": "sky"})}}
+ASKED = [{"role": "user", "content": "Where?"}]
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "call00000", "content": "a bird"}
+SAID = {"role": "assistant", "content": "There."}
+FAMILIES = [name for name in TEMPLATES if name not in WITHOUT_TOOLS]
+
+
+@pytest.fixture(scope="module")
+def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Renderer]:
+    root = tmp_path_factory.mktemp("templates")
+    return {name: Renderer(load_tokenizer(str(save_tokenizer(name, root / name))), "chat") for name in TEMPLATES}
+
+
+def data(folder: Path, row: dict[str, Any]) -> Data:
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    return Data(sources=str(folder / "rows.jsonl"))
+
+
+def answers(renderer: Renderer, document: Any) -> str:
+    return renderer.decoded([token for token, own in zip(document.tokens, document.mask, strict=True) if own], False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_are_trained_on_and_results_are_not(renderers: dict[str, Renderer], name: str, tmp_path: Path) -> None:
+    renderer = renderers[name]
+    (document,) = sft_documents(data(tmp_path, {"messages": [*ASKED, CALLED, RESULT, SAID], "tools": [TOOL]}), renderer, 600, 0).items
+    trained, whole = answers(renderer, document), renderer.decoded(document.tokens, False)
+    assert "look" in trained and "sky" in trained and "There." in trained
+    assert "a bird" not in trained and "a bird" in whole and '"description": "d"' in whole
+    assert trained.count(renderer.decoded([renderer.end_token_id], False)) == 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_preferences_may_be_calls(renderers: dict[str, Renderer], name: str, tmp_path: Path) -> None:
+    renderer = renderers[name]
+    row = {"prompt": ASKED, "chosen": [CALLED], "rejected": "No idea.", "tools": json.dumps([TOOL])}
+    (pair,) = preference_pairs(data(tmp_path, row), renderer, 600, 0).items
+    assert "look" in answers(renderer, pair.chosen) and "No idea." in answers(renderer, pair.rejected)
+    assert pair.chosen.tokens[: pair.chosen.answer_start] == pair.rejected.tokens[: pair.rejected.answer_start]
+    found = [item.document for item in labelled_answers(data(tmp_path, row), renderer, 600, 0).items]
+    assert found == [pair.chosen, pair.rejected]
+    # As SFT would train on it.
+    whole = renderer.conversation([*ASKED, {**CALLED, "content": "", "tool_calls": _read(CALL)}], [TOOL])
+    assert whole == pair.chosen
+
+
+def _read(call: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**call, "function": {"name": "look", "arguments": {"at": "sky"}}}]
+
+
+def test_prompts_describe_tools(renderers: dict[str, Renderer], tmp_path: Path) -> None:
+    renderer = renderers["hermes"]
+    (prompt,) = prompts(data(tmp_path, {"prompt": ASKED, "tools": [TOOL]}), renderer, 600, 0).items
+    assert '"description": "d"' in renderer.decoded(prompt.tokens, False)
+
+
+def test_a_template_that_leaves_calls_out_is_refused(renderers: dict[str, Renderer], tmp_path: Path) -> None:
+    for renderer in (renderers["gemma"], Renderer(renderers["hermes"].tokenizer, "Q: {} A: ")):
+        with pytest.raises(ValueError, match="template leaves out calls of tools"):
+            sft_documents(data(tmp_path, {"messages": [*ASKED, CALLED]}), renderer, 600, 0)
+        with pytest.raises(ValueError, match="template leaves out calls of tools"):
+            preference_pairs(data(tmp_path, {"prompt": ASKED, "chosen": [CALLED], "rejected": "x"}), renderer, 600, 0)
