@@ -149,17 +149,15 @@ class Group:
         keys = [key if together else f"{key}-{i}" for i in range(len(slots))]
         # Processes of a cluster of our own have our environment anyway, and start at once where Ray need not make one for them.
         environment = None if is_ours() else {"env_vars": passed_environment()}
-        self._processes = [
-            ray.remote(Worker)
-            .options(
-                num_cpus=slot.cpus,
-                num_gpus=slot.gpus,
-                runtime_env=environment,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=slot.bundle),
-            )
-            .remote(f"{name}{i // span}" if self.world_size > 1 else name, threads, expandable_segments, key)
-            for i, (slot, key) in enumerate(zip(slots, keys, strict=True))
-        ]
+
+        def process(i: int) -> Any:
+            slot, title = slots[i], f"{name}{i // span}" if self.world_size > 1 else name
+            where = PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=slot.bundle)
+            options = {"num_cpus": slot.cpus, "num_gpus": slot.gpus, "runtime_env": environment, "scheduling_strategy": where}
+            return ray.remote(Worker).options(**options).remote(title, threads, expandable_segments, keys[i])
+
+        self._process = process
+        self._processes = [process(i) for i in range(len(slots))]
         self._span, self._workers, self._keys = span, self._processes[::span], keys[::span]
         self._spent: dict[str, float] = {}
         self._spent_alone: list[dict[str, float]] = [{} for _ in self._workers]  # by `call_rank`
@@ -173,15 +171,27 @@ class Group:
 
     def build(self, factory: Callable[..., Any], **options: Any) -> Pending[RankReady]:
         """Makes the role's object on every rank; ranks find each other in the first one's store. The results are `RankReady`."""
+        self._made = factory, options
         store = self._workers[0].store_address.remote()  # Ray passes the result of a reference, so this does not wait
-        gpus = [worker.gpu_ids.remote() for worker in self._processes] if self._span > 1 else []
-        refs = []
-        for rank, worker in enumerate(self._workers):
-            # Ray shows each worker only its own GPUs, so the device index is always 0 there.
-            local_rank = 0 if ray.cluster_resources().get("GPU") else rank
-            seen = gpus[rank * self._span : (rank + 1) * self._span]
-            refs.append(worker.build.remote(rank, self.world_size, local_rank, store, factory, options, *seen))
+        refs = [self._build(rank, store) for rank in range(self.world_size)]
         return Pending(self.name, "load", refs, self._keys)
+
+    def _build(self, rank: int, store: Any) -> Any:
+        # Ray shows each worker only its own GPUs, so the device index is always 0 there.
+        local_rank = 0 if ray.cluster_resources().get("GPU") else rank
+        own = self._processes[rank * self._span : (rank + 1) * self._span]
+        seen = [worker.gpu_ids.remote() for worker in own] if self._span > 1 else []
+        return self._workers[rank].build.remote(rank, self.world_size, local_rank, store, *self._made, *seen)
+
+    def build_again(self, ranks: Sequence[int]) -> Pending[RankReady]:
+        """Starts ranks anew whose process died, and makes their role's object as `build` did. For ranks that do not know each other."""
+        for rank in ranks:
+            for i in range(rank * self._span, (rank + 1) * self._span):
+                ray.kill(self._processes[i])
+                self._processes[i] = self._process(i)
+            self._workers[rank] = self._processes[rank * self._span]
+        store = self._workers[ranks[0]].store_address.remote()
+        return Pending(self.name, "load", [self._build(rank, store) for rank in ranks], [self._keys[rank] for rank in ranks])
 
     def store_address(self, rank: int, timeout: float) -> str:
         """Returns the address of a store that this rank opens."""

@@ -70,8 +70,8 @@ def reinforced(config: PPO) -> Iterator[str]:
         yield from ("filter/rounds", "filter/accepted", "filter/groups")
     if config.environment is not None:
         yield from (f"environment/{name}" for name in ("turns", "attempts", "seconds"))
-    if config.one_step_off_policy:
-        yield "rollout/age"
+    if config.max_staleness:
+        yield from ("rollout/age", *(("rollout/age_max", "rollout/waiting", "rollout/lead") if config.continuous else ()))
     if config.eval_prompts is not None:
         yield from _validated(config)
     yield from ("sampler/gap", "sampler/ratio_gap", "sampler/capped", "sampler/gap_p99", BALANCE, *ANSWERS, *DATA)

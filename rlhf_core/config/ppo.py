@@ -44,6 +44,10 @@ class PPO(Optimised, Rewarded, Routed):
         description="mean of the loss over all tokens (token), per answer and then over answers (sequence), or over answers times "
         "generate_max_len (constant); default: sequence for grpo, constant for dr_grpo, sequence for ratio sequence, else token",
     )
+    policy_loss: Literal["clip", "cispo"] = Field(
+        "clip",
+        description="clip: PPO's clipped surrogate; cispo: the clipped ratio weighs the log-prob, without a gradient (MiniMax-M1, 2025)",
+    )
     ratio: Literal["token", "sequence"] = Field("token", description="policy ratio of each token, or of the whole answer (GSPO)")
 
     rollout_batch_size: Positive = Field(512, description="prompts of one iteration")
@@ -89,16 +93,23 @@ class PPO(Optimised, Rewarded, Routed):
         "answer others; default: all of the iteration, after the last answer",
     )
     freezing_actor_steps: int = Field(0, ge=0, description="first N iterations train only the critic")
-    one_step_off_policy: bool = Field(
-        False,
-        description="asynchronous training, one step deep: engines on GPUs of their own answer the next iteration's prompts while this "
-        "one trains, so answers are from weights one update old; sampler_is corrects it",
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="asynchronous training: iterations between the begin of an answer and its training, at most; engines have GPUs of "
+        "their own. 1: they answer the next prompts while this iteration trains. 2 or more: they answer without pause, weights change "
+        "between two tokens, long answers go on over updates; sampler_is corrects for older weights",
     )
-    sampler_is: Literal["truncate", "clamp", "off"] = Field(
-        "truncate", description="importance weights trainer / sampler: capped at sampler_is_cap, kept within sampler_is_clamp, or none"
+    sampler_is: Literal["truncate", "clamp", "mask", "off"] = Field(
+        "truncate",
+        description="importance weights trainer / sampler: capped at sampler_is_cap, kept within sampler_is_clamp, 0 outside of it (mask, "
+        "IcePop), or none",
+    )
+    sampler_is_level: Literal["token", "sequence"] = Field(
+        "token", description="importance weights of each token, or the product over the whole answer for all of its tokens"
     )
     sampler_is_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight")
-    sampler_is_clamp: tuple[float, float] = Field((0.5, 5.0), description="bounds of the clamped importance weight")
+    sampler_is_clamp: tuple[float, float] = Field((0.5, 5.0), description="bounds of the clamped or masked importance weight")
 
     eval_prompts: Data | None = Field(
         None,
@@ -158,6 +169,11 @@ class PPO(Optimised, Rewarded, Routed):
     def has_reference(self) -> bool:
         """Whether a reference is loaded: one that the recipe names, or that a KL is taken to."""
         return self.reference is not None or self.init_kl_coef > 0 or self.kl_target is not None
+
+    @property
+    def continuous(self) -> bool:
+        """Whether engines answer without pause, over updates of the weights."""
+        return self.max_staleness > 1
 
     @property
     def aggregation(self) -> Aggregation:
@@ -223,8 +239,17 @@ class PPO(Optimised, Rewarded, Routed):
             yield "k1 as a loss has an expected gradient of zero: set kl_estimator to k2 or k3, or kl_in to reward"
         if self.overlong_buffer >= self.generate_max_len:
             yield f"overlong_buffer={self.overlong_buffer} must be below generate_max_len={self.generate_max_len}"
+        if self.policy_loss == "cispo" and (self.dual_clip is not None or self.ratio == "sequence"):
+            yield "cispo weighs each token's log-prob: leave out dual_clip and ratio, or set policy_loss to clip"
         if not 0 < self.sampler_is_clamp[0] <= 1 <= self.sampler_is_clamp[1]:
             yield f"sampler_is_clamp={list(self.sampler_is_clamp)} must be two numbers around 1, such as [0.5, 5]"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "one_step_off_policy" in given:
+            raise ValueError("one_step_off_policy is called max_staleness: write max_staleness: 1 for true, or leave it out for false")
+        return given
 
     @model_validator(mode="before")
     @classmethod
@@ -255,7 +280,7 @@ class PPO(Optimised, Rewarded, Routed):
 
     @check
     def _check_overlap(self) -> Iterator[str]:
-        for field, what in (("one_step_off_policy", "trains"), ("stream_batch_size", "scores")):
+        for field, what in (("max_staleness", "trains"), ("stream_batch_size", "scores")):
             if getattr(self, field) and (self.colocate_all or self.vllm.sleep):
                 yield (
                     f"{field} {what} while engines generate, so they need GPUs of their own: leave out colocate_all and vllm.sleep, or "
@@ -266,15 +291,14 @@ class PPO(Optimised, Rewarded, Routed):
                     f"dynamic_filtering needs the rewards of all answers to know how many are missing, and with {field} engines and models "
                     f"work on different ones: leave one of them out"
                 )
-        if self.one_step_off_policy and self.stream_batch_size:
+        if self.max_staleness and self.stream_batch_size:
             yield (
-                "with one_step_off_policy answers are there before the weights that score them, so there is nothing to stream: leave out "
+                "with max_staleness answers are there before the weights that score them, so there is nothing to stream: leave out "
                 "stream_batch_size"
             )
-        if self.one_step_off_policy and self.sampler_is == "off":
+        if self.max_staleness and self.sampler_is == "off":
             yield (
-                "one_step_off_policy trains on answers of older weights, which importance weights correct: set sampler_is to truncate or "
-                "clamp"
+                "max_staleness trains on answers of older weights, which importance weights correct: set sampler_is to truncate or clamp"
             )
 
     @check

@@ -10,10 +10,8 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass
-from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
 from rlhf_core.config.rewards import Environment
@@ -22,7 +20,7 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.calls import call_format
 from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
 from rlhf_core.environments.trajectory import Full, Limits, Trajectory
-from rlhf_core.rollout.dispatch import Engines
+from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.rollout.engine import Sampling
 
 R = TypeVar("R")
@@ -50,53 +48,31 @@ class Asked(NamedTuple):
 
 
 class Episodes:
-    """Runs an environment's episodes in processes of their own, beside the work of this process, in an event loop of a thread.
+    """Runs an environment's episodes in processes of their own.
 
     Raises ValueError when the environment cannot be made, or the model's chat template knows no tools and the environment has some.
     """
 
-    def __init__(self, config: Environment, renderer: Renderer, limits: Limits, make_engines: Callable[[], Engines]):
-        self._config, self._renderer, self._limits = config, renderer, limits
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="episodes", daemon=True)
-        self._thread.start()
+    def __init__(self, config: Environment, renderer: Renderer, limits: Limits, background: Background, engines: Engines):
+        self._config, self._renderer, self._limits, self._background, self._engines = config, renderer, limits, background, engines
         self._numbers, self._processes = itertools.count(), list[Process | None]([None] * config.processes)
-        self._calls = None
+        self._starting = [asyncio.Lock() for _ in self._processes]
+        self._room = asyncio.Semaphore(config.concurrency * config.processes)
         try:
-            self._engines = self._here(self._make(make_engines))
-            self._starting = [self._here(self._lock()) for _ in self._processes]
-            first = self._here(self._process(0))
-            self._tools = first.tools
+            self._tools = background.run(self._process(0)).tools
             self._calls = call_format(renderer) if self._tools else None
-            self._room = self._here(self._semaphore())
         except BaseException:
             self.close()
             raise
 
-    async def _make(self, make_engines: Callable[[], Engines]) -> Engines:
-        return make_engines()
-
-    async def _lock(self) -> asyncio.Lock:
-        return asyncio.Lock()
-
-    async def _semaphore(self) -> asyncio.Semaphore:
-        return asyncio.Semaphore(self._config.concurrency * self._config.processes)
-
-    def _here(self, work: Coroutine[Any, Any, R]) -> R:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def start(self, asked: Sequence[Asked], sampling: Sampling) -> Future[list[Episode]]:
-        """Starts episodes. The result has them in the order in which they were asked for; or raises RoleFailed when an engine died."""
-
-        async def all_of_them() -> list[Episode]:
-            tasks = [asyncio.create_task(self._episode(one, sampling)) for one in asked]
-            try:
-                return list(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
-
-        return asyncio.run_coroutine_threadsafe(all_of_them(), self._loop)
+    async def run(self, asked: Sequence[Asked], sampling: Sampling) -> list[Episode]:
+        """Runs episodes; returns them in the order in which they were asked for. Raises RoleFailed when an engine died."""
+        tasks = [asyncio.create_task(self._episode(one, sampling)) for one in asked]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _episode(self, asked: Asked, sampling: Sampling) -> Episode:
         async with self._room:
@@ -168,20 +144,15 @@ class Episodes:
             return process
 
     def close(self) -> None:
-        """Ends all processes, and with them the episodes that run."""
+        """Ends all processes."""
 
         async def end() -> None:
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                task.cancel()
             for process in self._processes:
                 if process is not None:
                     await process.close()
 
-        if self._loop.is_running():
-            self._here(end())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        if not self._background.closed:
+            self._background.run(end())
 
 
 class Clock:

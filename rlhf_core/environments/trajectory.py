@@ -39,6 +39,7 @@ class Trajectory:
         self._tokens, self._mask, self._logprobs = list[int](), list[bool](), list[float]()
         self._ends = list[int]()  # index of the last token of each answer
         self._finished = True
+        self._versions = list[tuple[int, int]]()
         self._experts: np.ndarray | None = None
 
     def ask(self, new: Sequence[Message]) -> tuple[list[int], int]:
@@ -73,6 +74,7 @@ class Trajectory:
 
     def take(self, answer: Sampled) -> tuple[Answer, Message]:
         """Adds the model's answer; returns it as the environment sees it, and as a message."""
+        self._versions += [(len(self._tokens) + first, version) for first, version in answer.versions]
         self._tokens += answer.tokens
         self._mask += [True] * len(answer.tokens)
         self._logprobs += answer.logprobs or [0.0] * len(answer.tokens)
@@ -100,6 +102,11 @@ class Trajectory:
     def logprobs(self) -> np.ndarray:
         """The sampler's log-probs (T,), 0 off the mask."""
         return np.array((self._logprobs or [0.0] * len(self.prompt.tokens))[: len(self.document)], dtype=np.float32)
+
+    @property
+    def versions(self) -> list[tuple[int, int]]:
+        """Pairs (first token, version of the weights that sampled from there on)."""
+        return self._versions
 
     @property
     def turns(self) -> int:

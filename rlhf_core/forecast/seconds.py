@@ -62,7 +62,7 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> 
         "train": busiest(training, gpus) + (sum if config.colocate_all else max)(host),
         "sync": 0.1 + 2 * engine.parameters / SYNC / 2,
     }
-    if config.one_step_off_policy:
+    if config.max_staleness:
         found["generate"] = max(0.0, found["generate"] - found["score"] - found["train"])
     return found | ({"sleep and wake": 0.05 + 2 * engine.parameters / SLEEP} if config.vllm.sleep else {})
 

@@ -153,7 +153,7 @@ DROPPED: dict[str, str] = {
     "label_key": "a reward function receives the whole row, with this column",
     "agent_func_path": "multi-turn agents are not part of a recipe",
     "async_train": "only ppo samples ahead",
-    "async_queue_size": "answers are sampled one iteration ahead at most, by one_step_off_policy",
+    "async_queue_size": "answers are sampled one iteration ahead at most, by max_staleness: 1",
     "partial_rollout_enable": "an answer comes from one set of weights",
     "full_determinism": "runs are seeded, and reproducible on CPUs",
     "use_ms": "models come from a folder or the Hugging Face Hub",

@@ -39,15 +39,15 @@ def read_async(draft: Draft) -> None:
     if flag is None:
         return
     if not true(flag.words):
-        draft.translate(flag, "one_step_off_policy", False)
+        draft.translate(flag, "max_staleness", 0)
         return
     if conflicts := [name for name in ("colocate_all", "vllm.sleep", "dynamic_filtering") if draft.get(name)]:
-        draft.note("dropped", flag, f"one_step_off_policy does not go with {' and '.join(conflicts)}")
+        draft.note("dropped", flag, f"max_staleness does not go with {' and '.join(conflicts)}")
         return
     without = draft.get("sampler_is") == "off"
     if without:
         draft.put("sampler_is", "truncate")
-    draft.translate(flag, "one_step_off_policy", True, "answers one update old, with sampler_is: truncate" if without else "")
+    draft.translate(flag, "max_staleness", 1, "answers one update old, with sampler_is: truncate" if without else "")
 
 
 def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:

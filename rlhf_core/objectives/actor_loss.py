@@ -64,8 +64,9 @@ def actor_loss(x: PerToken, num_documents: int, counted: Counted, config: PPO, k
     new = x.logprobs
     if config.ratio == "sequence":
         new = gspo_logprobs(x.logprobs, x.old_logprobs, x.mask, x.documents, num_documents)
+    cispo = config.policy_loss == "cispo"
     surrogate = policy_loss(
-        new, x.old_logprobs, x.advantages, x.mask, *config.clips, x.is_weights, divisor, dual_clip=config.dual_clip, weights=weights
+        new, x.old_logprobs, x.advantages, x.mask, *config.clips, x.is_weights, divisor, config.dual_clip, weights, cispo
     )
     entropy = entropy_loss(x.entropy, x.mask, divisor, weights)
     loss, metrics = surrogate.loss, surrogate.metrics | entropy.metrics

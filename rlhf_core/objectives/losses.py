@@ -204,11 +204,13 @@ def policy_loss(
     denominator: float,
     dual_clip: float | None = None,
     weights: Tensor | None = None,
+    cispo: bool = False,
 ) -> Loss:
     """Computes PPO's clipped surrogate `-w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` (Schulman et al. 2017, eq. 7); all (B, T).
 
     rho = exp(logprobs - old_logprobs), both from the trainer; w = `is_weights` (see `importance_weights`; ones when off).
-    `dual_clip` c > 1: the objective of a token with A < 0 is at least c A (Ye et al. 2020).
+    `dual_clip` c > 1: the objective of a token with A < 0 is at least c A (Ye et al. 2020). `cispo`: the objective is
+    `sg(clip(rho)) A logprobs`, so that no token is without gradient (MiniMax-M1, 2025, eq. 4 and 5; its clip_low is 1).
     Denominator: response tokens. GRPO's mean per answer: `weights` 1/|answer| on its tokens, denominator answers. Dr. GRPO:
     denominator answers x a constant length, which also divides the metrics.
     clip_share: tokens without gradient because of a clip; ratio_gap: |rho - 1|; kl_old: k3 estimate of KL(old || new), nats per token.
@@ -220,12 +222,15 @@ def policy_loss(
 
     ratio = log_ratio.exp()
     surrogate = ratio * advantages
-    objective = torch.minimum(surrogate, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    objective = torch.minimum(surrogate, clipped * advantages)
+    if cispo:
+        surrogate, objective = ratio, clipped  # compared for clip_share
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
     return _loss(
         {
-            "policy/loss": -counted * is_weights * objective,
+            "policy/loss": -counted * is_weights * (clipped.detach() * advantages * torch.where(mask, logprobs, 0) if cispo else objective),
             "policy/clip_share": counted * (objective != surrogate),
             "policy/ratio": counted * ratio,
             "policy/ratio_gap": counted * (ratio - 1).abs(),
@@ -244,12 +249,18 @@ def gspo_logprobs(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, document
     return torch.where(mask, old_logprobs + log_ratio[documents.clamp(min=0)], 0)
 
 
-def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, low: float, high: float) -> Tensor:
-    """Returns importance weights `exp(old - sampler)` clamped to [low, high], (B, T), without gradient (Yao et al. 2025, "TIS": low 0).
+def importance_weights(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, low: float, high: float, masked: bool = False, whole: bool = False
+) -> Tensor:
+    """Returns importance weights `exp(old - sampler)` within [low, high], (B, T), 0 off the mask, without gradient; a row is one document.
 
-    They correct for the differences of the sampler's kernels and precision from the trainer's.
+    They correct for other weights, kernels and precision of the sampler than the trainer's. Beyond the bounds they are clamped (Yao et al.
+    2025, "TIS": low 0), or with `masked` 0 ("IcePop", Ling team 2025). `whole`: the product over the row's tokens, for each of them.
     """
-    return (old_logprobs - sampler_logprobs).detach().exp().clamp(low, high)
+    gap = torch.where(mask, old_logprobs - sampler_logprobs, 0).detach()
+    weights = (gap.sum(-1, keepdim=True).expand_as(gap) if whole else gap).exp()
+    kept = torch.where((weights >= low) & (weights <= high), weights, 0) if masked else weights.clamp(low, high)
+    return torch.where(mask, kept, 0)
 
 
 def sampler_metrics(

@@ -8,34 +8,93 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from threading import Thread
+from typing import Any, TypeVar
 
-from rlhf_core.cluster.worker_group import Group, Pending
+from rlhf_core.cluster.worker_group import Group, Pending, RankDied
 from rlhf_core.rollout.engine import Answer, Request, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 
+R = TypeVar("R")
 SLICE_SECONDS = 0.05  # of one call: how long a finished answer or a new request waits at most
 CALLS = 2  # per engine
 
 
+class Background:
+    """An event loop in a thread of its own, which works while this one waits for something else."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="background", daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, R]) -> Future[R]:
+        """Starts work in the loop, and does not wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, R]) -> R:
+        """Runs work in the loop, and waits for it."""
+        return self.start(work).result()
+
+    def end_work(self) -> None:
+        """Cancels all work; the loop goes on."""
+
+        async def end() -> None:
+            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in tasks:
+                    task.cancel()  # again where it was lost: `wait_for` of Python 3.11 can do that
+                await asyncio.wait(tasks, timeout=0.1)
+
+        self.run(end())
+
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def close(self) -> None:
+        """Ends all work."""
+
+        if not self.closed:
+            self.end_work()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
 class Engines:
-    """Gives requests to the engines of a group; made and used in one event loop. `timeout`: seconds that an engine may make no progress."""
+    """Gives requests to the engines of a group; used in one event loop. `timeout`: seconds that an engine may make no progress."""
 
     def __init__(self, group: Group, timeout: float):
         self._group, self._timeout = group, timeout
-        self._threads = ThreadPoolExecutor(group.world_size, thread_name_prefix="engine")
         self._keys = itertools.count()
         self._new: list[list[Request]] = [[] for _ in range(group.world_size)]
         self._asked: list[dict[int, asyncio.Future[Answer]]] = [{} for _ in range(group.world_size)]
         self._serving: list[asyncio.Task[None] | None] = [None] * group.world_size
+        self.dead: set[int] = set()
+        self.died, self._back = asyncio.Event(), asyncio.Event()
 
     def least_busy(self) -> int:
         """Returns the engine with the fewest requests."""
-        return min(range(len(self._asked)), key=lambda engine: len(self._asked[engine]))
+        living = [engine for engine in range(len(self._asked)) if engine not in self.dead]
+        return min(living or range(len(self._asked)), key=lambda engine: len(self._asked[engine]))
 
     async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
-        """Asks an engine for one answer. Raises RoleFailed when the engine dies or makes no progress."""
+        """Asks an engine for one answer; where it dies, another one, or itself once it is back (`revived`). Raises RoleFailed when an
+        engine fails otherwise, or makes no progress."""
+        while True:
+            try:
+                return await self._ask(engine, tokens, seed, sampling)
+            except RankDied:
+                engine = self.least_busy()
+                if engine in self.dead:
+                    await self._back.wait()
+
+    async def _ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
+        if engine in self.dead:
+            raise RankDied(f"engine {engine} is dead")
         key, future = next(self._keys), asyncio.get_running_loop().create_future()
         self._new[engine].append(Request(key, list(tokens), seed, sampling))
         self._asked[engine][key] = future
@@ -57,13 +116,38 @@ class Engines:
                         future.set_result(answer)
                 await asyncio.sleep(0)  # those who got an answer may ask again
         except Exception as error:
+            if isinstance(error, RankDied):
+                print(f"engine {engine} died; its {len(asked)} requests are asked again: {error}", flush=True)
+                self.dead.add(engine)
+                self._back.clear()
+                self.died.set()
+            self._new[engine].clear()
             for future in asked.values():
                 if not future.done():
                     future.set_exception(error)
             asked.clear()
 
-    async def _wait(self, call: Pending[list[tuple[int, Answer]]]) -> list[list[tuple[int, Answer]]]:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call.wait, self._timeout)
+    async def revived(self) -> None:
+        """Notes that dead engines are back."""
+        self.dead.clear()
+        self.died.clear()
+        self._back.set()
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    async def _wait(self, call: Pending[list[tuple[int, Answer]]]) -> list[list[tuple[int, Answer]]]:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[list[list[tuple[int, Answer]]]] = loop.create_future()
+
+        def settle(set_it: Callable[[Any], None], value: Any) -> None:
+            if not done.done():
+                set_it(value)
+
+        def wait() -> None:
+            try:
+                outcome: tuple[Callable[[Any], None], Any] = done.set_result, call.wait(self._timeout)
+            except Exception as error:
+                outcome = done.set_exception, error
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle, *outcome)
+
+        Thread(target=wait, name="engine", daemon=True).start()  # nobody waits for it at the end of this process
+        return await done

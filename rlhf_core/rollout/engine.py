@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ ASKED = "asked-"  # begins the ids of requests of `advance`
 @dataclass(frozen=True)
 class Answer:
     """Holds one sampled answer. `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the distribution it sampled from.
+    `versions`: pairs (first token, version of the weights from there on), of answers to a `Request`.
 
     `finished` is False when the length limit cut it; else the last token is a stop token. `experts` (T - 1, layers, k): the experts of the
     tokens of prompt and answer; the last token was sent to none. Only from engines with `routing_replay`.
@@ -50,6 +51,7 @@ class Answer:
     logprobs: list[float]
     finished: bool
     experts: np.ndarray | None = None
+    versions: Sequence[tuple[int, int]] = ()
 
 
 class Sampling(NamedTuple):
@@ -74,6 +76,13 @@ class Request(NamedTuple):
     tokens: list[int]
     seed: int
     sampling: Sampling
+
+
+class Begun(NamedTuple):
+    """Holds the engine's own name of a request, and its pairs (first token, version of the weights from there on)."""
+
+    own: str
+    versions: list[tuple[int, int]]
 
 
 def library(kv_cache_gib: float) -> Any:
@@ -143,6 +152,9 @@ class Sampler:
         self.llm.collective_rpc("lean_logprobs")
         wait_for_whole_answers(self.llm.llm_engine)
         self.tied = bool(self.llm.llm_engine.model_config.hf_text_config.tie_word_embeddings)
+        self.version, self._loads = 0, 0  # of the weights: as the trainer counts, and how often they were loaded
+        self._begun = dict[str, Begun]()  # unfinished requests of `advance`
+        self._finished = list[tuple[int, Answer]]()  # requests of `advance` that were finished in another call
         merged.close()  # now, since Ray ends its processes without letting them clean up
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[list[Answer]]:
@@ -153,36 +165,48 @@ class Sampler:
 
     def stream(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Iterator[tuple[int, list[Answer]]]:
         """Yields the answers of `generate`, prompt by prompt as they are finished: the prompt's index and its `n` answers."""
-        engine, n = self.llm.llm_engine, sampling.n
+        n, found = sampling.n, dict[int, dict[int, Answer]]()
         for i, params in enumerate(self._params(seeds, sampling)):
-            engine.add_request(str(i), {"prompt_token_ids": list(prompts[i // n])}, params)
-        found: dict[int, dict[int, Answer]] = {}
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            if not self._patched:  # else `wait_for_whole_answers` counts the steps that sample something
-                progress.made()
-            for output in outputs:
-                if output.finished:
-                    prompt, which = divmod(int(output.request_id), n)
-                    group = found.setdefault(prompt, {})
-                    group[which] = _answer(output)
-                    if len(group) == n:
-                        yield prompt, [answer for _, answer in sorted(found.pop(prompt).items())]
+            self._add(str(i), prompts[i // n], params)
+        left = n * len(prompts)
+        while left:
+            for output in self._step():
+                prompt, which = divmod(int(output.request_id), n)
+                group = found.setdefault(prompt, {})
+                group[which], left = _answer(output), left - 1
+                if len(group) == n:
+                    yield prompt, [answer for _, answer in sorted(found.pop(prompt).items())]
+
+    def _add(self, key: str, tokens: Sequence[int], params: Any) -> str:
+        """Adds a request; returns the engine's own name of it."""
+        # What the cache holds of other weights has another salt; it cannot be cleared while requests use it.
+        prompt = {"prompt_token_ids": list(tokens), "cache_salt": str(self._loads)}
+        return self.llm.llm_engine.add_request(key, prompt, params) or key
+
+    def _step(self) -> list[Any]:
+        """Makes a step of the engine; returns what it finished, but keeps answers to requests of `advance`."""
+        outputs = [output for output in self.llm.llm_engine.step() if output.finished]
+        if not self._patched:  # else `wait_for_whole_answers` counts the steps that sample something
+            progress.made()
+        others = []
+        for output in outputs:
+            if (begun := self._begun.pop(output.request_id, None)) is None:
+                others.append(output)
+            else:
+                self._finished.append((int(output.request_id.removeprefix(ASKED)), replace(_answer(output), versions=begun.versions)))
+        return others
 
     def advance(self, requests: Sequence[Request], seconds: float) -> list[tuple[int, Answer]]:
         """Adds requests, and works on all that are there for `seconds`, or until none is left. Returns the answers that were finished, with
         the keys of their requests; the others go on in the next call."""
         engine, until = self.llm.llm_engine, time.monotonic() + seconds
         for request in requests:
-            params = self._parameters(request.seed, request.sampling)
-            engine.add_request(f"{ASKED}{request.key}", {"prompt_token_ids": request.tokens}, params)
-        finished = []
+            own = self._add(key := f"{ASKED}{request.key}", request.tokens, self._parameters(request.seed, request.sampling))
+            self._begun[key] = Begun(own, [(0, self.version)])
         with uncollected():
             while engine.has_unfinished_requests() and time.monotonic() < until:
-                outputs = engine.step()
-                if not self._patched:
-                    progress.made()
-                finished += [(int(o.request_id.removeprefix(ASKED)), _answer(o)) for o in outputs if o.finished]
+                self._step()
+        finished, self._finished = self._finished, []
         return finished
 
     def _params(self, seeds: Sequence[int], sampling: Sampling) -> list[Any]:
@@ -206,18 +230,29 @@ class Sampler:
     def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the log-prob of every token of each document given those before it (0 for the first), to check a weight sync."""
         params = self._library.SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        requests = [{"prompt_token_ids": list(document)} for document in documents]
-        outputs = self.llm.generate(requests, params, use_tqdm=False)
-        return [
-            [0.0]
-            + [position[token].logprob for position, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)]
-            for output in outputs
-        ]
+        for i, document in enumerate(documents):
+            self._add(str(i), document, params)
+        found = dict[int, list[float]]()
+        while len(found) < len(documents):
+            for output in self._step():
+                of_token = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+                found[int(output.request_id)] = [0.0] + [position[token].logprob for position, token in of_token]
+        return [found[i] for i in range(len(documents))]
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replaces all weights."""
         self.llm.collective_rpc("take_weights", args=(list(weights), self.tied))
-        self.llm.reset_prefix_cache()
+        self._loaded(self.version + 1)
+
+    def _loaded(self, version: int) -> None:
+        """Notes that other weights are loaded, which running requests go on with: their keys and values stay (Piché et al. 2025,
+        "PipelineRL")."""
+        self.version, self._loads = version, self._loads + 1
+        known = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
+        for begun in self._begun.values():
+            begun.versions.append((known[begun.own].num_output_tokens, version))
+        if not self._begun:
+            self.llm.reset_prefix_cache()
 
     def load(self, model: str) -> None:
         """Swaps in another checkpoint of the same architecture from its safetensors files."""
@@ -225,7 +260,7 @@ class Sampler:
             if not any(Path(whole).glob("*.safetensors")):
                 raise ValueError(f"{whole} holds no safetensors file to load into the running engine: name a local checkpoint folder")
             self.llm.collective_rpc("load_checkpoint", args=(whole, self.tied))
-        self.llm.reset_prefix_cache()
+        self._loaded(self.version + 1)
 
     def gpu_uuids(self) -> list[str | None]:
         """Returns the GPU of each process of this engine."""
@@ -235,10 +270,10 @@ class Sampler:
         """Connects to the trainer, which must open its side at the same time."""
         self.llm.collective_rpc("open_channel", args=(route, rendezvous, self.first))
 
-    def receive_weights(self) -> None:
-        """Loads all weights from the trainer, which must send them at the same time."""
+    def receive_weights(self, version: int = 0) -> None:
+        """Loads all weights from the trainer, which must send them at the same time; `version`: as it counts them."""
         self.llm.collective_rpc("receive_weights", args=(self.tied,))
-        self.llm.reset_prefix_cache()
+        self._loaded(version)
 
     def sleep(self, keep_weights: bool) -> None:
         """Frees the GPU until `wake`: drops the KV cache, and drops the weights or moves them to (pinned) host memory.

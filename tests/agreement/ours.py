@@ -105,7 +105,7 @@ def rl_loss(case: material.RLCase, folder: Path, recorded: dict[str, list[list[f
     new = policy(batch.tokens, batch.positions, batch.documents).logprobs
     if case.on_policy:
         old = new.detach()
-    weights = torch.ones_like(old) if case.cap is None else importance_weights(old, sampler, 0.0, case.cap)
+    weights = torch.ones_like(old) if case.cap is None else importance_weights(old, sampler, batch.mask, 0.0, case.cap)
     found = advantages(case, torch.tensor(material.rollout().rewards), old, ref, batch.mask)
     fields = {"eps_clip_low": CLIP_LOW, "eps_clip_high": CLIP_HIGH, "loss_aggregation": case.aggregation, "generate_max_len": MAX_LENGTH}
     fields |= {"kl_in": "loss", "kl_estimator": "k3"} if case.beta and case.trainer == "GRPO" else {}

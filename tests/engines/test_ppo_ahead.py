@@ -22,7 +22,8 @@ from rlhf_core.models.load import load_policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.stages.ppo.fleet import PROBE_TOLERANCE
-from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled, read_ahead
+from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled
+from rlhf_core.stages.ppo.sampling.stored import read_ahead
 from tests.engines.test_ppo import SAVED, SHARE, assert_same_end, common, finish, finish_and_keep, write_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -42,7 +43,7 @@ class Runs(NamedTuple):
 def ppo(material: Path, function: Path) -> PPO:
     here = {"max_steps": ITERATIONS, "num_episodes": ITERATIONS, "export_at": (SAVED - 1, SAVED), "max_epochs": 1, "min_lr_ratio": 1}
     sizes = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "train_batch_size": 16, "micro_train_batch_size": 8}
-    how = {"advantage_estimator": "grpo", "reward": f"{function}:early", "actor_ranks": Ranks(cpus=SHARE), "one_step_off_policy": True}
+    how = {"advantage_estimator": "grpo", "reward": f"{function}:early", "actor_ranks": Ranks(cpus=SHARE), "max_staleness": 1}
     plain = {"zero_stage": 0}  # plain torch, which is cut off and resumed here, DeepSpeed in test_ppo.py
     return PPO(**{**common(material), **here, **sizes, **how, **plain})
 

@@ -16,7 +16,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.rollout.engine import Sampler
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir
-from rlhf_core.stages.ppo.validation import load_validation
+from rlhf_core.stages.ppo.sampling.validation import load_validation
 from tests.engines.test_ppo import SHARE, assert_same_end, common, finish, kill_and_finish, write_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

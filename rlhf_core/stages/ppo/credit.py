@@ -69,9 +69,11 @@ def credit(
     mask &= usable[:, None]
     if not mask.any():
         raise ValueError(f"none of the {len(rollouts)} answers can be learned from: each prompt needs two answers with a reward")
-    low, high = config.sampler_is_clamp if config.sampler_is == "clamp" else (0.0, config.sampler_is_cap)
-    weights = importance_weights(logprobs, sampler_logprobs, low, high) if config.sampler_is != "off" else torch.ones_like(logprobs)
-    weights = torch.where(mask, weights, 0)
+    low, high = (0.0, config.sampler_is_cap) if config.sampler_is in ("truncate", "off") else config.sampler_is_clamp
+    weights = mask.float()
+    if config.sampler_is != "off":
+        masked, whole = config.sampler_is == "mask", config.sampler_is_level == "sequence"
+        weights = importance_weights(logprobs, sampler_logprobs, mask, low, high, masked, whole)
 
     mean_kl = float(masked_mean(kl, mask))
     if config.has_reference:

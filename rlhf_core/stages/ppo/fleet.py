@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from rlhf_core.environments.episodes import Episodes
 from rlhf_core.rewards.clients import Clients, Rewards, collect
 from rlhf_core.rewards.contract import Sample
 from rlhf_core.rewards.own_tokens import OwnTokens
+from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
@@ -26,6 +28,8 @@ from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Actor, Critic, ModelRole, Reference, Reward, Trained, Update
 from rlhf_core.stages.ppo.roofline import Machine, floors
 
+R = TypeVar("R")
+LOOK_SECONDS = 1.0  # between two looks for dead engines
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # largest |log-prob difference| of vLLM and trainer on the same weights
 
 
@@ -37,11 +41,19 @@ class EngineDiffers(RuntimeError):
     """Says that the sampler's log-probs are not the trainer's on the same checkpoint, before any weight sync."""
 
 
+class Asking(NamedTuple):
+    """Holds what asks engines for single answers: `engines` take requests in the loop of `background`, also from `episodes`."""
+
+    background: Background | None = None
+    engines: Engines | None = None
+    episodes: Episodes | None = None
+
+
 @dataclass(frozen=True)
 class Fleet:
     """Holds the groups of the running roles. `rewards`: the group of each reward model, by title; `own_tokens`: of those with another
     tokenizer, what writes answers for them; `clients`: functions and servers; `episodes`: of an environment, whose reward is a source
-    called `environment`, if it is one.
+    called `environment`, if it is one; `engines` take requests one by one, in the loop of `background`.
 
     `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
     collective of one waits on a GPU that computes for the other.
@@ -63,12 +75,17 @@ class Fleet:
     own_tokens: Mapping[str, OwnTokens] = field(default_factory=dict)
     episodes: Episodes | None = None
     environment: str | None = None
+    background: Background | None = None
+    engines: Engines | None = None
 
     def close(self) -> None:
         """Ends open requests for rewards and the processes of the environment, which this process would wait for."""
         self.clients.close()
-        if self.episodes is not None:
-            self.episodes.close()
+        if self.background is not None:
+            self.background.end_work()
+            if self.episodes is not None:
+                self.episodes.close()
+            self.background.close()
 
     def start_sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Callable[[], list[list[Answer]]]:
         """Starts to sample answers to each prompt. Returns a function that waits for them, in the order of the prompts."""
@@ -183,10 +200,32 @@ class Fleet:
         wait_all(opening, self.timeout)
         print(f"weights go to {len(engines)} engine processes by {route.kind}", flush=True)
 
-    def publish_weights(self) -> None:
-        """Sends the actor's weights to every engine."""
+    def publish_weights(self, version: int = 0) -> None:
+        """Sends the actor's weights to every engine. `version`: what answers say of the tokens that these will sample."""
         sending = self.actor.call("send weights", Actor.send_weights)
-        wait_all([sending, self.sampler.call("receive weights", SamplerRole.receive_weights)], self.timeout)
+        wait_all([sending, self.sampler.call("receive weights", SamplerRole.receive_weights, version)], self.timeout)
+
+    def waited(self, work: Future[R]) -> R:
+        """Waits for work that asks engines; starts those anew that die meanwhile."""
+        while True:
+            try:
+                return work.result(timeout=LOOK_SECONDS)
+            except TimeoutError:
+                if work.done():  # the work's own
+                    raise
+                self.revive(0)
+
+    def revive(self, version: int) -> None:
+        """Starts engines anew that have died, sends all engines the weights, and lets them take requests again."""
+        assert self.engines is not None and self.background is not None
+        dead = sorted(self.engines.dead)
+        if not dead:
+            return
+        print(f"starting the engines {dead} anew", flush=True)
+        self.sampler.build_again(dead).wait(self.timeout)
+        self.open_channel()
+        self.publish_weights(version)
+        self.background.run(self.engines.revived())
 
     def probe(self, documents: Sequence[Document], synced: bool = True) -> float:
         """Returns the largest |difference| of log-probs between engines and trainer on fixed documents.

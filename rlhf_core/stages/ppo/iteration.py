@@ -15,7 +15,8 @@ from rlhf_core.stages.ppo.credit import credit
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.records import Rollout
 from rlhf_core.stages.ppo.roles import Update
-from rlhf_core.stages.ppo.sampling import Sampled, Setup, sample, start_sample
+from rlhf_core.stages.ppo.sampling.answers import Sampled, Setup, sample, start_sample
+from rlhf_core.stages.ppo.sampling.collector import Collector
 
 
 class Schedule(NamedTuple):
@@ -50,17 +51,26 @@ class Iteration(NamedTuple):
     rewards: Rewards
 
 
-def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, schedule: Schedule, last: bool = False) -> Iteration:
-    """Samples answers, scores them with all models and reward sources, credits each token, trains, and publishes the actor.
+def ppo_iteration(
+    fleet: Fleet,
+    setup: Setup,
+    carried: Carried,
+    kl_coef: float,
+    schedule: Schedule,
+    last: bool = False,
+    collector: Collector | None = None,
+) -> Iteration:
+    """Samples answers (or takes them from the collector), scores them with all models and reward sources, credits each token, trains, and
+    publishes the actor.
 
     `last`: no iteration follows whose answers could be sampled ahead.
     """
     config, phases = setup.config, dict[str, float]()
     start = time.monotonic()
     with _phase(phases, "generate"):
-        sampled = carried.ahead or sample(fleet, setup, carried.position)
+        sampled = taken(fleet, collector) if collector else carried.ahead or sample(fleet, setup, carried.position)
         rollouts = sampled.rollouts
-    pending = start_sample(fleet, setup, sampled.position) if config.one_step_off_policy and not last else None
+    pending = start_sample(fleet, setup, sampled.position) if config.max_staleness == 1 and not last else None
     if fleet.sleeps:
         with _phase(phases, "sleep"):
             fleet.sleep(keep_weights="actor" not in schedule.rates)
@@ -79,7 +89,7 @@ def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, 
         with _phase(phases, "wake"):
             fleet.wake()
     metrics = credited.metrics | sampled.metrics | {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-    if config.one_step_off_policy:
+    if config.max_staleness == 1:
         metrics["rollout/age"] = float(sampled.age)
     ahead = None
     if pending is not None:  # before the weights change
@@ -88,15 +98,26 @@ def ppo_iteration(fleet: Fleet, setup: Setup, carried: Carried, kl_coef: float, 
     if "actor" in updates:
         metrics |= {f"policy/first_{name}": steps[0][f"policy/{name}"] for name in ("ratio", "ratio_gap")}
         with _phase(phases, "sync"):
-            fleet.publish_weights()
+            if collector:
+                collector.updates += 1
+            fleet.publish_weights(collector.updates if collector else 0)
         with _phase(phases, "probe"):
             metrics["sync/probe_gap"] = fleet.probe(setup.probe)
+    if collector:
+        collector.next_iteration()
     metrics |= episode_metrics(rollouts)
     metrics["prompt/truncated"] = sum(r.prompt.truncated for r in rollouts) / len(rollouts)
     metrics["tokens"] = float(sum(len(r.document.tokens) for r in rollouts))
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
     metrics |= fleet.iteration_metrics(rollouts, list(updates), schedule.max_epochs, time.monotonic() - start)
     return Iteration(metrics, credited.kl, Carried(sampled.position, credited.statistics, ahead), rollouts, scores.rewards)
+
+
+def taken(fleet: Fleet, collector: Collector) -> Sampled:
+    """Takes an iteration's answers from the collector; starts engines anew that die meanwhile."""
+    while (sampled := collector.take()) is None:
+        fleet.revive(collector.updates)
+    return sampled
 
 
 def minibatches(usable: Sequence[int], schedule: Schedule) -> list[list[int]]:

@@ -30,7 +30,8 @@ class Own(NamedTuple):
 @dataclass(frozen=True)
 class Rollout:
     """Holds one answer, or one episode of an environment. `sampler_logprobs` (T,) is aligned with the document's tokens, 0 off the mask;
-    `finished`: not cut by length. Of an episode `messages` has the whole conversation, and `own` what the environment says of it."""
+    `finished`: not cut by length. `versions`: pairs (first token, version of the weights from there on), where these changed while
+    engines answered. Of an episode `messages` has the whole conversation, and `own` what the environment says of it."""
 
     prompt: Prompt
     document: Document
@@ -38,6 +39,13 @@ class Rollout:
     finished: bool
     messages: Sequence[Message] = ()
     own: Own | None = None
+    versions: Sequence[tuple[int, int]] = ()
+
+    def ages(self, version: int) -> np.ndarray:
+        """Returns for each sampled token how many updates its weights are behind `version`."""
+        starts, sampled = [start for start, _ in self.versions], np.flatnonzero(self.document.mask)
+        which = np.searchsorted(starts, sampled, side="right") - 1
+        return version - np.array([known for _, known in self.versions])[which]
 
 
 def stored(rollout: Rollout) -> dict[str, Any]:
@@ -45,7 +53,7 @@ def stored(rollout: Rollout) -> dict[str, Any]:
     mask = np.array(rollout.document.mask, dtype=bool)
     borders = np.flatnonzero(np.diff(mask, prepend=False, append=False))  # where answers begin and end
     row = {"tokens": rollout.document.tokens, "answers": borders.tolist(), "finished": rollout.finished}
-    row |= {"prompt": len(rollout.prompt.tokens), "logprobs": rollout.sampler_logprobs[mask].tolist()}
+    row |= {"prompt": len(rollout.prompt.tokens), "logprobs": rollout.sampler_logprobs[mask].tolist(), "versions": list(rollout.versions)}
     if rollout.own is None:
         return row
     early = None if rollout.own.early is None else rollout.own.early.tolist()
@@ -62,13 +70,14 @@ def restored(row: Mapping[str, Any], prompt: Prompt, experts: np.ndarray | None)
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask] = row["logprobs"]
     document = Document(row["tokens"], mask.tolist(), experts=experts)
+    versions = [(start, version) for start, version in row["versions"]]
     if "own" not in row:
-        return Rollout(prompt, document, logprobs, row["finished"])
+        return Rollout(prompt, document, logprobs, row["finished"], versions=versions)
     own = Own(**row["own"])
     early = None if own.early is None else np.array(own.early, np.float32)
     own = own._replace(early=early, reward=np.nan if own.reward is None else own.reward)
     prompt = Prompt(tuple(row["prompt_messages"]), row["tokens"][: row["prompt"]], prompt.row, row["truncated"])
-    return Rollout(prompt, document, logprobs, row["finished"], row["messages"], own)
+    return Rollout(prompt, document, logprobs, row["finished"], row["messages"], own, versions)
 
 
 def shown(rollouts: Sequence[Rollout], rewards: Rewards, decode: Callable[[Sequence[int], bool], str]) -> Iterator[dict[str, Any]]:

@@ -39,7 +39,7 @@ def start_processes(config: PPO) -> dict[str, Group]:
     connect()
     reservation = reserve(arrange(config.placed, config.together), config.timeout)
     # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
-    spans, alone = {"sampler": config.vllm.tensor_parallel_size}, () if config.one_step_off_policy else ("sampler",)
+    spans, alone = {"sampler": config.vllm.tensor_parallel_size}, () if config.max_staleness else ("sampler",)
     groups = {
         name: Group(
             name,

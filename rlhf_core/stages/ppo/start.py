@@ -12,12 +12,11 @@ from rlhf_core.cluster.worker import RankReady
 from rlhf_core.cluster.worker_group import Group, Pending
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import EnvironmentReward, FunctionReward, HttpReward
-from rlhf_core.environments.episodes import Episodes
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, starts_of_ppo
 from rlhf_core.rewards.clients import Clients, client_of
 from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rollout.sampler_role import SamplerRole
-from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.fleet import Asking, Fleet
 from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward
 
 
@@ -30,11 +29,11 @@ def start_fleet(
     trust_remote_code: bool,
     resumed_zero_stage: int | None = None,
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
-    episodes: Episodes | None = None,
+    asking: Asking = Asking(),  # noqa: B008 it is a tuple
 ) -> Fleet:
     """Starts all roles in their processes side by side and waits until each has loaded its model. `paths` gives each role's model;
     `resumed_zero_stage`: the ZeRO stage of a resume state, used when the recipe says `auto`; `own_tokens`: of reward models with another
-    tokenizer, by title; `episodes`: of the environment."""
+    tokenizer, by title; `asking`: what asks engines for single answers."""
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
     def model(role: str) -> ModelSpec:
@@ -90,7 +89,7 @@ def start_fleet(
         reference=groups.get("reference"),
         rewards=rewards,
         own_tokens=own_tokens,
-        episodes=episodes,
+        **asking._asdict(),
         environment=next((source.title for source in config.reward if isinstance(source, EnvironmentReward)), None),
         sampler=groups["sampler"],
         clients=Clients([client_of(source) for source in config.reward if isinstance(source, FunctionReward | HttpReward)]),

@@ -25,17 +25,18 @@ from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.combine import Running, term_of
 from rlhf_core.rewards.own_tokens import writers
-from rlhf_core.rollout.dispatch import Engines
+from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.rollout.engine import Sampling
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
 from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, VALIDATION, Outcome, RunDir, StageRequest
-from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.fleet import Asking, Fleet
 from rlhf_core.stages.ppo.iteration import Carried, Schedule, ppo_iteration
 from rlhf_core.stages.ppo.records import shown
-from rlhf_core.stages.ppo.sampling import PromptOrder, Setup, read_ahead, write_ahead
-from rlhf_core.stages.ppo.start import start_fleet
-from rlhf_core.stages.ppo.validation import (
+from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Setup
+from rlhf_core.stages.ppo.sampling.collector import Collector, answering
+from rlhf_core.stages.ppo.sampling.stored import read_ahead, read_collected, write_ahead, write_collected
+from rlhf_core.stages.ppo.sampling.validation import (
     BEST,
     HIGH,
     LOW,
@@ -48,6 +49,7 @@ from rlhf_core.stages.ppo.validation import (
     validate,
     write_rollouts,
 )
+from rlhf_core.stages.ppo.start import start_fleet
 from rlhf_core.system.files import sync_to_disk
 from rlhf_core.training.engine import at, learning_rate
 
@@ -79,8 +81,8 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
     held_out = load_validation(config, renderer, data.items, setup.terms, renderer.stop_token_ids, request.seed)
     resume = resume_state.latest(run)
     resumed_zero_stage = resume.loop["layout"]["zero_stage"] if resume else None
-    episodes = start_episodes(config, renderer, groups)  # before any model is loaded: it may be wrong
-    fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage, own_tokens, episodes)
+    asked = start_asking(config, renderer, groups)  # before any model is loaded: the environment may be wrong
+    fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage, own_tokens, asked)
     with closing(fleet):
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
 
@@ -91,7 +93,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         fleet.probe(setup.probe, synced=False)  # compares log-probs of vLLM and trainer before the first transfer; raises EngineDiffers
         if resume:
             fleet.load_state(resume.folder)
-            fleet.publish_weights()
+            fleet.publish_weights(updates_before(config, first))
             fleet.probe(setup.probe)
             kl, carried = restore(kl, resume.loop)
             carried = carried._replace(ahead=read_ahead(resume.folder, setup.order, setup.sampling.n))
@@ -100,17 +102,19 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         elif held_out:
             shutil.rmtree(run / BEST, ignore_errors=True)  # of an attempt without a resume state
             _, best = validated(fleet, held_out, run, 0, None)
+        collector = start_collector(fleet, setup, iterations, first, resume.folder if resume else None) if config.continuous else None
         tracker = Tracker(run, iterations, first)
         cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, 0 if config.lora else fleet.trained_parameters())
         for step in range(first, iterations):
             done = step + 1
             schedule = schedule_of(config, step, iterations, request.seed)
             with at(f"iteration {done} of {iterations}"):
-                metrics, mean_kl, carried, rollouts, rewards = ppo_iteration(fleet, setup, carried, kl.coef, schedule, done == iterations)
+                found = ppo_iteration(fleet, setup, carried, kl.coef, schedule, done == iterations, collector)
+                metrics, mean_kl, carried, rollouts, rewards = found
             kl = kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
             if held_out and ((done % config.eval_steps == 0 and done > config.freezing_actor_steps) or done == iterations):
-                found, best = validated(fleet, held_out, run, done, best)
-                metrics |= found
+                validation, best = validated(fleet, held_out, run, done, best)
+                metrics |= validation
                 keep_best(run, {best.iteration, *named})
             stopped = best is not None and config.stop_when is not None and best.since >= config.stop_when
             if done % config.logging_steps == 0 or done == iterations or REWARD in metrics:
@@ -123,7 +127,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
                 break
             if done < iterations and cadence.due(done):
                 state = iteration_state(kl, carried) | {"layout": layout_of(config) | {"zero_stage": fleet.zero_stage}, "best": best}
-                resume_state.save(run, done, config.keep_checkpoints, state, partial(save_state, fleet, carried))
+                resume_state.save(run, done, config.keep_checkpoints, state, partial(save_state, fleet, carried, collector))
                 cadence.saved()
                 if best:
                     named = {best.iteration}
@@ -154,19 +158,38 @@ def validated(fleet: Fleet, held_out: Validation, run: RunDir, iteration: int, b
     return metrics | {"phase/validate": time.monotonic() - start}, best
 
 
-def save_state(fleet: Fleet, carried: Carried, folder: Path) -> None:
+def save_state(fleet: Fleet, carried: Carried, collector: Collector | None, folder: Path) -> None:
     """Writes the roles' part of a resume state, and the answers that were sampled ahead."""
     fleet.save_state(folder)
+    if collector is not None:
+        write_collected(folder, collector.state())
     if carried.ahead is not None:
         write_ahead(folder, carried.ahead)
 
 
-def start_episodes(config: PPO, renderer: Renderer, groups: Mapping[str, Group]) -> Episodes | None:
-    """Starts the processes of the environment, if there is one. Raises ValueError when it cannot be made."""
+def start_asking(config: PPO, renderer: Renderer, groups: Mapping[str, Group]) -> Asking:
+    """Starts what asks engines for single answers, where that is needed, and the processes of the environment. Raises ValueError when it
+    cannot be made."""
+    if config.environment is None and not config.continuous:
+        return Asking()
+    background, engines = Background(), Engines(groups["sampler"], config.timeout)
     if config.environment is None:
-        return None
+        return Asking(background, engines)
     limits = Limits(config.environment.max_turns, config.prompt_max_len, config.generate_max_len, config.environment.answer_max_len)
-    return Episodes(config.environment, renderer, limits, lambda: Engines(groups["sampler"], config.timeout))
+    return Asking(background, engines, Episodes(config.environment, renderer, limits, background, engines))
+
+
+def updates_before(config: PPO, iteration: int) -> int:
+    """Returns how often the actor was updated before an iteration."""
+    return max(0, iteration - config.freezing_actor_steps)
+
+
+def start_collector(fleet: Fleet, setup: Setup, iterations: int, first: int, state: Path | None) -> Collector:
+    """Starts to collect answers, for the iterations from `first` on; `state`: of a resumed run."""
+    assert fleet.background is not None and fleet.engines is not None
+    known, updates = read_collected(state, setup.order) if state else None, updates_before(setup.config, first)
+    answer, staleness = answering(fleet, setup.sampling), setup.config.max_staleness
+    return Collector(fleet.background, answer, setup.order, staleness, iterations, first, updates, known, fleet.engines.died)
 
 
 def export(fleet: Fleet, folder: Path) -> None:

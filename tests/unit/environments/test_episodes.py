@@ -17,6 +17,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.episodes import Asked, Episode, Episodes
 from rlhf_core.environments.trajectory import Limits
+from rlhf_core.rollout.dispatch import Background
 from rlhf_core.rollout.engine import Answer, Sampling
 from tests.support.templates import save_tokenizer
 
@@ -84,21 +85,23 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 def make(renderer: Renderer, tmp_path: Path) -> Iterator[Make]:
     (tmp_path / "world.py").write_text(CODE)
     made: list[Episodes] = []
+    background = Background()
 
     def build(path: str = "world.py:World", **fields: Any) -> Episodes:
         config = Environment(path=str(tmp_path / path), **{"timeout": 1.0, "max_attempts": 2, **fields})
-        made.append(Episodes(config, renderer, LIMITS, lambda: AtOnce(renderer)))  # type: ignore[arg-type,return-value]
+        made.append(Episodes(config, renderer, LIMITS, background, AtOnce(renderer)))  # type: ignore[arg-type]
         return made[-1]
 
     yield build
     for episodes in made:
         episodes.close()
+    background.close()
 
 
 def run(episodes: Episodes, renderer: Renderer, rows: Sequence[dict[str, Any]]) -> list[Episode]:
     messages = ({"role": "user", "content": "Go"},)
     asked = [Asked(Prompt(messages, renderer.prompt(messages), row, False), 100 * i, i) for i, row in enumerate(rows)]
-    return episodes.start(asked, SAMPLING).result(timeout=60)
+    return episodes._background.start(episodes.run(asked, SAMPLING)).result(timeout=60)
 
 
 def test_rewards_and_messages(make: Make, renderer: Renderer) -> None:
@@ -159,10 +162,12 @@ def test_thousands_at_once(make: Make, renderer: Renderer) -> None:
 
 def test_close_leaves_nothing_behind(make: Make, renderer: Renderer) -> None:
     episodes = make(timeout=100.0)
-    waiting = episodes.start([Asked(Prompt(({"role": "user", "content": "Go"},), [5], {"fault": "wait"}, False), 0, 0)], SAMPLING)
+    asked = Asked(Prompt(({"role": "user", "content": "Go"},), [5], {"fault": "wait"}, False), 0, 0)
+    waiting = episodes._background.start(episodes.run([asked], SAMPLING))
     children = [child.pid for child in psutil.Process(os.getpid()).children() if "environments.worker" in " ".join(child.cmdline())]
     assert children
     episodes.close()
+    episodes._background.close()
     assert not any(psutil.pid_exists(pid) for pid in children) and waiting.done()
 
 

@@ -146,7 +146,7 @@ def test_generation_beside_training_costs_what_is_left_of_it() -> None:
     layout, models = arrange(SPLIT.placed, SPLIT.together), sizes(SPLIT, LARGE_MODEL)
     few_and_long = SPLIT.model_copy(update={"rollout_batch_size": 4, "generate_max_len": 16384})
     for config, covered in ((SPLIT, True), (few_and_long, False)):
-        turns, ahead = (phases(config.model_copy(update={"one_step_off_policy": on}), layout, models, Gpu()) for on in (False, True))
+        turns, ahead = (phases(config.model_copy(update={"max_staleness": on}), layout, models, Gpu()) for on in (0, 1))
         assert {name: ahead[name] for name in ahead if name != "generate"} == {name: turns[name] for name in turns if name != "generate"}
         left = turns["generate"] - turns["score"] - turns["train"]
         assert (left <= 0) is covered and ahead["generate"] == max(0.0, left)

@@ -225,9 +225,7 @@ def test_longer_passes_are_found_where_the_recipe_has_single_documents() -> None
 
 
 def test_the_recipes_own_placement_is_tried_with_other_passes() -> None:
-    ahead = TWO_APART.model_copy(
-        update={"one_step_off_policy": True, "micro_train_tokens": 98304, "zero_stage": 0, "gradient_checkpointing": 0.0}
-    )
+    ahead = TWO_APART.model_copy(update={"max_staleness": 1, "micro_train_tokens": 98304, "zero_stage": 0, "gradient_checkpointing": 0.0})
     own, changed, *_ = placements(ahead, 2, sizes(ahead, SMALL_MODEL), H100)
     assert not own.fits(H100) and changed.fits(H100) and changed.fields.keys() == {"micro_train_tokens", "gradient_checkpointing"}
     assert choose(placements(ahead, 1, sizes(ahead, SMALL_MODEL), H100)[:2], H100) is None, "it needs two GPUs"

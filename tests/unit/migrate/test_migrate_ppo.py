@@ -152,14 +152,14 @@ def test_asynchronous_training(tmp_path: Path) -> None:
         return ppo, found
 
     ppo, found = read("--async_train")
-    assert (ppo.one_step_off_policy, ppo.sampler_is) == (True, "truncate")
-    assert told(found, "approximated")["--async_train"] == "one_step_off_policy: answers one update old, with sampler_is: truncate"
+    assert (ppo.max_staleness, ppo.sampler_is) == (1, "truncate")
+    assert told(found, "approximated")["--async_train"] == "max_staleness: answers one update old, with sampler_is: truncate"
     ppo, found = read("--train.async_enable --enable_vllm_is_correction")
-    assert ppo.one_step_off_policy and "--train.async_enable" in told(found, "translated")
+    assert ppo.max_staleness and "--train.async_enable" in told(found, "translated")
     ppo, found = read("--async_train --colocate_all_models --vllm_enable_sleep")
-    assert ppo.colocate_all and not ppo.one_step_off_policy
-    assert told(found, "dropped")["--async_train"] == "one_step_off_policy does not go with colocate_all and vllm.sleep"
-    assert not read("--async_train False")[0].one_step_off_policy
+    assert ppo.colocate_all and not ppo.max_staleness
+    assert told(found, "dropped")["--async_train"] == "max_staleness does not go with colocate_all and vllm.sleep"
+    assert not read("--async_train False")[0].max_staleness
 
 
 AIAK = """ray job submit --address="http://127.0.0.1:8265" --runtime-env-json='{"working_dir": "/workspace/AIAK-RLHF"}' \\

@@ -22,7 +22,8 @@ from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Answer, _answer
 from rlhf_core.rollout.model_patches import returns_routing
 from rlhf_core.stages.ppo import fleet, roles
-from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled, read_ahead, rollout, write_ahead
+from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, rollout
+from rlhf_core.stages.ppo.sampling.stored import read_ahead, write_ahead
 from rlhf_core.stages.ppo.start import start_fleet
 from tests.support.families import FAMILIES, QWEN_MOE, SHAPE, config_class, make_family, model_class
 

@@ -71,7 +71,7 @@ def every_loss(batch, theta, tokens):
     logprobs, values, scores = before(-F.softplus(h), positions), before(h, positions), gather_last(h, documents, n)
     total, mean = document_sum(logprobs, mask, documents, n), document_mean(logprobs, mask, documents, n)
     ref_total, ref_mean = (f(batch["ref"], mask, documents, n) for f in (document_sum, document_mean))
-    is_weights = losses.importance_weights(batch["old"], batch["sampler"], 0.0, 2.0)
+    is_weights = losses.importance_weights(batch["old"], batch["sampler"], batch["mask"], 0.0, 2.0)
     c, r = slice(0, None, 2), slice(1, None, 2)
     sequence = losses.gspo_logprobs(logprobs, batch["old"], mask, documents, n)
     desirable = torch.arange(n) % 2 == 0

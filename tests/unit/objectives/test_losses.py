@@ -1,6 +1,7 @@
 """Losses against loops and hand-computed numbers. Equality under splits and layouts is in `test_loss_splits.py`."""
 
 import inspect
+import math
 
 import pytest
 import torch
@@ -175,11 +176,12 @@ def test_value_loss(seed):
 def test_importance_weights_and_sampler_metrics(seed):
     draw, mask = randoms(seed, B, T), holes(seed, B, T)
     old, sampler = next(draw).requires_grad_(), next(draw)
-    weights = losses.importance_weights(old, sampler, 0.0, 2.0)
+    weights = losses.importance_weights(old, sampler, torch.ones_like(old, dtype=torch.bool), 0.0, 2.0)
     expected = [min(float(torch.exp(a - b)), 2.0) for a, b in zip(old.detach().flatten(), sampler.flatten(), strict=True)]
     assert_close(weights.flatten(), tensor(expected))
     assert not weights.requires_grad and weights.max() == 2.0
-    assert losses.importance_weights(torch.zeros(1), torch.full((1,), -1e4), 0.0, 2.0).item() == 2.0  # exp overflows, the cap holds
+    far = losses.importance_weights(torch.zeros(1), torch.full((1,), -1e4), torch.tensor([True]), 0.0, 2.0)
+    assert far.item() == 2.0  # exp overflows, the cap holds
     metrics = losses.sampler_metrics(old, sampler, mask, 0.0, 2.0, 37)
     for name, value in reference.sampler_metrics(*lists(old, sampler, mask), 2.0, 37).items():
         assert_close(metrics[name].double(), tensor(value))
@@ -292,3 +294,29 @@ def test_every_loss_takes_the_global_denominator():
     assert len(named) == 11
     for name, function in named.items():
         assert "denominator" in inspect.signature(function).parameters, name
+
+
+def test_importance_weights_of_tokens_and_of_answers():
+    old, sampler = tensor([[0.0, 1.0, -1.0, 5.0]]), tensor([[0.0, 0.0, 0.0, 0.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    e = math.e
+    assert_close(losses.importance_weights(old, sampler, mask, 0.5, 2.0), tensor([[1.0, 2.0, 0.5, 0.0]]))
+    assert_close(losses.importance_weights(old, sampler, mask, 0.5, 2.0, masked=True), tensor([[1.0, 0.0, 0.0, 0.0]]))
+    # The product over the answer: exp(0 + 1 - 1) = 1; with another last token exp(0 + 1 + 0.5).
+    assert_close(losses.importance_weights(old, sampler, mask, 0.5, 2.0, whole=True), tensor([[1.0, 1.0, 1.0, 0.0]]))
+    old = tensor([[0.0, 1.0, 0.5, 5.0]])
+    assert_close(losses.importance_weights(old, sampler, mask, 0.0, 9.0, whole=True), tensor([[e**1.5, e**1.5, e**1.5, 0.0]]))
+    assert losses.importance_weights(old, sampler, mask, 0.5, 2.0, masked=True, whole=True).sum() == 0
+    assert losses.importance_weights(1e4 * old, sampler, mask, 0.0, 2.0, whole=True).max() == 2.0  # exp overflows, the cap holds
+
+
+def test_cispo_weighs_the_log_probs_by_clipped_ratios():
+    ratios, advantages = tensor([[1.5, 0.5, 1.0, 9.0]]), tensor([[2.0, -1.0, 1.0, 7.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    logprobs = ratios.log().requires_grad_()
+    got = losses.policy_loss(logprobs, torch.zeros(1, 4).double(), advantages, mask, 0.2, 0.2, torch.ones(1, 4).double(), 3, cispo=True)
+    # -(1.2 * 2 * ln 1.5 + 0.8 * -1 * ln 0.5 + 1 * 1 * ln 1) / 3
+    assert_close(got.loss, tensor(-(2.4 * math.log(1.5) - 0.8 * math.log(0.5)) / 3))
+    assert_close(got.metrics["policy/clip_share"].double(), tensor(2 / 3))
+    (grad,) = torch.autograd.grad(got.loss, logprobs)
+    assert_close(grad, tensor([[-2.4 / 3, 0.8 / 3, -1 / 3, 0.0]]))  # clipped tokens have one, too

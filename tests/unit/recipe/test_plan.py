@@ -196,7 +196,7 @@ def test_digests_change_with_what_decides_the_result_and_with_nothing_else(plann
         assert changed(p, planned(free)) == set(), free
     for free in ("ppo.zero_stage=3", "sft.zero_stage=0", "sft.ranks.num_ranks_per_node=2", "ppo.actor_ranks.num_ranks_per_node=2"):
         assert changed(p, planned(free)) == set(), free
-    assert changed(p, planned("ppo.one_step_off_policy=false")) == set() != changed(p, planned("ppo.one_step_off_policy=true"))
+    assert changed(p, planned("ppo.max_staleness=0")) == set() != changed(p, planned("ppo.max_staleness=1"))
     judged = planned("evaluation.judges=[{kind: openai, model: m}]")
     for free in ("requests_per_minute: 9", "input_price: 1.5", "output_price: 2", "verdict_cache: verdicts", "concurrency: 2"):
         assert changed(judged, planned(f"evaluation.judges=[{{kind: openai, model: m, {free}}}]")) == set(), free

@@ -23,7 +23,8 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Update
-from rlhf_core.stages.ppo.sampling import AHEAD, PromptOrder, Sampled, read_ahead, rollout, write_ahead
+from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, rollout
+from rlhf_core.stages.ppo.sampling.stored import AHEAD, read_ahead, write_ahead
 
 SIZES = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 8, "n_samples_per_prompt": 2}
 STEP = 0.25  # nats that an update moves the log-prob of any token by
@@ -80,7 +81,7 @@ class Fleet:
         self.weights.append(float(experience[0].is_weights[-1]))
         return [{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}]
 
-    def publish_weights(self) -> None:
+    def publish_weights(self, version: int = 0) -> None:
         self.said.append("publish")
         self.engine = self.actor
 
@@ -135,13 +136,13 @@ def config(**fields: Any) -> PPO:
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
-        config(one_step_off_policy=True, **fields)
+        config(max_staleness=1, **fields)
     config(**fields)
-    assert config(one_step_off_policy=True, sampler_is="clamp").one_step_off_policy
+    assert config(max_staleness=1, sampler_is="clamp").max_staleness
 
 
 def test_engines_answer_the_next_prompts_while_models_work(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = ppo(material, RunDir(tmp_path / "run"), monkeypatch, one_step_off_policy=True, max_steps=4)
+    fleet = ppo(material, RunDir(tmp_path / "run"), monkeypatch, max_staleness=1, max_steps=4)
     middle = ["score", "train", "answers", "publish"]
     assert fleet.said == ["start 0", "answers", "start 0", *middle, "start 1", *middle, "start 2", *middle, "score", "train", "publish"]
     turns = ppo(material, RunDir(tmp_path / "turns"), monkeypatch, max_steps=4)
@@ -149,7 +150,7 @@ def test_engines_answer_the_next_prompts_while_models_work(material: Path, tmp_p
 
 
 def test_answers_are_one_update_old_and_their_weights_say_so(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = ppo(material, RunDir(tmp_path / "run"), monkeypatch, one_step_off_policy=True)
+    fleet = ppo(material, RunDir(tmp_path / "run"), monkeypatch, max_staleness=1)
     assert [(actor, engine) for actor, engine, _ in fleet.batches] == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3)]
     lines = read_metrics(tmp_path / "run")
     assert [line["rollout/age"] for line in lines] == [0, 1, 1, 1, 1]
@@ -159,20 +160,20 @@ def test_answers_are_one_update_old_and_their_weights_say_so(material: Path, tmp
 
 
 def test_prompts_come_in_the_same_order_as_without(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead, turns = (ppo(material, RunDir(tmp_path / str(on)), monkeypatch, one_step_off_policy=on) for on in (True, False))
+    ahead, turns = (ppo(material, RunDir(tmp_path / str(on)), monkeypatch, max_staleness=on) for on in (1, 0))
     assert [[t[:-2] for t in tokens] for *_, tokens in ahead.batches] == [[t[:-2] for t in tokens] for *_, tokens in turns.batches]
-    assert "rollout/age" not in read_metrics(tmp_path / "False")[-1]
+    assert "rollout/age" not in read_metrics(tmp_path / "0")[-1]
 
 
 def test_while_the_actor_rests_no_answer_is_old(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = ppo(material, RunDir(tmp_path / "run"), monkeypatch, one_step_off_policy=True, freezing_actor_steps=2)
+    fleet = ppo(material, RunDir(tmp_path / "run"), monkeypatch, max_staleness=1, freezing_actor_steps=2)
     assert [line["rollout/age"] for line in read_metrics(tmp_path / "run")] == [0, 0, 0, 1, 1]
     assert [(actor, engine) for actor, engine, _ in fleet.batches] == [(0, 0), (0, 0), (0, 0), (1, 0), (2, 1)]
 
 
 @pytest.mark.parametrize("killed_at", [2, 3, 4, 5])
 def test_a_killed_run_trains_on_the_same_answers(killed_at: int, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    how: dict[str, Any] = {"one_step_off_policy": True, "save_steps": 2}
+    how: dict[str, Any] = {"max_staleness": 1, "save_steps": 2}
     whole = ppo(material, RunDir(tmp_path / "whole"), monkeypatch, **how)
     cut_off = ppo(material, RunDir(tmp_path / "run"), monkeypatch, killed_at, **how)
     again = ppo(material, RunDir(tmp_path / "run"), monkeypatch, **how)

@@ -21,7 +21,7 @@ from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Update
-from rlhf_core.stages.ppo.sampling import PromptOrder, Sampled, Setup, sample, with_signal
+from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, Setup, sample, with_signal
 from rlhf_core.stages.ppo.train import iteration_state, restore, schedule_of, setup_of
 
 N = 2
@@ -73,7 +73,7 @@ class Fleet:
     def iteration_metrics(self, rollouts: object, trained: object, passes: int, seconds: float) -> dict[str, float]:
         return {}
 
-    def publish_weights(self) -> None:
+    def publish_weights(self, version: int = 0) -> None:
         self.said.append("publish")
 
     def probe(self, documents: Sequence[Document], synced: bool = True) -> float:

@@ -16,7 +16,7 @@ from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Rollout, Scores
-from rlhf_core.stages.ppo.sampling import PromptOrder, Setup, sample
+from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Setup, sample
 from rlhf_core.stages.ppo.train import schedule_of, setup_of
 
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(7)]
@@ -55,7 +55,7 @@ class Fleet:
     def train(self, *of: object) -> list[dict[str, float]]:
         return [{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}]
 
-    def publish_weights(self) -> None: ...
+    def publish_weights(self, version: int = 0) -> None: ...
 
     def probe(self, documents: object, synced: bool = True) -> float:
         return 0.0

@@ -17,7 +17,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import term_of
 from rlhf_core.rollout.engine import Sampling
 from rlhf_core.stages.ppo.records import Rollout
-from rlhf_core.stages.ppo.validation import REWARD, Best, Validation, load_validation, measured, pass_at
+from rlhf_core.stages.ppo.sampling.validation import REWARD, Best, Validation, load_validation, measured, pass_at
 
 NAN = float("nan")
 

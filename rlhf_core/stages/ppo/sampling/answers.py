@@ -3,7 +3,7 @@
 Prompts form one endless sequence: each episode is a seeded shuffle, cut to whole batches. An iteration takes the next batch. With
 filtering it then takes as many prompts as are missing, also past the end of an episode, so that no accepted group is dropped or stale.
 
-With `one_step_off_policy` answers are sampled one iteration ahead: the engines generate them while the previous iteration trains.
+With `max_staleness: 1` answers are sampled one iteration ahead: the engines generate them while the previous iteration trains.
 The first iteration's answers come from the initial weights. After that, iteration k trains on answers of the weights before update k - 1
 (Noukhovitch et al. 2024, "Asynchronous RLHF", arXiv:2410.18252). The clip is around the trainer's log-probs at the iteration's start, and
 the importance weights cover the difference to the sampler's (Hilton et al. 2021, arXiv:2110.00641, the decoupled objective).
@@ -12,11 +12,9 @@ A resume state keeps these answers, since a resumed engine has newer weights.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,11 +26,8 @@ from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Term, plain_sum
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.records import Own, Rollout, Scores, restored, stored
-from rlhf_core.system.files import write_text
+from rlhf_core.stages.ppo.records import Own, Rollout, Scores
 from rlhf_core.training.train_loop import order_of_epoch
-
-AHEAD, EXPERTS = "ahead.jsonl", "ahead.npz"
 
 
 class PromptOrder(NamedTuple):
@@ -123,9 +118,10 @@ def start_sample(fleet: Fleet, setup: Setup, position: int, count: int | None = 
 def start_rollouts(fleet: Fleet, taken: Sequence[tuple[Prompt, int]], sampling: Sampling) -> Callable[[], list[Rollout]]:
     """Starts `sampling.n` answers, or episodes, to each of the prompts with their seeds. Returns a function that waits for them."""
     if fleet.episodes is not None:
+        assert fleet.background is not None
         asked = [Asked(prompt, seed + j, seed) for prompt, seed in taken for j in range(sampling.n)]
-        episodes = fleet.episodes.start(asked, sampling)
-        return lambda: [of_episode(episode) for episode in episodes.result()]
+        episodes = fleet.background.start(fleet.episodes.run(asked, sampling))
+        return lambda: [of_episode(episode) for episode in fleet.waited(episodes)]
     answers = fleet.start_sample([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], sampling)
     return lambda: [rollout(prompt, answer) for (prompt, _), group in zip(taken, answers(), strict=True) for answer in group]
 
@@ -178,7 +174,9 @@ def rollout(prompt: Prompt, answer: Answer) -> Rollout:
     """Joins a prompt and its answer to one document; the mask marks the answer, its end-of-sequence token included."""
     mask = [False] * len(prompt.tokens) + [True] * len(answer.tokens)
     document = Document(prompt.tokens + answer.tokens, mask, experts=answer.experts)
-    return Rollout(prompt, document, np.array([0.0] * len(prompt.tokens) + answer.logprobs, dtype=np.float32), answer.finished)
+    logprobs = np.array([0.0] * len(prompt.tokens) + answer.logprobs, dtype=np.float32)
+    versions = [(len(prompt.tokens) + first, version) for first, version in answer.versions]
+    return Rollout(prompt, document, logprobs, answer.finished, versions=versions)
 
 
 def of_episode(episode: Episode) -> Rollout:
@@ -186,24 +184,4 @@ def of_episode(episode: Episode) -> Rollout:
     path, rewards = episode.trajectory, episode.rewards
     own = Own(sum(rewards) if rewards else math.nan, None, episode.failure, path.turns, episode.attempts, episode.seconds)
     own = own._replace(early=path.early(rewards)) if rewards else own
-    return Rollout(path.prompt, path.document, path.logprobs, path.finished, tuple(path.messages), own)
-
-
-def write_ahead(folder: Path, ahead: Sampled) -> None:
-    """Writes the answers, their log-probs, their experts and their age into a resume state."""
-    lines = [json.dumps({"age": ahead.age, "position": ahead.position}), *(json.dumps(stored(found)) for found in ahead.rollouts)]
-    experts = {str(i): found.document.experts for i, found in enumerate(ahead.rollouts) if found.document.experts is not None}
-    np.savez(folder / EXPERTS, allow_pickle=False, **experts)
-    write_text(folder / AHEAD, "\n".join(lines) + "\n")
-
-
-def read_ahead(folder: Path, order: PromptOrder, n: int) -> Sampled | None:
-    """Reads what `write_ahead` wrote, bit for bit, `n` answers to each prompt; None when it wrote nothing."""
-    if not (folder / AHEAD).is_file():
-        return None
-    head, *answers = map(json.loads, (folder / AHEAD).read_text().splitlines())
-    prompts = [prompt for prompt, _ in order.take(head["position"] - order.batch, order.batch) for _ in range(n)]
-    known = np.load(folder / EXPERTS, allow_pickle=False) if (folder / EXPERTS).is_file() else {}
-    experts = [known[str(i)] if str(i) in known else None for i in range(len(answers))]
-    rollouts = [restored(answer, p, e) for p, answer, e in zip(prompts, answers, experts, strict=True)]
-    return Sampled(rollouts, None, head["position"], {}, head["age"])
+    return Rollout(path.prompt, path.document, path.logprobs, path.finished, tuple(path.messages), own, path.versions)

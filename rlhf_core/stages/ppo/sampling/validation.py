@@ -26,7 +26,7 @@ from rlhf_core.rollout.engine import Sampling
 from rlhf_core.runs.run_dir import STATE, VALIDATION, RunDir
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.records import Rollout, shown
-from rlhf_core.stages.ppo.sampling import start_rollouts
+from rlhf_core.stages.ppo.sampling.answers import start_rollouts
 from rlhf_core.system.files import write_text
 
 BEST = f"{STATE}/best"  # folder of the exports of the best iterations, until the stage is done

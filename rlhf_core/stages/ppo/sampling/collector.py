@@ -1,0 +1,165 @@
+"""Keeps the engines busy while the models train: begins prompts in their order, and collects their answers as they are finished.
+
+With `max_staleness` k an iteration trains on answers that were begun at most k iterations before it: (iteration + k + 1) batches at most
+are begun by then (Fu et al. 2025, "AReaL", eq. 3), and an iteration waits for answers that would become too old. So a long answer goes on
+over up to k updates, and each of its tokens knows the weights that sampled it. Where engines are fast, fewer batches are begun: answers
+should not be older than is needed to keep the models from waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rlhf_core.data.documents import Prompt
+from rlhf_core.environments.episodes import Asked
+from rlhf_core.rollout.dispatch import Background
+from rlhf_core.rollout.engine import Sampling
+from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.records import Rollout
+from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, of_episode, rollout
+
+AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
+
+
+class Group(NamedTuple):
+    """All answers to the prompt at `place` in the order; `begun`: in which iteration."""
+
+    place: int
+    begun: int
+    rollouts: list[Rollout]
+
+
+class Collected(NamedTuple):
+    """What a collector has between two iterations: the next place to begin, places that are being answered, and finished groups."""
+
+    next: int
+    open: Sequence[int]
+    ready: Sequence[Group]
+
+
+class Collector:
+    """Collects groups for `iterations` iterations from `iteration` on. `answer` answers a prompt with its seed.
+
+    `updates`: of the actor so far, the version of the weights; `died`: is set while an engine is dead.
+    """
+
+    def __init__(
+        self,
+        background: Background,
+        answer: AnswerPrompt,
+        order: PromptOrder,
+        staleness: int,
+        iterations: int,
+        iteration: int = 0,
+        updates: int = 0,
+        known: Collected | None = None,
+        died: asyncio.Event | None = None,
+    ):
+        self._background, self._answer, self._order, self._staleness = background, answer, order, staleness
+        self._places = iterations * order.batch
+        self._iteration, self.updates = iteration, updates
+        self._lead = 1  # batches begun beyond that of the iteration
+        self._next = known.next if known else 0
+        self._ready = {group.place: group for group in known.ready} if known else {}
+        self._begun = {place: group.begun for place, group in self._ready.items()}
+        self._working = set[asyncio.Task[None]]()
+        self._failed: BaseException | None = None
+        self._arrived, self._died = asyncio.Event(), died or asyncio.Event()
+        background.run(self._begin(known.open if known else ()))
+
+    async def _begin(self, again: Sequence[int] = ()) -> None:
+        """Begins the prompts at the places `again`, and those that may be begun now."""
+        most = min((self._iteration + self._lead + 1) * self._order.batch, self._places)
+        new = range(self._next, max(most, self._next))
+        self._next = new.stop
+        for place in [*again, *new]:
+            ((prompt, seed),) = self._order.take(place, 1)
+            self._begun[place] = self._iteration
+            task = asyncio.create_task(self._collect(place, prompt, seed))
+            self._working.add(task)
+            task.add_done_callback(self._working.discard)
+
+    async def _collect(self, place: int, prompt: Prompt, seed: int) -> None:
+        try:
+            self._ready[place] = Group(place, self._begun[place], await self._answer(prompt, seed))
+        except Exception as error:
+            self._failed = error
+        self._arrived.set()
+
+    def take(self) -> Sampled | None:
+        """Waits for an iteration's groups: the finished ones, in the order of the prompts. Returns None when an engine has died: it may be
+        the only one. Raises RoleFailed when engines fail otherwise."""
+        return self._background.run(self._take())
+
+    async def _take(self) -> Sampled | None:
+        waiting, waited = float(len(self._ready)), False
+        while True:
+            if self._failed is not None:
+                raise self._failed
+            if self._died.is_set():
+                return None
+            if len(self._ready) >= self._order.batch and self._in_time():
+                break
+            waited = True
+            self._arrived.clear()
+            arrived, died = asyncio.create_task(self._arrived.wait()), asyncio.create_task(self._died.wait())
+            _, others = await asyncio.wait((arrived, died), return_when=asyncio.FIRST_COMPLETED)
+            for other in others:
+                other.cancel()
+        chosen = sorted(self._ready)[: self._order.batch]
+        groups = [self._ready.pop(place) for place in chosen]
+        for place in chosen:
+            del self._begun[place]
+        if waited:
+            self._lead = min(self._lead + 1, self._staleness)
+        elif len(self._ready) >= self._order.batch:
+            self._lead = max(self._lead - 1, 1)
+        rollouts = [found for group in groups for found in group.rollouts]
+        ages = np.concatenate([found.ages(self.updates) for found in rollouts])
+        metrics = {"rollout/age": float(ages.mean()), "rollout/age_max": float(ages.max()), "rollout/waiting": waiting}
+        return Sampled(rollouts, None, self._next, metrics | {"rollout/lead": float(self._lead)})
+
+    def _in_time(self) -> bool:
+        """Returns whether the finished groups suffice for no group to become too old: of those begun up to an iteration, all that the
+        iterations until their last one cannot hold are trained on now."""
+        for begun in set(self._begun.values()):
+            old = [place for place, when in self._begun.items() if when <= begun]
+            later = (begun + self._staleness - self._iteration) * self._order.batch
+            if sum(place in self._ready for place in old) < len(old) - later:
+                return False
+        return True
+
+    def next_iteration(self) -> None:
+        """Begins the prompts that may be begun now that an iteration is over."""
+        self._iteration += 1
+        self._background.run(self._begin())
+
+    def state(self) -> Collected:
+        """Returns what has been collected, for a resume state."""
+
+        async def now() -> Collected:
+            still_open = [place for place in self._begun if place not in self._ready]
+            return Collected(self._next, sorted(still_open), [self._ready[place] for place in sorted(self._ready)])
+
+        return self._background.run(now())
+
+
+def answering(fleet: Fleet, sampling: Sampling) -> AnswerPrompt:
+    """Returns what answers a prompt: the environment's episodes, or the engine with the fewest requests."""
+    episodes, engines = fleet.episodes, fleet.engines
+    assert engines is not None
+
+    async def by_engine(prompt: Prompt, seed: int) -> list[Rollout]:
+        engine = engines.least_busy()  # one for all answers, which share the prompt's keys and values
+        asked = [engines.ask(engine, prompt.tokens, seed + j, sampling) for j in range(sampling.n)]
+        return [rollout(prompt, answer) for answer in await asyncio.gather(*asked)]
+
+    async def by_episodes(prompt: Prompt, seed: int) -> list[Rollout]:
+        assert episodes is not None
+        return [of_episode(found) for found in await episodes.run([Asked(prompt, seed + j, seed) for j in range(sampling.n)], sampling)]
+
+    return by_episodes if episodes is not None else by_engine

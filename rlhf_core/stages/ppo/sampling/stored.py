@@ -1,0 +1,68 @@
+"""Writes answers that wait to be trained on into a resume state, and reads them again, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.stages.ppo.records import Rollout, restored, stored
+from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled
+from rlhf_core.stages.ppo.sampling.collector import Collected, Group
+from rlhf_core.system.files import write_text
+
+AHEAD, EXPERTS, COLLECTED = "ahead.jsonl", "ahead.npz", "collected.jsonl"
+
+
+def write_ahead(folder: Path, ahead: Sampled) -> None:
+    """Writes the answers of an iteration ahead, their log-probs, their experts and their age."""
+    _write(folder / AHEAD, {"age": ahead.age, "position": ahead.position}, ahead.rollouts)
+
+
+def read_ahead(folder: Path, order: PromptOrder, n: int) -> Sampled | None:
+    """Reads what `write_ahead` wrote, `n` answers to each prompt; None when it wrote nothing."""
+    if not (folder / AHEAD).is_file():
+        return None
+    head, rows, experts = _read(folder / AHEAD)
+    prompts = [prompt for prompt, _ in order.take(head["position"] - order.batch, order.batch) for _ in range(n)]
+    rollouts = [restored(row, prompt, e) for prompt, row, e in zip(prompts, rows, experts, strict=True)]
+    return Sampled(rollouts, None, head["position"], {}, head["age"])
+
+
+def write_collected(folder: Path, collected: Collected) -> None:
+    """Writes what a collector has: finished groups, and the places of prompts that are being answered."""
+    groups = [{"place": group.place, "begun": group.begun, "answers": len(group.rollouts)} for group in collected.ready]
+    head = {"next": collected.next, "open": list(collected.open), "groups": groups}
+    _write(folder / COLLECTED, head, [rollout for group in collected.ready for rollout in group.rollouts])
+
+
+def read_collected(folder: Path, order: PromptOrder) -> Collected | None:
+    """Reads what `write_collected` wrote; None when it wrote nothing."""
+    if not (folder / COLLECTED).is_file():
+        return None
+    head, rows, experts = _read(folder / COLLECTED)
+    ready, start = [], 0
+    for group in head["groups"]:
+        ((prompt, _),) = order.take(group["place"], 1)
+        here = slice(start, start + group["answers"])
+        rollouts = [restored(row, prompt, e) for row, e in zip(rows[here], experts[here], strict=True)]
+        ready.append(Group(group["place"], group["begun"], rollouts))
+        start = here.stop
+    return Collected(head["next"], head["open"], ready)
+
+
+def _write(file: Path, head: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:
+    experts = {str(i): found.document.experts for i, found in enumerate(rollouts) if found.document.experts is not None}
+    np.savez(file.with_suffix(".npz"), allow_pickle=False, **experts)
+    write_text(file, "\n".join([json.dumps(head), *(json.dumps(stored(found)) for found in rollouts)]) + "\n")
+
+
+def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[np.ndarray | None]]:
+    """Returns the head, the rollouts as `stored` and their experts."""
+    head, *rows = map(json.loads, file.read_text().splitlines())
+    arrays = file.with_suffix(".npz")
+    known: Mapping[str, np.ndarray] = np.load(arrays, allow_pickle=False) if arrays.is_file() else {}
+    return head, rows, [known[str(i)] if str(i) in known else None for i in range(len(rows))]

@@ -1,0 +1,195 @@
+"""Asynchronous PPO with all its engines: two engines answer without pause while the actor trains, in an environment whose tools take time.
+
+Episodes have two answers with a wait between them, of a heavy tail (the longest of a hundred is ten times the median). Compared with the
+loop in turns: how fast, what is learned. Killed: the stage's process, and one engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_core.config import PPO, Data, Ranks, Vllm
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.documents import Document
+from rlhf_core.data.sources import prompts
+from rlhf_core.models.load import load_policy
+from rlhf_core.objectives.collate import collate
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.stages.ppo.fleet import PROBE_TOLERANCE
+from rlhf_core.stages.ppo.sampling.answers import PromptOrder
+from rlhf_core.stages.ppo.sampling.stored import read_collected
+from tests.engines.test_ppo import SHARE, common, finish, start, write_request
+from tests.support.micro import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ITERATIONS, BATCH, N, SEED = 24, 8, 4, 7
+EARLY = "abcdefghijklm"  # a third of the letters that a model without training writes are among them
+WORLD = f"""
+import asyncio, json, math, random
+from pathlib import Path
+
+class World:
+    def __init__(self, seen, median):
+        self.seen, self.median = Path(seen), median
+
+    async def rollout(self, task, model):
+        first = await model.answer()
+        rng = random.Random(first.text + task["prompt"][:20])
+        await asyncio.sleep(self.median * rng.lognormvariate(0, 1.0))
+        second = await model.answer("more")
+        with self.seen.open("a") as file:
+            file.write(json.dumps(task["number"]) + "\\n")
+        text = first.text + second.text
+        return sum(c in "{EARLY}" for c in text) / max(1, len(text))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("asynchronous")
+    (root / "world.py").write_text(WORLD)
+    rows = [json.loads(line) for line in (material / "prompts.jsonl").read_text().splitlines()]
+    (root / "prompts.jsonl").write_text("".join(json.dumps({**row, "number": i}) + "\n" for i, row in enumerate(rows)))
+    return root
+
+
+def prepare(folder: Path, material: Path, name: str, staleness: int, median: float = 0.25, **fields: object) -> Path:
+    environment = {"path": str(folder / "world.py:World"), "options": {"seen": str(folder / f"{name}.jsonl"), "median": median}}
+    sizes = {"rollout_batch_size": BATCH, "n_samples_per_prompt": N, "train_batch_size": 16, "micro_train_batch_size": 8}
+    here = {"prompts": Data(sources=str(folder / "prompts.jsonl")), "max_steps": ITERATIONS, "num_episodes": ITERATIONS, "export_at": ()}
+    how = {"advantage_estimator": "grpo", "init_kl_coef": 0.0, "max_epochs": 1, "min_lr_ratio": 1, "generate_max_len": 40, "zero_stage": 0}
+    how |= {"actor_learning_rate": 4e-4}  # an update changes less than the rewards vary, so that what is learned can be compared
+    engines = {"vllm": Vllm(cpus=SHARE, kv_cache_gib=0.5, num_engines=2), "actor_ranks": Ranks(cpus=SHARE)}
+    turns = {"environment": {**environment, "max_turns": 2, "answer_max_len": 12}, "max_staleness": staleness}
+    config = PPO(**{**common(material), **sizes, **here, **how, **engines, **turns, **fields})
+    write_request(folder / name, config, {"base": str(material / "base")})
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def asynchronous(folder: Path, material: Path) -> Path:
+    run = prepare(folder, material, "asynchronous", 4)
+    finish(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def in_turns(folder: Path, material: Path) -> Path:
+    run = prepare(folder, material, "in_turns", 0)
+    finish(run)
+    return run
+
+
+def seconds(run: Path) -> float:
+    """Of an iteration, without the first quarter."""
+    times = [line["time"] for line in read_metrics(run)][ITERATIONS // 4 :]
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def seen(folder: Path, name: str) -> Counter[int]:
+    return Counter(map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()))
+
+
+def test_it_learns_as_in_turns_in_less_time(asynchronous: Path, in_turns: Path) -> None:
+    ratio = seconds(in_turns) / seconds(asynchronous)
+    print(f"seconds of an iteration: {seconds(in_turns):.2f} in turns, {seconds(asynchronous):.2f} asynchronous, ratio {ratio:.2f}")
+    means, errors = [], []
+    for run in (in_turns, asynchronous):
+        lines = read_metrics(run)
+        first, last = (np.array([(line["reward/mean"], line["reward/std"]) for line in part]) for part in (lines[:4], lines[-4:]))
+        error = np.sqrt(sum((part[:, 1] ** 2).mean() for part in (first, last)) / (4 * BATCH * N))
+        assert last[:, 0].mean() - first[:, 0].mean() > 4 * error
+        means.append(last[:, 0].mean())
+        errors.append(error)
+    assert abs(means[0] - means[1]) < 4 * np.hypot(*errors), "the curves end together"
+
+
+def test_no_answer_is_too_old_and_engine_and_trainer_agree(asynchronous: Path) -> None:
+    lines = read_metrics(asynchronous)
+    assert max(line["rollout/age_max"] for line in lines) <= 4 and max(line["rollout/age"] for line in lines) > 0.5
+    assert lines[0]["rollout/age_max"] == 0 and lines[0]["sampler/ratio_gap"] < 1e-3 < lines[-1]["sampler/ratio_gap"]
+    assert all(line["sync/probe_gap"] < 1e-3 and line["policy/first_ratio_gap"] < 1e-5 for line in lines)
+
+
+def test_every_prompt_is_asked_once(asynchronous: Path, folder: Path) -> None:
+    assert sum(seen(folder, "asynchronous").values()) == ITERATIONS * BATCH * N
+    assert set(seen(folder, "asynchronous").values()) == {N}
+
+
+def test_each_token_knows_the_weights_that_sampled_it(folder: Path, material: Path) -> None:
+    """Weights change between the two answers of an episode, which are then of different versions."""
+    saved = 6
+    exports = {"export_at": tuple(range(1, saved + 1)), "save_steps": saved, "max_steps": saved + 1}
+    run = prepare(folder, material, "versions", 4, **exports)
+    finish(run)
+    order = order_of(run)
+    collected = read_collected(run / "state" / f"step-{saved}", order)
+    assert collected is not None and collected.ready
+    policies = {0: load_policy(str(material / "base"))}
+    policies |= {step: load_policy(str(run / "exports" / f"iteration{step}")) for step in range(1, saved + 1)}
+
+    def logprobs(version: int, document: Document) -> np.ndarray:
+        batch = collate([[document]], 0)
+        with torch.no_grad():
+            return policies[version](batch.tokens, batch.positions, batch.documents, 1.0).logprobs[batch.documents >= 0].numpy()
+
+    right, wrong = [], []
+    for group in collected.ready:
+        for rollout in group.rollouts:
+            ages = np.zeros(len(rollout.document), int)
+            ages[np.array(rollout.document.mask)] = saved - rollout.ages(saved)
+            for version in {int(v) for v in ages[np.array(rollout.document.mask)]}:
+                here = np.array(rollout.document.mask) & (ages == version)
+                right.append(np.abs(logprobs(version, rollout.document) - rollout.sampler_logprobs)[here].max())
+                others = {abs(other - version): other for other in policies if other != version}
+                wrong.append(np.abs(logprobs(others[min(others)], rollout.document) - rollout.sampler_logprobs)[here].max())
+    # A change between two tokens of one answer leaves keys and values of the older weights: those answers are between two versions.
+    assert np.median(right) < PROBE_TOLERANCE["float32"] < 10 * PROBE_TOLERANCE["float32"] < np.median(wrong)
+
+
+def order_of(run: Path) -> PromptOrder:
+    config = RunDir(run).request().config
+    assert isinstance(config, PPO)
+    renderer = Renderer(load_tokenizer(RunDir(run).request().inputs["base"]), config.prompts.template)
+    return PromptOrder(prompts(config.prompts, renderer, config.prompt_max_len, SEED).items, config.rollout_batch_size, SEED)
+
+
+def test_a_dead_engine_is_started_again(folder: Path, material: Path) -> None:
+    run = prepare(folder, material, "engine", 4, max_steps=12)
+    process = start(run)
+    log = run / "log.txt"
+    wait_until(lambda: len(read_metrics(run)) > 3 or process.poll() is not None, "a few iterations", 300)
+    (pid,) = [line for line in log.read_text().splitlines() if "sampler is up, process" in line]
+    os.kill(int(pid.partition("process ")[2].partition(",")[0]), signal.SIGKILL)
+    assert process.wait(timeout=300) == 0, log.read_text()[-3000:]
+    text = log.read_text()
+    assert "engine 0 died; its" in text and "starting the engines [0] anew" in text
+    lines = read_metrics(run)
+    assert len(lines) == 12 and all(line["sync/probe_gap"] < 1e-3 for line in lines)
+
+
+@pytest.mark.parametrize("kill_at", [2, *(pytest.param(at, marks=pytest.mark.long) for at in (1, 3, 5, 7))])
+def test_a_killed_run_trains_on_each_prompt_once(folder: Path, material: Path, kill_at: int) -> None:
+    """What is asked again after a kill was not trained on before."""
+    name, iterations = f"killed{kill_at}", 9
+    run = prepare(folder, material, name, 3, 0.1, max_steps=iterations, save_steps=2, logging_steps=1)
+    process = start(run)
+    wait_until(lambda: len(read_metrics(run)) >= kill_at or process.poll() is not None, "the iteration of the kill", 300)
+    process.kill()
+    process.wait()
+    finish(run)
+    assert len(read_metrics(run)) == iterations
+    expected = Counter(int(prompt.row["number"]) for prompt, _ in order_of(run).take(0, iterations * BATCH))
+    counted = seen(folder, name)
+    assert set(counted) == set(expected), "no prompt is lost"
+    trained = sum(line["tokens"] > 0 for line in read_metrics(run)) * BATCH
+    assert trained == sum(expected.values()) and all(times >= N for times in counted.values())
