@@ -27,7 +27,7 @@ from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.fleet import PROBE_TOLERANCE
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder
 from rlhf_core.stages.ppo.sampling.stored import read_collected
-from tests.engines.test_ppo import SHARE, common, finish, start, write_request
+from tests.engines.test_ppo import SAVED, SHARE, common, finish, finish_and_keep, start, write_request
 from tests.support.micro import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -127,12 +127,11 @@ def test_every_prompt_is_asked_once(asynchronous: Path, folder: Path) -> None:
 
 def test_each_token_knows_the_weights_that_sampled_it(folder: Path, material: Path) -> None:
     """Weights change between the two answers of an episode, which are then of different versions."""
-    saved = 6
-    exports = {"export_at": tuple(range(1, saved + 1)), "save_steps": saved, "max_steps": saved + 1}
+    saved, kept = SAVED, folder / "versions_kept"
+    exports = {"export_at": tuple(range(1, saved + 1)), "save_steps": saved, "max_steps": saved + 3}
     run = prepare(folder, material, "versions", 4, **exports)
-    finish(run)
-    order = order_of(run)
-    collected = read_collected(run / "state" / f"step-{saved}", order)
+    finish_and_keep(run, kept)
+    collected = read_collected(kept / "state" / f"step-{saved}", order_of(run))
     assert collected is not None and collected.ready
     policies = {0: load_policy(str(material / "base"))}
     policies |= {step: load_policy(str(run / "exports" / f"iteration{step}")) for step in range(1, saved + 1)}
