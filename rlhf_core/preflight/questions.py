@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core.config import Data, Evaluation, RuleJudge
+from rlhf_core.config import PPO, Data, Evaluation, RuleJudge
+from rlhf_core.data.documents import as_text
 from rlhf_core.data.questions import Question, load_questions
-from rlhf_core.data.rows.mixture import check_columns
+from rlhf_core.data.rows.columns import prompt_of
+from rlhf_core.data.rows.mixture import check_columns, placed_rows
 from rlhf_core.hub.ids import is_remote
-from rlhf_core.recipe.plan import Node
+from rlhf_core.recipe.plan import Node, Plan
 
 
 def question_problems(node: Node, seed: int) -> list[str]:
@@ -26,6 +28,43 @@ def question_problems(node: Node, seed: int) -> list[str]:
         return [f"{where}: {error}"]
     lacking = (_without_answer(questions, judge.answer_key) for judge in config.judges if isinstance(judge, RuleJudge))
     return [f"{where}: {told}" for told in lacking if told]
+
+
+def shared_questions(plan: Plan) -> list[str]:
+    """Says where PPO's `eval_prompts` are questions of an evaluation: the best iteration would be chosen by what judges it. Of Hub data
+    sets nothing is read."""
+    judged = {node.name: _asked(node.config, plan.recipe.seed) for node in plan.nodes if isinstance(node.config, Evaluation)}
+    problems = []
+    for node in plan.nodes:
+        held_out = node.config.eval_prompts if isinstance(node.config, PPO) else None
+        if held_out is None or node.done or any(is_remote(source.path) for source in held_out.sources):
+            continue
+        try:
+            rows = [placed.located for placed in placed_rows(held_out, plan.recipe.seed, "prompt")]
+            asked = [_plain(as_text(prompt_of(located))) for located in rows]
+        except (OSError, ValueError):  # told elsewhere
+            continue
+        for name, questions in judged.items():
+            if shared := sum(text in questions for text in asked):
+                problems.append(
+                    f"stages.{node.name}.eval_prompts: {shared} of {len(asked)} prompts are questions of {name}, by which the model that "
+                    "they choose is judged: leave them out of one of the two"
+                )
+    return problems
+
+
+def _asked(config: Evaluation, seed: int) -> set[str]:
+    """Returns the questions of an evaluation, without differences of letter case and whitespace; none where they cannot be read here."""
+    try:
+        if is_remote(config.questions.path):
+            return set()
+        return {_plain(question.prompt) for question in load_questions(config.questions, config.max_questions, seed)}
+    except (OSError, ValueError):
+        return set()
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split())
 
 
 def _without_answer(questions: Sequence[Question], key: str) -> str:

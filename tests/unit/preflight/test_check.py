@@ -87,6 +87,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     (tmp_path / "checks.py").write_text("from math import sqrt\n\ndef short(responses): return [0]\n\nlong = short\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
     save_tokenizer(tmp_path / "base", TEMPLATE)
+    monkeypatch.setattr(check, "available", lambda: False)  # bubblewrap
     (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
     save_weights(tmp_path / "base" / "model.safetensors", {"lm_head.weight": (300, 8), "score.weight": (1, 8)})  # a reward model too
     return lambda *overrides: plan(load_recipe("recipe.yaml", overrides))
@@ -121,6 +122,7 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
             ["evaluation.questions.prompt_key=question"],
             ["stages.evaluation.questions: q.jsonl, row 1: there is no column 'question', nor 'turns'; its columns are"],
         ),
+        (["ppo.environment=tools"], ["stages.ppo.environment runs programs in bubblewrap (bwrap), which this machine lacks"]),
         (["ppo.actor_ranks.cpus=2"], ["stages.ppo asks for 3.6 CPUs in all, this machine has 2"]),
         (["ppo.vllm.gpus=1"], ["stages.ppo asks for 1 GPUs in all, this machine has 0"]),
         (["sft.lora={quantize: nf4}"], ["stages.sft.lora.quantize=nf4 needs an NVIDIA GPU, and this machine has none; set it to none"]),
@@ -140,6 +142,9 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
         ),
         (["ppo.reward=[reward_model, checks.py:shrt]"], ["checks.py: unknown function 'shrt'; did you mean short"]),
         (["ppo.reward=[reward_model, broken.py:f]"], ["broken.py is no Python file"]),
+        (["ppo.eval_prompts={sources: q.jsonl}"], ["stages.ppo.eval_prompts: 4 of 4 prompts are questions of evaluation"]),
+        (["ppo.environment=none.py:World"], ["none.py cannot be read (No such file or directory); correct the path of the class"]),
+        (["ppo.environment=checks.py:Wrld"], ["checks.py: unknown class 'Wrld'"]),
         (["loop.rounds=1", "loop.reward=checks.py:shrt"], ["checks.py: unknown function 'shrt'; did you mean short"]),
         (
             ["loop.rounds=1", "loop.reward=[{url: 'http://host', api_key_env: NO_SUCH_KEY}]"],
