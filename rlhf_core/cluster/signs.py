@@ -23,8 +23,6 @@ LOOKS = 10  # in the time that a rank may be silent
 LONGEST_PAUSE = 15.0  # seconds between two looks
 NOTICE_SECONDS = 30.0  # without progress, until the log says so
 
-_last: dict[str, bytes | None] = {}  # what each rank reported when it was last looked at
-
 
 def report(key: str) -> None:
     """From now on the progress of this process and its children is in the cluster's store under `key`."""
@@ -58,6 +56,7 @@ class Watch:
     def __init__(self, keys: Mapping[Any, str], timeout: float, notice: Callable[[Sequence[Any]], None]):
         self._keys, self._timeout, self._notice = keys, timeout, notice
         self._noticed: set[Any] = set()
+        self._last: dict[str, bytes | None] = {}  # what each rank reported when it was last looked at; others may watch it, too
         self._pause = min(timeout / LOOKS, LONGEST_PAUSE)
         now = time.monotonic()
         self._since, self._next_look = dict.fromkeys(keys, now), now + self._pause
@@ -77,8 +76,10 @@ class Watch:
         now = time.monotonic()
         self._next_look = now + self._pause
         reports = {key: get(key) for key in {self._keys[ref] for ref in working}}
-        self._since |= {ref: now for ref in working if reports[self._keys[ref]] != _last.get(self._keys[ref])}
-        _last.update(reports)
+        first = {key: report for key, report in reports.items() if key not in self._last}
+        self._last |= first
+        self._since |= {ref: now for ref in working if reports[self._keys[ref]] != self._last[self._keys[ref]]}
+        self._last.update(reports)
         if silent := [ref for ref in working if now - self._since[ref] >= self._timeout]:
             raise Silent(silent)
         self._noticed = {ref for ref in self._noticed if now - self._since[ref] >= NOTICE_SECONDS}

@@ -8,6 +8,7 @@ reward: environment                           the environment that ppo names
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -131,6 +132,15 @@ class Environment(Config):
     sandbox: Annotated[Literal["bubblewrap", "none"], NotInDigest] = Field(
         "bubblewrap", description="where tools run programs: closed in by bubblewrap, or (none) with all your rights"
     )
+
+    @field_validator("options")
+    @classmethod
+    def _plain(cls, options: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"options must be what JSON can hold ({error}): write dates and the like as texts") from error
+        return options
 
     @property
     def own(self) -> bool:

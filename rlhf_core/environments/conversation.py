@@ -20,11 +20,12 @@ class LimitReached(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool in an answer. `arguments` is empty and `wrong` says why, where they cannot be read."""
+    """A call of a tool in an answer. `arguments` is empty and `wrong` says why, where they cannot be read. `id` is for `tool_call_id`."""
 
     name: str
     arguments: dict[str, Any]
     wrong: str = ""
+    id: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Conversation:
     def __init__(self, messages: Sequence[Message], seed: int, ask: Callable[[list[Message]], Awaitable[dict[str, Any]]]):
         self.messages, self.turns, self.rewards, self.rewarded = list(messages), 0, list[float](), False
         self.random = random.Random(seed)
-        self._ask = ask
+        self._ask, self._lost = ask, False
 
     async def answer(self, *new: str | Message) -> Answer:
         """Adds messages (a text is one of the user) and returns the model's answer. Raises LimitReached."""
@@ -55,7 +56,12 @@ class Conversation:
         for message in added:
             if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
                 raise ValueError(f"model.answer() takes texts, or messages with a role and a content that are texts, not {message!r:.80}")
+            message["content"] = message["content"].encode(errors="replace").decode()  # without halves of characters
+        if self._lost:
+            raise RuntimeError("a wait for an answer was cancelled before, so the conversation cannot go on: end the episode")
+        self._lost = True
         reply = await self._ask(added)
+        self._lost = False
         if "limit" in reply:
             raise LimitReached(reply["limit"])
         self.messages += [*added, reply["message"]]

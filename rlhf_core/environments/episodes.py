@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from rlhf_core.config.rewards import Environment
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Prompt
+from rlhf_core.data.rows.columns import Located, tools_of
 from rlhf_core.environments.calls import call_format
 from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
 from rlhf_core.environments.trajectory import Full, Limits, Trajectory
@@ -79,7 +80,9 @@ class Episodes:
             attempt, deaths = 0, 0
             while True:
                 seed = random.Random(f"{asked.seed}-{attempt}-{deaths}").getrandbits(48) if attempt or deaths else asked.seed
-                trajectory = Trajectory(asked.prompt, self._renderer, self._limits, self._tools, self._calls)
+                tools = [*tools_of(Located("the prompts", asked.prompt.row)), *self._tools]
+                self._calls = self._calls or (call_format(self._renderer) if tools else None)
+                trajectory = Trajectory(asked.prompt, self._renderer, self._limits, tools, self._calls)
                 clock = Clock(self._config.timeout)
                 try:
                     rewards = await self._attempt(asked, seed, trajectory, sampling, clock)
@@ -94,7 +97,7 @@ class Episodes:
         """Runs one attempt; returns the reward of each answer. Raises Failed."""
         number = next(self._numbers)
         process = await self._process(number % len(self._processes))
-        engine, turn, done = self._engines.least_busy(), 0, False
+        engine, turn, done = self._engines.reserve(), 0, False
         mailbox = process.episodes[number] = asyncio.Queue()
         task = {**asked.prompt.row, "messages": list(asked.prompt.messages)}
         process.send(start=number, task=task, messages=list(asked.prompt.messages), seed=asked.shared)
@@ -115,13 +118,15 @@ class Episodes:
                     raise Failed(told["error"])
                 if "rewards" in told:
                     done = True
+                    if len(told["rewards"]) != trajectory.turns:  # a wait for an answer was cancelled
+                        raise Failed("an answer came that nobody waited for: the environment cancelled model.answer()")
                     return list(told["rewards"])
                 try:
                     tokens, room = trajectory.ask(told["ask"])
                 except Full as full:
                     process.send(answer=number, limit=str(full))
                     continue
-                except ValueError as error:  # the environment's messages do not fit the template
+                except (ValueError, TypeError) as error:  # the environment's messages do not fit the template
                     raise Failed(str(error)) from error
                 seed_of_turn = seed if not turn else random.Random(f"{seed}-turn-{turn}").getrandbits(48)
                 answer = await self._engines.ask(engine, tokens, seed_of_turn, sampling._replace(n=1, max_new_tokens=room))
@@ -129,6 +134,7 @@ class Episodes:
                 turn += 1
                 process.send(answer=number, **asdict(seen), message=message)
         finally:
+            self._engines.release(engine)
             process.episodes.pop(number, None)
             if not done:
                 process.send(cancel=number)

@@ -13,21 +13,29 @@ import resource
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 MODE = "ALIGNFLOW_SANDBOX"  # variable: bubblewrap or none, as the recipe says
 ROOTS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SECONDS, MEMORY_MIB, OUTPUT_BYTES = 10.0, 512, 16384
 
-# System calls that make processes, by architecture: audit number, clone, clone3, and those that are refused outright (fork, vfork, ...).
-CALLS = {"x86_64": (0xC000003E, 56, 435, (57, 58)), "aarch64": (0xC00000B7, 220, 435, ())}
+# By architecture: audit number, clone, clone3, and calls that are refused outright: fork, vfork, and those that get memory beside the limit
+# (memfd_create, shmget).
+CALLS = {"x86_64": (0xC000003E, 56, 435, (57, 58, 319, 29)), "aarch64": (0xC00000B7, 220, 435, (279, 194))}
+OPEN_FILES = 64
 CLONE_THREAD = 0x10000
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # of classic BPF
 ALLOW, REFUSE, UNKNOWN, KILL = 0x7FFF0000, 0x00050000 | 11, 0x00050000 | 38, 0x80000000  # 11: EAGAIN, 38: ENOSYS
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 class Output(NamedTuple):
@@ -37,19 +45,41 @@ class Output(NamedTuple):
     code: int | None
 
 
+@cache
 def available() -> bool:
-    """Returns whether bubblewrap is installed, on an architecture whose filter is known."""
-    return shutil.which("bwrap") is not None and platform.machine() in CALLS
+    """Returns whether bubblewrap is installed and works here, tried once; user namespaces may be forbidden in a container."""
+    if shutil.which("bwrap") is None or platform.machine() not in CALLS:
+        return False
+    with tempfile.TemporaryFile() as rules:
+        rules.write(_filter(platform.machine()))
+        rules.seek(0)
+        command = closed_in([*python()[:-1], "-c", "print(1)"], rules.fileno())
+        try:
+            tried = subprocess.run(command, pass_fds=(rules.fileno(),), capture_output=True, timeout=30, stdin=subprocess.DEVNULL)
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+    return tried.stdout == b"1\n"
+
+
+def asked() -> bool:
+    """Returns whether the recipe asks for programs to be closed in."""
+    return os.environ.get(MODE, "bubblewrap") != "none"
 
 
 async def run(
     command: Sequence[str], stdin: str = "", seconds: float = SECONDS, memory_mib: int = MEMORY_MIB, output_bytes: int = OUTPUT_BYTES
 ) -> Output:
-    """Runs a command and returns what it wrote to stdout and stderr. Raises RuntimeError where there is no sandbox and the recipe asks for
-    one."""
-    closed = os.environ.get(MODE, "bubblewrap") != "none"
-    if closed and not available():
-        raise RuntimeError("there is no bubblewrap (bwrap) here: apt-get install bubblewrap, or set environment.sandbox to none")
+    """Runs a command and returns what it wrote to stdout and stderr; as many at once as there are CPUs. Raises RuntimeError where there is
+    no sandbox and the recipe asks for one."""
+    if asked() and not available():
+        raise RuntimeError("no bubblewrap (bwrap) works here: apt-get install bubblewrap, or set environment.sandbox to none")
+    loop = asyncio.get_running_loop()
+    async with _turns.setdefault(loop, asyncio.Semaphore(max(2, os.cpu_count() or 1))):
+        return await _run(command, stdin.encode(errors="replace"), seconds, memory_mib, output_bytes)
+
+
+async def _run(command: Sequence[str], stdin: bytes, seconds: float, memory_mib: int, output_bytes: int) -> Output:
+    closed = asked()
     with tempfile.TemporaryFile() as rules:
         if closed:
             rules.write(_filter(platform.machine()))
@@ -60,19 +90,19 @@ async def run(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=(rules.fileno(),) if closed else (),
-            start_new_session=True,
+            start_new_session=closed,  # else it is of this process's group, and ends with it
             preexec_fn=lambda: _limit(seconds, memory_mib),
         )
     assert process.stdout is not None
     written = bytearray()
     try:
-        await asyncio.wait_for(_talk(process, stdin.encode(), written, output_bytes), seconds)
+        await asyncio.wait_for(_talk(process, stdin, written, output_bytes), seconds)
         late = False
     except TimeoutError:
         late = True
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL) if closed else process.kill()
         while await process.stdout.read(65536):  # asyncio does not tell the end of a process whose output is not read
             pass
         code = await process.wait()
@@ -111,6 +141,7 @@ def _limit(seconds: float, memory_mib: int) -> None:
     """Limits the process to be, before it begins: address space, CPU seconds, file sizes, no core dump."""
     memory = memory_mib << 20
     limits = {resource.RLIMIT_AS: memory, resource.RLIMIT_CPU: int(seconds) + 1, resource.RLIMIT_FSIZE: memory, resource.RLIMIT_CORE: 0}
+    limits[resource.RLIMIT_NOFILE] = OPEN_FILES
     for what, most in limits.items():
         resource.setrlimit(what, (most, most))
 
@@ -126,6 +157,6 @@ def _filter(machine: str) -> bytes:
     return b"".join(struct.pack("<HBBI", *step) for step in program)
 
 
-def python(code: str) -> list[str]:
-    """Returns the command that runs Python code with the standard library alone."""
-    return [os.path.realpath(sys.executable), "-I", "-S", "-c", code]
+def python() -> list[str]:
+    """Returns the command that runs the Python program on its stdin, with the standard library alone."""
+    return [os.path.realpath(sys.executable), "-I", "-S", "-"]

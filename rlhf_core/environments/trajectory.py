@@ -6,6 +6,7 @@ What the environment says is rendered by the chat template between the answers, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +40,7 @@ class Trajectory:
         self._tokens, self._mask, self._logprobs = list[int](), list[bool](), list[float]()
         self._ends = list[int]()  # index of the last token of each answer
         self._finished = True
-        self._versions = list[tuple[int, int]]()
+        self._versions, self._called = list[tuple[int, int]](), 0
         self._experts: np.ndarray | None = None
 
     def ask(self, new: Sequence[Message]) -> tuple[list[int], int]:
@@ -84,9 +85,13 @@ class Trajectory:
         if self._calls:  # which special tokens may begin
             before, calls = self._calls.read(self._renderer.decoded(answer.tokens[: len(answer.tokens) - answer.finished], False))
             text = before if calls else text
+            calls = [replace(call, id=f"call{self._called + i:05d}"[:9]) for i, call in enumerate(calls)]
+            self._called += len(calls)
         message: Message = {"role": "assistant", "content": text}
         if calls:
-            message["tool_calls"] = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+            message["tool_calls"] = [
+                {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in calls
+            ]
         self.messages.append(message)
         return Answer(text, answer.finished, calls), message
 

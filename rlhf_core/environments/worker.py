@@ -17,10 +17,13 @@ import json
 import math
 import mmap
 import os
+import signal
 import struct
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from rlhf_core.environments.conversation import Conversation, LimitReached
@@ -144,6 +147,7 @@ async def main(file: str, name: str, options: str, mark: int) -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
+    Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     page = mmap.mmap(mark, PAGE.size)
     loop = asyncio.get_running_loop()
 
@@ -163,8 +167,15 @@ async def main(file: str, name: str, options: str, mark: int) -> None:
         return
     while line := await lines.readline():
         episodes.hear(json.loads(line))
+    os.killpg(0, signal.SIGKILL)  # with what the environment has started, and without a wait for its threads
+
+
+def end_with_parent(parent: int) -> None:
+    """Ends this process and what it has started once its parent is gone, also while a step blocks the event loop."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
     asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])))
-    os._exit(0)  # without a wait for threads that an environment has left behind

@@ -194,11 +194,11 @@ def _sandbox_problem(node: Node) -> list[str]:
     environment = node.config.environment if isinstance(node.config, PPO) else None
     if environment is None or environment.own or environment.sandbox == "none" or available():
         return []
-    if environment.path != "tools" or "python" not in environment.options.get("tools", ("python",)):
+    if environment.path != "tools" or "python" not in (environment.options.get("tools") or ("python",)):
         return []
     return [
-        f"stages.{node.name}.environment runs programs in bubblewrap (bwrap), which this machine lacks; install it (Debian, Ubuntu: "
-        "apt-get install bubblewrap), leave python out of options.tools, or set sandbox to none, which closes nothing in"
+        f"stages.{node.name}.environment runs programs in bubblewrap (bwrap), which does not work on this machine; install it "
+        "(Debian, Ubuntu: apt-get install bubblewrap), leave python out of options.tools, or set sandbox to none, which closes nothing in"
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Message
+from rlhf_core.data.rows.columns import written
 from rlhf_core.hub.positions import positions_of, stored_config
 from rlhf_core.hub.vocabulary import compared
 
@@ -23,8 +24,10 @@ class Answered(Protocol):
 
 
 def document(renderer: Renderer, answer: Answered) -> Document:
-    """Prompt and answer as a sampler would have made them: an answer cut by length has no end token."""
-    whole = renderer.answer(answer.prompt, answer.response)
+    """Prompt and answer as a sampler would have made them: an answer cut by length has no end token. Calls of tools and their results are
+    texts here, which every template can write."""
+    plain = [{"role": "user" if m["role"] == "tool" else m["role"], "content": written(m)} for m in answer.prompt]
+    whole = renderer.answer(plain, answer.response)
     return whole if answer.finished else whole.cut(len(whole) - 1)
 
 

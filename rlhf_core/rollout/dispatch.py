@@ -73,13 +73,23 @@ class Engines:
         self._new: list[list[Request]] = [[] for _ in range(group.world_size)]
         self._asked: list[dict[int, asyncio.Future[Answer]]] = [{} for _ in range(group.world_size)]
         self._serving: list[asyncio.Task[None] | None] = [None] * group.world_size
+        self._reserved = [0] * group.world_size
+        self.version = 0  # of the weights that engines have
         self.dead: set[int] = set()
         self.died, self._back = asyncio.Event(), asyncio.Event()
 
-    def least_busy(self) -> int:
-        """Returns the engine with the fewest requests."""
+    def reserve(self, requests: int = 1) -> int:
+        """Chooses the engine with the least reserved, for this number of requests until `release`."""
+        engine = self._least()
+        self._reserved[engine] += requests
+        return engine
+
+    def release(self, engine: int, requests: int = 1) -> None:
+        self._reserved[engine] -= requests
+
+    def _least(self) -> int:
         living = [engine for engine in range(len(self._asked)) if engine not in self.dead]
-        return min(living or range(len(self._asked)), key=lambda engine: len(self._asked[engine]))
+        return min(living or range(len(self._asked)), key=lambda engine: self._reserved[engine])
 
     async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
         """Asks an engine for one answer; where it dies, another one, or itself once it is back (`revived`). Raises RoleFailed when an
@@ -88,7 +98,7 @@ class Engines:
             try:
                 return await self._ask(engine, tokens, seed, sampling)
             except RankDied:
-                engine = self.least_busy()
+                engine = self._least()
                 if engine in self.dead:
                     await self._back.wait()
 

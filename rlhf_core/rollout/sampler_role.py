@@ -28,7 +28,8 @@ class SamplerRole(Sampler):
         # The engine is alone in this process: torch.distributed variables of the group would make it wait for others.
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
-        super().__init__(model, vllm=vllm, **options)
+        # Requests without a seed of their own draw from the engine's.
+        super().__init__(model, vllm=vllm, **options | {"seed": options["seed"] + self.rank})
         self.first = self.rank * vllm.tensor_parallel_size
         self._seed_whole = torch.cuda.is_available() and not vllm.seed_answers
 

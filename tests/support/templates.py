@@ -39,6 +39,7 @@ MISTRAL = (
     "{% elif m.role == 'tool' %}"
     "{% if not messages[loop.index0 - 1].tool_calls and messages[loop.index0 - 1].role != 'tool' %}"
     "{{ raise_exception('results follow calls') }}{% endif %}"
+    "{% if (m.tool_call_id | default('')) | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
     '[TOOL_RESULTS]{"content": {{ m.content | tojson }}}[/TOOL_RESULTS]'
     "{% elif m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}"
     '{"name": "' + CALL + '", "arguments": {{ c.function.arguments | tojson }}}{% if not loop.last %}, {% endif %}'

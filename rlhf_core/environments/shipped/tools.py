@@ -9,6 +9,7 @@ import ast
 import math
 import operator
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,7 +77,8 @@ SCHEMAS = {
 
 class Tools:
     """`tools`: calculator, python, or both. `answer`: the column with the right answer; None: the environment's reward is 0, for recipes
-    whose `reward` names others. `seconds` and `memory_mib` limit one Python program."""
+    whose `reward` names others. `seconds` and `memory_mib` limit one Python program, `all_seconds` all of an episode, `calls` the calls of
+    one answer; what is beyond is answered with an error."""
 
     def __init__(
         self,
@@ -84,22 +86,31 @@ class Tools:
         answer: str | None = "answer",
         seconds: float = sandbox.SECONDS,
         memory_mib: int = sandbox.MEMORY_MIB,
+        all_seconds: float = 3 * sandbox.SECONDS,
+        calls: int = 8,
     ):
         if unknown := [tool for tool in tools if tool not in SCHEMAS]:
             raise ValueError(f"there is no tool {unknown[0]!r}, there are {', '.join(SCHEMAS)}")
+        if "python" in tools and sandbox.asked() and not sandbox.available():
+            raise ValueError("no bubblewrap (bwrap) works here, which closes Python programs in")
         self.tools = [SCHEMAS[tool] for tool in tools]
-        self._answer, self._seconds, self._memory_mib = answer, seconds, memory_mib
+        self._answer, self._seconds, self._memory_mib, self._all_seconds, self._calls = answer, seconds, memory_mib, all_seconds, calls
 
     async def rollout(self, task: dict[str, Any], model: Conversation) -> float:
         if self._answer is not None and self._answer not in task:
             raise ValueError(f"the prompts have no column {self._answer!r}: name it in options.answer, or set that to null")
-        answer = await model.answer()
+        answer, left = await model.answer(), self._all_seconds
         while answer.calls and answer.finished:
-            results = [{"role": "tool", "name": call.name, "content": await self._result(call)} for call in answer.calls]
+            results = []
+            for number, call in enumerate(answer.calls):
+                start = time.monotonic()
+                text = await self._result(call, left) if number < self._calls else f"error: an answer may have {self._calls} calls"
+                left -= time.monotonic() - start if call.name == "python" else 0
+                results.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text})
             answer = await model.answer(*results)
         return float(is_right(answer.text, str(task[self._answer]))) if self._answer is not None else 0.0
 
-    async def _result(self, call: Call) -> str:
+    async def _result(self, call: Call, left: float) -> str:
         schema = next((tool["function"] for tool in self.tools if tool["function"]["name"] == call.name), None)
         if call.wrong or schema is None:
             return f"error: {call.wrong or f'there is no tool {call.name!r}'}"
@@ -109,8 +120,11 @@ class Tools:
             return f"error: give {argument!r}, a text"
         if call.name == "calculator":
             return calculate(str(value))
-        output = await sandbox.run(sandbox.python(str(value)), seconds=self._seconds, memory_mib=self._memory_mib)
-        return output.text if output.code is not None else f"{output.text}\nerror: stopped after {self._seconds:g} s"
+        if left <= 0:
+            return "error: the programs of this conversation have used up their time"
+        seconds = min(self._seconds, left)
+        output = await sandbox.run(sandbox.python(), str(value), seconds, self._memory_mib)
+        return output.text if output.code is not None else f"{output.text}\nerror: stopped after {seconds:g} s"
 
 
 def is_right(said: str, answer: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from rlhf_core.cluster.worker_group import Group, Pending, in_order, put_on_nodes, wait_all
+from rlhf_core.cluster.worker_group import Group, Pending, RankDied, in_order, put_on_nodes, wait_all
 from rlhf_core.data.documents import Document
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.rewards.clients import Clients, Rewards, collect
@@ -131,8 +131,9 @@ class Fleet:
             known = [rollout.own for rollout in rollouts if rollout.own is not None]
             if self.environment is not None:
                 scored[self.environment] = np.array([own.reward for own in known])
-            failures = {self.environment or "": next((own.failure for own in known if own.failure), "")}
-            return collect(scored.items(), pending_rewards, allowed, failures)
+            failure = next((own.failure for own in known if own.failure), "")
+            found = collect(scored.items(), pending_rewards, allowed, {self.environment or "": failure})
+            return without_failed(found, rollouts, failure, allowed) if failure else found
 
         return wait
 
@@ -202,6 +203,19 @@ class Fleet:
 
     def publish_weights(self, version: int = 0) -> None:
         """Sends the actor's weights to every engine. `version`: what answers say of the tokens that these will sample."""
+        if self.engines is not None:
+            self.engines.version = version
+            for rank in range(self.sampler.world_size):  # before a collective that would wait for it
+                try:
+                    self.sampler.call_rank(rank, "look", SamplerRole.gpu_uuids).wait(self.timeout)
+                except RankDied:
+                    self.engines.dead.add(rank)
+            if self.engines.dead:
+                self.revive()
+                return
+        self._send_weights(version)
+
+    def _send_weights(self, version: int) -> None:
         sending = self.actor.call("send weights", Actor.send_weights)
         wait_all([sending, self.sampler.call("receive weights", SamplerRole.receive_weights, version)], self.timeout)
 
@@ -213,9 +227,9 @@ class Fleet:
             except TimeoutError:
                 if work.done():  # the work's own
                     raise
-                self.revive(0)
+                self.revive()
 
-    def revive(self, version: int) -> None:
+    def revive(self) -> None:
         """Starts engines anew that have died, sends all engines the weights, and lets them take requests again."""
         assert self.engines is not None and self.background is not None
         dead = sorted(self.engines.dead)
@@ -224,7 +238,7 @@ class Fleet:
         print(f"starting the engines {dead} anew", flush=True)
         self.sampler.build_again(dead).wait(self.timeout)
         self.open_channel()
-        self.publish_weights(version)
+        self._send_weights(self.engines.version)
         self.background.run(self.engines.revived())
 
     def probe(self, documents: Sequence[Document], synced: bool = True) -> float:
@@ -292,6 +306,16 @@ class Fleet:
 
     def export_actor(self, folder: Path) -> None:
         self.actor.call("export", Actor.export, str(folder)).wait(self.timeout)
+
+
+def without_failed(rewards: Rewards, rollouts: Sequence[Rollout], failure: str, allowed: int) -> Rewards:
+    """Returns the rewards without those of failed episodes, whatever other sources said of what there is of these. Raises RewardsFailed
+    when more than `allowed` are left without."""
+    failed = np.array([rollout.own is not None and bool(rollout.own.failure) for rollout in rollouts])
+    kept = {title: np.where(failed, np.nan, values) for title, values in rewards.by_source.items()}
+    found = Rewards(kept, {title: f"an episode failed: {failure}" for title in kept} | rewards.errors)
+    found.check(allowed)
+    return found
 
 
 def check_gap(gap: float, tolerance: float, most: bool = False, synced: bool = True) -> None:

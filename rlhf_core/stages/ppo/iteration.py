@@ -116,7 +116,7 @@ def ppo_iteration(
 def taken(fleet: Fleet, collector: Collector) -> Sampled:
     """Takes an iteration's answers from the collector; starts engines anew that die meanwhile."""
     while (sampled := collector.take()) is None:
-        fleet.revive(collector.updates)
+        fleet.revive()
     return sampled
 
 

@@ -200,7 +200,7 @@ GOOD: dict[str, dict[str, Any]] = {
         ("sft", {"messages": [user("x"), {**assistant(""), "tool_calls": [{"f": 1}]}]}, "must have a function with a name and arguments"),
         ("sft", {"messages": [{**user("x"), "tool_calls": [{"name": "f"}]}]}, "tool_calls must be a list, and of an assistant message"),
         ("sft", {"messages": [user("x"), {**assistant(""), "function_call": {"name": "f"}}]}, "an old form: write it as tool_calls"),
-        ("sft", {"messages": [user("x"), assistant("y")], "tools": "oven"}, "column 'tools' must be a list of JSON schemas"),
+        ("sft", {"messages": [user("x"), assistant("y")], "tools": "[{'name': 'f'}]"}, "column 'tools' must be a list of JSON schemas"),
         (
             "sft",
             {"messages": [{"role": "human", "content": "x"}, assistant("y")]},

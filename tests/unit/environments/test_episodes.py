@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from rlhf_core.rollout.engine import Answer, Sampling
 from tests.support.templates import save_tokenizer
 
 SAMPLING = Sampling(n=1, temperature=1.0, max_new_tokens=50, stop_token_ids=[])
+LIMIT = 4.0  # seconds; other tests may keep the machine busy
 LIMITS = Limits(turns=3, prompt_tokens=100, tokens=200, answer_tokens=50)
 CODE = """
 import asyncio, os, random, sys, time
@@ -48,6 +51,12 @@ class World:
             if not mark.exists():
                 mark.write_text(first.text)
                 raise RuntimeError("the first attempt")
+        if fault == "half":
+            await model.answer("half of a character: \\ud800")
+        if fault == "cancel":
+            try: await asyncio.wait_for(model.answer("one"), 1e-6)
+            except TimeoutError: pass
+            await model.answer("two")
         if fault == "many":
             while True: await model.answer("again")
         print("a line on stdout that is no message")
@@ -63,8 +72,10 @@ class AtOnce:
     def __init__(self, renderer: Renderer):
         self._renderer, self.asked = renderer, list[tuple[int, int]]()
 
-    def least_busy(self) -> int:
+    def reserve(self, requests: int = 1) -> int:
         return 0
+
+    def release(self, engine: int, requests: int = 1) -> None: ...
 
     async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
         await asyncio.sleep(0)
@@ -88,7 +99,7 @@ def make(renderer: Renderer, tmp_path: Path) -> Iterator[Make]:
     background = Background()
 
     def build(path: str = "world.py:World", **fields: Any) -> Episodes:
-        config = Environment(path=str(tmp_path / path), **{"timeout": 1.0, "max_attempts": 2, **fields})
+        config = Environment(path=str(tmp_path / path), **{"timeout": LIMIT, "max_attempts": 2, **fields})
         made.append(Episodes(config, renderer, LIMITS, background, AtOnce(renderer)))  # type: ignore[arg-type]
         return made[-1]
 
@@ -117,14 +128,15 @@ def test_rewards_and_messages(make: Make, renderer: Renderer) -> None:
     ("fault", "told"),
     [
         ("raise", "KeyError: 'planted'"),
-        ("wait", "took more than 1 s"),
-        ("block", "kept its process busy for 1 s"),
+        ("wait", "took more than 4 s"),
+        ("block", "kept its process busy for 4 s"),
         ("exit", "ended its process"),
         ("leave", "SystemExit: 1"),
         ("text", "returned 'a lot', no number"),
         ("nan", "not finite"),
         ("nothing", "returned None and gave no reward"),
         ("message", "takes texts"),
+        ("cancel", "a wait for an answer was cancelled"),
     ],
 )
 def test_a_fault_is_counted_and_others_go_on(make: Make, renderer: Renderer, fault: str, told: str) -> None:
@@ -144,15 +156,55 @@ def test_an_attempt_is_begun_anew(make: Make, renderer: Renderer, tmp_path: Path
 def test_a_third_of_all_fails_and_nothing_is_lost(make: Make, renderer: Renderer) -> None:
     faults = ["raise", "wait", "block", "exit", "text", "nan"]
     start = time.monotonic()
-    found = run(make(options={"share": 0.3}, max_attempts=12, timeout=0.5, processes=2), renderer, [{"faults": faults} for _ in range(40)])
+    found = run(make(options={"share": 0.3}, max_attempts=12, timeout=3.0, processes=2), renderer, [{"faults": faults} for _ in range(40)])
     assert len(found) == 40 and all(episode.rewards and not episode.failure for episode in found)
-    assert 40 < sum(episode.attempts for episode in found) < 80
-    assert time.monotonic() - start < 50
+    assert 40 < sum(episode.attempts for episode in found) < 120
+    assert time.monotonic() - start < 60
 
 
 def test_turns_end(make: Make, renderer: Renderer) -> None:
     (found,) = run(make(), renderer, [{"fault": "many"}])
     assert found.trajectory.turns == 3 and found.rewards == [0.0, 0.0, 0.0] and not found.failure
+
+
+def test_half_a_character_is_replaced(make: Make, renderer: Renderer) -> None:
+    (found,) = run(make(), renderer, [{"fault": "half"}])
+    assert found.rewards and found.trajectory.messages[2]["content"] == "half of a character: ?"
+
+
+@pytest.mark.parametrize("fault", ["", "block", "thread"])
+def test_a_killed_parent_leaves_nothing_behind(tmp_path: Path, fault: str) -> None:
+    """Not even where a step blocks the process, a thread of the environment hangs, or it has started a program."""
+    (tmp_path / "world.py").write_text(
+        "import asyncio, subprocess, time\n"
+        "subprocess.Popen(['sleep', '987'])\n"
+        "class World:\n"
+        "    async def rollout(self, task, model):\n"
+        f"        {'time.sleep(1000)' if fault == 'block' else 'await asyncio.to_thread(time.sleep, 1000)'}\n"
+    )
+    page = os.memfd_create("page")
+    os.ftruncate(page, 16)
+    started = (
+        "import subprocess, sys, time\n"
+        f"p = subprocess.Popen([sys.executable, '-m', 'rlhf_core.environments.worker', {str(tmp_path / 'world.py')!r}, 'World', '{{}}', "
+        f"'{page}'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=({page},), start_new_session=True)\n"
+        "p.stdout.readline()\n"
+        'p.stdin.write(b\'{"start": 1, "task": {}, "messages": [], "seed": 1}\\n\'); p.stdin.flush()\n'
+        "print(p.pid, flush=True); time.sleep(1000)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", started], stdout=subprocess.PIPE, pass_fds=(page,))
+    assert parent.stdout is not None
+    worker = psutil.Process(int(parent.stdout.readline()))
+    family = [worker, *worker.children()]
+    assert len(family) == 2
+    time.sleep(0.5)
+    if fault:
+        parent.kill()
+    else:
+        parent.terminate()
+    parent.wait()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
 
 
 def test_thousands_at_once(make: Make, renderer: Renderer) -> None:

@@ -18,13 +18,13 @@ closed = pytest.mark.skipif(not sandbox.available(), reason="needs bubblewrap (D
 
 
 def run(code: str, **limits: Any) -> sandbox.Output:
-    return asyncio.run(sandbox.run(sandbox.python(code), **{"seconds": 5.0, **limits}))
+    return asyncio.run(sandbox.run(sandbox.python(), code, **{"seconds": 5.0, **limits}))
 
 
 @closed
 def test_a_program_runs() -> None:
     assert run("print(6 * 7)") == ("42\n", 0)
-    assert asyncio.run(sandbox.run(sandbox.python("print(input())"), stdin="hello")).text == "hello\n"
+    assert asyncio.run(sandbox.run(["/bin/cat"], stdin="hello")).text == "hello"
     assert run("open('/tmp/home/a', 'w').write('x'); print(open('a').read())").text == "x\n"
     assert run("import threading; t = threading.Thread(target=print, args=(1,)); t.start(); t.join()").text == "1\n"
 
@@ -41,6 +41,8 @@ def test_a_program_runs() -> None:
         ("open('/planted', 'w')", "Read-only"),
         ("open('/dev/planted', 'w')", "Read-only"),
         ("n = 0\nwhile True:\n    n += 1\n    open(f'/tmp/home/{n}', 'wb').write(bytes(10**8))", "No space left"),
+        ("import os; os.memfd_create('a')", "BlockingIOError"),
+        ("files = []\nwhile True: files.append(open('/dev/null'))", "Too many open files"),
         ("import os; os.kill(1, 9); print(os.getppid())", "1\n"),
         ("import os; os.kill(-1, 9)", "ProcessLookupError"),
     ],
@@ -92,8 +94,28 @@ def test_without_bubblewrap_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sandbox, "available", lambda: False)
     with pytest.raises(RuntimeError, match="apt-get install bubblewrap"):
         run("print(1)")
+    with pytest.raises(ValueError, match="no bubblewrap"):
+        Tools()
+    Tools(tools=["calculator"])
     monkeypatch.setenv(sandbox.MODE, "none")
     assert run("print(1)").text == "1\n"
+
+
+def test_a_broken_bubblewrap_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho bwrap: No permissions to create new namespace\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    sandbox.available.cache_clear()
+    assert not sandbox.available()
+    sandbox.available.cache_clear()
+
+
+@closed
+def test_no_more_programs_at_once_than_there_are_cpus() -> None:
+    async def all_at_once() -> list[sandbox.Output]:
+        return await asyncio.gather(*(sandbox.run(sandbox.python(), "print(1)") for _ in range(40)))
+
+    assert [output.text for output in asyncio.run(all_at_once())] == ["1\n"] * 40
 
 
 @pytest.mark.parametrize(
@@ -123,8 +145,12 @@ def test_tools_answer_calls() -> None:
         (Call("python", {}, "its arguments are no JSON object"), "error: its arguments are no JSON object"),
     ]
     for call, told in results:
-        assert asyncio.run(tools._result(call)) == told
-    assert "stopped after 1 s" in asyncio.run(Tools(seconds=1)._result(Call("python", {"code": "while True: pass"})))
+        assert asyncio.run(tools._result(call, 10)) == told
+    loop = Call("python", {"code": "while True: pass"})
+    assert "stopped after 1 s" in asyncio.run(Tools(seconds=1)._result(loop, 10))
+    assert "used up their time" in asyncio.run(Tools()._result(loop, 0))
+    for code in ("print(1)\x00", "print('\ud800')", "#" * 200_000):  # what a model may write
+        assert isinstance(asyncio.run(Tools()._result(Call("python", {"code": code}), 10)), str)
     with pytest.raises(ValueError, match="no tool 'oven'"):
         Tools(tools=["oven"])
 

@@ -84,7 +84,7 @@ def test_calls_are_read_and_results_are_masked(renderers: dict[str, Renderer], n
     assert "look" in renderer.decoded(path.document.tokens, False), "the template describes the tools"
     answer, message = path.take(sampled(renderer, SAID[name]))
     expected = {"hermes": "the <|im_end|> sky", "qwen3-coder": "the\nsky"}.get(name, "x")
-    assert answer.calls[0] == Call("look", {"at": expected}) and message["tool_calls"][0]["function"]["name"] == "look"
+    assert answer.calls[0] == Call("look", {"at": expected}, id="call00000") and message["tool_calls"][0]["function"]["name"] == "look"
     assert len(answer.calls) == (2 if name == "mistral" else 1)
     assert answer.text == {"qwen3": "<think>hm</think>I look.", "deepseek": "I look."}.get(name, "")
     before = len(path.document)

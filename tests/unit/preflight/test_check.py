@@ -122,7 +122,7 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
             ["evaluation.questions.prompt_key=question"],
             ["stages.evaluation.questions: q.jsonl, row 1: there is no column 'question', nor 'turns'; its columns are"],
         ),
-        (["ppo.environment=tools"], ["stages.ppo.environment runs programs in bubblewrap (bwrap), which this machine lacks"]),
+        (["ppo.environment=tools"], ["stages.ppo.environment runs programs in bubblewrap (bwrap), which does not work on this machine"]),
         (["ppo.actor_ranks.cpus=2"], ["stages.ppo asks for 3.6 CPUs in all, this machine has 2"]),
         (["ppo.vllm.gpus=1"], ["stages.ppo asks for 1 GPUs in all, this machine has 0"]),
         (["sft.lora={quantize: nf4}"], ["stages.sft.lora.quantize=nf4 needs an NVIDIA GPU, and this machine has none; set it to none"]),

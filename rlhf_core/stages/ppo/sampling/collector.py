@@ -119,8 +119,9 @@ class Collector:
         elif len(self._ready) >= self._order.batch:
             self._lead = max(self._lead - 1, 1)
         rollouts = [found for group in groups for found in group.rollouts]
-        ages = np.concatenate([found.ages(self.updates) for found in rollouts])
-        metrics = {"rollout/age": float(ages.mean()), "rollout/age_max": float(ages.max()), "rollout/waiting": waiting}
+        ages = np.concatenate([np.zeros(0), *(found.ages(self.updates) for found in rollouts if found.versions)])
+        mean, most = (float(ages.mean()), float(ages.max())) if len(ages) else (0.0, 0.0)  # none where all episodes failed at once
+        metrics = {"rollout/age": mean, "rollout/age_max": most, "rollout/waiting": waiting}
         return Sampled(rollouts, None, self._next, metrics | {"rollout/lead": float(self._lead)})
 
     def _in_time(self) -> bool:
@@ -154,9 +155,12 @@ def answering(fleet: Fleet, sampling: Sampling) -> AnswerPrompt:
     assert engines is not None
 
     async def by_engine(prompt: Prompt, seed: int) -> list[Rollout]:
-        engine = engines.least_busy()  # one for all answers, which share the prompt's keys and values
-        asked = [engines.ask(engine, prompt.tokens, seed + j, sampling) for j in range(sampling.n)]
-        return [rollout(prompt, answer) for answer in await asyncio.gather(*asked)]
+        engine = engines.reserve(sampling.n)  # one for all answers, which share the prompt's keys and values
+        try:
+            asked = [engines.ask(engine, prompt.tokens, seed + j, sampling) for j in range(sampling.n)]
+            return [rollout(prompt, answer) for answer in await asyncio.gather(*asked)]
+        finally:
+            engines.release(engine, sampling.n)
 
     async def by_episodes(prompt: Prompt, seed: int) -> list[Rollout]:
         assert episodes is not None

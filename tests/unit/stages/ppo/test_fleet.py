@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.data.documents import Document
+from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.rewards.clients import Rewards
+from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.stages.ppo import fleet
-from rlhf_core.stages.ppo.fleet import EngineDiffers, Fleet, WeightsDiffer
+from rlhf_core.stages.ppo.fleet import EngineDiffers, Fleet, WeightsDiffer, without_failed
+from rlhf_core.stages.ppo.records import Own, Rollout
 from rlhf_core.stages.ppo.roofline import Ceilings, Machine, Shape
 
 
@@ -86,3 +90,14 @@ def test_a_model_with_experts_may_differ_at_a_tenth_of_the_probed_tokens(far: in
             made.probe([Document([1], [False])], synced=False)
     else:
         assert made.probe([Document([1], [False])]) == pytest.approx(2.0 if far else 0.1, abs=1e-5)
+
+
+def test_failed_episodes_have_no_reward_whatever_other_sources_say() -> None:
+    own = [Own(1.0, None, "", 1, 1, 0.0), Own(math.nan, None, "it raised", 0, 3, 0.0)]
+    document, prompt = Document([1, 2], [False, True]), Prompt(({"role": "user", "content": "a"},), [1], {}, False)
+    rollouts = [Rollout(prompt, document, np.zeros(2, np.float32), True, (), told) for told in own]
+    rewards = Rewards({"short": np.array([0.5, 0.0])}, {})
+    found = without_failed(rewards, rollouts, "it raised", 1)
+    assert found.by_source["short"][0] == 0.5 and math.isnan(found.by_source["short"][1])
+    with pytest.raises(RewardsFailed, match="an episode failed: it raised"):
+        without_failed(rewards, rollouts, "it raised", 0)
