@@ -96,7 +96,7 @@ flock --nonblock 9 || { say "waiting for another setup of this checkout"; flock 
 stamped cpu || install_cpu
 if [ "$extra" = dev ] && ! command -v bwrap >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     say "installing bubblewrap, for the tests of the sandbox"
-    (apt-get install -qq -y bubblewrap || { apt-get update -qq && apt-get install -qq -y bubblewrap; }) >/dev/null 2>&1 ||
+    timeout 180 sh -c 'apt-get install -qq -y bubblewrap || { apt-get update -qq && apt-get install -qq -y bubblewrap; }' >/dev/null 2>&1 ||
         say "it cannot be installed; the tests of the sandbox are left out"
 fi
 if [ -n "$extra" ] && ! stamped "$extra"; then
