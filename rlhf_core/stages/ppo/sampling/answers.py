@@ -1,7 +1,8 @@
 """Samples an iteration's answers: the prompts in a seeded order, and with dynamic filtering only groups whose rewards differ.
 
 Prompts form one endless sequence: each episode is a seeded shuffle, cut to whole batches. An iteration takes the next batch. With
-filtering it then takes as many prompts as are missing, also past the end of an episode, so that no accepted group is dropped or stale.
+filtering it then takes more prompts, also past the end of an episode: as many as fill the batch by the share that was accepted so far.
+Those after the last group that it needs are the next iteration's again, which answers them anew, so that no accepted group is stale.
 
 With `max_staleness: 1` answers are sampled one iteration ahead: the engines generate them while the previous iteration trains.
 The first iteration's answers come from the initial weights. After that, iteration k trains on answers of the weights before update k - 1
@@ -28,6 +29,8 @@ from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.records import Own, Rollout, Scores
 from rlhf_core.training.train_loop import order_of_epoch
+
+MORE, MOST = 1.2, 4  # prompts of a further round of filtering: times those that should suffice; batches at most
 
 
 class PromptOrder(NamedTuple):
@@ -88,23 +91,25 @@ def sample(fleet: Fleet, setup: Setup, position: int) -> Sampled:
     kept: list[Rollout] = []
     rewards: list[Rewards] = []
     computed: list[Rewards] = []
-    start, rounds = position, 0
+    asked = accepted = rounds = 0
     while len(kept) < batch * n and rounds < config.max_filter_rounds:
         missing = batch - len(kept) // n
-        rollouts = start_sample(fleet, setup, position, missing)().rollouts
+        count = min(math.ceil(MORE * missing / max(accepted / asked, 0.1)), MOST * batch) if asked else batch
+        rollouts = start_sample(fleet, setup, position, count)().rollouts
         computed.append(fleet.reward(rollouts, setup.allowed_failures))
         join(computed).check(setup.allowed_failures)
-        chosen = with_signal(plain_sum(computed[-1].by_source, setup.terms), n, config.filter_min_spread)
+        found = with_signal(plain_sum(computed[-1].by_source, setup.terms), n, config.filter_min_spread)
+        chosen = found[: missing * n]
         kept += [rollouts[i] for i in chosen]
         rewards.append(computed[-1].take(chosen))
-        position, rounds = position + missing, rounds + 1
+        asked, accepted, rounds = asked + count, accepted + len(found) // n, rounds + 1
+        position += count if len(kept) < batch * n else chosen[-1] // n + 1
     if not kept:
         raise ValueError(
-            f"dynamic_filtering: none of the {position - start} groups of {rounds} rounds had answers of different reward: raise "
+            f"dynamic_filtering: none of the {asked} groups of {rounds} rounds had answers of different reward: raise "
             f"temperature or n_samples_per_prompt, take other prompts, or turn it off"
         )
-    accepted = len(kept) // n
-    metrics = {"filter/rounds": float(rounds), "filter/accepted": accepted / (position - start), "filter/groups": float(accepted)}
+    metrics = {"filter/rounds": float(rounds), "filter/accepted": accepted / asked, "filter/groups": len(kept) / n}
     return Sampled(kept, join(rewards), position, metrics)
 
 

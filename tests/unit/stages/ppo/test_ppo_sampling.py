@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -133,13 +134,25 @@ def test_groups_without_signal_are_replaced_until_the_batch_is_full() -> None:
     assert len(prompts_of(sampled)) == 4 and all(prompt % 2 for prompt in prompts_of(sampled))
     assert sampled.rewards is not None and sampled.rewards.by_source["reward_model"].tolist() == [0, 1] * 4
     in_line = [prompt.tokens[0] for prompt, _ in order.take(0, sampled.position)]
-    assert [prompt for requested in fleet.requested for prompt in requested] == in_line, "every prompt up to the new position, once"
-    assert prompts_of(sampled) == [prompt for prompt in in_line if prompt % 2], "and every accepted one is trained on"
-    assert [len(requested) for requested in fleet.requested][1:] == [
-        4 - sum(p % 2 for p in in_line[: sum(map(len, fleet.requested[: i + 1]))]) for i in range(len(fleet.requested) - 1)
-    ], "only what is missing is sampled"
+    asked = [prompt for requested in fleet.requested for prompt in requested]
+    assert asked[: len(in_line)] == in_line, "every prompt up to the new position"
+    assert prompts_of(sampled) == [prompt for prompt in in_line if prompt % 2], "and every accepted one of them is trained on"
+    first = fleet.requested[0]
+    missing, share = 4 - sum(prompt % 2 for prompt in first), sum(prompt % 2 for prompt in first) / 4
+    assert len(fleet.requested[1]) == math.ceil(1.2 * missing / share), "as many as should suffice"
     assert sampled.metrics["filter/rounds"] == len(fleet.requested) > 1 and sampled.metrics["filter/groups"] == 4
-    assert sampled.metrics["filter/accepted"] == 4 / sampled.position
+    assert sampled.metrics["filter/accepted"] == sum(prompt % 2 for prompt in asked) / len(asked)
+
+
+def test_two_rounds_fill_an_iteration_mostly() -> None:
+    rounds = []
+    prompts = [Prompt((), [i], {}, False) for i in range(4000)]
+    position, order = 0, PromptOrder(prompts, batch=64, seed=0)
+    for _ in range(20):
+        sampled = sample(Fleet(lambda prompt, j: float(j) if prompt % 2 else 1.0), setup(order, 10), position)  # type: ignore[arg-type]
+        position = sampled.position
+        rounds.append(sampled.metrics["filter/rounds"])
+    assert sum(rounds) / len(rounds) < 2.3
 
 
 def test_accepted_groups_survive_the_end_of_the_data() -> None:
@@ -149,7 +162,7 @@ def test_accepted_groups_survive_the_end_of_the_data() -> None:
     sampled = sample(fleet, setup(order, 100), 0)  # type: ignore[arg-type]
     assert sampled.position > 16
     accepted = [prompt for requested in fleet.requested for prompt in requested if prompt in (3, 7)]
-    assert prompts_of(sampled) == accepted and len(accepted) == 4
+    assert prompts_of(sampled) == accepted[:4] and len(accepted) >= 4
     assert len(set(fleet.seeds)) == len(fleet.seeds), "a prompt met again is answered anew"
 
 
@@ -157,7 +170,7 @@ def test_after_the_last_round_what_is_there_is_trained_on() -> None:
     fleet = Fleet(lambda prompt, j: float(j) if prompt == 3 else 1.0)
     sampled = sample(fleet, setup(PromptOrder(PROMPTS, 4, 0), 3), 0)  # type: ignore[arg-type]
     assert len(fleet.requested) == 3 and set(prompts_of(sampled)) == {3}
-    with pytest.raises(ValueError, match=r"dynamic_filtering: none of the 12 groups of 3 rounds"):
+    with pytest.raises(ValueError, match=r"dynamic_filtering: none of the 36 groups of 3 rounds"):
         sample(Fleet(lambda prompt, j: 1.0), setup(PromptOrder(PROMPTS, 4, 0), 3), 0)  # type: ignore[arg-type]
 
 
@@ -165,7 +178,7 @@ def test_failures_of_all_rounds_count_against_the_limit() -> None:
     def score(prompt: int, j: int) -> float:
         return float("nan") if j else 1.0
 
-    with pytest.raises(RewardsFailed, match=r"reward_model left 8 of 16 answers without a reward, more than the 7 .*the last error"):
+    with pytest.raises(RewardsFailed, match=r"reward_model left 20 of 40 answers without a reward, more than the 7 .*the last error"):
         sample(Fleet(score), setup(PromptOrder(PROMPTS, 4, 0), 9, 7), 0)  # type: ignore[arg-type]
 
 
@@ -221,7 +234,7 @@ def test_filtered_rewards_are_computed_once_and_only_the_actor_trains() -> None:
     fleet = Fleet(lambda prompt, j: float(j) if prompt % 2 else 1.0)
     done = iterate(fleet, config(advantage_estimator="grpo", dynamic_filtering=True))
     assert "score models only" in fleet.said and set(fleet.trained[0]) == {"actor"}
-    assert done.carried.position == sum(map(len, fleet.requested)) > 4
+    assert 4 < done.carried.position <= sum(map(len, fleet.requested))
     assert sorted({i for update in fleet.trained[0]["actor"] for i in update.indices}) == list(range(8))
 
 
