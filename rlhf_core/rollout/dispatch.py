@@ -128,14 +128,18 @@ class Engines:
         except Exception as error:
             if isinstance(error, RankDied):
                 print(f"engine {engine} died; its {len(asked)} requests are asked again: {error}", flush=True)
-                self.dead.add(engine)
-                self._back.clear()
-                self.died.set()
+                await self.lost(engine)
             self._new[engine].clear()
             for future in asked.values():
                 if not future.done():
                     future.set_exception(error)
             asked.clear()
+
+    async def lost(self, engine: int) -> None:
+        """Notes that an engine is dead: it gets no requests until `revived`."""
+        self.dead.add(engine)
+        self._back.clear()
+        self.died.set()
 
     async def revived(self) -> None:
         """Notes that dead engines are back."""

@@ -203,13 +203,13 @@ class Fleet:
 
     def publish_weights(self, version: int = 0) -> None:
         """Sends the actor's weights to every engine. `version`: what answers say of the tokens that these will sample."""
-        if self.engines is not None:
+        if self.engines is not None and self.background is not None:
             self.engines.version = version
             for rank in range(self.sampler.world_size):  # before a collective that would wait for it
                 try:
                     self.sampler.call_rank(rank, "look", SamplerRole.gpu_uuids).wait(self.timeout)
                 except RankDied:
-                    self.engines.dead.add(rank)
+                    self.background.run(self.engines.lost(rank))
             if self.engines.dead:
                 self.revive()
                 return

@@ -28,7 +28,9 @@ CONFIGS: list[Gated] = [
     Preferences.model_validate(SAMPLED | {"post_processor": "kto"}),
     PPO.model_validate(SAMPLED | {"overlong_buffer": 8, "dynamic_filtering": True}),
     PPO.model_validate(SAMPLED | {"kl_in": "loss", "kl_estimator": "k3", "max_staleness": 2}),
-    PPO.model_validate(SAMPLED | {"environment": "guess", "reward": {"kind": "environment", "name": "SOURCE"}, "advantage_estimator": "rloo"}),
+    PPO.model_validate(
+        SAMPLED | {"environment": "guess", "reward": {"kind": "environment", "name": "SOURCE"}, "advantage_estimator": "rloo"}
+    ),
     Evaluation.model_validate(JUDGED | {"models": ["MODEL"], "parents": {"MODEL": "MODEL"}, "proxy": "x", "temperature": 1}),
     Evaluation.model_validate(JUDGED | {"models": ["ENDPOINT"], "judges": CHAT, "endpoints": {"ENDPOINT": ENDPOINT}}),
     Evaluation.model_validate(JUDGED | {"models": ["MODEL"], "reward_evaluation": {"models": ["MODEL"], "data": ROWS}}),

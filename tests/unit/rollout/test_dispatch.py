@@ -84,6 +84,17 @@ def test_requests_wait_for_the_only_engine(background: Background) -> None:
     assert waiting.result(timeout=10) == [0, 0, 0]
 
 
+def test_an_engine_that_others_found_dead_gets_nothing(background: Background) -> None:
+    engines = Engines(Group(1), 10.0)  # type: ignore[arg-type]
+    background.run(engines.revived())  # as after an earlier death
+    background.run(engines.lost(0))
+    waiting = background.start(ask(engines, 2))
+    background.run(asyncio.sleep(0.05))
+    assert not waiting.done()
+    background.run(engines.revived())
+    assert waiting.result(timeout=10) == [0, 0]
+
+
 def test_other_failures_are_told(background: Background) -> None:
     group = Group(1)
     group.broken = True
