@@ -117,7 +117,7 @@ SHIPPED = {"guess": "Guess", "tools": "Tools"}  # environments of alignflow: cla
 class Environment(Config):
     """What the policy talks to in several turns. The short form `environment: path.py:Class` is `{path: path.py:Class}`."""
 
-    path: str = Field(description="path.py:Class of your own, or guess or tools", pattern=rf"(\.py:[A-Za-z_]\w*|^({'|'.join(SHIPPED)}))$")
+    path: str = Field(description="path.py:Class of your own, or guess or tools")
     options: dict[str, Any] = Field({}, description="arguments of the class")
     max_turns: Positive = Field(8, description="answers of an episode")
     answer_max_len: Positive | None = Field(
@@ -132,6 +132,13 @@ class Environment(Config):
     sandbox: Annotated[Literal["bubblewrap", "none"], NotInDigest] = Field(
         "bubblewrap", description="where tools run programs: closed in by bubblewrap, or (none) with all your rights"
     )
+
+    @field_validator("path")
+    @classmethod
+    def _named(cls, path: str) -> str:
+        if path not in SHIPPED and not re.search(r"\.py:[A-Za-z_]\w*$", path):
+            raise ValueError(f"{path!r} is no environment: name a class as path.py:Class, or one of {', '.join(SHIPPED)}")
+        return path
 
     @field_validator("options")
     @classmethod

@@ -26,8 +26,8 @@ DECODER = json.JSONDecoder()
 
 
 class CallFormat(NamedTuple):
-    """`begin`: what a call begins with ("": the whole answer is one). `between`: what stands between name and arguments, None where both
-    are in one JSON object. `tags`: for arguments in tags, what stands before an argument's name, between name and value, after it."""
+    """Holds the texts around the parts of a call. `begin`: before it ("": the whole answer is a call). `between`: after the name, before
+    the arguments; None where one JSON object has both. `tags`: of arguments in tags, before the name, before the value, after the value."""
 
     begin: str
     between: str | None = None

@@ -73,7 +73,7 @@ class Process:
         return cls(process, page, seconds, ready["tools"])
 
     def send(self, **line: Any) -> None:
-        """Sends a line; one to a process that has ended is lost, and its episodes are told so."""
+        """Sends a line. Drops it when the process has ended: the mailboxes of its episodes then hold `Failed`."""
         assert self._process.stdin is not None
         if not self.ended:
             self._process.stdin.write(json.dumps(line, default=str).encode() + b"\n")

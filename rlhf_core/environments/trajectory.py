@@ -32,7 +32,7 @@ class Limits(NamedTuple):
 
 
 class Trajectory:
-    """One conversation in tokens. `prompt`: what stands before the first answer, once there is one."""
+    """Holds one conversation in tokens. `prompt`: all messages before the first answer, once it is asked for."""
 
     def __init__(self, prompt: Prompt, renderer: Renderer, limits: Limits, tools: Sequence[dict[str, Any]], calls: CallFormat | None):
         self.prompt, self.messages = prompt, list[Message](prompt.messages)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import importlib.util
 import inspect
 import json
 import math
@@ -27,6 +26,7 @@ from threading import Thread
 from typing import Any
 
 from rlhf_core.environments.conversation import Conversation, LimitReached
+from rlhf_core.system.processes import users_module
 
 PAGE = struct.Struct("<QQ")  # the episode that is being stepped, plus 1 (0: none), and a counter of steps
 episode_now: contextvars.ContextVar[int] = contextvars.ContextVar("episode_now", default=-1)
@@ -63,17 +63,7 @@ class Marked(Coroutine[Any, Any, Any]):
 
 def load(file: Path, name: str, options: dict[str, Any]) -> Any:
     """Makes the environment. Modules beside its file can be imported by it. Raises ValueError when there is none."""
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None or not file.is_file():
-        raise ValueError(f"there is no Python file {file}; correct the path of the environment")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(file.parent))
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's module raises is reported
-        raise ValueError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
-    kind = getattr(module, name, None)
+    kind = getattr(users_module(file, "environment"), name, None)
     if not inspect.isclass(kind) or not inspect.iscoroutinefunction(getattr(kind, "rollout", None)):
         raise ValueError(f"{file} has no class {name!r} with `async def rollout(self, task, model)`; correct the environment")
     try:

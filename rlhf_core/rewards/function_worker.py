@@ -6,7 +6,6 @@ or `{"error": "..."}`. The function gets the lists of the contract that its sign
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import os
@@ -16,21 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.rewards.contract import question
+from rlhf_core.system.processes import users_module
 
 
 def load(file: Path, name: str) -> Callable[..., Any]:
     """The function; modules beside its file can be imported by it. ValueError when there is none."""
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None or not file.is_file():
-        raise ValueError(f"there is no Python file {file}; correct the path of the reward function")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(file.parent))
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's module raises is reported
-        raise ValueError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
+    function = getattr(users_module(file, "reward function"), name, None)
     if not callable(function):
         raise ValueError(f"{file} has no function {name!r}; correct the name of the reward function")
     return function

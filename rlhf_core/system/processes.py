@@ -1,10 +1,14 @@
-"""Defines exit codes and environment of stage processes, and distinguishes errors of our own code from those of libraries."""
+"""Defines exit codes and environment of stage processes, distinguishes errors of our own code from those of libraries, and imports the
+files of users."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 FAILED, WRONG_INPUT, ENVIRONMENT = 1, 2, 3  # exit codes of a stage: it ended; the user's mistake; a package or device is lacking
 
@@ -33,3 +37,19 @@ def child_environment() -> dict[str, str]:
     """Returns the environment of a stage's process. The auth string of Prefect's API is left out: a stage calls nothing of Prefect."""
     kept = {name: value for name, value in os.environ.items() if not name.endswith("API_AUTH_STRING")}
     return kept | {"PYTHONUNBUFFERED": "1"} | module_path()
+
+
+def users_module(file: Path, what: str) -> ModuleType:
+    """Imports a user's Python file; modules beside it can be imported by it. `what` it is, for messages. Raises ValueError when there is
+    none, or it raises."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ValueError(f"there is no Python file {file}; correct the path of the {what}")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent))
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's module raises is reported
+        raise ValueError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
+    return module

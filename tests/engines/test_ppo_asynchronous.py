@@ -178,17 +178,16 @@ def test_a_dead_engine_is_started_again(folder: Path, material: Path) -> None:
 
 @pytest.mark.parametrize("kill_at", [2, *(pytest.param(at, marks=pytest.mark.long) for at in (1, 3, 5, 7))])
 def test_a_killed_run_trains_on_each_prompt_once(folder: Path, material: Path, kill_at: int) -> None:
-    """What is asked again after a kill was not trained on before."""
-    name, iterations = f"killed{kill_at}", 9
-    run = prepare(folder, material, name, 3, 0.1, max_steps=iterations, save_steps=2, logging_steps=1)
+    """What is asked again after a kill was not trained on before. A file of rollouts has all of an iteration's eight episodes."""
+    iterations, small = 9, {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "train_batch_size": 8, "micro_train_batch_size": 4}
+    run = prepare(folder, material, f"killed{kill_at}", 3, 0.1, max_steps=iterations, save_steps=2, logging_steps=1, **small)
     process = start(run)
     wait_until(lambda: len(read_metrics(run)) >= kill_at or process.poll() is not None, "the iteration of the kill", 300)
     process.kill()
     process.wait()
+    assert RunDir(run).result() is None, "the run ended before it could be killed"
     finish(run)
-    assert len(read_metrics(run)) == iterations
-    expected = Counter(int(prompt.row["number"]) for prompt, _ in order_of(run).take(0, iterations * BATCH))
-    counted = seen(folder, name)
-    assert set(counted) == set(expected), "no prompt is lost"
-    trained = sum(line["tokens"] > 0 for line in read_metrics(run)) * BATCH
-    assert trained == sum(expected.values()) and all(times >= N for times in counted.values())
+    files = [run / "rollouts" / f"iteration{number}.jsonl" for number in range(1, iterations + 1)]
+    trained = Counter(json.loads(line)["messages"][0]["content"] for file in files for line in file.read_text().splitlines())
+    asked = Counter(prompt.messages[0]["content"] for prompt, _ in order_of(run).take(0, iterations * 4))
+    assert trained == {text: 2 * times for text, times in asked.items()}, "no prompt is lost, none is trained on twice"

@@ -1,4 +1,4 @@
-"""`environment: guess`: the model guesses a number, and is told after each guess whether the secret is higher or lower.
+"""`environment: guess`: the model guesses a number; after a wrong guess the environment says `higher` or `lower`.
 
 The secret changes with every prompt and iteration. Each episode begins with the row's prompt, which should say what to guess.
 """
