@@ -181,6 +181,17 @@ class PPO(Optimised, Rewarded, Routed):
         return self.loss_aggregation or ("sequence" if self.ratio == "sequence" else AGGREGATIONS.get(self.advantage_estimator, "token"))
 
     @property
+    def sampler_is_bounds(self) -> tuple[float, float]:
+        """The bounds of importance weights."""
+        return (0.0, self.sampler_is_cap) if self.sampler_is in ("truncate", "off") else self.sampler_is_clamp
+
+    @property
+    def one_update(self) -> bool:
+        """Whether an iteration is one optimiser step on policy whose rewards need no log-probs: these come from the training pass then."""
+        steps = self.max_epochs * (self.rollout_batch_size * self.n_samples_per_prompt // self.train_batch_size)
+        return steps == 1 and not self.freezing_actor_steps and (self.kl_in == "loss" or not self.has_reference)
+
+    @property
     def clips(self) -> tuple[float, float]:
         """How far the policy ratio may go below 1 and above it."""
         return self.eps_clip_low or self.eps_clip, self.eps_clip_high or self.eps_clip

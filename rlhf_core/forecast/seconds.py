@@ -48,7 +48,8 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> 
     for name in config.groups:
         head = name in ("actor", "reference")
         count, stored = (size - (0 if head else sizes[name].head) for size in (sizes[name].active, sizes[name].parameters))
-        scoring[name] = 2 * count * tokens / SCORING[head] / gpu.flops
+        if name != "actor" or not config.one_update:
+            scoring[name] = 2 * count * tokens / SCORING[head] / gpu.flops
         if name in ("actor", "critic"):
             ranks = config.groups[name].world_size
             steps = answers * config.max_epochs / config.train_batch_size

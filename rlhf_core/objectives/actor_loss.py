@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config import PPO, Aggregation
-from rlhf_core.objectives.losses import Loss, entropy_loss, gspo_logprobs, kl_loss, policy_loss
+from rlhf_core.objectives.losses import Loss, entropy_loss, gspo_logprobs, importance_weights, kl_loss, policy_loss
 from rlhf_core.objectives.masked import document_sum
 
 
@@ -27,7 +27,7 @@ class PerToken(NamedTuple):
     logprobs: Tensor
     entropy: Tensor
     old_logprobs: Tensor
-    ref_logprobs: Tensor
+    ref_logprobs: Tensor | None
     advantages: Tensor
     is_weights: Tensor
     mask: Tensor
@@ -50,6 +50,14 @@ def denominator(aggregation: Aggregation, counted: Counted, constant_length: int
             return counted.answers * constant_length
 
 
+def sampler_weights(old: Tensor, sampler: Tensor, mask: Tensor, documents: Tensor, config: PPO) -> Tensor:
+    """Returns the importance weights that the recipe asks for, as `importance_weights`; 1 on the mask where it asks for none."""
+    if config.sampler_is == "off":
+        return mask.to(old.dtype)
+    whole = documents if config.sampler_is_level == "sequence" else None
+    return importance_weights(old, sampler, mask, *config.sampler_is_bounds, config.sampler_is == "mask", whole)
+
+
 def actor_loss(x: PerToken, num_documents: int, counted: Counted, config: PPO, kl_coef: float) -> Loss:
     """Returns `policy_loss + kl_coef * KL - entropy_coef * entropy`, all with the same denominator.
 
@@ -70,7 +78,7 @@ def actor_loss(x: PerToken, num_documents: int, counted: Counted, config: PPO, k
     )
     entropy = entropy_loss(x.entropy, x.mask, divisor, weights)
     loss, metrics = surrogate.loss, surrogate.metrics | entropy.metrics
-    if config.kl_in == "loss" and config.has_reference:
+    if config.kl_in == "loss" and x.ref_logprobs is not None:
         kl = kl_loss(x.logprobs, x.ref_logprobs, x.mask, config.kl_estimator, divisor, weights)
         loss, metrics = loss + kl_coef * kl.loss, metrics | kl.metrics
     if config.entropy_coef:

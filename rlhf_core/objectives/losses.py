@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlhf_core.config.training import PreferenceLoss
 from rlhf_core.objectives.advantages import KLEstimator, kl_estimate
-from rlhf_core.objectives.masked import document_mean, masked_sum
+from rlhf_core.objectives.masked import document_mean, document_sum, masked_sum
 
 
 class Loss(NamedTuple):
@@ -250,15 +250,24 @@ def gspo_logprobs(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, document
 
 
 def importance_weights(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, low: float, high: float, masked: bool = False, whole: bool = False
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    low: float,
+    high: float,
+    masked: bool = False,
+    documents: Tensor | None = None,
 ) -> Tensor:
-    """Returns importance weights `exp(old - sampler)` within [low, high], (B, T), 0 off the mask, without gradient; a row is one document.
+    """Returns importance weights `exp(old - sampler)` within [low, high], (B, T), 0 off the mask, without gradient.
 
     They correct for other weights, kernels and precision of the sampler than the trainer's. Beyond the bounds they are clamped (Yao et al.
-    2025, "TIS": low 0), or with `masked` 0 ("IcePop", Ling team 2025). `whole`: the product over the row's tokens, for each of them.
+    2025, "TIS": low 0), or with `masked` 0 ("IcePop", Ling team 2025). `documents` (B, T), the index of each token's document: each token
+    has the product over its document.
     """
     gap = torch.where(mask, old_logprobs - sampler_logprobs, 0).detach()
-    weights = (gap.sum(-1, keepdim=True).expand_as(gap) if whole else gap).exp()
+    if documents is not None:  # there are fewer of them than tokens
+        gap = document_sum(gap, mask, documents, documents.numel())[documents.clamp(min=0)]
+    weights = gap.exp()
     kept = torch.where((weights >= low) & (weights <= high), weights, 0) if masked else weights.clamp(low, high)
     return torch.where(mask, kept, 0)
 

@@ -85,7 +85,7 @@ def made_up(vocabulary: int, length: int) -> list[Experience]:
     for _ in range(8):
         document = Document([rng.randrange(vocabulary) for _ in range(length)], [False] + [True] * (length - 1))
         advantages = numbers.normal(size=length).astype(np.float32)
-        made.append(Experience(document, even, even, zeros, advantages, advantages, np.ones(length, np.float32)))
+        made.append(Experience(document, even, even, even, zeros, advantages, advantages))
     return made
 
 

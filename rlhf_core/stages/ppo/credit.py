@@ -27,20 +27,25 @@ from rlhf_core.objectives.advantages import (
     spread,
     token_rewards,
 )
-from rlhf_core.objectives.losses import importance_weights, sampler_metrics
+from rlhf_core.objectives.losses import sampler_metrics
 from rlhf_core.objectives.masked import masked_mean, whiten
 from rlhf_core.rewards.combine import Running, Term, combine
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 
 
 class Credited(NamedTuple):
-    """Holds the experience of all rollouts, the indices of those to train on, the mean KL per token (nats) for the KL controller, the
-    running statistics of rewards, and metrics."""
+    """Holds the experience of all rollouts, the indices of those to train on, the running statistics of rewards, and metrics."""
 
     experience: list[Experience]
     usable: list[int]
-    kl: float
     statistics: dict[str, Running]
+    metrics: dict[str, float]
+
+
+class Divergence(NamedTuple):
+    """Holds how far the actor is from reference and sampler: the mean KL per token (nats) for the KL controller, and metrics."""
+
+    kl: float
     metrics: dict[str, float]
 
 
@@ -51,8 +56,7 @@ def credit(
     of rewards."""
     lengths = [len(rollout.document.tokens) for rollout in rollouts]
     response = _pad([np.asarray(rollout.document.mask) for rollout in rollouts], torch.bool)  # (B, T)
-    logprobs, ref_logprobs, values = _pad(scores.logprobs), _pad(scores.ref_logprobs), _pad(scores.values)
-    sampler_logprobs = _pad([rollout.sampler_logprobs for rollout in rollouts])
+    values = _pad(scores.values) if scores.values else torch.zeros(response.shape)
 
     combined = combine(scores.rewards.by_source, terms, statistics)
     rewards, metrics = combined.rewards.clamp(-config.reward_clip, config.reward_clip), dict(combined.metrics)
@@ -62,22 +66,15 @@ def credit(
         rewards, metrics["reward/overlong"] = rewards + penalty, float(penalty.mean())
 
     mask = response & combined.scored[:, None]
-    kl = torch.where(mask, kl_estimate(logprobs, ref_logprobs, config.kl_estimator), 0)
-    coef = kl_coef if config.kl_in == "reward" else 0.0
+    kl, coef = torch.zeros(response.shape), 0.0
+    if config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs:
+        kl = torch.where(mask, kl_estimate(_pad(scores.logprobs), _pad(scores.ref_logprobs), config.kl_estimator), 0)
+        coef = kl_coef
     early = early_rewards(rollouts, config)
     (advantages, returns), usable = estimate(rewards, kl, coef, values, mask, combined.scored, config, early)
     mask &= usable[:, None]
     if not mask.any():
         raise ValueError(f"none of the {len(rollouts)} answers can be learned from: each prompt needs two answers with a reward")
-    low, high = (0.0, config.sampler_is_cap) if config.sampler_is in ("truncate", "off") else config.sampler_is_clamp
-    weights = mask.float()
-    if config.sampler_is != "off":
-        masked, whole = config.sampler_is == "mask", config.sampler_is_level == "sequence"
-        weights = importance_weights(logprobs, sampler_logprobs, mask, low, high, masked, whole)
-
-    mean_kl = float(masked_mean(kl, mask))
-    if config.has_reference:
-        metrics |= {"kl/mean": mean_kl, "kl/per_answer": float(kl[usable].sum(-1).mean()), "kl/coef": kl_coef}
     metrics |= {
         "return/mean": float(masked_mean(returns, mask)),
         "response/length": float(response.sum(-1).float().mean()),
@@ -86,14 +83,36 @@ def credit(
     }
     if config.has_critic:
         metrics["value/explained_variance"] = float(explained_variance(values, returns, mask).nan_to_num(0.0))
-    gaps = sampler_metrics(logprobs, sampler_logprobs, response, low, high, float(response.sum()))
-    metrics |= {name: float(value) for name, value in gaps.items()}
-    metrics["sampler/gap_p99"] = float(np.percentile((logprobs - sampler_logprobs).abs()[response].numpy(), 99))
+    given = ([rollout.sampler_logprobs for rollout in rollouts], _cut(advantages, lengths), _cut(returns, lengths))
+    scored = (rows or (None,) * len(rollouts) for rows in (scores.logprobs, scores.ref_logprobs, scores.values))
+    experience = [
+        Experience(rollout.document, old, sampler, ref, v, advantage, value)
+        for rollout, old, ref, v, sampler, advantage, value in zip(rollouts, *scored, *given, strict=True)
+    ]
+    return Credited(experience, usable.nonzero().flatten().tolist(), combined.statistics, metrics)
 
-    cut = zip(_cut(advantages, lengths), _cut(returns, lengths), _cut(weights, lengths), strict=True)
-    scored = zip(rollouts, scores.logprobs, scores.ref_logprobs, scores.values, strict=True)
-    experience = [Experience(r.document, old, ref, v, *arrays) for (r, old, ref, v), arrays in zip(scored, cut, strict=True)]
-    return Credited(experience, usable.nonzero().flatten().tolist(), mean_kl, combined.statistics, metrics)
+
+def divergence(
+    rollouts: Sequence[Rollout],
+    logprobs: Sequence[np.ndarray],
+    ref_logprobs: Sequence[np.ndarray] | None,
+    usable: Sequence[int],
+    kl_coef: float,
+    config: PPO,
+) -> Divergence:
+    """Measures the actor's KL to the reference on the `usable` rollouts (0 without a reference), and its distance to the sampler on all."""
+    response = _pad([np.asarray(rollout.document.mask) for rollout in rollouts], torch.bool)  # (B, T)
+    ours, sampler = _pad(logprobs), _pad([rollout.sampler_logprobs for rollout in rollouts])
+    kl, metrics = 0.0, dict[str, float]()
+    if ref_logprobs:
+        mask = torch.zeros_like(response)
+        mask[list(usable)] = response[list(usable)]
+        estimates = torch.where(mask, kl_estimate(ours, _pad(ref_logprobs), config.kl_estimator), 0)
+        kl = float(masked_mean(estimates, mask))
+        metrics = {"kl/mean": kl, "kl/per_answer": float(estimates[list(usable)].sum(-1).mean()), "kl/coef": kl_coef}
+    gaps = sampler_metrics(ours, sampler, response, *config.sampler_is_bounds, float(response.sum()))
+    metrics |= {name: float(value) for name, value in gaps.items()}
+    return Divergence(kl, metrics | {"sampler/gap_p99": float(np.percentile((ours - sampler).abs()[response].numpy(), 99))})
 
 
 class Estimated(NamedTuple):

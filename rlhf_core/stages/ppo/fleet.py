@@ -25,7 +25,7 @@ from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
-from rlhf_core.stages.ppo.roles import Actor, Critic, ModelRole, Reference, Reward, Trained, Update
+from rlhf_core.stages.ppo.roles import Actor, Critic, ModelRole, Reference, Reward, Steps, Trained, Update
 from rlhf_core.stages.ppo.roofline import Machine, floors
 
 R = TypeVar("R")
@@ -55,6 +55,7 @@ class Fleet:
     tokenizer, what writes answers for them; `clients`: functions and servers; `episodes`: of an environment, whose reward is a source
     called `environment`, if it is one; `engines` take requests one by one, in the loop of `background`.
 
+    `one_update`: the actor's training pass computes the log-probs that its scoring pass would.
     `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
     collective of one waits on a GPU that computes for the other.
     """
@@ -71,6 +72,7 @@ class Fleet:
     sleeps: bool = False
     in_turn: bool = False
     zero_stage: int = 3
+    one_update: bool = False
     machine: Machine | None = None  # set by `survey`
     own_tokens: Mapping[str, OwnTokens] = field(default_factory=dict)
     episodes: Episodes | None = None
@@ -100,7 +102,7 @@ class Fleet:
         """Starts all models on the same documents, and, without `rewards`, the requests to other sources. Returns a function that waits for
         the scores."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
-        pending = {"logprobs": self.actor.call("score", Actor.logprobs, documents)}
+        pending = {} if self.one_update else {"logprobs": self.actor.call("score", Actor.logprobs, documents)}
         if self.reference is not None:
             pending["ref_logprobs"] = self.reference.call("score", Reference.logprobs, documents)
         if self.critic is not None:
@@ -110,8 +112,7 @@ class Fleet:
         def wait() -> Scores:
             known = wait_rewards()
             scored = {name: in_order(work.wait(self.timeout)) for name, work in pending.items()}
-            values = scored.get("values") or [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
-            return Scores(scored["logprobs"], scored.get("ref_logprobs") or scored["logprobs"], values, known)
+            return Scores(scored.get("logprobs"), scored.get("ref_logprobs"), scored.get("values"), known)
 
         return wait
 
@@ -145,21 +146,23 @@ class Fleet:
         answer = self.decode([token for token, is_answer in zip(tokens, mask, strict=True) if is_answer], True)
         return Sample(rollout.prompt.messages, answer, rollout.prompt.row, rollout.finished, self.decode(tokens, False))
 
-    def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> list[dict[str, float]]:
-        """Trains the roles named in `updates`, side by side or in turn; returns the metrics of each optimiser step."""
+    def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> Steps:
+        """Trains the roles named in `updates`, side by side or in turn. Returns metrics of all of them, and log-probs of all ranks."""
         shared = put_on_nodes(list(experience))
         groups = [group for group in self.trained if group.name in updates]
 
-        def start(group: Group) -> Pending[list[dict[str, float]]]:
+        def start(group: Group) -> Pending[Steps]:
             if self.in_turn:
                 self._release_memory()
             return group.call("train", Trained.train, shared, list(updates[group.name]))
 
         if self.in_turn:
-            by_role = [start(group).wait(self.timeout)[0] for group in groups]
+            by_role = [start(group).wait(self.timeout) for group in groups]
         else:
-            by_role = [work.wait(self.timeout)[0] for work in [start(group) for group in groups]]
-        return [dict(pair for metrics in step for pair in metrics.items()) for step in zip(*by_role, strict=True)]
+            by_role = [work.wait(self.timeout) for work in [start(group) for group in groups]]
+        steps = zip(*(ranks[0].metrics for ranks in by_role), strict=True)
+        logprobs = {i: values for ranks in by_role for rank in ranks for i, values in rank.logprobs}
+        return Steps([dict(pair for metrics in step for pair in metrics.items()) for step in steps], sorted(logprobs.items()))
 
     @property
     def trained(self) -> list[Group]:
@@ -284,7 +287,7 @@ class Fleet:
     def iteration_metrics(self, rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, seconds: float) -> dict[str, float]:
         """Returns metrics of an iteration of `seconds`: floors of its phases; for each model the peak GiB allocated and reserved, and those
         reserved now; each role's seconds of work by phase, and the share of time in which it waited."""
-        metrics = floors(rollouts, trained, passes, self.machine) if self.machine is not None else {}
+        metrics = floors(rollouts, trained, passes, self.machine, ("actor",) * self.one_update) if self.machine is not None else {}
         memory = wait_all([group.call("look", ModelRole.memory) for group in self.models], self.timeout)
         for group, by_rank in zip(self.models, memory, strict=True):
             gib = [max(ranks) / 2**30 for ranks in zip(*by_rank, strict=True)]

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
+from rlhf_core.config import PPO
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running
-from rlhf_core.stages.ppo.credit import credit
+from rlhf_core.stages.ppo.credit import Divergence, credit, divergence
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.records import Rollout
-from rlhf_core.stages.ppo.roles import Update
+from rlhf_core.stages.ppo.records import Rollout, Scores
+from rlhf_core.stages.ppo.roles import Scored, Update
 from rlhf_core.stages.ppo.sampling.answers import Sampled, Setup, sample, start_sample
 from rlhf_core.stages.ppo.sampling.collector import Collector
 
@@ -78,17 +79,22 @@ def ppo_iteration(
         scores = (sampled.scores or fleet.start_score(rollouts, sampled.rewards, setup.allowed_failures))()
     with _phase(phases, "credit"):
         credited = credit(rollouts, scores, kl_coef, carried.statistics, config, setup.terms)
+        apart = divergence(rollouts, scores.logprobs, scores.ref_logprobs, credited.usable, kl_coef, config) if scores.logprobs else None
     with _phase(phases, "train"):
         batches = minibatches(credited.usable, schedule)
         updates = {
             role: [Update(batch, rate, kl_coef) for batch, rate in zip(batches, rates, strict=False)]  # fewer answers: fewer batches
             for role, rates in schedule.rates.items()
         }
-        steps = fleet.train(credited.experience, updates)
+        steps, logprobs = fleet.train(credited.experience, updates)
+    if apart is None:
+        apart = divergence_of(rollouts, scores, logprobs, kl_coef, config)
     if fleet.sleeps:
         with _phase(phases, "wake"):
             fleet.wake()
-    metrics = credited.metrics | sampled.metrics | {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    metrics = (
+        credited.metrics | apart.metrics | sampled.metrics | {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    )
     if config.max_staleness == 1:
         metrics["rollout/age"] = float(sampled.age)
     ahead = None
@@ -110,7 +116,15 @@ def ppo_iteration(
     metrics["tokens"] = float(sum(len(r.document.tokens) for r in rollouts))
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
     metrics |= fleet.iteration_metrics(rollouts, list(updates), schedule.max_epochs, time.monotonic() - start)
-    return Iteration(metrics, credited.kl, Carried(sampled.position, credited.statistics, ahead), rollouts, scores.rewards)
+    return Iteration(metrics, apart.kl, Carried(sampled.position, credited.statistics, ahead), rollouts, scores.rewards)
+
+
+def divergence_of(rollouts: Sequence[Rollout], scores: Scores, logprobs: Scored, kl_coef: float, config: PPO) -> Divergence:
+    """Returns the divergence of the rollouts that were trained on, from the log-probs of the training pass."""
+    chosen = [i for i, _ in logprobs]
+    references = [scores.ref_logprobs[i] for i in chosen] if scores.ref_logprobs else None
+    known = [values for _, values in logprobs]
+    return divergence([rollouts[i] for i in chosen], known, references, range(len(chosen)), kl_coef, config)
 
 
 def taken(fleet: Fleet, collector: Collector) -> Sampled:

@@ -96,23 +96,24 @@ def shown(rollouts: Sequence[Rollout], rewards: Rewards, decode: Callable[[Seque
 
 @dataclass(frozen=True)
 class Scores:
-    """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. Without a critic values are 0;
-    without a reference its log-probs are the actor's."""
+    """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. None without the model, and for
+    the actor where the training pass computes its log-probs."""
 
-    logprobs: list[np.ndarray]
-    ref_logprobs: list[np.ndarray]
-    values: list[np.ndarray]
+    logprobs: list[np.ndarray] | None
+    ref_logprobs: list[np.ndarray] | None
+    values: list[np.ndarray] | None
     rewards: Rewards
 
 
 @dataclass(frozen=True)
 class Experience:
-    """Holds one rollout to train on; arrays (T,), aligned with the document's tokens."""
+    """Holds one rollout to train on; arrays (T,), aligned with the document's tokens. Without `old_logprobs` these are those of the
+    training pass itself; without a critic `values`, and without a reference `ref_logprobs`, are None."""
 
     document: Document
-    old_logprobs: np.ndarray
-    ref_logprobs: np.ndarray
-    values: np.ndarray
+    old_logprobs: np.ndarray | None
+    sampler_logprobs: np.ndarray
+    ref_logprobs: np.ndarray | None
+    values: np.ndarray | None
     advantages: np.ndarray
     returns: np.ndarray
-    is_weights: np.ndarray

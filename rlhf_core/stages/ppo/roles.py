@@ -24,7 +24,7 @@ from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, masked_logprobs, trained_policy, trained_scorer
 from rlhf_core.models.token_logprobs import Entropy
 from rlhf_core.models.weights import checkpoint_weights
-from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
+from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count, sampler_weights
 from rlhf_core.objectives.collate import Batch, collate, sent
 from rlhf_core.objectives.losses import Loss, value_loss, with_balance
 from rlhf_core.objectives.masked import before
@@ -39,6 +39,15 @@ from rlhf_core.training.train_loop import accumulate, deal
 from rlhf_core.training.zero_engine import library
 
 Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
+
+
+class Read(NamedTuple):
+    """Holds the values (B, T) of a pass, perhaps on a GPU: for these indices, of these documents in rows."""
+
+    part: list[int]
+    rows: list[list[Document]]
+    real: Tensor
+    values: Tensor
 
 
 def prepare(deepspeed: bool) -> None:
@@ -64,6 +73,13 @@ class Update(NamedTuple):
     indices: list[int]
     learning_rate: float
     kl_coef: float
+
+
+class Steps(NamedTuple):
+    """Holds the metrics of each optimiser step, and log-probs of experience that had none, from the first step's passes (this rank's)."""
+
+    metrics: list[dict[str, float]]
+    logprobs: Scored
 
 
 class ModelRole:
@@ -124,16 +140,18 @@ class Trained(ModelRole):
         self.module, self.model, self.config = module, model, config
         self.passes = _passes(self.engine, config.micro_train_batch_size, config.micro_train_tokens)
 
-    def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> list[dict[str, float]]:
-        """Takes one optimiser step per update; returns the metrics of each."""
-        metrics = []
+    def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> Steps:
+        """Takes one optimiser step per update."""
+        metrics, logprobs = [], Scored()
         for number, update in enumerate(updates, 1):
             with at(f"optimiser step {number} of {len(updates)}"):
-                metrics.append(self.update([experience[i] for i in update.indices], update))
-        return metrics
+                items = [experience[i] for i in update.indices]
+                metrics.append(self.update(items, update, read := list[Read]()))
+                logprobs += [(update.indices[i], values) for i, values in _scored(read)]
+        return Steps(metrics, logprobs)
 
-    def update(self, items: list[Experience], update: Update) -> dict[str, float]:
-        """Takes one optimiser step on `items`; returns its metrics."""
+    def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
+        """Takes one optimiser step on `items`; returns its metrics. Adds log-probs of items without any to `read`."""
         raise NotImplementedError
 
     def release(self) -> None:
@@ -161,23 +179,29 @@ class Actor(Trained):
         scale = self.config.temperature if temperature is None else temperature
         return _score(self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, scale).logprobs)
 
-    def update(self, items: list[Experience], update: Update) -> dict[str, float]:
+    def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
         """Takes one step on PPO's clipped surrogate or a relative of it."""
         counted = count([item.document.mask for item in items])
         entropy: Entropy = "gradient" if self.config.entropy_coef else "value"
 
-        def loss(part: list[Experience]) -> Loss:
-            batch, shared = _collate(part, self.passes, self.model.pad_token_id, self.engine)
+        def loss(part: list[int]) -> Loss:
+            here = [items[i] for i in part]
+            batch, rows = _collate(here, self.passes, self.model.pad_token_id, self.engine)
             new = masked_logprobs(self.engine, batch, self.config.temperature, entropy)
-            old, ref, advantages, weights = (
-                _per_token(batch, shared, [getattr(e, name) for e in part])
-                for name in ("old_logprobs", "ref_logprobs", "advantages", "is_weights")
+            old, sampler, ref, advantages = (
+                _per_token(batch, rows, [getattr(e, name) for e in here])
+                for name in ("old_logprobs", "sampler_logprobs", "ref_logprobs", "advantages")
             )
+            if old is None:
+                old = new.logprobs.detach()
+                read.append(Read(part, rows, batch.host.documents >= 0, old))
+            assert sampler is not None and advantages is not None
+            weights = sampler_weights(old, sampler, batch.mask, batch.documents, self.config)
             per_token = PerToken(new.logprobs, new.entropy, old, ref, advantages, weights, batch.mask, batch.documents)
             result = actor_loss(per_token, len(part), counted, self.config, update.kl_coef)
             return with_balance(result, new.balance, self.config.router_aux_coef, counted.answers)
 
-        metrics = accumulate(self.engine, _micro_batches(items, self.passes), loss)
+        metrics = accumulate(self.engine, _parts([item.document for item in items], self.passes), loss)
         return metrics | {"policy/grad_norm": self.engine.step(update.learning_rate), "policy/learning_rate": update.learning_rate}
 
     def ceilings(self) -> Ceilings | None:
@@ -222,16 +246,18 @@ class Critic(Trained):
         """Returns `V(tokens[<t])` for every token."""
         return _score(self.engine, documents, self.model, self._values)
 
-    def update(self, items: list[Experience], update: Update) -> dict[str, float]:
+    def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
         """Takes one step on the clipped value loss."""
         tokens = count([item.document.mask for item in items]).tokens
 
-        def loss(part: list[Experience]) -> Loss:
-            batch, shared = _collate(part, self.passes, self.model.pad_token_id, self.engine)
-            old, returns = (_per_token(batch, shared, [getattr(e, name) for e in part]) for name in ("values", "returns"))
+        def loss(part: list[int]) -> Loss:
+            here = [items[i] for i in part]
+            batch, rows = _collate(here, self.passes, self.model.pad_token_id, self.engine)
+            old, returns = (_per_token(batch, rows, [getattr(e, name) for e in here]) for name in ("values", "returns"))
+            assert old is not None and returns is not None
             return value_loss(self._values(batch), old, returns, batch.mask, self.config.value_clip, tokens)
 
-        metrics = accumulate(self.engine, _micro_batches(items, self.passes), loss)
+        metrics = accumulate(self.engine, _parts([item.document for item in items], self.passes), loss)
         return metrics | {"value/grad_norm": self.engine.step(update.learning_rate), "value/learning_rate": update.learning_rate}
 
     def _values(self, batch: Batch) -> Tensor:
@@ -272,7 +298,7 @@ def _tensors(module: torch.nn.Module) -> list[Tensor]:
 def _score(holder: Engine | ReadOnlyModel, documents: Sequence[Document], model: ModelSpec, forward: Callable[[Batch], Tensor]) -> Scored:
     """Scores this rank's share of the documents, similar lengths together; `forward` returns (B, T)."""
     passes = _passes(holder, model.micro_batch_size, model.micro_tokens)
-    read: list[tuple[list[int], list[Document], Tensor, Tensor]] = []
+    read: list[Read] = []
     parts = _parts(documents, passes)
     for index, weight in deal(len(parts), holder.rank, holder.world_size):
         rows = passes.rows_of([documents[i] for i in parts[index]])
@@ -281,9 +307,15 @@ def _score(holder: Engine | ReadOnlyModel, documents: Sequence[Document], model:
             values = forward(batch).float()
         progress.made()
         if weight:
-            read.append((parts[index], [document for row in rows for document in row], batch.host.documents >= 0, values))
-    scored: Scored = []  # only now does the host wait for the GPU
-    for part, packed, real, values in read:
+            read.append(Read(parts[index], rows, batch.host.documents >= 0, values))
+    return _scored(read)  # only now does the host wait for the GPU
+
+
+def _scored(read: Sequence[Read]) -> Scored:
+    """Returns the values of all passes by document, zeros where a prompt is shared."""
+    scored: Scored = []
+    for part, rows, real, values in read:
+        packed = [document for row in rows for document in row]
         ends = np.cumsum([len(document) - document.shared for document in packed])
         own = np.split(values.cpu()[real].numpy(), ends[:-1])
         progress.made()
@@ -310,18 +342,19 @@ def _parts(documents: Sequence[Document], passes: Passes) -> list[list[int]]:
     return [[i for group in part for i in group] for part in passes.split(passes.together(documents), row_tokens)]
 
 
-def _micro_batches(items: list[Experience], passes: Passes) -> list[list[Experience]]:
-    return [[items[i] for i in part] for part in _parts([item.document for item in items], passes)]
-
-
-def _collate(items: Sequence[Experience], passes: Passes, pad_token_id: int, engine: Engine) -> tuple[Batch, list[int]]:
-    """Returns the batch, and the number of prompt tokens that each document shares with one before it."""
+def _collate(items: Sequence[Experience], passes: Passes, pad_token_id: int, engine: Engine) -> tuple[Batch, list[list[Document]]]:
+    """Returns the batch, and its rows of documents."""
     rows = passes.rows_of([item.document for item in items])
-    return collate(rows, pad_token_id, _replays(engine)).to(engine.device), [document.shared for row in rows for document in row]
+    return collate(rows, pad_token_id, _replays(engine)).to(engine.device), rows
 
 
-def _per_token(batch: Batch, shared: Sequence[int], rows: Sequence[np.ndarray]) -> Tensor:
-    """Lays out per-token arrays of the batch's documents like its tokens: (B, T), zeros on padding."""
+def _per_token(batch: Batch, rows: Sequence[Sequence[Document]], arrays: Sequence[np.ndarray | None]) -> Tensor | None:
+    """Lays out per-token arrays of the batch's documents like its tokens: (B, T), zeros on padding; None where they are None."""
+    known = [array for array in arrays if array is not None]
+    if not known:
+        return None
+    documents = [document for row in rows for document in row]
+    own = [array[document.shared :] for array, document in zip(known, documents, strict=True)]
     values = torch.zeros(batch.tokens.shape)
-    values[batch.host.documents >= 0] = torch.from_numpy(np.concatenate([row[n:] for row, n in zip(rows, shared, strict=True)])).float()
+    values[batch.host.documents >= 0] = torch.from_numpy(np.concatenate(own)).float()
     return sent(values, batch.tokens.device)

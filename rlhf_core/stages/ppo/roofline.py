@@ -80,13 +80,16 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     return Ceilings(2 * rows**3 / best(lambda: matrix @ matrix), 2 * size / best(lambda: target.copy_(source)))
 
 
-def floors(rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, machine: Machine) -> dict[str, float]:
-    """Returns the seconds that each phase takes at least, as `floor/<phase>`. `passes`: times each rollout is trained on.
+def floors(
+    rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, machine: Machine, not_scored: Sequence[str] = ()
+) -> dict[str, float]:
+    """Returns the seconds that each phase takes at least, as `floor/<phase>`. `passes`: times each rollout is trained on; `not_scored`:
+    roles that only train.
 
     The prompt of several answers counts once.
     """
     tokens = _prompt_tokens(rollouts) + sum(len(rollout.document) - rollout.document.answer_start for rollout in rollouts)
-    scoring = {role: 2 * shape.parameters * tokens for role, shape in machine.shapes.items() if role != "sampler"}
+    scoring = {role: 2 * shape.parameters * tokens for role, shape in machine.shapes.items() if role not in ("sampler", *not_scored)}
     training = {role: 6 * machine.shapes[role].parameters * tokens * passes for role in trained}
     return {
         "floor/generate": _generate(rollouts, machine),

@@ -99,6 +99,7 @@ def start_fleet(
         sleeps=config.vllm.sleep,
         in_turn=config.colocate_all,
         zero_stage=chosen.stage,
+        one_update=config.one_update,
     )
     fleet.open_channel()
     return replace(fleet, machine=fleet.survey())

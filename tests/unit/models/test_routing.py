@@ -173,9 +173,10 @@ def test_the_actor_scores_and_trains_with_the_samplers_experts(material: Path, t
     def first_ratio(actor: roles.Actor) -> float:
         ones = [np.ones(len(d), np.float32) for d in routed]
         items = [
-            roles.Experience(d, theirs[i], theirs[i], 0 * one, one, one, one) for i, (d, one) in enumerate(zip(routed, ones, strict=True))
+            roles.Experience(d, theirs[i], theirs[i], theirs[i], 0 * one, one, one)
+            for i, (d, one) in enumerate(zip(routed, ones, strict=True))
         ]
-        return actor.train(items, [roles.Update([0, 1, 2], 1e-6, 0.0)])[0]["policy/ratio"]
+        return actor.train(items, [roles.Update([0, 1, 2], 1e-6, 0.0)]).metrics[0]["policy/ratio"]
 
     assert first_ratio(replaying) == pytest.approx(1, abs=1e-5)
     assert abs(first_ratio(plain) - 1) > 1e-3

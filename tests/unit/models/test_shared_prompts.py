@@ -219,14 +219,14 @@ def test_roles_say_and_learn_the_same_of_answers(
             "reference": dict(reference.logprobs(documents)), "reward": dict(reward.scores(documents)),
         }  # fmt: skip
         old = [read["logprobs"][i] for i in range(9)]
-        ones = [np.ones(len(document), np.float32) for document in documents]
+        before = [old[i] + 0.1 * arrays[0][i] for i in range(9)]
         items = [
-            Experience(document, old[i] + 0.1 * arrays[0][i], read["reference"][i], arrays[1][i], arrays[2][i], arrays[3][i], ones[i])
+            Experience(document, before[i], before[i], read["reference"][i], arrays[1][i], arrays[2][i], arrays[3][i])
             for i, document in enumerate(documents)
         ]
         kernel.clear()
         step = Update(list(range(len(items))), 1e-2, 0.1)
-        metrics = {**actor.update(items, step), **critic.update(items, step)}
+        metrics = {**actor.update(items, step, []), **critic.update(items, step, [])}
         found.append((read, metrics, sum(kernel), dict(actor.logprobs(documents)), dict(critic.values(documents))))
     (apart, other, many, *after), (together, metrics, few, *later) = found
     for name, by_document in apart.items():

@@ -298,16 +298,18 @@ def test_every_loss_takes_the_global_denominator():
 
 def test_importance_weights_of_tokens_and_of_answers():
     old, sampler = tensor([[0.0, 1.0, -1.0, 5.0]]), tensor([[0.0, 0.0, 0.0, 0.0]])
-    mask = torch.tensor([[True, True, True, False]])
+    mask, documents = torch.tensor([[True, True, True, False]]), torch.zeros(1, 4, dtype=torch.int64)
     e = math.e
     assert_close(losses.importance_weights(old, sampler, mask, 0.5, 2.0), tensor([[1.0, 2.0, 0.5, 0.0]]))
     assert_close(losses.importance_weights(old, sampler, mask, 0.5, 2.0, masked=True), tensor([[1.0, 0.0, 0.0, 0.0]]))
     # The product over the answer: exp(0 + 1 - 1) = 1; with another last token exp(0 + 1 + 0.5).
-    assert_close(losses.importance_weights(old, sampler, mask, 0.5, 2.0, whole=True), tensor([[1.0, 1.0, 1.0, 0.0]]))
+    assert_close(losses.importance_weights(old, sampler, mask, 0.5, 2.0, documents=documents), tensor([[1.0, 1.0, 1.0, 0.0]]))
     old = tensor([[0.0, 1.0, 0.5, 5.0]])
-    assert_close(losses.importance_weights(old, sampler, mask, 0.0, 9.0, whole=True), tensor([[e**1.5, e**1.5, e**1.5, 0.0]]))
-    assert losses.importance_weights(old, sampler, mask, 0.5, 2.0, masked=True, whole=True).sum() == 0
-    assert losses.importance_weights(1e4 * old, sampler, mask, 0.0, 2.0, whole=True).max() == 2.0  # exp overflows, the cap holds
+    assert_close(losses.importance_weights(old, sampler, mask, 0.0, 9.0, documents=documents), tensor([[e**1.5, e**1.5, e**1.5, 0.0]]))
+    assert losses.importance_weights(old, sampler, mask, 0.5, 2.0, masked=True, documents=documents).sum() == 0
+    assert losses.importance_weights(1e4 * old, sampler, mask, 0.0, 2.0, documents=documents).max() == 2.0  # exp overflows, the cap holds
+    packed = torch.tensor([[0, 0, 1, -1]])  # two answers in a row, and padding
+    assert_close(losses.importance_weights(old, sampler, mask, 0.0, 9.0, documents=packed), tensor([[e, e, e**0.5, 0.0]]))
 
 
 def test_cispo_weighs_the_log_probs_by_clipped_ratios():

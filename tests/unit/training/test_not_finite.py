@@ -149,7 +149,7 @@ def test_roles_of_ppo(role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     config = PPO.model_validate({"prompts": {"sources": "p.jsonl"}, "zero_stage": 0})
     made = Actor(model, config, 0) if role == "actor" else Critic(model, config, 0)
     tokens, ones = [1, 2, 3, 4], np.ones(4, np.float32)
-    good = Experience(Document(tokens, [False, False, True, True]), -ones, -ones, ones, ones, ones, ones)
+    good = Experience(Document(tokens, [False, False, True, True]), -ones, -ones, -ones, ones, ones, ones)
     bad = replace(good, advantages=ones * math.inf, returns=ones * math.inf)
     before = [weight.clone() for weight in made.module.parameters()]
     with pytest.raises(FloatingPointError, match=r"^optimiser step 2 of 2: the loss is (inf|-inf|nan), and training ends here"):

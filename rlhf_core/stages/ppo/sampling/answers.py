@@ -159,7 +159,7 @@ def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
     rewards = join([part.rewards for part in parts])
     rewards.check(allowed_failures)
     logprobs, references, values = (
-        [array for part in parts for array in getattr(part, name)] for name in ("logprobs", "ref_logprobs", "values")
+        [array for part in parts for array in getattr(part, name) or ()] or None for name in ("logprobs", "ref_logprobs", "values")
     )
     return Scores(logprobs, references, values, rewards)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,12 +11,12 @@ import torch
 
 from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
-from rlhf_core.objectives.actor_loss import Counted, PerToken, actor_loss
+from rlhf_core.objectives.actor_loss import Counted, PerToken, actor_loss, sampler_weights
 from rlhf_core.objectives.losses import value_loss
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
-from rlhf_core.stages.ppo.credit import Credited, credit
-from rlhf_core.stages.ppo.records import Rollout, Scores
+from rlhf_core.stages.ppo.credit import credit, divergence
+from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 
 # Two answers to one prompt of one token: A of three tokens, B of two.
 OLD = [[0.0, -1.0, -0.5, -2.0], [0.0, -0.7, -0.2]]
@@ -35,6 +36,15 @@ def arrays(rows: list[list[float]]) -> list[np.ndarray]:
     return [np.array(row, dtype=np.float32) for row in rows]
 
 
+class Credited(NamedTuple):
+    """What `credit` and `divergence` found of the rollout."""
+
+    experience: list[Experience]
+    usable: list[int]
+    kl: float
+    metrics: dict[str, float]
+
+
 def credited(config: PPO | None = None, rewards: list[float] = REWARDS, copies: int = 1, kl_coef: float = 0.1) -> Credited:
     """The rollout, `copies` times in a row, with one reward for each answer."""
     prompt = Prompt((), [7], {}, False)
@@ -43,8 +53,11 @@ def credited(config: PPO | None = None, rewards: list[float] = REWARDS, copies: 
         for row, sampler in zip(OLD * copies, arrays(SAMPLER) * copies, strict=True)
     ]
     known = Rewards({"model": np.array(rewards)}, {})
-    scores = Scores(arrays(OLD) * copies, arrays(REFERENCE) * copies, arrays(VALUES) * copies, known)
-    return credit(rollouts, scores, kl_coef, {}, config or ppo(), TERMS)
+    config = config or ppo()
+    scores = Scores(arrays(OLD) * copies, arrays(REFERENCE) * copies if config.has_reference else None, arrays(VALUES) * copies, known)
+    found = credit(rollouts, scores, kl_coef, {}, config, TERMS)
+    apart = divergence(rollouts, arrays(OLD) * copies, scores.ref_logprobs, found.usable, kl_coef, config)
+    return Credited(found.experience, found.usable, apart.kl, found.metrics | apart.metrics)
 
 
 def advantages(found: Credited) -> list[list[float]]:
@@ -71,7 +84,7 @@ def test_advantages_and_returns_of_the_recorded_rollout() -> None:
     assert advantages(found) == [close(row) for row in WHITE]
     assert [e.returns[1:].tolist() for e in found.experience] == [close(row) for row in RETURNS]
     assert advantages(credited(ppo(whiten_advantages=False))) == [close(row) for row in GAE]
-    assert all(e.advantages[0] == e.returns[0] == e.is_weights[0] == 0 for e in found.experience), "the prompt earns nothing"
+    assert all(e.advantages[0] == e.returns[0] == 0 for e in found.experience), "the prompt earns nothing"
     assert found.usable == [0, 1]
 
 
@@ -109,7 +122,8 @@ def test_without_a_reference_no_kl_is_told() -> None:
 
 def test_importance_weights_of_the_recorded_rollout() -> None:
     def weights(**changes: object) -> list[list[float]]:
-        return [e.is_weights[1:].tolist() for e in credited(ppo(**changes)).experience]
+        found = sampler_weights(layout(OLD), layout([row.tolist() for row in arrays(SAMPLER)]), MASK, DOCUMENTS, ppo(**changes))
+        return [found[0, 1:].tolist(), found[1, 1:3].tolist()]
 
     assert weights() == [close([1, 2, 1]), close([0.5, 1])]  # 4 is truncated to 2
     assert weights(sampler_is="clamp", sampler_is_clamp=(0.75, 5.0)) == [close([1, 4, 1]), close([0.75, 1])]
@@ -135,7 +149,7 @@ def loss_of(kl_coef: float = 0.0, entropy: float = 0.0, **changes: object) -> tu
         old_logprobs=old,
         ref_logprobs=layout(REFERENCE),
         advantages=layout([e.advantages.tolist() for e in found.experience]),
-        is_weights=layout([e.is_weights.tolist() for e in found.experience]),
+        is_weights=sampler_weights(old, layout([e.sampler_logprobs.tolist() for e in found.experience]), MASK, DOCUMENTS, ppo()),
         mask=MASK,
         documents=DOCUMENTS,
     )
@@ -254,7 +268,7 @@ def test_an_answer_without_reward_changes_nothing_for_the_others(estimator: str)
     alone, with_failed = credited(config), credited(config, [*REWARDS, NAN, NAN], copies=2)
     assert with_failed.usable == [0, 1]
     assert advantages(with_failed)[:2] == advantages(alone)
-    assert not any(e.advantages.any() or e.returns.any() or e.is_weights.any() for e in with_failed.experience[2:])
+    assert not any(e.advantages.any() or e.returns.any() for e in with_failed.experience[2:])
     for name in ("kl/mean", "kl/per_answer", "reward/mean", "reward/std", "return/mean"):
         assert with_failed.metrics[name] == close(alone.metrics[name]), name
     assert with_failed.metrics["reward/model/failed"] == 2 and with_failed.metrics["rollout/usable"] == 0.5

@@ -16,6 +16,7 @@ from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.fleet import EngineDiffers, Fleet, WeightsDiffer, without_failed
 from rlhf_core.stages.ppo.records import Own, Rollout
+from rlhf_core.stages.ppo.roles import Steps
 from rlhf_core.stages.ppo.roofline import Ceilings, Machine, Shape
 
 
@@ -24,9 +25,10 @@ class Work:
         self.said, self.name, self.what = said, name, what
         said.append(f"{name} begins to {what}")
 
-    def wait(self, timeout: float) -> list[list[dict[str, float]]]:
+    def wait(self, timeout: float) -> list[Steps]:
         self.said.append(f"{self.name} is through")
-        return [[{f"{self.name}/loss": 1.0}]]
+        scored = [(1, np.ones(2)), (0, np.zeros(2))] if self.name == "actor" else []
+        return [Steps([{f"{self.name}/loss": 1.0}], scored[:1]), Steps([{f"{self.name}/loss": 1.0}], scored[1:])]
 
 
 class Role:
@@ -44,7 +46,11 @@ def test_actor_and_critic_train_side_by_side_or_in_turn(in_turn: bool, monkeypat
     monkeypatch.setattr(fleet, "wait_all", lambda works, timeout: said.append("all have released"))
     actor, critic, reference, sampler = (Role(said, name) for name in ("actor", "critic", "reference", "sampler"))
     made: Any = Fleet(actor, critic, reference, {}, sampler, None, str, 1.0, "float32", in_turn=in_turn)  # type: ignore[arg-type]
-    assert made.train([], {"actor": [None], "critic": [None]}) == [{"critic/loss": 1.0, "actor/loss": 1.0}]
+    found = made.train([], {"actor": [None], "critic": [None]})
+    assert found.metrics == [{"critic/loss": 1.0, "actor/loss": 1.0}] and [(i, len(a), a[0]) for i, a in found.logprobs] == [
+        (0, 2, 0),
+        (1, 2, 1),
+    ], "log-probs of all ranks, in order"
     released = [f"{name} begins to release" for name in ("actor", "critic", "reference")]
     if in_turn:
         assert [line for line in said if "release" not in line] == [

@@ -22,7 +22,7 @@ from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
-from rlhf_core.stages.ppo.roles import Update
+from rlhf_core.stages.ppo.roles import Steps, Update
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, rollout
 from rlhf_core.stages.ppo.sampling.stored import AHEAD, read_ahead, write_ahead
 
@@ -72,14 +72,15 @@ class Fleet:
         logprobs = [np.where(rollout.document.mask, -1 - STEP * self.actor, 0).astype(np.float32) for rollout in rollouts]
         return lambda: Scores(logprobs, logprobs, logprobs, Rewards({"reward_model": np.arange(len(rollouts), dtype=float)}, {}))
 
-    def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> list[dict[str, float]]:
+    def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> Steps:
         self.said.append("train")
         if "actor" in updates:
             self.actor += 1
         if self.actor == self.killed_at:
             raise KeyboardInterrupt
-        self.weights.append(float(experience[0].is_weights[-1]))
-        return [{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}]
+        assert experience[0].old_logprobs is not None
+        self.weights.append(float(np.exp(experience[0].old_logprobs[-1] - experience[0].sampler_logprobs[-1])))
+        return Steps([{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}], [])
 
     def publish_weights(self, version: int = 0) -> None:
         self.said.append("publish")

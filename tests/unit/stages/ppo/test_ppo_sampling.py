@@ -21,7 +21,7 @@ from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
-from rlhf_core.stages.ppo.roles import Update
+from rlhf_core.stages.ppo.roles import Steps, Update
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, Setup, sample, with_signal
 from rlhf_core.stages.ppo.train import iteration_state, restore, schedule_of, setup_of
 
@@ -66,10 +66,10 @@ class Fleet:
         values = [np.zeros(4, np.float32) for _ in rollouts]
         return lambda: Scores(logprobs, logprobs, values, rewards or self.reward(rollouts, allowed))
 
-    def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> list[dict[str, float]]:
+    def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> Steps:
         self.trained.append(updates)
         self.said.append("train")
-        return [{"policy/ratio": 1.0, "policy/ratio_gap": 0.0} for _ in next(iter(updates.values()))]
+        return Steps([{"policy/ratio": 1.0, "policy/ratio_gap": 0.0} for _ in next(iter(updates.values()))], [])
 
     def iteration_metrics(self, rollouts: object, trained: object, passes: int, seconds: float) -> dict[str, float]:
         return {}

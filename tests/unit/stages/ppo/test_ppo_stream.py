@@ -16,6 +16,7 @@ from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Rollout, Scores
+from rlhf_core.stages.ppo.roles import Steps
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Setup, sample
 from rlhf_core.stages.ppo.train import schedule_of, setup_of
 
@@ -52,8 +53,8 @@ class Fleet:
 
         return wait
 
-    def train(self, *of: object) -> list[dict[str, float]]:
-        return [{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}]
+    def train(self, *of: object) -> Steps:
+        return Steps([{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}], [])
 
     def publish_weights(self, version: int = 0) -> None: ...
 

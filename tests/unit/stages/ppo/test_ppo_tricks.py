@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -117,9 +118,7 @@ def experience(models: Path, scale: float = 1.0) -> list[Experience]:
     reference = dict(Reference(model(models / "other"), 1.0).logprobs(docs))
     generator = np.random.default_rng(1)
     random = [scale * generator.normal(size=len(d)).astype(np.float32) for d in docs]
-    ones = [np.ones(len(d), np.float32) for d in docs]
-    parts = zip(docs, random, ones, strict=True)
-    return [Experience(d, old[i], reference[i], 0 * one, a, a, one) for i, (d, a, one) in enumerate(parts)]
+    return [Experience(d, old[i], old[i], reference[i], 0 * a, a, a) for i, (d, a) in enumerate(zip(docs, random, strict=True))]
 
 
 def flat(role: Actor | Critic) -> torch.Tensor:
@@ -146,12 +145,42 @@ def test_the_reward_is_paid_on_the_last_token_only() -> None:
 def test_each_token_has_its_own_ratio(models: Path, plain_engine: None) -> None:
     items = experience(models)
     moved = [e.__class__(**{**vars(e), "old_logprobs": e.old_logprobs - np.linspace(0, 0.6, len(e.document))}) for e in items]
-    shares = {ratio: actor(models, ratio=ratio).train(moved, [Update(list(range(8)), 1e-9, 0.0)])[0] for ratio in ("token", "sequence")}
+    shares = {
+        ratio: actor(models, ratio=ratio).train(moved, [Update(list(range(8)), 1e-9, 0.0)]).metrics[0] for ratio in ("token", "sequence")
+    }
     tokens = [np.exp(np.linspace(0, 0.6, len(e.document))[2:]) for e in moved]
     assert shares["token"]["policy/ratio"] == pytest.approx(np.concatenate(tokens).mean(), rel=1e-4)
     assert shares["token"]["policy/ratio_gap"] == pytest.approx(np.abs(np.concatenate(tokens) - 1).mean(), rel=1e-4)
     geometric = [np.exp(np.log(ratios).mean()) for ratios in tokens]
     assert shares["sequence"]["policy/ratio"] == pytest.approx(np.mean(geometric), rel=1e-4)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_one_update_of_an_iteration_needs_no_scoring_pass(models: Path, plain_engine: None, level: str) -> None:
+    """Log-probs of the training pass itself: the same gradient as with those of a scoring pass, and they come back by document."""
+    choices = {"advantage_estimator": "grpo", "kl_in": "loss", "kl_estimator": "k3", "sampler_is_level": level, "sampler_is_cap": 1.5}
+    noise = np.random.default_rng(2)
+    items = [replace(e, sampler_logprobs=e.sampler_logprobs + 0.1 * noise.normal(size=len(e.document))) for e in experience(models)]
+    update = Update([6, 2, 7, 1, 0, 4, 3], 1e-2, 0.3)
+    scored, unscored = actor(models, **choices), actor(models, **choices, micro=3)
+    expected, none = scored.train(items, [update])
+    found, logprobs = unscored.train([replace(e, old_logprobs=None) for e in items], [update])
+    assert none == [] and sorted(i for i, _ in logprobs) == sorted(update.indices)
+    for i, values in logprobs:
+        mask = np.array(items[i].document.mask)
+        np.testing.assert_allclose(values[mask], items[i].old_logprobs[mask], atol=1e-5)
+    assert found[0] == pytest.approx(expected[0], rel=1e-3, abs=1e-5) and found[0]["policy/ratio"] == 1
+    torch.testing.assert_close(flat(unscored), flat(scored), atol=2e-4, rtol=0)
+
+
+def test_log_probs_are_scored_only_where_the_training_pass_comes_too_late() -> None:
+    sizes = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "train_batch_size": 8, "max_epochs": 1, "advantage_estimator": "grpo"}
+    assert ppo(**sizes, kl_in="loss", kl_estimator="k3").one_update and ppo(**sizes, init_kl_coef=0.0).one_update
+    assert not ppo(**sizes).one_update, "the KL is in the reward"
+    assert not ppo(**{**sizes, "train_batch_size": 4}, init_kl_coef=0.0).one_update
+    assert not ppo(**{**sizes, "max_epochs": 2}, init_kl_coef=0.0).one_update
+    frozen = {**sizes, "advantage_estimator": "gae", "freezing_actor_steps": 1}
+    assert not ppo(**frozen, init_kl_coef=0.0).one_update, "nothing is trained then"
 
 
 # 3. A KL term on every token.
@@ -175,7 +204,7 @@ def test_the_kl_in_the_loss_pulls_towards_the_reference(models: Path, plain_engi
     still.train(items, [Update(list(range(8)), 1e-2, 0.5)])
     assert torch.equal(flat(still), before)
     pulled = actor(models, kl_in="loss", kl_estimator="k3")
-    steps = pulled.train(items, [Update(list(range(8)), 1e-2, 0.5)] * 5)
+    steps = pulled.train(items, [Update(list(range(8)), 1e-2, 0.5)] * 5).metrics
     assert steps[-1]["policy/kl_loss"] < 0.8 * steps[0]["policy/kl_loss"]
 
 
@@ -335,7 +364,7 @@ def test_micro_batches_change_nothing(models: Path, plain_engine: None, aggregat
         role = actor(models, micro, **choices)
         role.passes = role.passes._replace(tokens=tokens)
         role.engine = Watched(role.engine.module, role.engine._adamw)
-        metrics.append(role.train(items, [Update(list(range(8)), 1e-3, 0.2)])[0])
+        metrics.append(role.train(items, [Update(list(range(8)), 1e-3, 0.2)]).metrics[0])
     assert gradients[0].abs().max() > 1e-3
     for gradient, found in zip(gradients[1:], metrics[1:], strict=True):
         torch.testing.assert_close(gradient, gradients[0])
@@ -344,13 +373,13 @@ def test_micro_batches_change_nothing(models: Path, plain_engine: None, aggregat
 
 def test_the_entropy_bonus_raises_the_entropy(models: Path, plain_engine: None) -> None:
     items = experience(models, scale=0.0)
-    steps = actor(models, entropy_coef=1.0).train(items, [Update(list(range(8)), 1e-2, 0.0)] * 5)
+    steps = actor(models, entropy_coef=1.0).train(items, [Update(list(range(8)), 1e-2, 0.0)] * 5).metrics
     assert steps[-1]["policy/entropy"] > steps[0]["policy/entropy"] + 1e-3
 
 
 def test_the_first_step_is_on_policy(models: Path, plain_engine: None) -> None:
     for aggregation in ("token", "sequence", "constant"):
-        metrics = actor(models, loss_aggregation=aggregation).train(experience(models), [Update(list(range(8)), 1e-3, 0.0)])[0]
+        metrics = actor(models, loss_aggregation=aggregation).train(experience(models), [Update(list(range(8)), 1e-3, 0.0)]).metrics[0]
         assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5) and metrics["policy/clip_share"] == 0
 
 
