@@ -10,7 +10,7 @@ from pydantic import Field
 from rlhf_core.config.data import Data, Text
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.processes import Groups, Vllm
-from rlhf_core.config.rewards import EnvironmentReward, HttpReward, ModelReward, RewardSources
+from rlhf_core.config.rewards import EnvironmentReward, HttpReward, ModelReward, NoReward, RewardSources
 from rlhf_core.config.training import PreferenceLoss, Routed, Trainable, UnpairedLoss
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
 
@@ -30,6 +30,17 @@ class Sampling(Config):
 class Rewarded(Gated, Sampling):
     """Fields of stages whose sampled answers get rewards."""
 
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="sample from the most probable tokens that have this probability together (Holtzman et al. 2020); ppo trains that "
+        "distribution",
+    )
+    top_k: int = Field(0, ge=0, description="sample from this many of the most probable tokens; 0: from all; ppo trains that distribution")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="texts that end an answer, besides the template's end of turn; the answer keeps them"
+    )
     reward: RewardSources = Field(
         (ModelReward(),), description="a reward model, path.py:function, http://..., or a list of these with weights; they are summed"
     )
@@ -74,8 +85,8 @@ class Rounds(Rewarded):
 
     @check
     def _check_reward(self) -> Iterator[str]:
-        if any(isinstance(source, EnvironmentReward) for source in self.reward):
-            yield "reward: environments are for ppo: name a reward model, a function or a server"
+        if any(isinstance(source, EnvironmentReward | NoReward) for source in self.reward):
+            yield "reward: environments and none are for ppo: name a reward model, a function or a server"
         for source in self.reward_models:
             if source.ranks is not None:
                 yield (f"the reward model {source.title} scores in the stage's own process: leave out its ranks")

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from rlhf_core.config.data import Data, Text
 from rlhf_core.config.loops import Rewarded
 from rlhf_core.config.processes import Groups, Wanted, check_together
-from rlhf_core.config.rewards import EnvironmentReward, ShortEnvironment
+from rlhf_core.config.rewards import EnvironmentReward, NoReward, ShortEnvironment
 from rlhf_core.config.training import Optimised, Routed
 from rlhf_core.records import NotInDigest, Positive, Ranks, Rate, Share, check
 
@@ -85,7 +85,9 @@ class PPO(Optimised, Rewarded, Routed):
     max_filter_rounds: Positive = Field(10, description="rounds of sampling to fill an iteration; what is there then is trained on")
     filter_min_spread: float = Field(1e-6, ge=0, description="a group has no signal when its rewards differ by no more than this")
     whiten_advantages: bool = Field(
-        True, description="advantages of gae get mean 0 and std 1 over the whole rollout (reinforce_pp*: always; group estimators: never)"
+        True,
+        description="advantages of gae and reinforce_pp get mean 0 and std 1 over the whole rollout (reinforce_pp_baseline: always; other "
+        "group estimators: never)",
     )
     stream_batch_size: Annotated[Positive | None, NotInDigest] = Field(
         None,
@@ -239,6 +241,14 @@ class PPO(Optimised, Rewarded, Routed):
         estimator = self.advantage_estimator
         if self.temperature == 0:
             yield "temperature=0 gives the same answer every time, there is nothing to compare: set it above 0, usually to 1"
+        if any(isinstance(source, NoReward) for source in self.reward):
+            if self.reference is None or self.kl_in != "reward" or not self.init_kl_coef or len(self.reward) > 1:
+                yield (
+                    "reward none learns from the KL to a teacher alone: set reference to the teacher, init_kl_coef to 1, kl_in to reward, "
+                    "and name no other reward"
+                )
+            if self.eval_prompts is not None or self.dynamic_filtering:
+                yield "eval_prompts and dynamic_filtering compare rewards, and reward is none: leave them out"
         if self.has_critic and self.critic is None and not self.reward_models:
             yield "gae needs a critic, and there is no reward model to start it from: set critic, or a critic-free estimator"
         if not self.has_critic and (self.critic is not None or self.freezing_actor_steps):
@@ -273,6 +283,8 @@ class PPO(Optimised, Rewarded, Routed):
             yield "reward names the environment, and there is none: set environment, or name another reward"
         if self.environment is not None and self.stream_batch_size:
             yield "stream_batch_size scores answers as they are finished, which episodes of an environment are not: leave it out"
+        if self.environment is not None and self.stop:
+            yield "stop ends answers that an environment goes on from, which need the template's end of turn: leave it out"
         if self.environment is not None and (self.environment.answer_max_len or 0) > self.generate_max_len:
             yield (
                 f"environment.answer_max_len={self.environment.answer_max_len} must be at most generate_max_len={self.generate_max_len}: "

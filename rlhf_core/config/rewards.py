@@ -4,6 +4,7 @@ reward: reward_model                          one reward model: a stage, a folde
 reward: [reward_model, checks.py:short, "http://localhost:8000"]
 reward: [{model: reward_model, weight: 0.5}, {function: "checks.py:short", normalize: running}]
 reward: environment                           the environment that ppo names
+reward: none                                  ppo learns from the KL to a teacher alone
 """
 
 from __future__ import annotations
@@ -111,6 +112,17 @@ class EnvironmentReward(WeighedReward):
         return self.name or "environment"
 
 
+class NoReward(WeighedReward):
+    """No reward: the KL to a teacher, which ppo names as its reference, is all that the policy learns from."""
+
+    kind: Literal["none"] = "none"
+    normalize: Literal["none"] = "none"
+
+    @property
+    def title(self) -> str:
+        return self.name or "none"
+
+
 SHIPPED = {"guess": "Guess", "tools": "Tools"}  # environments of alignflow: class of shipped/NAME.py
 
 
@@ -180,8 +192,8 @@ def _reward_sources(value: Any) -> Any:
 
 def _reward_source(value: Any) -> Any:
     if isinstance(value, str):
-        if value == "environment":
-            return {"kind": "environment"}
+        if value in ("environment", "none"):
+            return {"kind": value}
         kind = "http" if value.startswith(("http://", "https://")) else "function" if re.search(r"\.py:\w+$", value) else "model"
         return {"kind": kind, REWARD_KINDS[kind]: value}
     if isinstance(value, dict) and "kind" not in value:
@@ -189,7 +201,7 @@ def _reward_source(value: Any) -> Any:
     return value
 
 
-RewardSource = Annotated[ModelReward | FunctionReward | HttpReward | EnvironmentReward, Field(discriminator="kind")]
+RewardSource = Annotated[ModelReward | FunctionReward | HttpReward | EnvironmentReward | NoReward, Field(discriminator="kind")]
 
 
 def _named_apart(sources: tuple[RewardSource, ...]) -> tuple[RewardSource, ...]:

@@ -113,6 +113,7 @@ FIELDS: dict[str, Field] = {
     "dynamic_filtering": Field(
         "dynamic_filtering", true, "groups whose answers all have one reward are replaced, instead of those whose mean leaves a range"
     ),
+    "top_p": Field("top_p", number),
     "vllm_num_engines": Field("vllm.num_engines", count),
     "vllm_tensor_parallel_size": Field("vllm.tensor_parallel_size", count),
     "vllm_gpu_memory_utilization": Field("vllm.gpu_memory_utilization", fraction),
@@ -146,7 +147,6 @@ DROPPED: dict[str, str] = {
     "tokenizer_chat_template": "set the template in the model's own tokenizer",
     "pretrain_mode": "there is no continued pre-training stage",
     "lora_dropout": "adapters have no dropout",
-    "top_p": "sampling is always from the whole distribution, as the log-probs of training are",
     "ptx_coef": "there is no pre-training loss in PPO; nll_coef of a dpo stage is the nearest",
     "no_advantage_std_norm": "dr_grpo is the estimator without the standard deviation",
     "save_value_network": "the critic stays in the stage's resume checkpoints",

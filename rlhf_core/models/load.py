@@ -30,7 +30,16 @@ from rlhf_core.models.kernels.state_layers import document_numbers
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter
 from rlhf_core.models.precision import as_if_stored, unquantised
 from rlhf_core.models.score_classes import add_score_class
-from rlhf_core.models.token_logprobs import Entropy, backbone_of, logit_cap, logit_scale, replaced_forward, token_logprobs
+from rlhf_core.models.token_logprobs import (
+    WHOLE,
+    Entropy,
+    Truncation,
+    backbone_of,
+    logit_cap,
+    logit_scale,
+    replaced_forward,
+    token_logprobs,
+)
 from rlhf_core.models.wrapper import folder_of, is_wrapper, language_model
 from rlhf_core.objectives.collate import Batch, rounded, sent
 from rlhf_core.objectives.masked import next_token_pairs
@@ -82,11 +91,12 @@ class Policy(nn.Module):
         entropy: Entropy = "no",
         mask: Tensor | None = None,
         experts: Tensor | None = None,
+        top: Truncation = WHOLE,
     ) -> TokenLogprobs:
         """Computes all tokens, or those of `mask` (B, T) and 0 elsewhere, which saves the head's work on prompts.
 
         `positions` and `mask` may be in host memory (`Batch.host`), so that the host does not wait for the GPU. After `replay_routing`
-        `experts` (B, T, layers, k) are the experts of each token.
+        `experts` (B, T, layers, k) are the experts of each token. `top` truncates the distributions (`token_logprobs`).
         """
         if self._replay is not None:  # until the next pass: layers may be computed again for the backward pass
             self._replay.table = None if experts is None else experts.flatten(0, 1)
@@ -97,16 +107,18 @@ class Policy(nn.Module):
         flat, targets = hidden.flatten(0, 1)[sources], tokens.flatten()[places]
         keep = self.training and not self.model.is_gradient_checkpointing
         head = self.model.get_output_embeddings()
-        values = torch.stack(token_logprobs(head, flat, targets, temperature / self.scale, entropy, keep, self.cap))
+        values = torch.stack(token_logprobs(head, flat, targets, temperature / self.scale, entropy, keep, self.cap, top))
         values = values.new_zeros(2, tokens.numel()).index_copy(1, places[:count], values[:, :count])
         logprobs, entropies = values.view(2, *tokens.shape)
         balance = balance_loss(router_logits, documents, self.model.config.num_experts_per_tok) if self.balanced else None
         return TokenLogprobs(logprobs, entropies, balance)
 
 
-def masked_logprobs(policy: Callable[..., TokenLogprobs], batch: Batch, temperature: float = 1.0, entropy: Entropy = "no") -> TokenLogprobs:
+def masked_logprobs(
+    policy: Callable[..., TokenLogprobs], batch: Batch, temperature: float = 1.0, entropy: Entropy = "no", top: Truncation = WHOLE
+) -> TokenLogprobs:
     """Runs `Policy.forward`, or an engine around it, for the tokens of the batch's loss mask, without a wait of the host."""
-    return policy(batch.tokens, batch.host.positions, batch.documents, temperature, entropy, batch.host.mask, batch.experts)
+    return policy(batch.tokens, batch.host.positions, batch.documents, temperature, entropy, batch.host.mask, batch.experts, top)
 
 
 class Scorer(nn.Module):

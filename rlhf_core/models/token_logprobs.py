@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +18,32 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
+
+
+class Truncation(NamedTuple):
+    """Keeps the `top_k` most probable tokens (0: all), and of these the most probable ones that have the probability `top_p` together."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+WHOLE = Truncation()
 LOGITS_CHUNK = 2048  # positions whose logits exist at once, where they are not kept: 2048 x 150k vocabulary x 2 bytes = 0.6 GB
 
 
 def token_logprobs(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: Entropy, keep: bool, cap: float | None = None
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy: Entropy,
+    keep: bool,
+    cap: float | None = None,
+    top: Truncation = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """(N, H) hidden states, (N,) tokens -> their log-probs and the entropies of their distributions, (N,) fp32.
+
+    `top` truncates the distributions, never above the tokens themselves; which tokens are kept has no gradient.
 
     `keep`: the logits stay in memory for the backward pass, N x V in the model's dtype; otherwise chunks of them are computed again, as
     they always are with a `cap`, which makes x into `cap * tanh(x / cap)` (Gemma 2, section 2). The entropies are 0 with "no", and carry
@@ -32,21 +51,24 @@ def token_logprobs(
     """
     scale = 1 / temperature if temperature else 1.0
     if type(head) is not nn.Linear:  # a head with adapters, for example
-        logprobs, entropies = _through(head, hidden, targets, scale, entropy != "no", cap)
+        logprobs, entropies = _through(head, hidden, targets, scale, entropy != "no", cap, top)
     else:
         # On a CPU PyTorch allocates several tensors of a chunk's size.
         keep = keep and cap is None and torch.is_grad_enabled() and (hidden.is_cuda or len(hidden) <= LOGITS_CHUNK)
-        options = (targets, scale, entropy != "no", keep, cap)
+        options = (targets, scale, entropy != "no", keep, cap, top)
         with replaced_forward(head, lambda rows: _HeadLogprobs.apply(rows, head.weight, head.bias, *options)):
             logprobs, entropies = head(hidden)
     return logprobs, entropies if entropy == "gradient" else entropies.detach()
 
 
-def _through(head: nn.Module, hidden: Tensor, targets: Tensor, scale: float, entropy: bool, cap: float | None) -> tuple[Tensor, Tensor]:
+def _through(
+    head: nn.Module, hidden: Tensor, targets: Tensor, scale: float, entropy: bool, cap: float | None, top: Truncation
+) -> tuple[Tensor, Tensor]:
     """Runs any head in chunks, in training each with checkpointing; in one call where ZeRO-3 has sharded it, which counts calls."""
 
     def read(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, _, entropies = _read_with_torch(_capped(head(rows), cap), wanted, scale, entropy)
+        logits = _capped(head(rows), cap)
+        logprobs, _, entropies = _read_with_torch(logits, wanted, scale, entropy, _floors(logits.detach(), wanted, scale, top))
         return logprobs, entropies
 
     cut = any(hasattr(parameter, "ds_id") for parameter in head.parameters())
@@ -91,21 +113,24 @@ class _HeadLogprobs(torch.autograd.Function):
         entropy: bool,
         keep: bool,
         cap: float | None,
+        top: Truncation,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         size = max(1, len(hidden)) if keep else LOGITS_CHUNK
-        parts, logits = [], hidden.new_empty(0)
+        parts, floors, logits = [], [], hidden.new_empty(0)
         for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
             logits = _capped(F.linear(rows, weight, bias), cap)
-            parts.append(_read(logits, wanted, scale, entropy))
+            floors.append(_floors(logits, wanted, scale, top))
+            parts.append(_read(logits, wanted, scale, entropy, floors[-1]))
         logprobs, sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, targets, sums, entropies, logits if keep else None)
+        known = [part for part in floors if part is not None]
+        ctx.save_for_backward(hidden, weight, bias, targets, sums, entropies, logits if keep else None, torch.cat(known) if known else None)
         ctx.scale, ctx.size, ctx.overwritten, ctx.cap = scale, size, False, cap
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, grads: Tensor | None, entropy_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, sums, entropies, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, sums, entropies, kept, floors = ctx.saved_tensors
         if ctx.overwritten:
             raise RuntimeError("the kept logits were overwritten by their gradient: only one backward pass is possible")
         ctx.overwritten = kept is not None
@@ -118,7 +143,8 @@ class _HeadLogprobs(torch.autograd.Function):
             logits = _capped(F.linear(hidden[part], weight, bias), ctx.cap) if kept is None else kept
             slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()  # the cap's derivative; before it is overwritten
             more = None if entropy_grads is None else entropy_grads[part]
-            logits = _differentiate(logits, targets[part], sums[part], entropies[part], grads[part], more, ctx.scale)
+            least = None if floors is None else floors[part]
+            logits = _differentiate(logits, targets[part], sums[part], entropies[part], grads[part], more, ctx.scale, least)
             if slope is not None:
                 logits = logits.mul_(slope)
             if hidden_grad is not None:
@@ -128,51 +154,91 @@ class _HeadLogprobs(torch.autograd.Function):
             if for_bias:
                 bias_grad = logits.sum(0) if bias_grad is None else bias_grad + logits.sum(0)
             del logits, slope  # frees memory for the next chunk
-        return hidden_grad, weight_grad, bias_grad, None, None, None, None, None
+        return hidden_grad, weight_grad, bias_grad, None, None, None, None, None, None
 
 
-def _read(logits: Tensor, targets: Tensor, scale: float, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _floors(logits: Tensor, targets: Tensor, scale: float, top: Truncation) -> Tensor | None:
+    """Returns the lowest scaled logit of each row's truncated distribution (N,) fp32, at most that of its target; None when it is whole."""
+    if top == WHOLE:
+        return None
+    if logits.is_cuda:
+        from rlhf_core.models.kernels.logprobs import floors
+
+        return floors(logits, targets, scale, top.top_p, top.top_k)
+    scaled = _at_least_fp32(logits) * scale
+    order = scaled.sort(-1, descending=True).values
+    if top.top_k:
+        order = order[:, : top.top_k]
+    lowest = order[:, -1:]
+    if top.top_p < 1:
+        p = order.softmax(-1)
+        lowest = order.gather(-1, (p.cumsum(-1) - p < top.top_p).sum(-1, keepdim=True) - 1)  # tokens above have less than top_p together
+    return torch.minimum(lowest, scaled.gather(-1, targets[:, None])).squeeze(-1)
+
+
+def _read(logits: Tensor, targets: Tensor, scale: float, entropy: bool, floors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     if logits.is_cuda:
         from rlhf_core.models.kernels.logprobs import read
 
-        return read(logits, targets, scale, entropy)
-    return _read_with_torch(logits, targets, scale, entropy)
+        return read(logits, targets, scale, entropy, floors)
+    return _read_with_torch(logits, targets, scale, entropy, floors)
 
 
 def _differentiate(
-    logits: Tensor, targets: Tensor, sums: Tensor, entropies: Tensor, grads: Tensor, entropy_grads: Tensor | None, scale: float
+    logits: Tensor,
+    targets: Tensor,
+    sums: Tensor,
+    entropies: Tensor,
+    grads: Tensor,
+    entropy_grads: Tensor | None,
+    scale: float,
+    floors: Tensor | None,
 ) -> Tensor:
     if logits.is_cuda:
         from rlhf_core.models.kernels.logprobs import differentiate
 
-        return differentiate(logits, targets, sums, entropies, grads, entropy_grads, scale)
-    return _differentiate_with_torch(logits, targets, sums, entropies, grads, entropy_grads, scale)
+        return differentiate(logits, targets, sums, entropies, grads, entropy_grads, scale, floors)
+    return _differentiate_with_torch(logits, targets, sums, entropies, grads, entropy_grads, scale, floors)
+
+
+def _kept(scaled: Tensor, floors: Tensor | None) -> Tensor:
+    return scaled if floors is None else scaled.masked_fill(scaled < floors[:, None], float("-inf"))
 
 
 def _differentiate_with_torch(
-    logits: Tensor, targets: Tensor, sums: Tensor, entropies: Tensor, grads: Tensor, entropy_grads: Tensor | None, scale: float
+    logits: Tensor,
+    targets: Tensor,
+    sums: Tensor,
+    entropies: Tensor,
+    grads: Tensor,
+    entropy_grads: Tensor | None,
+    scale: float,
+    floors: Tensor | None = None,
 ) -> Tensor:
-    logp = _at_least_fp32(logits) * scale - sums[:, :1] - sums[:, 1:]
+    logp = _kept(_at_least_fp32(logits) * scale, floors) - sums[:, :1] - sums[:, 1:]
     p = logp.exp()
     likely = (1 - p.gather(-1, targets[:, None])) * grads[:, None]  # in fp32: 1 - p loses digits near p = 1
     result = (-grads[:, None] * p).scatter_(-1, targets[:, None], likely)
     if entropy_grads is not None:
-        result -= entropy_grads[:, None] * p * (logp + entropies[:, None])
+        result -= entropy_grads[:, None] * p * torch.where(p > 0, logp + entropies[:, None], 0)
     return (result * scale).to(logits.dtype)
 
 
-def _read_with_torch(logits: Tensor, targets: Tensor, scale: float, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _read_with_torch(
+    logits: Tensor, targets: Tensor, scale: float, entropy: bool, floors: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns log-probs of the targets (N,), each row's maximum and log-sum-exp below it (N, 2), entropies (N,); differentiable, fp32.
 
     Maximum and log-sum-exp are separate, because their sum would lose the digits of 1 - p near p = 1.
     """
-    scaled = _at_least_fp32(logits) * scale
+    scaled = _kept(_at_least_fp32(logits) * scale, floors)
     maxima = scaled.detach().amax(-1, keepdim=True)
     below = scaled - maxima
     logs = below.exp().sum(-1, keepdim=True).log()
     table = below - logs
     logprobs = table.gather(-1, targets[:, None]).squeeze(-1)
-    entropies = -(table.exp() * table).sum(-1) if entropy else torch.zeros_like(logprobs)
+    finite = table if floors is None else table.masked_fill(table == float("-inf"), 0)  # times a probability of 0
+    entropies = -(table.exp() * finite).sum(-1) if entropy else torch.zeros_like(logprobs)
     return logprobs, torch.cat([maxima, logs], -1), entropies
 
 

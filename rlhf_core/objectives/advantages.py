@@ -162,9 +162,10 @@ def spread(advantages: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, advantages[..., None], 0)
 
 
-def reinforce_pp(rewards: Tensor, mask: Tensor, gamma: float, eps: float = 1e-8) -> Tensor:
+def reinforce_pp(rewards: Tensor, mask: Tensor, gamma: float, eps: float = 1e-8, whitened: bool = True) -> Tensor:
     """Computes REINFORCE++ (Hu 2025): discounted returns of `token_rewards`, KL included, whitened over the whole rollout; (..., T)."""
-    return whiten(discounted_returns(rewards, mask, gamma), mask, eps)
+    returns = discounted_returns(rewards, mask, gamma)
+    return whiten(returns, mask, eps) if whitened else returns
 
 
 def _check_group(scores: Tensor) -> None:

@@ -12,16 +12,16 @@ import random
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
-from rlhf_core.rewards.contract import RewardError, RewardsFailed, Sample, WrongReply
+from rlhf_core.rewards.contract import Reply, RewardError, RewardsFailed, Sample, Steps, WrongReply
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import Server
 
@@ -30,25 +30,29 @@ PARTS = 4  # of a request that failed: an answer that hangs costs the larger of 
 
 
 class Source(Protocol):
-    """One attempt: (N,) rewards, nan where one failed. RewardError: this attempt failed; ValueError: every one would."""
+    """One attempt. RewardError: this attempt failed; ValueError: every one would."""
 
-    def score(self, samples: Sequence[Sample]) -> np.ndarray: ...
+    def score(self, samples: Sequence[Sample]) -> Reply: ...
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """What the sources say of N answers: (N,) each, nan where a source failed; and each failing source's last error."""
+    """What the sources say of N answers: (N,) each, nan where a source failed; each failing source's last error; and, by source and index,
+    the steps of answers."""
 
     by_source: dict[str, np.ndarray]
     errors: dict[str, str]
+    steps: Mapping[str, Mapping[int, Steps]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(next(iter(self.by_source.values())))
 
     def take(self, indices: Sequence[int]) -> Rewards:
-        return Rewards({name: values[list(indices)] for name, values in self.by_source.items()}, self.errors)
+        place = {index: i for i, index in enumerate(indices)}
+        steps = {name: {place[i]: found for i, found in by.items() if i in place} for name, by in self.steps.items()}
+        return Rewards({name: values[list(indices)] for name, values in self.by_source.items()}, self.errors, steps)
 
     def check(self, allowed: int) -> None:
         """Raises RewardsFailed when a source left more than `allowed` answers without a reward."""
@@ -60,12 +64,25 @@ def join(parts: Sequence[Rewards]) -> Rewards:
     """The answers of all parts, in order."""
     names = parts[0].by_source
     errors = {name: error for part in parts for name, error in part.errors.items()}
-    return Rewards({name: np.concatenate([part.by_source[name] for part in parts]) for name in names}, errors)
+    steps: dict[str, dict[int, Steps]] = {}
+    starts = np.cumsum([0, *map(len, parts)]).tolist()
+    for start, part in zip(starts, parts, strict=False):
+        for name, by in part.steps.items():
+            steps.setdefault(name, {}).update({start + i: found for i, found in by.items()})
+    return Rewards({name: np.concatenate([part.by_source[name] for part in parts]) for name in names}, errors, steps)
+
+
+class Given(NamedTuple):
+    """Holds what a source said of N answers: rewards (N,), nan where one failed, the last error, and the steps of answers by index."""
+
+    rewards: np.ndarray
+    error: str
+    steps: Mapping[int, Steps]
 
 
 def collect(
     scored: Iterable[tuple[str, ArrayLike]],
-    pending: Mapping[str, Future[tuple[np.ndarray, str]]],
+    pending: Mapping[str, Future[Given]],
     allowed: int,
     failures: Mapping[str, str] = MappingProxyType({}),
 ) -> Rewards:
@@ -76,14 +93,15 @@ def collect(
     """
     by_source: dict[str, np.ndarray] = {}
     errors: dict[str, str] = {}
+    steps: dict[str, Mapping[int, Steps]] = {}
     for title, scores in scored:
         values = np.asarray(scores, dtype=np.float64)
         by_source[title] = np.where(np.isfinite(values), values, np.nan)
         check_failures(title, int(np.isnan(by_source[title]).sum()), allowed, len(values), failures.get(title, ""))
     for title, future in pending.items():
-        by_source[title], error = future.result()
+        by_source[title], error, steps[title] = future.result()
         errors |= {title: error} if error else {}
-    return Rewards(by_source, errors)
+    return Rewards(by_source, errors, {title: found for title, found in steps.items() if found})
 
 
 class Client:
@@ -94,15 +112,16 @@ class Client:
         self._batch_size, self._concurrency, self._max_attempts = batch_size, concurrency, max_attempts
         self._pause, self._given_up = pause, Event()
 
-    def score(self, samples: Sequence[Sample], allowed: int) -> tuple[np.ndarray, str]:
-        """Rewards (N,), nan where one failed, and the last error. RewardsFailed when more than `allowed` did."""
+    def score(self, samples: Sequence[Sample], allowed: int) -> Given:
+        """Rewards of all answers. RewardsFailed when more than `allowed` have none."""
         batches = [samples[i : i + self._batch_size] for i in range(0, len(samples), self._batch_size)]
-        rewards, last_error, failed = [], "", 0
+        rewards, last_error, failed, steps = [], "", 0, dict[int, Steps]()
         with ThreadPoolExecutor(self._concurrency, thread_name_prefix=self.title) as pool:
             work = [pool.submit(self._batch, batch) for batch in batches]
             try:
-                for done in work:
-                    values, error = done.result()
+                for number, done in enumerate(work):
+                    values, error, found = done.result()
+                    steps |= {number * self._batch_size + i: of_answer for i, of_answer in found.items()}
                     rewards.append(values)
                     last_error = error or last_error
                     failed += int(np.isnan(values).sum())
@@ -111,10 +130,10 @@ class Client:
                 self._given_up.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        return np.concatenate(rewards), last_error
+        return Given(np.concatenate(rewards), last_error, steps)
 
-    def _batch(self, samples: Sequence[Sample]) -> tuple[np.ndarray, str]:
-        """Rewards of a batch, nan where one failed, and the last error.
+    def _batch(self, samples: Sequence[Sample]) -> Given:
+        """Rewards of a batch.
 
         A request that fails as a whole is followed by one for each quarter of its answers, so that an answer which the source cannot take
         is found and lost alone. An answer that is requested again without a cut was in `max_attempts` requests at most. A search for one
@@ -122,14 +141,17 @@ class Client:
         to be dead and the rest of the batch is given up.
         """
         rewards, attempts, error = np.full(len(samples), np.nan), np.zeros(len(samples), int), ""
+        steps: dict[int, Steps] = {}
         waiting, in_a_row, limit = deque([np.arange(len(samples))]), 0, self._max_attempts + len(samples).bit_length()
         while waiting and in_a_row < limit:
             if self._given_up.is_set():
-                return rewards, error or "it gets no more requests"
+                return Given(rewards, error or "it gets no more requests", steps)
             part = waiting.popleft()
             attempts[part] += 1
             try:
-                rewards[part] = self._source.score([samples[i] for i in part.tolist()])
+                reply = self._source.score([samples[i] for i in part.tolist()])
+                rewards[part] = reply.rewards
+                steps |= {int(part[i]): found for i, found in reply.steps.items()}
                 again, problem = [part[np.isnan(rewards[part])]], "it gave null, nan or no number"
             except WrongReply as failure:
                 again, problem = [part], str(failure)
@@ -145,7 +167,7 @@ class Client:
                 if waiting and in_a_row < limit:
                     growing = self._pause * 2 ** min(max(0, in_a_row - 1), 10)
                     self._given_up.wait(random.uniform(0, min(LONGEST_PAUSE, growing)))
-        return rewards, error if np.isnan(rewards).any() else ""
+        return Given(rewards, error if np.isnan(rewards).any() else "", steps)
 
     def close(self) -> None:
         """Ends open requests too: their answers have no reward."""
@@ -184,7 +206,7 @@ class Clients:
     def __len__(self) -> int:
         return len(self._clients)
 
-    def start(self, samples: Sequence[Sample], allowed: int) -> dict[str, Future[tuple[np.ndarray, str]]]:
+    def start(self, samples: Sequence[Sample], allowed: int) -> dict[str, Future[Given]]:
         """Starts the requests; the results by source."""
         return {client.title: self._pool.submit(client.score, samples, allowed) for client in self._clients}
 

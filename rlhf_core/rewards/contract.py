@@ -2,15 +2,17 @@
 
 A request has lists of equal length, one entry for each answer: `prompts` (chat messages), `responses` (text), `rows` (all columns of the
 prompt's row), `finished` (False: cut at the length limit), `query` (prompt and answer as one text, template included).
-The reply has one finite number for each answer, `{"rewards": [...]}` from a server. An entry that is null, nan, infinite or no number
-is a failed reward, and so is every entry of a reply that cannot be read or has another length. A failed reward is never 0.
+The reply has one finite number for each answer, `{"rewards": [...]}` from a server. In place of a number an entry may list the steps of
+an answer, `[[end, reward], ...]`: the characters of the response up to the step's end, and the step's reward; their sum is the answer's.
+An entry that is null, nan, infinite or nothing of these is a failed reward, and so is every entry of a reply that cannot be read or has
+another length. A failed reward is never 0.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +26,16 @@ class Sample(NamedTuple):
     row: dict[str, Any]
     finished: bool
     query: str
+
+
+Steps = Sequence[tuple[int, float]]  # (characters of the response up to the step's end, the step's reward)
+
+
+class Reply(NamedTuple):
+    """Holds (N,) rewards, nan where one failed, and the steps of answers whose steps were rewarded, by their index."""
+
+    rewards: np.ndarray
+    steps: Mapping[int, Steps]
 
 
 class RewardError(Exception):
@@ -54,8 +66,8 @@ def question_json(samples: Sequence[Sample]) -> str:
     return json.dumps(question(samples), default=str, ensure_ascii=False)
 
 
-def read_reply(text: str | bytes, count: int) -> np.ndarray:
-    """The rewards of a JSON reply: (count,) float64, nan where one failed. WrongReply when the reply as a whole is no answer."""
+def read_reply(text: str | bytes, count: int) -> Reply:
+    """The rewards of a JSON reply. WrongReply when the reply as a whole is no answer."""
     try:
         reply = json.loads(text)
     except (ValueError, RecursionError):
@@ -65,13 +77,24 @@ def read_reply(text: str | bytes, count: int) -> np.ndarray:
     return read_rewards(reply["rewards"], count)
 
 
-def read_rewards(rewards: Any, count: int) -> np.ndarray:
-    """A list of numbers as (count,) float64, nan where one is no finite number. WrongReply for another type or length."""
+def read_rewards(rewards: Any, count: int) -> Reply:
+    """A list of numbers or steps as (count,) float64, nan where one has no finite number. WrongReply for another type or length."""
     if not isinstance(rewards, list | tuple):
         raise WrongReply(f"its rewards are no list but {type(rewards).__name__}")
     if len(rewards) != count:
         raise WrongReply(f"it gave {len(rewards)} rewards for {count} answers")
-    return np.array([_number(value) for value in rewards], dtype=np.float64)
+    steps = {i: found for i, value in enumerate(rewards) if (found := _steps(value)) is not None}
+    values = [sum(reward for _, reward in steps[i]) if i in steps else _number(value) for i, value in enumerate(rewards)]
+    return Reply(np.array([_number(value) for value in values], dtype=np.float64), {i: found for i, found in steps.items() if found})
+
+
+def _steps(value: Any) -> Steps | None:
+    """Returns steps in order, or None for what is no list of pairs of a whole number and a finite one."""
+    if not isinstance(value, list | tuple) or any(not isinstance(step, list | tuple) or len(step) != 2 for step in value):
+        return None
+    if any(type(end) is not int or end < 0 or not math.isfinite(_number(reward)) for end, reward in value):
+        return None
+    return sorted((end, float(reward)) for end, reward in value)
 
 
 def _number(value: Any) -> float:

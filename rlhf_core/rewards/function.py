@@ -17,9 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Timer
 
-import numpy as np
-
-from rlhf_core.rewards.contract import RewardError, Sample, question_json, read_reply
+from rlhf_core.rewards.contract import Reply, RewardError, Sample, question_json, read_reply
 from rlhf_core.system.processes import child_environment
 
 
@@ -34,8 +32,8 @@ class Function:
         for _ in range(processes):
             self._idle.put(None)
 
-    def score(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Rewards (N,), nan where one failed. RewardError when the call did; ValueError when the function cannot be loaded."""
+    def score(self, samples: Sequence[Sample]) -> Reply:
+        """Returns the function's rewards. RewardError when the call did; ValueError when the function cannot be loaded."""
         process = self._idle.get()
         try:
             if process is None:

@@ -10,9 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
-import numpy as np
 
-from rlhf_core.rewards.contract import RewardError, Sample, question_json, read_reply
+from rlhf_core.rewards.contract import Reply, RewardError, Sample, question_json, read_reply
 
 REFUSED = (401, 403, 404, 405)  # no request can succeed
 LARGEST_REPLY = 64 << 20  # bytes
@@ -29,8 +28,8 @@ class Server:
         self.shown = urlunsplit((*urlsplit(url)[:3], "", ""))
         self._closed, self._open = False, dict[asyncio.Task[Any], asyncio.AbstractEventLoop]()
 
-    def score(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Rewards (N,), nan where one failed. RewardError when the request did; ValueError when none can succeed."""
+    def score(self, samples: Sequence[Sample]) -> Reply:
+        """Returns the server's rewards. RewardError when the request did; ValueError when none can succeed."""
         try:
             status, body = asyncio.run(self._post(question_json(samples)))
         except TimeoutError:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rlhf_core.config import Vllm
+from rlhf_core.config.loops import Rewarded
 from rlhf_core.hub.model_config import text_config, wraps_text_by_config
 from rlhf_core.models.experts import replayed
 from rlhf_core.rollout.environment import (
@@ -55,7 +56,7 @@ class Answer:
 
 
 class Sampling(NamedTuple):
-    """Says how answers are sampled: `n` to each prompt; without `logprobs` they have none.
+    """Says how answers are sampled: `n` to each prompt; without `logprobs` they have none. Texts of `stop` end an answer, which keeps them.
 
     With `seed_whole` one stream of random numbers, seeded by all seeds, serves all answers: vLLM then draws for the whole batch at once,
     in place of answer by answer, and an answer depends on those beside it.
@@ -67,6 +68,15 @@ class Sampling(NamedTuple):
     stop_token_ids: Sequence[int]
     seed_whole: bool = False
     logprobs: bool = True
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, config: Rewarded, n: int, stop_token_ids: Sequence[int], logprobs: bool = True) -> Sampling:
+        """Returns how a stage samples."""
+        sizes = (n, config.temperature, config.generate_max_len, list(stop_token_ids))
+        return cls(*sizes, False, logprobs, config.top_p, config.top_k, config.stop)
 
 
 class Request(NamedTuple):
@@ -220,10 +230,13 @@ class Sampler:
             temperature=sampling.temperature,
             max_tokens=sampling.max_new_tokens,
             seed=seed if sampling.temperature > 0 and not sampling.seed_whole else None,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
             stop_token_ids=list(sampling.stop_token_ids),
+            stop=list(sampling.stop),
             logprobs=0 if sampling.logprobs else None,
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=bool(sampling.stop),
             output_kind=self._library.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
 

@@ -63,7 +63,7 @@ def wait_for_whole_answers(engine: Any) -> None:
     """Makes vLLM's `engine` give its output processor one output for each answer, with all of its tokens, when the answer is complete.
     A step that samples something counts as progress.
 
-    For requests without text or stop strings: those need every token as it is sampled.
+    A request with stop strings gets every output: vLLM looks for them in the text.
     """
     if not applies():
         return
@@ -72,6 +72,11 @@ def wait_for_whole_answers(engine: Any) -> None:
 
     def complete(outputs: list[Any]) -> Iterator[Any]:
         for output in outputs:
+            state = engine.output_processor.request_states.get(output.request_id)
+            if state is not None and getattr(state.detokenizer, "stop", None):
+                output.new_logprobs = None if output.new_logprobs is None else [output.new_logprobs]
+                yield output
+                continue
             if (known := begun.get(output.request_id)) is None:
                 known = begun[output.request_id] = output, [], []
             else:

@@ -12,7 +12,8 @@ import torch
 from rlhf_core.config import Vllm
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
-from rlhf_core.models.load import Policy, load_policy
+from rlhf_core.models.load import Policy, load_policy, masked_logprobs
+from rlhf_core.models.token_logprobs import WHOLE, Truncation
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Answer, Sampler, Sampling
 from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS
@@ -133,6 +134,41 @@ def test_sampler_logprobs_are_those_of_the_scaled_policy(setting: Setting, tempe
         torch.testing.assert_close(
             torch.tensor(answer.logprobs), ours[len(prompt) : len(prompt) + len(answer.tokens)], atol=1e-4, rtol=1e-4
         )
+
+
+@pytest.mark.parametrize("top", [Truncation(0.6, 0), Truncation(1.0, 3), Truncation(0.8, 20)])
+def test_sampler_logprobs_are_those_of_the_truncated_policy(setting: Setting, top: Truncation) -> None:
+    """vLLM's top-p and top-k beside the trainer's, on the same answers; the whole distribution, or another temperature, is found out."""
+    answers = setting.generate(temperature=0.7, n=2, top_p=top.top_p, top_k=top.top_k)
+    policy = load_policy(setting.base).eval()
+    said = [(prompt, answer) for prompt, group in zip(setting.prompts, answers, strict=True) for answer in group]
+    documents = [Document(prompt + answer.tokens, [False] * len(prompt) + [True] * len(answer.tokens)) for prompt, answer in said]
+    batch = collate([[document] for document in documents], pad_token_id=0)
+    theirs = torch.tensor([logprob for _, answer in said for logprob in answer.logprobs])
+
+    def gap(temperature: float, kept: Truncation) -> float:
+        with torch.no_grad():
+            return float((masked_logprobs(policy, batch, temperature, top=kept).logprobs[batch.mask] - theirs).abs().max())
+
+    assert gap(0.7, top) < 1e-4
+    assert gap(0.7, WHOLE) > 0.1 and gap(1.0, top) > 0.05
+
+
+def test_a_stop_text_ends_an_answer_which_keeps_it(setting: Setting) -> None:
+    decode = setting.renderer.tokenizer.decode
+    plain = [answer for group in setting.generate(max_new_tokens=24) for answer in group]
+    texts = [decode(answer.tokens, skip_special_tokens=True) for answer in plain]
+    stop = next(text[1:3] for text in texts if len(text) > 6)
+    stopped = [answer for group in setting.generate(max_new_tokens=24, stop=[stop]) for answer in group]
+    ended = 0
+    for answer, whole, text in zip(stopped, plain, texts, strict=True):
+        assert answer.tokens == whole.tokens[: len(answer.tokens)] and answer.logprobs == whole.logprobs[: len(answer.tokens)]
+        if stop in text:
+            ended += 1
+            assert answer.finished and stop in decode(answer.tokens) and stop not in decode(answer.tokens[:-1])
+        else:
+            assert answer.tokens == whole.tokens
+    assert ended
 
 
 def test_synced_weights_arrive_head_included(setting: Setting) -> None:

@@ -7,7 +7,30 @@ import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-from rlhf_core.models.token_logprobs import _differentiate_with_torch, _read_with_torch  # noqa: E402
+from rlhf_core.models.token_logprobs import Truncation, _differentiate_with_torch, _floors, _read_with_torch  # noqa: E402
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 0), (1.0, 20), (0.8, 50), (0.999, 0), (1.0, 1)])
+@pytest.mark.parametrize("columns", [97, 151936])
+def test_truncated_distributions(columns: int, top_p: float, top_k: int) -> None:
+    from rlhf_core.models.kernels.logprobs import differentiate, floors, read
+
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(37, columns, generator=generator)
+    targets, scale = torch.randint(0, columns, (37,), generator=generator), 1 / 0.7
+    targets[:30] = logits[:30].argmax(-1)
+    grads, entropy_grads = torch.randn(2, 37, generator=generator)
+    least = _floors(logits.double(), targets, scale, Truncation(top_p, top_k))
+    got = floors(logits.cuda(), targets.cuda(), scale, top_p, top_k)
+    kept = [(logits * scale >= least.float()[:, None] - 1e-5).sum(-1), (logits * scale >= got.cpu()[:, None]).sum(-1)]
+    assert (kept[0] == kept[1]).float().mean() > 0.95 and (kept[0] - kept[1]).abs().max() <= 1 + 0.001 * columns * (top_p > 0.99)
+    expected = _read_with_torch(logits.double(), targets, scale, True, got.cpu().double())
+    found = read(logits.cuda(), targets.cuda(), scale, True, got)
+    for mine, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.cpu(), wanted.float(), rtol=1e-5, atol=2e-5)
+    wanted = _differentiate_with_torch(logits.double(), targets, *expected[1:], grads, entropy_grads, scale, got.cpu().double())
+    mine = differentiate(logits.cuda(), targets.cuda(), *found[1:], grads.cuda(), entropy_grads.cuda(), scale, got)
+    torch.testing.assert_close(mine.cpu().double(), wanted.double(), rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

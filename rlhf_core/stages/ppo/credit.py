@@ -5,7 +5,7 @@ Answers without a reward, and answers without another one to compare with, are m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +29,13 @@ from rlhf_core.objectives.advantages import (
 )
 from rlhf_core.objectives.losses import sampler_metrics
 from rlhf_core.objectives.masked import masked_mean, whiten
+from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term, combine
+from rlhf_core.rewards.contract import Steps
+from rlhf_core.rewards.steps import on_tokens
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
+
+Decode = Callable[[Sequence[int], bool], str]  # tokens, whether special tokens are left out
 
 
 class Credited(NamedTuple):
@@ -50,10 +55,16 @@ class Divergence(NamedTuple):
 
 
 def credit(
-    rollouts: Sequence[Rollout], scores: Scores, kl_coef: float, statistics: Mapping[str, Running], config: PPO, terms: Sequence[Term]
+    rollouts: Sequence[Rollout],
+    scores: Scores,
+    kl_coef: float,
+    statistics: Mapping[str, Running],
+    config: PPO,
+    terms: Sequence[Term],
+    decode: Decode | None = None,
 ) -> Credited:
     """Computes advantages and returns of a whole rollout, with statistics over all its usable response tokens at once. `terms`: the sources
-    of rewards."""
+    of rewards; `decode`: finds the tokens of steps that have rewards."""
     lengths = [len(rollout.document.tokens) for rollout in rollouts]
     response = _pad([np.asarray(rollout.document.mask) for rollout in rollouts], torch.bool)  # (B, T)
     values = _pad(scores.values) if scores.values else torch.zeros(response.shape)
@@ -70,7 +81,7 @@ def credit(
     if config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs:
         kl = torch.where(mask, kl_estimate(_pad(scores.logprobs), _pad(scores.ref_logprobs), config.kl_estimator), 0)
         coef = kl_coef
-    early = early_rewards(rollouts, config)
+    early = early_rewards(rollouts, scores.rewards, config, decode)
     (advantages, returns), usable = estimate(rewards, kl, coef, values, mask, combined.scored, config, early)
     mask &= usable[:, None]
     if not mask.any():
@@ -122,14 +133,29 @@ class Estimated(NamedTuple):
     usable: Tensor
 
 
-def early_rewards(rollouts: Sequence[Rollout], config: PPO) -> Tensor | None:
-    """Returns what answers before the last of an episode have of its reward, weighted as in the sum (B, T); None where they have nothing.
-    What normalisation and clipping change of the sum is the last answer's."""
-    weight = sum(source.weight for source in config.reward if isinstance(source, EnvironmentReward))
-    if not weight or not any(rollout.own is not None and rollout.own.early is not None for rollout in rollouts):
+def early_rewards(rollouts: Sequence[Rollout], rewards: Rewards, config: PPO, decode: Decode | None) -> Tensor | None:
+    """Returns what tokens before the last have of the reward, weighted as in the sum (B, T): those that end the answers of an episode, or
+    the steps of an answer. None where they have nothing. What normalisation and clipping change of the sum is the last token's."""
+    early = [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
+    for source in config.reward:
+        for i, rollout in enumerate(rollouts):
+            if isinstance(source, EnvironmentReward):
+                own = None if rollout.own is None else rollout.own.early
+            else:
+                own = _on_steps(rollout, rewards.steps.get(source.title, {}).get(i), decode)
+            if own is not None:
+                early[i] += source.weight * own
+    return _pad(early) if any(row.any() for row in early) else None
+
+
+def _on_steps(rollout: Rollout, steps: Steps | None, decode: Decode | None) -> np.ndarray | None:
+    """Returns the rewards of an answer's steps at its tokens (T,), 0 at the last one. Of an episode there are none: several answers."""
+    if steps is None or decode is None or rollout.own is not None:
         return None
-    nothing = [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
-    return weight * _pad([n if r.own is None or r.own.early is None else r.own.early for r, n in zip(rollouts, nothing, strict=True)])
+    mask, found = np.array(rollout.document.mask), np.zeros(len(rollout.document), np.float32)
+    found[mask] = on_tokens(steps, np.array(rollout.document.tokens)[mask].tolist(), decode)
+    found[-1] = 0
+    return found
 
 
 def estimate(
@@ -150,7 +176,7 @@ def estimate(
             advantages, returns = gae(per_token(rewards), values, mask, gamma, config.lambd)
             return Estimated(Credit(whiten(advantages, mask) if config.whiten_advantages else advantages, returns), scored)
         case "reinforce_pp":
-            advantages = reinforce_pp(per_token(rewards), mask, gamma)
+            advantages = reinforce_pp(per_token(rewards), mask, gamma, whitened=config.whiten_advantages)
             return Estimated(Credit(advantages, advantages), scored)
         case "reinforce_pp_baseline":
             centred, compared = in_groups(dr_grpo, rewards, scored, n)

@@ -53,7 +53,8 @@ class Asking(NamedTuple):
 class Fleet:
     """Holds the groups of the running roles. `rewards`: the group of each reward model, by title; `own_tokens`: of those with another
     tokenizer, what writes answers for them; `clients`: functions and servers; `episodes`: of an environment, whose reward is a source
-    called `environment`, if it is one; `engines` take requests one by one, in the loop of `background`.
+    called `environment`, if it is one; `nothing`: the name of a source without rewards; `engines` take requests one by one, in the loop
+    of `background`.
 
     `one_update`: the actor's training pass computes the log-probs that its scoring pass would.
     `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
@@ -77,6 +78,7 @@ class Fleet:
     own_tokens: Mapping[str, OwnTokens] = field(default_factory=dict)
     episodes: Episodes | None = None
     environment: str | None = None
+    nothing: str | None = None
     background: Background | None = None
     engines: Engines | None = None
 
@@ -132,6 +134,8 @@ class Fleet:
             known = [rollout.own for rollout in rollouts if rollout.own is not None]
             if self.environment is not None:
                 scored[self.environment] = np.array([own.reward for own in known])
+            if self.nothing is not None:
+                scored[self.nothing] = np.zeros(len(rollouts))
             failure = next((own.failure for own in known if own.failure), "")
             found = collect(scored.items(), pending_rewards, allowed, {self.environment or "": failure})
             return without_failed(found, rollouts, failure, allowed) if failure else found
@@ -316,7 +320,7 @@ def without_failed(rewards: Rewards, rollouts: Sequence[Rollout], failure: str, 
     when more than `allowed` are left without."""
     failed = np.array([rollout.own is not None and bool(rollout.own.failure) for rollout in rollouts])
     kept = {title: np.where(failed, np.nan, values) for title, values in rewards.by_source.items()}
-    found = Rewards(kept, {title: f"an episode failed: {failure}" for title in kept} | rewards.errors)
+    found = Rewards(kept, {title: f"an episode failed: {failure}" for title in kept} | rewards.errors, rewards.steps)
     found.check(allowed)
     return found
 

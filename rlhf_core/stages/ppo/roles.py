@@ -22,7 +22,7 @@ from rlhf_core.data.packing import Passes
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, masked_logprobs, trained_policy, trained_scorer
-from rlhf_core.models.token_logprobs import Entropy
+from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count, sampler_weights
 from rlhf_core.objectives.collate import Batch, collate, sent
@@ -174,10 +174,12 @@ class Actor(Trained):
         if config.routing_replay:
             policy.replay_routing()
         super().__init__("actor", policy, model, config)
+        self.top = Truncation(config.top_p, config.top_k)
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
-        scale = self.config.temperature if temperature is None else temperature
-        return _score(self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, scale).logprobs)
+        """Returns the log-probs of the distribution that answers are sampled from, or of the whole one at another `temperature`."""
+        scale, top = (self.config.temperature, self.top) if temperature is None else (temperature, WHOLE)
+        return _score(self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, scale, top=top).logprobs)
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
         """Takes one step on PPO's clipped surrogate or a relative of it."""
@@ -187,7 +189,7 @@ class Actor(Trained):
         def loss(part: list[int]) -> Loss:
             here = [items[i] for i in part]
             batch, rows = _collate(here, self.passes, self.model.pad_token_id, self.engine)
-            new = masked_logprobs(self.engine, batch, self.config.temperature, entropy)
+            new = masked_logprobs(self.engine, batch, self.config.temperature, entropy, self.top)
             old, sampler, ref, advantages = (
                 _per_token(batch, rows, [getattr(e, name) for e in here])
                 for name in ("old_logprobs", "sampler_logprobs", "ref_logprobs", "advantages")
@@ -265,7 +267,7 @@ class Critic(Trained):
 
 
 class Reference(ReadOnlyModel):
-    """Scores with the policy that the KL is measured against."""
+    """Scores with the policy that the KL is measured against: its whole distribution, so that the KL is finite with `top_p` or `top_k`."""
 
     def __init__(self, model: ModelSpec, temperature: float, offload: bool = False, routing_replay: bool = False):
         policy = load_policy(model.path, model.dtype, model.trust_remote_code, on_host=offload)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.cluster.worker import RankReady
 from rlhf_core.cluster.worker_group import Group, Pending
 from rlhf_core.config import PPO
-from rlhf_core.config.rewards import EnvironmentReward, FunctionReward, HttpReward
+from rlhf_core.config.rewards import EnvironmentReward, FunctionReward, HttpReward, NoReward
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, starts_of_ppo
 from rlhf_core.rewards.clients import Clients, client_of
 from rlhf_core.rewards.own_tokens import OwnTokens
@@ -90,6 +90,7 @@ def start_fleet(
         rewards=rewards,
         own_tokens=own_tokens,
         **asking._asdict(),
+        nothing=next((source.title for source in config.reward if isinstance(source, NoReward)), None),
         environment=next((source.title for source in config.reward if isinstance(source, EnvironmentReward)), None),
         sampler=groups["sampler"],
         clients=Clients([client_of(source) for source in config.reward if isinstance(source, FunctionReward | HttpReward)]),

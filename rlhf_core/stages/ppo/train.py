@@ -216,7 +216,7 @@ def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], s
     return Setup(
         config=config,
         order=PromptOrder(prompts, config.rollout_batch_size, seed),
-        sampling=Sampling(n=n, temperature=config.temperature, max_new_tokens=config.generate_max_len, stop_token_ids=stop_token_ids),
+        sampling=Sampling.of(config, n, stop_token_ids),
         terms=terms,
         probe=probe,
         allowed_failures=int(config.max_failed_rewards * config.rollout_batch_size * n),

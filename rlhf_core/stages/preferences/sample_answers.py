@@ -43,13 +43,7 @@ def answers_of_round(
             "vllm": config.vllm,
             "trust_remote_code": request.trust_remote_code,
         }
-        how = Sampling(
-            n=n,
-            temperature=config.temperature,
-            max_new_tokens=config.generate_max_len,
-            stop_token_ids=list(stop_token_ids),
-            logprobs=False,
-        )
+        how = Sampling.of(config, n, stop_token_ids, logprobs=False)
         logged, tokens, done = time.monotonic(), 0, 0
         with file.open("a") as out, closing(_sampled(config, policy, settings, [prompts[i] for i in missing], seeds, how)) as answered:
             for place, group in answered:

@@ -15,7 +15,7 @@ import evaluation.judges.offline
 import rlhf_core.data.rows.formats
 import rlhf_core.objectives.advantages
 import rlhf_core.objectives.losses
-import rlhf_core.rewards.remote
+import rlhf_core.rewards.clients
 from rlhf_core.config import DPO, AdvantageEstimator
 from rlhf_core.data.questions import Question
 from rlhf_core.objectives.advantages import GROUPED, grpo
@@ -42,8 +42,8 @@ def test_the_loss() -> None:
 
 
 def test_the_reward_source() -> None:
-    source = example("Length", rlhf_core.rewards.remote)()
-    assert list(source.score([Sample([], text, {}, True, text) for text in ("", "abc")])) == [0.0, 3.0]
+    source = example("Length", rlhf_core.rewards.clients)()
+    assert list(source.score([Sample([], text, {}, True, text) for text in ("", "abc")]).rewards) == [0.0, 3.0]
 
 
 def test_the_estimator() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.models import token_logprobs as module
-from rlhf_core.models.token_logprobs import Entropy, token_logprobs
+from rlhf_core.models.token_logprobs import Entropy, Truncation, token_logprobs
 
 ROWS, WIDTH, VOCABULARY = 40, 16, 1000
 
@@ -50,12 +50,45 @@ def test_values_and_gradients_are_those_of_autograd(keep: bool, entropy: Entropy
         torch.testing.assert_close(got, expected.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("top", [Truncation(0.9), Truncation(1.0, 5), Truncation(0.7, 30), Truncation(1e-6), Truncation(1.0, 5000)])
+def test_truncated_distributions(top: Truncation, keep: bool, linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside autograd over the kept tokens, which are found one by one; targets that would be cut are kept with all above them."""
+    monkeypatch.setattr(module, "LOGITS_CHUNK", 7)
+    head, hidden, targets = problem(torch.float32, bias=True)
+    upstream, more = torch.randn(2, ROWS)
+    used = head if linear else nn.Sequential(head)
+    ours, our_entropy = token_logprobs(used, hidden, targets, 0.7, "gradient", keep, None, top)
+    exact_head, exact_hidden = copy.deepcopy(head).double(), hidden.detach().double().requires_grad_()
+    scaled, cut = exact_head(exact_hidden) / 0.7, 0
+    outside = torch.ones(ROWS, VOCABULARY, dtype=torch.bool)
+    for row in range(ROWS):
+        mass, order = 0.0, scaled[row].argsort(descending=True).tolist()[: top.top_k or None]
+        p = dict(zip(order, scaled[row][order].softmax(-1).tolist(), strict=True))
+        for token in order:
+            if mass < top.top_p:
+                outside[row, token] = False
+            mass += p[token]
+        cut += bool(outside[row, targets[row]])
+        outside[row] &= scaled[row] < scaled[row, targets[row]]
+    assert (cut > 10) == (top.top_k < 1000), "the rest has no case of a token that is left out"
+    table = torch.log_softmax(scaled.masked_fill(outside, float("-inf")), -1)
+    theirs, their_entropy = table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table.masked_fill(outside, 0)).sum(-1)
+    torch.testing.assert_close(ours, theirs.float())
+    torch.testing.assert_close(our_entropy, their_entropy.float(), rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad((ours * upstream + our_entropy * more).sum(), [hidden, *head.parameters()])
+    exact = torch.autograd.grad((theirs * upstream + their_entropy * more).sum(), [exact_hidden, *exact_head.parameters()])
+    for got, expected in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(got, expected.float(), rtol=1e-4, atol=1e-5)
+
+
 def test_bf16_gradients_are_fp32_numbers_rounded_once() -> None:
     head, hidden, targets = problem(torch.bfloat16, bias=False)
     logits = head(hidden).detach().requires_grad_()
-    logprobs, sums, entropies = module._read(logits.detach(), targets, 1.0, False)
+    logprobs, sums, entropies = module._read(logits.detach(), targets, 1.0, False, None)
     grads = torch.randn(ROWS)
-    got = module._differentiate(logits.detach(), targets, sums, entropies, grads, None, 1.0)
+    got = module._differentiate(logits.detach(), targets, sums, entropies, grads, None, 1.0, None)
     theirs = torch.log_softmax(logits, -1, dtype=torch.float32).gather(-1, targets[:, None]).squeeze(-1)
     torch.testing.assert_close(logprobs, theirs.detach())
     (expected,) = torch.autograd.grad((theirs * grads).sum(), logits)

@@ -111,7 +111,7 @@ def test_a_reward_function_beside_such_modules(folder: Path) -> None:
     (folder / "helper.py").write_text("def length(text): return len(text)\n")
     source = Function(folder / "reward.py", "lengths", 30.0, processes=1)
     try:
-        assert source.score([sample("four")]).tolist() == [4]
+        assert source.score([sample("four")]).rewards.tolist() == [4]
     finally:
         source.close()
 
@@ -126,7 +126,7 @@ def test_a_script_that_a_reward_function_starts_finds_the_modules_beside_it(fold
     (folder / "scripts" / "score.py").write_text("import sys\nfrom beside import score\nprint(*map(score, sys.argv[1:]))\n")
     source = Function(folder / "reward.py", "by_a_script", 30.0, processes=1)
     try:
-        assert source.score([sample("four"), sample("no")]).tolist() == [8, 4]
+        assert source.score([sample("four"), sample("no")]).rewards.tolist() == [8, 4]
     finally:
         source.close()
 

@@ -134,7 +134,7 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
         ("ppo.reward=[{function: 'a.py'}]", "stages.ppo.reward.0.function: string should match pattern"),
         ("ppo.reward=[]", "stages.ppo.reward: value should have at least 1 item"),
         ("ppo.temperature=0", "stages.ppo: temperature=0 gives the same answer every time"),
-        ("ppo.top_p=0.9", "unknown key 'top_p'"),
+        ("ppo.min_p=0.9", "unknown key 'min_p'"),
         ("ppo.betas=[0.9, 1]", "stages.ppo.betas.1: input should be less than 1, not 1; correct it"),
         ("ppo.ref_reward_offload=true", "stages.ppo: ref_reward_offload frees a GPU's memory, and reference has none: set gpus"),
         ("ppo.adam_offload=true", "stages.ppo: adam_offload frees a GPU's memory, and actor, critic has none: set gpus"),

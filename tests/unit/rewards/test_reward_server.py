@@ -53,7 +53,7 @@ def test_it_speaks_the_contract_and_scores_as_the_model_does(url: str, checkpoin
         for document, sample in zip(whole, samples, strict=True)
     ]
     expected = RewardScorer(str(checkpoint), "float32", 8).score(documents)
-    assert Server(url, 30, None).score(samples) == pytest.approx(np.array(expected), rel=1e-5, abs=1e-6)
+    assert Server(url, 30, None).score(samples).rewards == pytest.approx(np.array(expected), rel=1e-5, abs=1e-6)
     assert len({round(score, 4) for score in expected}) == len(samples), "scores that differ"
 
 
@@ -88,7 +88,7 @@ def test_each_request_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
             assert refused.status_code == 401 and "api_key_env" in refused.json()["error"] and scored == []
         with pytest.raises(ValueError, match=r"answers 401: check its address$"):
             Server(url, 30, None).score([Sample(PROMPTS[0], "1", {}, True, "")])
-        assert Server(url, 30, "REWARD_KEY").score([Sample(PROMPTS[0], "1", {}, True, "")]) == [1.0]
+        assert Server(url, 30, "REWARD_KEY").score([Sample(PROMPTS[0], "1", {}, True, "")]).rewards == [1.0]
 
 
 def test_without_a_key_it_listens_to_this_machine_alone(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:

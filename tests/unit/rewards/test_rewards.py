@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.config.rewards import FunctionReward, HttpReward
-from rlhf_core.rewards.clients import Client, Clients, client_of
+from rlhf_core.rewards.clients import Client, Clients, Rewards, client_of, join
+from rlhf_core.rewards.contract import Reply as Rewarded
 from rlhf_core.rewards.contract import RewardError, RewardsFailed, Sample, read_reply, read_rewards
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import Server
+from rlhf_core.rewards.steps import on_tokens
 from tests.support.micro import wait_until
 
 SAMPLES = [Sample([{"role": "user", "content": f"say {i}"}], "x" * i, {"answer": str(i)}, True, f"<say {i}>{'x' * i}") for i in range(1, 7)]
@@ -66,7 +69,7 @@ def served() -> Iterator[Served]:
 
 
 def score(url: str, allowed: int = 6, batch_size: int = 64, timeout: float = 5.0, attempts: int = 3) -> tuple[np.ndarray, str]:
-    return Client("server", Server(url, timeout, None), batch_size, 1, attempts, pause=0.01).score(SAMPLES, allowed)
+    return Client("server", Server(url, timeout, None), batch_size, 1, attempts, pause=0.01).score(SAMPLES, allowed)[:2]
 
 
 def test_a_server_gets_the_contract_and_its_rewards_keep_their_order(served: Served) -> None:
@@ -191,7 +194,7 @@ def test_secrets_are_sent_and_never_shown(served: Served, monkeypatch: pytest.Mo
     monkeypatch.setenv("REWARD_KEY", "hunter3")
     assert source.title == served.url.removeprefix("http://").removesuffix("/score")
     served.behave[0] = lambda number, question: (500, {})
-    _, error = client_of(source).score(SAMPLES[:1], 6)
+    error = client_of(source).score(SAMPLES[:1], 6).error
     served.behave[0] = lambda number, question: (401, {})
     with pytest.raises(ValueError, match="the key in the environment variable REWARD_KEY") as refused:
         client_of(source).score(SAMPLES, 6)
@@ -202,7 +205,10 @@ def test_secrets_are_sent_and_never_shown(served: Served, monkeypatch: pytest.Mo
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=3)))
 def test_whatever_a_reply_holds_only_numbers_are_rewards(value: Any) -> None:
     text = json.dumps({"rewards": [value, 2.5]})
-    rewards = read_reply(text, 2)
+    rewards = read_reply(text, 2).rewards
+    if value == []:
+        assert rewards[0] == 0, "an answer without steps"
+        return
     is_number = isinstance(value, bool | float) and np.isfinite(value)
     assert rewards[1] == 2.5
     assert rewards[0] == value if is_number else np.isnan(rewards[0])
@@ -214,7 +220,49 @@ def test_rewards_of_the_wrong_kind_or_length() -> None:
             read_rewards(wrong, 2)
     with pytest.raises(RewardError, match="1 rewards for 2"):
         read_rewards([1], 2)
-    assert np.isnan(read_rewards([10**400], 1)).all()
+    assert np.isnan(read_rewards([10**400], 1).rewards).all()
+
+
+# Steps.
+
+
+def test_steps_are_summed_and_placed_in_order() -> None:
+    reply = read_rewards([[[5, 0.5], [2, -1.0]], 2.0, [], None, [[1, True]], ((3, 1),)], 6)
+    assert reply.rewards.tolist()[:3] == [-0.5, 2.0, 0.0] and np.isnan(reply.rewards[3]) and reply.rewards.tolist()[4:] == [1.0, 1.0]
+    assert reply.steps == {0: [(2, -1.0), (5, 0.5)], 4: [(1, 1.0)], 5: [(3, 1.0)]}
+
+
+@pytest.mark.parametrize("wrong", [[1, 2], [[1]], [[1.5, 2]], [[-1, 2]], [[1, None]], [[1, math.nan]], [["1", 2]], [[True, 1]], {"1": 2}])
+def test_what_is_no_list_of_steps_is_a_failed_reward(wrong: Any) -> None:
+    reply = read_rewards([wrong, 1.0], 2)
+    assert np.isnan(reply.rewards[0]) and reply.rewards[1] == 1 and not reply.steps
+
+
+def test_steps_of_batches_parts_and_choices_stay_with_their_answers() -> None:
+    class Stepwise:
+        def score(self, samples: Sequence[Sample]) -> Rewarded:
+            numbers = [float(sample.response) for sample in samples]
+            return read_rewards([[[1, number]] if number % 2 else 0.0 for number in numbers], len(samples))
+
+        def close(self) -> None: ...
+
+    samples = [Sample([], str(i), {}, True, "") for i in range(7)]
+    given = Client("steps", Stepwise(), 3, 2, 1).score(samples, 0)
+    assert given.steps == {i: [(1, float(i))] for i in (1, 3, 5)}
+    rewards = Rewards({"steps": given.rewards}, {}, {"steps": given.steps})
+    assert rewards.take([5, 0, 3]).steps == {"steps": {0: [(1, 5.0)], 2: [(1, 3.0)]}}
+    assert join([rewards, rewards.take([3])]).steps == {"steps": {**given.steps, 7: [(1, 3.0)]}}
+
+
+def test_a_step_is_at_the_token_that_completes_its_last_character() -> None:
+    texts = ["ab", "c", "", "def", "<end>"]
+
+    def decode(tokens: Sequence[int], skip: bool) -> str:
+        return "".join(texts[token] for token in tokens if not (skip and token == 4))
+
+    tokens = [0, 1, 2, 3, 4]
+    assert on_tokens([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (6, 16.0), (99, 32.0)], tokens, decode).tolist() == [3, 4, 0, 24, 32]
+    assert on_tokens([(0, 1.0)], tokens, decode).tolist() == [1, 0, 0, 0, 0]
 
 
 # Functions.
@@ -266,7 +314,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def call(code: Path, name: str, timeout: float = 10.0, attempts: int = 2, allowed: int = 6) -> tuple[np.ndarray, str]:
     source = Function(code, name, timeout, processes=1)
     try:
-        return Client(name, source, 64, 1, attempts, pause=0.01).score(SAMPLES, allowed)
+        return Client(name, source, 64, 1, attempts, pause=0.01).score(SAMPLES, allowed)[:2]
     finally:
         source.close()
 
@@ -353,7 +401,7 @@ def test_close_waits_for_no_open_request(kind: str, code: Path, served: Served) 
         start = time.monotonic()
         clients.close()
         assert time.monotonic() - start < 10
-        rewards, error = future.result(timeout=0)
+        rewards, error, _ = future.result(timeout=0)
         assert np.isnan(rewards).all() and "gets no more requests" in error
         if kind == "function":
             assert not psutil.pid_exists(int(mark.read_text()))

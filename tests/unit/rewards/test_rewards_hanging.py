@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.rewards.clients import Client, Source
-from rlhf_core.rewards.contract import RewardError, RewardsFailed, Sample, read_rewards
+from rlhf_core.rewards.contract import Reply, RewardError, RewardsFailed, Sample, read_rewards
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import Server
 
@@ -64,7 +64,7 @@ def server() -> Iterator[str]:
 def lost(source: Source, batch_size: int, allowed: int, attempts: int = 6) -> tuple[list[int], str, float]:
     """Which of the answers have no reward, the last error, and the seconds it took."""
     start = time.monotonic()
-    rewards, error = Client("source", source, batch_size, 1, attempts, pause=0).score(SAMPLES, allowed)
+    rewards, error, _ = Client("source", source, batch_size, 1, attempts, pause=0).score(SAMPLES, allowed)
     there = ~np.isnan(rewards)
     assert rewards[there].tolist() == np.arange(COUNT)[there].tolist(), "each reward is its own answer's"
     return np.flatnonzero(~there).tolist(), error, time.monotonic() - start
@@ -94,13 +94,13 @@ class Refusing:
     def __init__(self, bad: Sequence[int]):
         self.bad, self.requested, self.failed = set(bad), list[int](), 0
 
-    def score(self, samples: Sequence[Sample]) -> np.ndarray:
+    def score(self, samples: Sequence[Sample]) -> Reply:
         self.requested.append(len(samples))
         numbers = [int(sample.response) for sample in samples]
         if self.bad & set(numbers):
             self.failed += 1
             raise RewardError("it cannot score that")
-        return np.array(numbers, dtype=np.float64)
+        return Reply(np.array(numbers, dtype=np.float64), {})
 
     def close(self) -> None: ...
 
@@ -108,7 +108,7 @@ class Refusing:
 def lost_of(count: int, bad: Sequence[int], attempts: int) -> tuple[list[int], Refusing]:
     """Which of `count` answers in one batch have no reward when a source fails on `bad`."""
     source = Refusing(bad)
-    rewards, _ = Client("source", source, count, 1, attempts, pause=0).score(SAMPLES[:count], count)
+    rewards, *_ = Client("source", source, count, 1, attempts, pause=0).score(SAMPLES[:count], count)
     return np.flatnonzero(np.isnan(rewards)).tolist(), source
 
 
@@ -137,9 +137,9 @@ def test_up_to_four_bad_answers_of_a_batch_are_lost_alone(bad: set[int], attempt
 
 def test_an_answer_without_a_reward_is_requested_max_attempts_times() -> None:
     class Null(Refusing):
-        def score(self, samples: Sequence[Sample]) -> np.ndarray:
+        def score(self, samples: Sequence[Sample]) -> Reply:
             self.requested.append(len(samples))
-            return np.array([np.nan if sample.response == "7" else float(sample.response) for sample in samples])
+            return Reply(np.array([np.nan if sample.response == "7" else float(sample.response) for sample in samples]), {})
 
     source = Null([])
     assert lost(source, COUNT, allowed=1, attempts=4)[0] == [7]
@@ -156,7 +156,7 @@ def test_a_dead_source_gets_max_attempts_requests_beyond_those_of_a_search(attem
 
 def test_a_source_that_dies_at_work_is_given_up_too() -> None:
     class Dying(Refusing):
-        def score(self, samples: Sequence[Sample]) -> np.ndarray:
+        def score(self, samples: Sequence[Sample]) -> Reply:
             if len(self.requested) == 3:
                 self.bad = set(range(COUNT))
             return super().score(samples)
@@ -169,7 +169,7 @@ def test_a_source_that_dies_at_work_is_given_up_too() -> None:
 
 def test_a_reply_of_a_wrong_length_is_not_made_to_fit_by_a_smaller_request() -> None:
     class Constant(Refusing):
-        def score(self, samples: Sequence[Sample]) -> np.ndarray:
+        def score(self, samples: Sequence[Sample]) -> Reply:
             self.requested.append(len(samples))
             return read_rewards([0.0], len(samples))
 

@@ -85,7 +85,7 @@ def load_validation(
         raise ValueError("every one of eval_prompts is a prompt of the training, too: name others")
     n = config.eval_samples
     seeds = [random.Random(f"{seed}-validation-{i}").getrandbits(48) for i in range(len(prompts))]
-    sampling = Sampling(n, config.temperature, config.generate_max_len, stop_token_ids, logprobs=False)
+    sampling = Sampling.of(config, n, stop_token_ids, logprobs=False)
     allowed = int(config.max_failed_rewards * len(prompts) * n)
     return Validation(prompts, groups if len(groups) > 1 else {}, seeds, sampling, terms, config.eval_right, allowed)
 

@@ -285,3 +285,41 @@ def test_a_group_goes_on_without_its_failed_answer(estimator: str) -> None:
     assert not found.experience[4].advantages.any(), "the lone answer of the second group"
     with pytest.raises(ValueError, match="each prompt needs two answers with a reward"):
         credited(four, [2.0, NAN, NAN, NAN], copies=2)
+
+
+# What is given before the last token.
+
+
+def test_steps_of_an_answer_are_credited_where_they_end() -> None:
+    """Answer A of tokens 0, 1, 2, a character each: steps of 0.5 and 1.5; B has a plain reward."""
+    config = ppo(advantage_estimator="reinforce_pp", whiten_advantages=False, gamma=0, init_kl_coef=0.0, reward="checks.py:steps")
+    prompt = Prompt((), [7], {}, False)
+    documents = [Document([7, *range(len(row) - 1)], [False, *[True] * (len(row) - 1)]) for row in OLD]
+    rollouts = [Rollout(prompt, d, sampler, True) for d, sampler in zip(documents, arrays(SAMPLER), strict=True)]
+    rewards = Rewards({"steps": np.array([2.0, -1.0])}, {}, {"steps": {0: [(2, 0.5), (3, 1.5)]}})
+    scores = Scores(arrays(OLD), None, None, rewards)
+    terms = [Term("steps", 2.0, "none", None)]
+    config = config.model_copy(update={"reward": (config.reward[0].model_copy(update={"weight": 2.0}),)})
+    found = credit(rollouts, scores, 0.0, {}, config, terms, lambda tokens, skip: "x" * len(tokens))
+    assert [e.advantages[1:].tolist() for e in found.experience] == [close([0, 1, 3]), close([0, -2])]
+    clipped = credit(
+        rollouts, scores, 0.0, {}, config.model_copy(update={"reward_clip": 1.5}), terms, lambda tokens, skip: "x" * len(tokens)
+    )
+    assert clipped.experience[0].advantages[1:].tolist() == close([0, 1, 0.5]), "what the clip takes is the last token's"
+
+
+def test_a_teacher_rewards_each_token_by_its_own_log_prob() -> None:
+    fields = {"advantage_estimator": "reinforce_pp", "whiten_advantages": False, "gamma": 0, "reward": "none", "reference": "teacher"}
+    found = credited(ppo(**fields, init_kl_coef=1.0), rewards=[0.0, 0.0], kl_coef=1.0)
+    gaps = [[r - o for o, r in zip(old[1:], ref[1:], strict=True)] for old, ref in zip(OLD, REFERENCE, strict=True)]
+    assert advantages(found) == [close(row) for row in gaps]
+
+
+@pytest.mark.parametrize("changes", [{"reference": None}, {"init_kl_coef": 0.0}, {"kl_in": "loss", "kl_estimator": "k3"}])
+def test_without_a_reward_there_must_be_a_teacher(changes: dict[str, object]) -> None:
+    fields = {"advantage_estimator": "reinforce_pp", "reward": "none", "reference": "teacher", "init_kl_coef": 1.0}
+    ppo(**fields)
+    with pytest.raises(ValueError, match="reward none learns from the KL to a teacher alone: set reference to the teacher"):
+        ppo(**{**fields, **changes})
+    with pytest.raises(ValueError, match="eval_prompts and dynamic_filtering compare rewards"):
+        ppo(**fields, eval_prompts={"sources": "p.jsonl"})

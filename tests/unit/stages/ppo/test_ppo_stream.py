@@ -61,6 +61,9 @@ class Fleet:
     def probe(self, documents: object, synced: bool = True) -> float:
         return 0.0
 
+    def decode(self, tokens: Sequence[int], skip: bool) -> str:
+        return str(tokens)
+
     def iteration_metrics(self, *of: object) -> dict[str, float]:
         return {}
 

@@ -400,7 +400,7 @@ def test_minibatches_take_each_usable_answer_once_an_epoch() -> None:
     [
         ({"temperature": 0}, "temperature=0 gives the same answer every time"),
         ({"temperature": -1}, "greater than or equal to 0"),
-        ({"top_p": 0.9}, "Extra inputs are not permitted"),
+        ({"top_p": 0}, "greater than 0"),
         ({"kl_in": "loss"}, "k1 as a loss has an expected gradient of zero"),
         ({"advantage_estimator": "rloo", "n_samples_per_prompt": 1}, "rloo compares the answers to one prompt"),
         ({"dynamic_filtering": True, "n_samples_per_prompt": 1}, "dynamic_filtering compares the answers"),

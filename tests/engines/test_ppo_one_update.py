@@ -1,0 +1,74 @@
+"""PPO whose iteration is one optimiser step, with all its engines: no scoring pass of the actor. Truncated distributions, stop texts,
+rewards of steps, and a teacher in place of a reward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from rlhf_core.config import PPO, Ranks
+from rlhf_core.runs.metrics_log import read_metrics
+from tests.engines.test_ppo import SHARE, common, finish, write_request
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STEPS = '''
+def digits(responses):
+    """1 for each digit, at its place."""
+    return [[[i + 1, 1.0] for i, letter in enumerate(response) if letter.isdigit()] for response in responses]
+'''
+ONE_UPDATE = {"n_samples_per_prompt": 4, "train_batch_size": 32, "max_epochs": 1, "export_at": (), "actor_ranks": Ranks(cpus=SHARE)}
+
+
+@pytest.fixture(scope="module")
+def truncated(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """REINFORCE++ of immediate rewards of steps, on two ranks, from truncated distributions; answers end at a text, too."""
+    folder = tmp_path_factory.mktemp("truncated")
+    (folder / "checks.py").write_text(STEPS)
+    how = {"advantage_estimator": "reinforce_pp", "gamma": 0, "init_kl_coef": 0.0, "temperature": 0.9, "top_p": 0.9, "top_k": 40}
+    ranks = {"actor_ranks": Ranks(num_ranks_per_node=2, cpus=SHARE)}
+    fields = {**common(material), **ONE_UPDATE, **how, **ranks, "max_steps": 16, "reward": f"{folder / 'checks.py'}:digits", "stop": ["9"]}
+    write_request(folder / "run", PPO(**fields), {"base": str(material / "base")})
+    finish(folder / "run")
+    return folder / "run"
+
+
+def test_steps_are_learned_from_truncated_distributions(truncated: Path) -> None:
+    lines = read_metrics(truncated)
+    assert len(lines) == 16
+    for line in lines:
+        assert line["sampler/gap_p99"] < 1e-3 and line["sampler/gap"] < 1e-4, "the trainer's distribution is the sampler's"
+        assert line["policy/first_ratio"] == 1 and "work/actor/score" not in line and line["work/actor/train"] > 0
+    before, after = (sum(line["reward/mean"] for line in part) / 4 for part in (lines[:4], lines[-4:]))
+    assert after > 1.5 * before
+
+
+def test_answers_end_at_the_stop_text(truncated: Path, material: Path) -> None:
+    rows = [json.loads(line) for file in sorted((truncated / "rollouts").glob("*.jsonl")) for line in file.read_text().splitlines()]
+    ended = [row["response"] for row in rows if "9" in row["response"]]
+    assert ended and all(response.index("9") >= len(response) - 2 for response in ended), "a token may have more than the text"
+    assert all(row["finished"] for row in rows if "9" in row["response"])
+    assert AutoTokenizer.from_pretrained(truncated / "checkpoint").eos_token
+
+
+def test_a_teacher_is_learned_without_a_reward(material: Path, tmp_path: Path) -> None:
+    """The teacher is the student with a sharper distribution: the KL to it falls to less than half."""
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    for file in (material / "base").iterdir():
+        if file.suffix != ".safetensors":
+            (teacher / file.name).write_bytes(file.read_bytes())
+    weights = load_file(material / "base" / "model.safetensors")
+    (norm,) = (name for name in weights if name.endswith("model.norm.weight"))
+    save_file({**weights, norm: torch.as_tensor(1.7) * weights[norm]}, teacher / "model.safetensors", {"format": "pt"})
+    how = {"advantage_estimator": "reinforce_pp", "gamma": 0, "whiten_advantages": False, "reward": "none", "init_kl_coef": 1.0}
+    fields = {**common(material), **ONE_UPDATE, **how, "max_steps": 20, "reference": "teacher", "actor_learning_rate": 3e-3}
+    write_request(tmp_path / "run", PPO(**fields), {"base": str(material / "base"), "teacher": str(teacher)})
+    finish(tmp_path / "run")
+    lines = read_metrics(tmp_path / "run")
+    before, after = (sum(line["kl/mean"] for line in part) / 4 for part in (lines[:4], lines[-4:]))
+    assert before > 0.05 and after < before / 2, (before, after)
