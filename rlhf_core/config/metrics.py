@@ -60,12 +60,14 @@ def reinforced(config: PPO) -> Iterator[str]:
         yield "reward/overlong"
     if config.has_reference:
         yield from ("kl/mean", "kl/per_answer", "kl/coef")
-    yield from ("return/mean", "rollout/usable", "sync/probe_gap", "tokens", "iterations")
+    yield from ("return/mean", "rollout/usable", "sync/probe_gap", "sync/probe_bound", "tokens", "iterations")
     yield from (f"policy/{name}" for name in POLICY_STEPS + FIRST_STEP)
     if config.kl_in == "loss" and config.has_reference:
         yield "policy/kl_loss"
     if config.has_critic:
         yield from (f"value/{name}" for name in ("loss", "clip_share", "grad_norm", "learning_rate", "explained_variance"))
+    if config.vllm.drafts is not None:
+        yield "rollout/tokens_per_step"
     if config.dynamic_filtering:
         yield from ("filter/rounds", "filter/accepted", "filter/groups")
     if config.environment is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -47,8 +48,10 @@ def call(function: Callable[..., Any], lists: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch as Python's; what is no number becomes null, which is a failed reward."""
+    """Numbers of numpy and torch as Python's, alone or in steps; what is neither becomes null, which is a failed reward."""
     try:
+        if isinstance(value, list | tuple):
+            return [[operator.index(end), _plain(reward)] for end, reward in value]
         return float(value) if value is not None and not isinstance(value, str) else None
     except (TypeError, ValueError):
         return None

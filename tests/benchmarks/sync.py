@@ -71,7 +71,7 @@ def main() -> None:
 def gap(fleet: Fleet, documents: list[Document]) -> float:
     """Largest |difference| of log-probs, also where it is beyond what a run allows."""
     try:
-        return fleet.probe(documents)
+        return fleet.probe(documents).gap
     except WeightsDiffer as error:
         return float(str(error).split("up to ")[1].split()[0])
 

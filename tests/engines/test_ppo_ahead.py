@@ -21,7 +21,7 @@ from rlhf_core.data.sources import prompts
 from rlhf_core.models.load import load_policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.stages.ppo.fleet import PROBE_TOLERANCE
+from rlhf_core.stages.ppo.fleet import NOISE_FREE
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled
 from rlhf_core.stages.ppo.sampling.stored import read_ahead
 from tests.engines.test_ppo import SAVED, SHARE, assert_same_end, common, finish, finish_and_keep, write_request
@@ -87,7 +87,7 @@ def test_answers_that_wait_are_those_of_the_weights_before_the_last_update(runs:
         pairs = zip(found, rollouts, strict=True)
         return max(float(np.abs(got - r.sampler_logprobs)[np.array(r.document.mask)].max()) for got, r in pairs)
 
-    assert gap(SAVED - 1) < PROBE_TOLERANCE["float32"] < 10 * PROBE_TOLERANCE["float32"] < gap(SAVED)
+    assert gap(SAVED - 1) < NOISE_FREE["float32"] < 10 * NOISE_FREE["float32"] < gap(SAVED)
 
 
 def test_the_log_tells_their_age_and_how_far_the_weights_have_moved(runs: Runs) -> None:

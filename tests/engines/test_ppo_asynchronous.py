@@ -24,7 +24,7 @@ from rlhf_core.models.load import load_policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir
-from rlhf_core.stages.ppo.fleet import PROBE_TOLERANCE
+from rlhf_core.stages.ppo.fleet import NOISE_FREE
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder
 from rlhf_core.stages.ppo.sampling.stored import read_collected
 from tests.engines.test_ppo import SAVED, SHARE, common, finish, finish_and_keep, start, write_request
@@ -152,7 +152,7 @@ def test_each_token_knows_the_weights_that_sampled_it(folder: Path, material: Pa
                 others = {abs(other - version): other for other in policies if other != version}
                 wrong.append(np.abs(logprobs(others[min(others)], rollout.document) - rollout.sampler_logprobs)[here].max())
     # A change between two tokens of one answer leaves keys and values of the older weights: those answers are between two versions.
-    assert np.median(right) < PROBE_TOLERANCE["float32"] < 10 * PROBE_TOLERANCE["float32"] < np.median(wrong)
+    assert np.median(right) < NOISE_FREE["float32"] < 10 * NOISE_FREE["float32"] < np.median(wrong)
 
 
 def order_of(run: Path) -> PromptOrder:

@@ -17,7 +17,7 @@ from rlhf_core.models.token_logprobs import WHOLE, Truncation
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Answer, Sampler, Sampling
 from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS
-from rlhf_core.stages.ppo.fleet import PROBE_TOLERANCE, WeightsDiffer, check_gap
+from rlhf_core.stages.ppo.fleet import NOISE_FREE, WeightsDiffer, check_gap
 
 pytestmark = pytest.mark.slow
 
@@ -174,9 +174,9 @@ def test_a_stop_text_ends_an_answer_which_keeps_it(setting: Setting) -> None:
 def test_synced_weights_arrive_head_included(setting: Setting) -> None:
     policy = changed_policy(setting)
     assert setting.sampler.tied, "the demo's base ties its embeddings: the case in which a head can go missing"
-    assert largest_gap(setting, policy) > PROBE_TOLERANCE["float32"]
+    assert largest_gap(setting, policy) > NOISE_FREE["float32"]
     setting.sampler.update(named(policy))
-    check_gap(largest_gap(setting, policy), PROBE_TOLERANCE["float32"])
+    check_gap(largest_gap(setting, policy), NOISE_FREE["float32"])
 
 
 @pytest.mark.parametrize("planted", ["one wrong weight", "old head"])
@@ -190,7 +190,7 @@ def test_the_probe_catches_weights_that_differ(setting: Setting, planted: str, m
         weights[5] = (name, torch.zeros_like(weight))
     setting.sampler.update(weights)
     with pytest.raises(WeightsDiffer, match="the engine does not hold the actor's weights"):
-        check_gap(largest_gap(setting, policy), PROBE_TOLERANCE["float32"])
+        check_gap(largest_gap(setting, policy), NOISE_FREE["float32"])
 
 
 def test_a_folder_without_weights_is_refused(setting: Setting, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from rlhf_core.models.save import save_adapter, save_tokenizer
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Sampler
-from rlhf_core.stages.ppo.fleet import PROBE_TOLERANCE, WeightsDiffer, check_gap
+from rlhf_core.stages.ppo.fleet import NOISE_FREE, WeightsDiffer, check_gap
 from rlhf_core.training.engine import AdamW, TorchEngine, on_cpu
 from tests.support.families import make_family
 
@@ -84,9 +84,9 @@ def test_an_adapter_arrives_and_one_that_was_not_sent_is_noticed(setting: Settin
     setting.send(load_policy(str(setting.base)))
     policy = adapted(setting.base)
     with pytest.raises(WeightsDiffer, match="does not hold the actor's weights"):
-        check_gap(setting.gap(policy), PROBE_TOLERANCE["float32"])
+        check_gap(setting.gap(policy), NOISE_FREE["float32"])
     setting.send(policy)
-    check_gap(setting.gap(policy), PROBE_TOLERANCE["float32"])
+    check_gap(setting.gap(policy), NOISE_FREE["float32"])
 
 
 def test_an_adapter_checkpoint_is_sampled_from_as_the_model_it_makes(

@@ -30,7 +30,8 @@ from rlhf_core.stages.ppo.roofline import Machine, floors
 
 R = TypeVar("R")
 LOOK_SECONDS = 1.0  # between two looks for dead engines
-PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # largest |log-prob difference| of vLLM and trainer on the same weights
+NOISE_FREE = {"float32": 1e-3, "bfloat16": 0.02}  # |log-prob difference| of vLLM and trainer on the same weights that is always allowed
+MARGIN = 4.0  # times what rounding moves the log-probs, beyond it
 
 
 class WeightsDiffer(RuntimeError):
@@ -39,6 +40,13 @@ class WeightsDiffer(RuntimeError):
 
 class EngineDiffers(RuntimeError):
     """Says that the sampler's log-probs are not the trainer's on the same checkpoint, before any weight sync."""
+
+
+class Probe(NamedTuple):
+    """Holds the largest |difference| of log-probs between engines and trainer, and the bound that it, or nine of ten, may not exceed."""
+
+    gap: float
+    bound: float
 
 
 class Asking(NamedTuple):
@@ -56,7 +64,7 @@ class Fleet:
     called `environment`, if it is one; `nothing`: the name of a source without rewards; `engines` take requests one by one, in the loop
     of `background`.
 
-    `one_update`: the actor's training pass computes the log-probs that its scoring pass would.
+    `drafts`: engines draft tokens. `one_update`: the actor's training pass computes the log-probs that its scoring pass would.
     `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
     collective of one waits on a GPU that computes for the other.
     """
@@ -74,6 +82,7 @@ class Fleet:
     in_turn: bool = False
     zero_stage: int = 3
     one_update: bool = False
+    drafts: bool = False
     machine: Machine | None = None  # set by `survey`
     own_tokens: Mapping[str, OwnTokens] = field(default_factory=dict)
     episodes: Episodes | None = None
@@ -248,24 +257,26 @@ class Fleet:
         self._send_weights(self.engines.version)
         self.background.run(self.engines.revived())
 
-    def probe(self, documents: Sequence[Document], synced: bool = True) -> float:
-        """Returns the largest |difference| of log-probs between engines and trainer on fixed documents.
+    def probe(self, documents: Sequence[Document], synced: bool = True) -> Probe:
+        """Compares the log-probs of engines and trainer on fixed documents.
 
-        Raises WeightsDiffer beyond the tolerance; EngineDiffers where they still have the weights that each has loaded (not `synced`).
+        Raises WeightsDiffer beyond the bound; EngineDiffers where they still have the weights that each has loaded (not `synced`). The
+        bound is `MARGIN` times what rounding in the formats of both moves the trainer's own log-probs (models/rounding.py).
 
         Experts are chosen by products that engine and trainer round in bf16 in different orders: a few tokens go to another one,
-        and their log-probs may differ by a nat. There a model with experts is held to the tolerance at nine of ten tokens.
+        and their log-probs may differ by a nat. There a model with experts is held to the bound at nine of ten tokens.
         """
-        trainer = self.actor.call("probe", Actor.logprobs, list(documents), 1.0)
+        trainer = self.actor.call("probe", Actor.probe, list(documents))
         engines = self.sampler.call("probe", SamplerRole.prompt_logprobs, [document.tokens for document in documents]).wait(self.timeout)
-        expected = in_order(trainer.wait(self.timeout))
-        pairs = [pair for engine in engines for pair in zip(engine, expected, strict=True)]
-        gaps = np.concatenate([np.abs(np.asarray(got) - want)[1:] for got, want in pairs])  # a first token has no log-prob
+        plain, moved = (in_order(scored) for scored in zip(*trainer.wait(self.timeout), strict=True))
+        gaps = np.concatenate([_gaps(engine, plain) for engine in engines])
         if not len(gaps):  # prompts of one token have nothing to compare
-            return 0.0
+            return Probe(0.0, 0.0)
         experts = self.dtype == "bfloat16" and self.machine is not None and self.machine.shapes["actor"].experts
-        check_gap(float(np.quantile(gaps, 0.9) if experts else gaps.max()), PROBE_TOLERANCE[self.dtype], bool(experts), synced)
-        return float(gaps.max())
+        of_rounding, found = (float(np.quantile(each, 0.9) if experts else each.max()) for each in (_gaps(moved, plain), gaps))
+        bound = max(NOISE_FREE[self.dtype], MARGIN * of_rounding)
+        check_gap(found, bound, bool(experts), synced)
+        return Probe(float(gaps.max()), bound)
 
     @property
     def models(self) -> list[Group]:
@@ -301,6 +312,9 @@ class Fleet:
             spent = group.take_seconds()
             metrics |= {f"work/{group.name}/{phase.replace(' ', '_')}": taken for phase, taken in spent.items()}
             metrics[f"wait/{group.name}"] = max(0.0, 1 - sum(spent.values()) / seconds)
+        if self.drafts:
+            tokens, steps = np.sum(self.sampler.call("look", SamplerRole.sampled).wait(self.timeout), 0)
+            metrics["rollout/tokens_per_step"] = float(tokens / max(1, steps))
         return metrics
 
     def save_state(self, folder: Path) -> None:
@@ -325,13 +339,18 @@ def without_failed(rewards: Rewards, rollouts: Sequence[Rollout], failure: str, 
     return found
 
 
+def _gaps(found: Sequence[Any], expected: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns |differences| of log-probs of all documents; a first token has none."""
+    return np.concatenate([np.abs(np.asarray(got) - want)[1:] for got, want in zip(found, expected, strict=True)])
+
+
 def check_gap(gap: float, tolerance: float, most: bool = False, synced: bool = True) -> None:
     """Raises an error when log-probs of engine and trainer differ by more than `tolerance` (or are nan); `most`: at nine of ten tokens.
     WeightsDiffer after a weight sync (`synced`), EngineDiffers before any."""
     if gap <= tolerance:
         return
     differ = (
-        f"vLLM's log-probs differ from the trainer's by up to {gap:.3g}{' at nine of ten tokens' if most else ''} (allowed {tolerance:g})"
+        f"vLLM's log-probs differ from the trainer's by up to {gap:.3g}{' at nine of ten tokens' if most else ''} (allowed {tolerance:.3g})"
     )
     if synced:
         raise WeightsDiffer(f"after a weight sync {differ}: the engine does not hold the actor's weights")

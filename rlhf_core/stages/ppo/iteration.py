@@ -108,7 +108,7 @@ def ppo_iteration(
                 collector.updates += 1
             fleet.publish_weights(collector.updates if collector else 0)
         with _phase(phases, "probe"):
-            metrics["sync/probe_gap"] = fleet.probe(setup.probe)
+            metrics["sync/probe_gap"], metrics["sync/probe_bound"] = fleet.probe(setup.probe)
     if collector:
         collector.next_iteration()
     metrics |= episode_metrics(rollouts)

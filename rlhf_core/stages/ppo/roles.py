@@ -22,6 +22,7 @@ from rlhf_core.data.packing import Passes
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, masked_logprobs, trained_policy, trained_scorer
+from rlhf_core.models.rounding import noise_of, noisy
 from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count, sampler_weights
@@ -180,6 +181,12 @@ class Actor(Trained):
         """Returns the log-probs of the distribution that answers are sampled from, or of the whole one at another `temperature`."""
         scale, top = (self.config.temperature, self.top) if temperature is None else (temperature, WHOLE)
         return _score(self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, scale, top=top).logprobs)
+
+    def probe(self, documents: Sequence[Document]) -> tuple[Scored, Scored]:
+        """Returns the log-probs of the whole distributions, and the same with noise of the size of rounding errors."""
+        plain = self.logprobs(documents, 1.0)
+        with noisy(self.module, noise_of(self.config.dtype, self.config.vllm.engine)):
+            return plain, self.logprobs(documents, 1.0)
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
         """Takes one step on PPO's clipped surrogate or a relative of it."""

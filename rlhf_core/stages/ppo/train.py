@@ -90,7 +90,8 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
         carried, best = Carried(0, {}), None
         named = {resume.loop["best"][0]} if resume and resume.loop.get("best") else set()  # the best that the newest state names
-        fleet.probe(setup.probe, synced=False)  # compares log-probs of vLLM and trainer before the first transfer; raises EngineDiffers
+        found = fleet.probe(setup.probe, synced=False)  # before the first transfer; raises EngineDiffers
+        print(f"log-probs of vLLM and trainer differ by up to {found.gap:.2g}, {found.bound:.2g} are allowed", flush=True)
         if resume:
             fleet.load_state(resume.folder)
             fleet.publish_weights(updates_before(config, first))
@@ -109,8 +110,8 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
             done = step + 1
             schedule = schedule_of(config, step, iterations, request.seed)
             with at(f"iteration {done} of {iterations}"):
-                found = ppo_iteration(fleet, setup, carried, kl.coef, schedule, done == iterations, collector)
-                metrics, mean_kl, carried, rollouts, rewards = found
+                made = ppo_iteration(fleet, setup, carried, kl.coef, schedule, done == iterations, collector)
+                metrics, mean_kl, carried, rollouts, rewards = made
             kl = kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
             if held_out and ((done % config.eval_steps == 0 and done > config.freezing_actor_steps) or done == iterations):
                 validation, best = validated(fleet, held_out, run, done, best)

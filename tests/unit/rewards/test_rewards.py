@@ -282,6 +282,10 @@ def good(responses, rows):
 def everything(**lists):
     return [len(lists)] * len(lists["query"])
 
+def stepwise(responses):
+    import numpy
+    return [((numpy.int64(1), numpy.float32(1)), [9, 2.0]) for _ in responses]
+
 def raises(responses): raise KeyError("no such thing")
 def short(responses): return [0.0]
 def nothing(responses): return None
@@ -322,6 +326,7 @@ def call(code: Path, name: str, timeout: float = 10.0, attempts: int = 2, allowe
 def test_a_function_gets_what_it_names_and_may_print(code: Path) -> None:
     assert call(code, "good")[0].tolist() == [1, 2, 3, 4, 5, 6]
     assert call(code, "everything")[0].tolist() == [5] * 6
+    assert call(code, "stepwise")[0].tolist() == [3] * 6
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,10 @@ def output(request: str, tokens: list[int], logprobs: Any = None, reason: str | 
 
 def test_an_answer_is_handed_on_once_when_it_is_whole() -> None:
     seen: list[Any] = []
-    processor = SimpleNamespace(process_outputs=lambda outputs, at, stats=None: seen.append((list(outputs), at, stats)))
-    wait_for_whole_answers(SimpleNamespace(output_processor=processor))
+    stopped = {"c": SimpleNamespace(detokenizer=SimpleNamespace(stop=["x"])), "a": SimpleNamespace(detokenizer=SimpleNamespace())}
+    hand_on = lambda outputs, at, stats=None: seen.append((list(outputs), at, stats))  # noqa: E731
+    processor = SimpleNamespace(process_outputs=hand_on, request_states=stopped)
+    sampled = wait_for_whole_answers(SimpleNamespace(output_processor=processor))
     one, two = Rows(FIRST, 0, 1), Rows(SECOND, 0, 1)
     processor.process_outputs([output("a", [3], one), output("b", [5])], 0.1, stats="s")
     processor.process_outputs([output("a", [4], two, "stop"), output("b", [7, 9])], 0.2)
@@ -76,11 +78,14 @@ def test_an_answer_is_handed_on_once_when_it_is_whole() -> None:
     assert (a.request_id, a.new_token_ids, a.new_logprobs, a.finish_reason, a.stop_reason) == ("a", [3, 4], [one, two], "stop", 1)
     assert (b.request_id, b.new_token_ids, b.new_logprobs, b.finish_reason) == ("b", [5, 7, 9], None, "length")
     assert (c.request_id, c.new_token_ids) == ("c", [1])
+    assert sampled.take() == (6, 5) and sampled.take() == (0, 0)
+    processor.process_outputs([output("c", [1], one)], 0.4)
+    assert seen[-1][0][0].new_logprobs == [one], "vLLM looks for stop texts in every token"
 
 
 def test_experts_of_a_prompt_and_of_each_step_are_handed_on_in_order() -> None:
     seen: list[Any] = []
-    processor = SimpleNamespace(process_outputs=lambda outputs: seen.extend(outputs))
+    processor = SimpleNamespace(process_outputs=lambda outputs: seen.extend(outputs), request_states={})
     wait_for_whole_answers(SimpleNamespace(output_processor=processor))
     steps = [np.full((rows, 2, 2), number, np.uint8) for number, rows in enumerate((3, 1, 1))]
     for number, experts in enumerate(steps):

@@ -63,12 +63,12 @@ def test_actor_and_critic_train_side_by_side_or_in_turn(in_turn: bool, monkeypat
         assert said == ["critic begins to train", "actor begins to train", "critic is through", "actor is through"]
 
 
-def probed(expected: np.ndarray, found: np.ndarray, experts: bool) -> Any:
-    """A fleet whose trainer and engine give these log-probs of one document."""
+def probed(expected: np.ndarray, found: np.ndarray, experts: bool, noise: float = 0.1) -> Any:
+    """A fleet whose trainer and engine give these log-probs of one document; rounding moves the trainer's by `noise`."""
 
     class Probed(Role):
         def call(self, phase: str, method: Callable[..., Any], *arguments: Any) -> Any:
-            said = [[(0, expected)]] if self.name == "actor" else [[found.tolist()]]
+            said = [([(0, expected)], [(0, expected + noise)])] if self.name == "actor" else [[found.tolist()]]
             return SimpleNamespace(wait=lambda timeout: said)
 
     actor, sampler = Probed([], "actor"), Probed([], "sampler")
@@ -78,7 +78,7 @@ def probed(expected: np.ndarray, found: np.ndarray, experts: bool) -> Any:
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_prompts_of_one_token_have_nothing_to_probe(experts: bool) -> None:
-    assert probed(np.zeros(1, np.float32), np.zeros(1, np.float32), experts).probe([Document([1], [False])]) == 0.0
+    assert probed(np.zeros(1, np.float32), np.zeros(1, np.float32), experts).probe([Document([1], [False])]) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("far", "experts", "stops"), [(0, False, False), (1, False, True), (1, True, False), (5, True, True)])
@@ -95,7 +95,16 @@ def test_a_model_with_experts_may_differ_at_a_tenth_of_the_probed_tokens(far: in
         with pytest.raises(EngineDiffers, match=r"before any weight sync .* computes the model in another way than transformers"):
             made.probe([Document([1], [False])], synced=False)
     else:
-        assert made.probe([Document([1], [False])]) == pytest.approx(2.0 if far else 0.1, abs=1e-5)
+        assert made.probe([Document([1], [False])]) == pytest.approx((2.0 if far else 0.1, 0.4), abs=1e-5)
+
+
+def test_the_bound_of_the_probe_follows_from_rounding() -> None:
+    expected = np.full(41, -3.0, np.float32)
+    found = expected + np.float32(0.1)
+    found[0] = expected[0]
+    assert probed(expected, found, False, 0.03).probe([Document([1], [False])]).bound == pytest.approx(0.12, abs=1e-5)
+    with pytest.raises(WeightsDiffer, match=r"by up to 0\.1 \(allowed 0\.08\)"):
+        probed(expected, found, False, 0.02).probe([Document([1], [False])])
 
 
 def test_failed_episodes_have_no_reward_whatever_other_sources_say() -> None:

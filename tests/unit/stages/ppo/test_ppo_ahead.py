@@ -21,6 +21,7 @@ from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
+from rlhf_core.stages.ppo.fleet import Probe
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Steps, Update
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, rollout
@@ -86,9 +87,9 @@ class Fleet:
         self.said.append("publish")
         self.engine = self.actor
 
-    def probe(self, documents: Sequence[Document], synced: bool = True) -> float:
+    def probe(self, documents: Sequence[Document], synced: bool = True) -> Probe:
         self.probed.append((self.actor, self.engine, synced))
-        return 0.0
+        return Probe(0.0, 0.0)
 
     def iteration_metrics(self, *of: object) -> dict[str, float]:
         return {}

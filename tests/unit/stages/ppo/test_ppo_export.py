@@ -11,6 +11,7 @@ from rlhf_core.config import PPO, Data
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
+from rlhf_core.stages.ppo.fleet import Probe
 
 
 class Roles:
@@ -39,7 +40,8 @@ class Roles:
 
     def publish_weights(self, version: int = 0) -> None: ...
 
-    def probe(self, documents: object, synced: bool = True) -> None: ...
+    def probe(self, documents: object, synced: bool = True) -> Probe:
+        return Probe(0.0, 0.0)
 
 
 def ppo(material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at: int | None = None, **config: Any) -> list[int]:

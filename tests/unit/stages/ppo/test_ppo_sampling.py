@@ -19,6 +19,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term
 from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.rollout.engine import Answer, Sampling
+from rlhf_core.stages.ppo.fleet import Probe
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Steps, Update
@@ -80,9 +81,9 @@ class Fleet:
     def publish_weights(self, version: int = 0) -> None:
         self.said.append("publish")
 
-    def probe(self, documents: Sequence[Document], synced: bool = True) -> float:
+    def probe(self, documents: Sequence[Document], synced: bool = True) -> Probe:
         self.said.append("probe")
-        return 0.0
+        return Probe(0.0, 0.0)
 
 
 def setup(order: PromptOrder, rounds: int = 0, allowed: int = 0) -> Setup:

@@ -14,6 +14,7 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.rollout.engine import Answer, Sampling
+from rlhf_core.stages.ppo.fleet import Probe
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Rollout, Scores
 from rlhf_core.stages.ppo.roles import Steps
@@ -58,8 +59,8 @@ class Fleet:
 
     def publish_weights(self, version: int = 0) -> None: ...
 
-    def probe(self, documents: object, synced: bool = True) -> float:
-        return 0.0
+    def probe(self, documents: object, synced: bool = True) -> Probe:
+        return Probe(0.0, 0.0)
 
     def decode(self, tokens: Sequence[int], skip: bool) -> str:
         return str(tokens)

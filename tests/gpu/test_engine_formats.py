@@ -1,0 +1,115 @@
+"""Options of vLLM's engine that change its numbers or how it samples, on a GPU: FP8, drafted tokens, truncated distributions.
+
+The model is a small Qwen2 of random weights (seed 0) whose distributions are sharp enough to tell temperatures apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlhf_core.config import Vllm
+from rlhf_core.data.documents import Document
+from rlhf_core.models.load import load_policy, masked_logprobs
+from rlhf_core.models.rounding import noise_of, noisy
+from rlhf_core.models.token_logprobs import WHOLE, Truncation
+from rlhf_core.objectives.collate import collate
+from rlhf_core.rollout.engine import Sampler, Sampling
+from rlhf_core.stages.ppo.fleet import MARGIN
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+VOCABULARY = 2048
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+PROMPTS = [[7 + (i * j) % 11 for j in range(40)] for i in range(1, 9)]  # they repeat themselves: drafts are found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
+    made = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, max_position_embeddings=512, eos_token_id=0, **sizes))
+    made.lm_head.weight.data *= 4
+    made.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def engine(model: Path, **options: Any) -> Iterator[Sampler]:
+    vllm = Vllm(gpus=1, gpu_memory_utilization=0.3, engine=options)
+    with closing(Sampler(str(model), seed=0, max_model_len=256, dtype="bfloat16", vllm=vllm)) as made:
+        yield made
+
+
+def gaps(sampler: Sampler, model: Path, how: Sampling, temperature: float, top: Truncation) -> np.ndarray:
+    """|Log-probs of vLLM - trainer's| of sampled tokens."""
+    policy = load_policy(str(model), "bfloat16").eval().cuda()
+    groups = sampler.generate(PROMPTS, range(0, 80, 10), how)
+    said = [(prompt, answer) for prompt, group in zip(PROMPTS, groups, strict=True) for answer in group]
+    documents = [Document(prompt + a.tokens, [False] * len(prompt) + [True] * len(a.tokens)) for prompt, a in said]
+    batch = collate([[d] for d in documents], pad_token_id=0).to("cuda")
+    with torch.no_grad():
+        ours = masked_logprobs(policy, batch, temperature, top=top).logprobs[batch.mask]
+    return (ours.cpu() - torch.tensor([logprob for _, a in said for logprob in a.logprobs])).abs().numpy()
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}])
+def test_synced_weights_are_within_the_bound_of_their_format(options: dict[str, Any], model: Path) -> None:
+    """The noise that the bound follows from is of the size of the gap; weights that were not sent are beyond it."""
+    policy = load_policy(str(model), "bfloat16").eval().cuda()
+    numbers = np.random.default_rng(0)
+    documents = [numbers.integers(5, VOCABULARY, 128).tolist() for _ in range(8)]
+    batch = collate([[Document(d, [True] * len(d))] for d in documents], pad_token_id=0).to("cuda")
+    with engine(model, **options) as sampler:
+        for weight in policy.model.parameters():
+            weight.data *= 1 + 0.2 * torch.rand(weight.shape[0], *[1] * (weight.dim() - 1), device="cuda").to(weight.dtype)
+        with torch.no_grad():
+            ours = masked_logprobs(policy, batch).logprobs[:, 1:].cpu()
+            with noisy(policy, noise_of("bfloat16", options)):
+                noise = (masked_logprobs(policy, batch).logprobs[:, 1:].cpu() - ours).abs()
+        old = (torch.tensor(sampler.prompt_logprobs(documents))[:, 1:] - ours).abs()
+        sampler.update(policy.model.state_dict().items())
+        new = (torch.tensor(sampler.prompt_logprobs(documents))[:, 1:] - ours).abs()
+    print(
+        f"{options}: gap {new.max():.3g} mean {new.mean():.3g}, noise {noise.max():.3g} mean {noise.mean():.3g}, not sent {old.max():.3g}"
+    )
+    assert new.max() < MARGIN * noise.max() < old.max()
+
+
+@pytest.mark.parametrize(("temperature", "top"), [(1.0, WHOLE), (0.7, Truncation(0.9, 0)), (1.0, Truncation(1.0, 20))])
+@pytest.mark.parametrize("drafts", [{}, {"speculative_config": NGRAM}])
+def test_log_probs_are_those_of_the_distribution_sampled_from(
+    drafts: dict[str, Any], temperature: float, top: Truncation, model: Path
+) -> None:
+    how = Sampling(16, temperature, 64, [0], top_p=top.top_p, top_k=top.top_k)
+    with engine(model, **drafts) as sampler:
+        found = gaps(sampler, model, how, temperature, top)
+        tokens, steps = sampler.sampled()
+        other = gaps(sampler, model, how, temperature * 1.2, top)
+    print(
+        f"{drafts} {temperature} {top}: mean gap {found.mean():.3g}, other temperature {other.mean():.3g}, {tokens / steps:.2f} tokens a step"
+    )
+    assert np.quantile(found, 0.99) < 0.25 and found.mean() < 0.03 < 2 * found.mean() < other.mean()
+    assert tokens / steps > 1.02 if drafts else tokens == steps
+
+
+def test_drafted_tokens_are_sampled_as_often_as_others(model: Path) -> None:
+    """The second token after a prompt that repeats itself, with drafts and without: chi-square over the most frequent ones, 3 sigma."""
+    how = Sampling(4096, 1.0, 3, [0], seed_whole=True, top_k=8)
+    counts = []
+    for drafts in ({}, {"speculative_config": NGRAM}):
+        with engine(model, **drafts) as sampler:
+            (group,) = sampler.generate([[5, 6, 7, 8, 9] * 8], [0], how)
+        counts.append(np.bincount([a.tokens[1] for a in group if len(a.tokens) > 1], minlength=VOCABULARY))
+    often = np.flatnonzero(sum(counts) > 40)
+    expected = np.stack(counts)[:, often].sum(0) / 2
+    chi = float((((np.stack(counts)[:, often] - expected) ** 2) / expected).sum())
+    print(f"chi-square {chi:.1f} with {len(often)} degrees of freedom")
+    assert chi < len(often) + 3 * (2 * len(often)) ** 0.5
