@@ -30,7 +30,7 @@ def truncated(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "checks.py").write_text(STEPS)
     how = {"advantage_estimator": "reinforce_pp", "gamma": 0, "init_kl_coef": 0.0, "temperature": 0.9, "top_p": 0.9, "top_k": 40}
     ranks = {"actor_ranks": Ranks(num_ranks_per_node=2, cpus=SHARE)}
-    fields = {**common(material), **ONE_UPDATE, **how, **ranks, "max_steps": 16, "reward": f"{folder / 'checks.py'}:digits", "stop": ["9"]}
+    fields = {**common(material), **ONE_UPDATE, **how, **ranks, "max_steps": 16, "reward": f"{folder / 'checks.py'}:digits", "stop": ["e"]}
     write_request(folder / "run", PPO(**fields), {"base": str(material / "base")})
     finish(folder / "run")
     return folder / "run"
@@ -41,16 +41,17 @@ def test_steps_are_learned_from_truncated_distributions(truncated: Path) -> None
     assert len(lines) == 16
     for line in lines:
         assert line["sampler/gap_p99"] < 1e-3 and line["sampler/gap"] < 1e-4, "the trainer's distribution is the sampler's"
-        assert line["policy/first_ratio"] == 1 and "work/actor/score" not in line and line["work/actor/train"] > 0
+        assert abs(line["policy/first_ratio"] - 1) < 1e-6 and "work/actor/score" not in line and line["work/actor/train"] > 0
     before, after = (sum(line["reward/mean"] for line in part) / 4 for part in (lines[:4], lines[-4:]))
     assert after > 1.5 * before
 
 
 def test_answers_end_at_the_stop_text(truncated: Path, material: Path) -> None:
     rows = [json.loads(line) for file in sorted((truncated / "rollouts").glob("*.jsonl")) for line in file.read_text().splitlines()]
-    ended = [row["response"] for row in rows if "9" in row["response"]]
-    assert ended and all(response.index("9") >= len(response) - 2 for response in ended), "a token may have more than the text"
-    assert all(row["finished"] for row in rows if "9" in row["response"])
+    ended = [row["response"] for row in rows if "e" in row["response"]]
+    places = [response.index("e") for response in ended]
+    assert len(ended) > 10 and all(place >= len(text) - 8 for place, text in zip(places, ended, strict=True)), "a token may have more text"
+    assert all(row["finished"] for row in rows if "e" in row["response"])
     assert AutoTokenizer.from_pretrained(truncated / "checkpoint").eos_token
 
 
