@@ -102,7 +102,7 @@ class Renderer:
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("a prompt needs at least one message, and its last one must not be the assistant's")
         text, spans = self._text(with_suffix(messages, self.prompt_suffix), True, tools)
-        return self._encode(text, spans).tokens
+        return list(self._encode(text, spans).tokens)
 
     def text(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools = ()) -> str:
         """Returns what the template writes; control tokens typed in messages are placeholders."""

@@ -5,6 +5,7 @@ What the environment says is rendered by the chat template between the answers, 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_core.data.chat import Renderer
-from rlhf_core.data.documents import Document, Message, Prompt
+from rlhf_core.data.documents import Document, Message, Prompt, compact
 from rlhf_core.environments.calls import CallFormat
 from rlhf_core.environments.conversation import Answer, Call
 from rlhf_core.rollout.engine import Answer as Sampled
@@ -78,7 +79,7 @@ class Trajectory:
         self._versions += [(len(self._tokens) + first, version) for first, version in answer.versions]
         self._tokens += answer.tokens
         self._mask += [True] * len(answer.tokens)
-        self._logprobs += answer.logprobs or [0.0] * len(answer.tokens)
+        self._logprobs += list(answer.logprobs) or [0.0] * len(answer.tokens)
         self._ends.append(len(self._tokens) - 1)
         self._finished, self._experts = answer.finished, answer.experts
         text, calls = self._renderer.decoded(answer.tokens, True), list[Call]()
@@ -100,8 +101,8 @@ class Trajectory:
         """The whole conversation up to the last answer; before the first answer the prompt."""
         end = self._ends[-1] + 1 if self._ends else len(self._tokens)
         if not end:
-            return Document(list(self.prompt.tokens), [False] * len(self.prompt.tokens))
-        return Document(self._tokens[:end], self._mask[:end], experts=self._experts)
+            return compact(self.prompt.tokens, ())
+        return Document(array("i", self._tokens[:end]), array("b", self._mask[:end]), experts=self._experts)
 
     @property
     def logprobs(self) -> np.ndarray:

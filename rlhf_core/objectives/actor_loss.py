@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_core.config import PPO, Aggregation
+from rlhf_core.data.documents import Document
 from rlhf_core.objectives.losses import Loss, entropy_loss, gspo_logprobs, importance_weights, kl_loss, policy_loss
 from rlhf_core.objectives.masked import document_sum
 
@@ -34,9 +36,9 @@ class PerToken(NamedTuple):
     documents: Tensor
 
 
-def count(masks: Sequence[Sequence[bool]]) -> Counted:
+def count(documents: Sequence[Document]) -> Counted:
     """Counts response tokens and answers of the documents of an optimiser step."""
-    return Counted(float(sum(sum(mask) for mask in masks)), float(len(masks)))
+    return Counted(float(sum(np.count_nonzero(document.mask) for document in documents)), float(len(documents)))
 
 
 def denominator(aggregation: Aggregation, counted: Counted, constant_length: int) -> float:

@@ -84,10 +84,10 @@ def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, experts: bool
         start = 0
         for document in row:
             here = slice(start, start + len(document) - document.shared)
-            tokens[b, here] = torch.tensor(document.tokens[document.shared :], dtype=torch.int64)
+            tokens[b, here] = torch.from_numpy(document.token_array[document.shared :].astype(np.int64))
             positions[b, here] = torch.arange(document.shared, len(document))
             documents[b, here] = index
-            mask[b, here] = torch.tensor(document.mask[document.shared :], dtype=torch.bool)
+            mask[b, here] = torch.from_numpy(document.mask_array[document.shared :])
             if chosen is not None and document.experts is not None:
                 chosen[b, start : here.stop - 1] = torch.from_numpy(document.experts[document.shared :].astype(np.int16))
             start, index = here.stop, index + 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Event
@@ -30,7 +30,10 @@ PARTS = 4  # of a request that failed: an answer that hangs costs the larger of 
 
 
 class Source(Protocol):
-    """One attempt. RewardError: this attempt failed; ValueError: every one would."""
+    """One attempt. RewardError: this attempt failed; ValueError: every one would. `wanted`: the lists of the contract that it reads."""
+
+    @property
+    def wanted(self) -> Collection[str]: ...
 
     def score(self, samples: Sequence[Sample]) -> Reply: ...
 
@@ -111,6 +114,7 @@ class Client:
         self.title, self._source = title, source
         self._batch_size, self._concurrency, self._max_attempts = batch_size, concurrency, max_attempts
         self._pause, self._given_up = pause, Event()
+        self.wanted = source.wanted
 
     def score(self, samples: Sequence[Sample], allowed: int) -> Given:
         """Rewards of all answers. RewardsFailed when more than `allowed` have none."""
@@ -205,6 +209,11 @@ class Clients:
 
     def __len__(self) -> int:
         return len(self._clients)
+
+    @property
+    def wanted(self) -> set[str]:
+        """The lists of the contract that any of them reads."""
+        return {name for client in self._clients for name in client.wanted}
 
     def start(self, samples: Sequence[Sample], allowed: int) -> dict[str, Future[Given]]:
         """Starts the requests; the results by source."""

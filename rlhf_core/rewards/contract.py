@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,20 +50,24 @@ class RewardsFailed(RuntimeError):
     """A source left more answers without a reward than the recipe allows; the message names it."""
 
 
-def question(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """The lists of the contract."""
-    return {
+LISTS = frozenset(("prompts", "responses", "rows", "finished", "query"))
+
+
+def question(samples: Sequence[Sample], wanted: Collection[str] = LISTS) -> dict[str, list[Any]]:
+    """The lists of the contract, or some of them."""
+    lists: dict[str, list[Any]] = {
         "prompts": [list(sample.prompt) for sample in samples],
         "responses": [sample.response for sample in samples],
         "rows": [sample.row for sample in samples],
         "finished": [sample.finished for sample in samples],
         "query": [sample.query for sample in samples],
     }
+    return {name: values for name, values in lists.items() if name in wanted}
 
 
-def question_json(samples: Sequence[Sample]) -> str:
+def question_json(samples: Sequence[Sample], wanted: Collection[str] = LISTS) -> str:
     """The question as JSON; what JSON does not know (dates of a parquet file) becomes text."""
-    return json.dumps(question(samples), default=str, ensure_ascii=False)
+    return json.dumps(question(samples, wanted), default=str, ensure_ascii=False)
 
 
 def read_reply(text: str | bytes, count: int) -> Reply:

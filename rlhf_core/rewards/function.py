@@ -6,26 +6,40 @@ The next request starts a stopped process again. `Client._batch` in clients.py s
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Timer
 
-from rlhf_core.rewards.contract import Reply, RewardError, Sample, question_json, read_reply
+from rlhf_core.rewards.contract import LISTS, Reply, RewardError, Sample, question_json, read_reply
 from rlhf_core.system.processes import child_environment
+
+
+def wanted_by(file: Path, name: str) -> Collection[str]:
+    """Returns the lists of the contract that the signature of a function names, without running its file; all where that does not tell."""
+    try:
+        tree = ast.parse(file.read_text())
+    except (OSError, SyntaxError, ValueError):  # the worker will say what is wrong
+        return LISTS
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if len(found) != 1 or found[0].decorator_list or found[0].args.kwarg:
+        return LISTS
+    arguments = found[0].args
+    return LISTS & {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
 
 
 class Function:
     """Calls `name` of `file` in up to `processes` processes. `timeout` seconds a request; the first also waits for the imports."""
 
     def __init__(self, file: Path, name: str, timeout: float, processes: int):
-        self.timeout = timeout
+        self.timeout, self.wanted = timeout, wanted_by(file, name)
         self._command = [sys.executable, "-P", "-m", "rlhf_core.rewards.function_worker", str(file), name]
         self._idle: queue.Queue[subprocess.Popen[bytes] | None] = queue.Queue()
         self._lock, self._closed, self._running = Lock(), False, set[subprocess.Popen[bytes]]()
@@ -38,7 +52,7 @@ class Function:
         try:
             if process is None:
                 process = self._start()
-            reply = json.loads(self._exchange(process, question_json(samples).encode()))
+            reply = json.loads(self._exchange(process, question_json(samples, self.wanted).encode()))
         except BaseException:
             if process is not None:
                 self._end(process)

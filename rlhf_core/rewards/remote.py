@@ -11,7 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from rlhf_core.rewards.contract import Reply, RewardError, Sample, question_json, read_reply
+from rlhf_core.rewards.contract import LISTS, Reply, RewardError, Sample, question_json, read_reply
 
 REFUSED = (401, 403, 404, 405)  # no request can succeed
 LARGEST_REPLY = 64 << 20  # bytes
@@ -24,7 +24,7 @@ class Server:
     """
 
     def __init__(self, url: str, timeout: float, api_key_env: str | None):
-        self.url, self.timeout, self.api_key_env = url, timeout, api_key_env
+        self.url, self.timeout, self.api_key_env, self.wanted = url, timeout, api_key_env, LISTS
         self.shown = urlunsplit((*urlsplit(url)[:3], "", ""))
         self._closed, self._open = False, dict[asyncio.Task[Any], asyncio.AbstractEventLoop]()
 

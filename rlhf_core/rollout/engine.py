@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -41,18 +42,23 @@ ASKED = "asked-"  # begins the ids of requests of `advance`
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds one sampled answer. `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the distribution it sampled from.
+    """Holds one sampled answer (`made`). `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the distribution it sampled from.
     `versions`: pairs (first token, version of the weights from there on), of answers to a `Request`.
 
     `finished` is False when the length limit cut it; else the last token is a stop token. `experts` (T - 1, layers, k): the experts of the
     tokens of prompt and answer; the last token was sent to none. Only from engines with `routing_replay`.
     """
 
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
     finished: bool
     experts: np.ndarray | None = None
     versions: Sequence[tuple[int, int]] = ()
+
+
+def made(tokens: Sequence[int], logprobs: Sequence[float], finished: bool, experts: np.ndarray | None = None) -> Answer:
+    """Returns an answer of int32 tokens and fp32 log-probs, which travel as bytes."""
+    return Answer(array("i", tokens), array("f", logprobs), finished, experts)
 
 
 class Sampling(NamedTuple):
@@ -332,4 +338,4 @@ def _answer(request: Any) -> Answer:
     logprobs = [] if output.logprobs is None else sampled_logprobs(output.logprobs, tokens)
     if experts is not None and (len(experts) != len(request.prompt_token_ids) + len(tokens) - 1 or not experts.any()):
         raise RuntimeError("vLLM returned no routed experts for these tokens: set routing_replay to false")
-    return Answer(tokens, logprobs, output.finish_reason == "stop", experts)
+    return made(tokens, logprobs, output.finish_reason == "stop", experts)

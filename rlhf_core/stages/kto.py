@@ -18,7 +18,7 @@ import torch
 
 from rlhf_core.config import KTO, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.documents import Document, Labelled, Lazy, joined, mapped
+from rlhf_core.data.documents import Document, Labelled, Lazy, answered, joined, mapped
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import labelled_answers
@@ -173,6 +173,5 @@ def all_mismatches(count: int, held_out: int, batch: int, epochs: int, seed: int
 
 def mismatch(prompt_of: Document, answer_of: Document, max_len: int) -> Document:
     """The prompt of one document with the answer of another, at most `max_len` tokens."""
-    prompt = prompt_of.tokens[: prompt_of.mask.index(True)]
-    answer = answer_of.tokens[answer_of.mask.index(True) :]
-    return Document(prompt + answer, [False] * len(prompt) + [True] * len(answer)).cut(max_len)
+    prompt, answer = list(prompt_of.tokens[: prompt_of.mask.index(True)]), list(answer_of.tokens[answer_of.mask.index(True) :])
+    return answered(prompt, answer).cut(max_len)

@@ -85,7 +85,7 @@ def test_answers_that_wait_are_those_of_the_weights_before_the_last_update(runs:
     def gap(step: int) -> float:
         found = logprobs(runs.cut_off / "exports" / f"iteration{step}", [rollout.document for rollout in rollouts])
         pairs = zip(found, rollouts, strict=True)
-        return max(float(np.abs(got - r.sampler_logprobs)[np.array(r.document.mask)].max()) for got, r in pairs)
+        return max(float(np.abs(got - r.sampler_logprobs)[r.document.mask_array].max()) for got, r in pairs)
 
     assert gap(SAVED - 1) < NOISE_FREE["float32"] < 10 * NOISE_FREE["float32"] < gap(SAVED)
 

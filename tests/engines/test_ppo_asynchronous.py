@@ -145,9 +145,9 @@ def test_each_token_knows_the_weights_that_sampled_it(folder: Path, material: Pa
     for group in collected.ready:
         for rollout in group.rollouts:
             ages = np.zeros(len(rollout.document), int)
-            ages[np.array(rollout.document.mask)] = saved - rollout.ages(saved)
-            for version in {int(v) for v in ages[np.array(rollout.document.mask)]}:
-                here = np.array(rollout.document.mask) & (ages == version)
+            ages[rollout.document.mask_array] = saved - rollout.ages(saved)
+            for version in {int(v) for v in ages[rollout.document.mask_array]}:
+                here = rollout.document.mask_array & (ages == version)
                 right.append(np.abs(logprobs(version, rollout.document) - rollout.sampler_logprobs)[here].max())
                 others = {abs(other - version): other for other in policies if other != version}
                 wrong.append(np.abs(logprobs(others[min(others)], rollout.document) - rollout.sampler_logprobs)[here].max())

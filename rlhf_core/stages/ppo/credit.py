@@ -35,6 +35,7 @@ from rlhf_core.rewards.contract import Steps
 from rlhf_core.rewards.steps import on_tokens
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 
+SOME = 1_000_000  # tokens that a percentile is of, at most: every k-th
 Decode = Callable[[Sequence[int], bool], str]  # tokens, whether special tokens are left out
 
 
@@ -66,7 +67,7 @@ def credit(
     """Computes advantages and returns of a whole rollout, with statistics over all its usable response tokens at once. `terms`: the sources
     of rewards; `decode`: finds the tokens of steps that have rewards."""
     lengths = [len(rollout.document.tokens) for rollout in rollouts]
-    response = _pad([np.asarray(rollout.document.mask) for rollout in rollouts], torch.bool)  # (B, T)
+    response = _pad([rollout.document.mask_array for rollout in rollouts], torch.bool)  # (B, T)
     values = _pad(scores.values) if scores.values else torch.zeros(response.shape)
 
     combined = combine(scores.rewards.by_source, terms, statistics)
@@ -94,7 +95,8 @@ def credit(
     }
     if config.has_critic:
         metrics["value/explained_variance"] = float(explained_variance(values, returns, mask).nan_to_num(0.0))
-    given = ([rollout.sampler_logprobs for rollout in rollouts], _cut(advantages, lengths), _cut(returns, lengths))
+    targets = _cut(returns, lengths) if config.has_critic else (None,) * len(rollouts)
+    given = ([rollout.sampler_logprobs for rollout in rollouts], _cut(advantages, lengths), targets)
     scored = (rows or (None,) * len(rollouts) for rows in (scores.logprobs, scores.ref_logprobs, scores.values))
     experience = [
         Experience(rollout.document, old, sampler, ref, v, advantage, value)
@@ -112,18 +114,22 @@ def divergence(
     config: PPO,
 ) -> Divergence:
     """Measures the actor's KL to the reference on the `usable` rollouts (0 without a reference), and its distance to the sampler on all."""
-    response = _pad([np.asarray(rollout.document.mask) for rollout in rollouts], torch.bool)  # (B, T)
-    ours, sampler = _pad(logprobs), _pad([rollout.sampler_logprobs for rollout in rollouts])
+    masks = [rollout.document.mask_array for rollout in rollouts]
+
+    def flat(rows: Sequence[np.ndarray], chosen: Sequence[int] = range(len(rollouts))) -> Tensor:
+        """Returns the response tokens of rows, one after the other."""
+        return torch.from_numpy(np.concatenate([rows[i][masks[i]] for i in chosen]))
+
     kl, metrics = 0.0, dict[str, float]()
     if ref_logprobs:
-        mask = torch.zeros_like(response)
-        mask[list(usable)] = response[list(usable)]
-        estimates = torch.where(mask, kl_estimate(ours, _pad(ref_logprobs), config.kl_estimator), 0)
-        kl = float(masked_mean(estimates, mask))
-        metrics = {"kl/mean": kl, "kl/per_answer": float(estimates[list(usable)].sum(-1).mean()), "kl/coef": kl_coef}
-    gaps = sampler_metrics(ours, sampler, response, *config.sampler_is_bounds, float(response.sum()))
+        estimates = kl_estimate(flat(logprobs, usable), flat(ref_logprobs, usable), config.kl_estimator)
+        kl = float(estimates.mean(dtype=torch.float64))
+        metrics = {"kl/mean": kl, "kl/per_answer": float(estimates.sum(dtype=torch.float64)) / len(usable), "kl/coef": kl_coef}
+    ours, sampler = flat(logprobs), flat([rollout.sampler_logprobs for rollout in rollouts])
+    response = torch.ones_like(ours, dtype=torch.bool)
+    gaps = sampler_metrics(ours, sampler, response, *config.sampler_is_bounds, float(len(ours)))
     metrics |= {name: float(value) for name, value in gaps.items()}
-    return Divergence(kl, metrics | {"sampler/gap_p99": float(np.percentile((ours - sampler).abs()[response].numpy(), 99))})
+    return Divergence(kl, metrics | {"sampler/gap_p99": float(np.percentile((ours - sampler).abs()[:: 1 + len(ours) // SOME].numpy(), 99))})
 
 
 class Estimated(NamedTuple):
@@ -136,24 +142,29 @@ class Estimated(NamedTuple):
 def early_rewards(rollouts: Sequence[Rollout], rewards: Rewards, config: PPO, decode: Decode | None) -> Tensor | None:
     """Returns what tokens before the last have of the reward, weighted as in the sum (B, T): those that end the answers of an episode, or
     the steps of an answer. None where they have nothing. What normalisation and clipping change of the sum is the last token's."""
-    early = [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
+    early: dict[int, np.ndarray] = {}
     for source in config.reward:
+        steps = rewards.steps.get(source.title, {})
+        if not isinstance(source, EnvironmentReward) and not steps:
+            continue
         for i, rollout in enumerate(rollouts):
             if isinstance(source, EnvironmentReward):
                 own = None if rollout.own is None else rollout.own.early
             else:
-                own = _on_steps(rollout, rewards.steps.get(source.title, {}).get(i), decode)
+                own = _on_steps(rollout, steps.get(i), decode)
             if own is not None:
-                early[i] += source.weight * own
-    return _pad(early) if any(row.any() for row in early) else None
+                early[i] = early.get(i, 0) + source.weight * own
+    if not any(row.any() for row in early.values()):
+        return None
+    return _pad([early.get(i, np.zeros(len(rollout.document), np.float32)) for i, rollout in enumerate(rollouts)])
 
 
 def _on_steps(rollout: Rollout, steps: Steps | None, decode: Decode | None) -> np.ndarray | None:
     """Returns the rewards of an answer's steps at its tokens (T,), 0 at the last one. Of an episode there are none: several answers."""
     if steps is None or decode is None or rollout.own is not None:
         return None
-    mask, found = np.array(rollout.document.mask), np.zeros(len(rollout.document), np.float32)
-    found[mask] = on_tokens(steps, np.array(rollout.document.tokens)[mask].tolist(), decode)
+    mask, found = rollout.document.mask_array, np.zeros(len(rollout.document), np.float32)
+    found[mask] = on_tokens(steps, rollout.document.token_array[mask].tolist(), decode)
     found[-1] = 0
     return found
 

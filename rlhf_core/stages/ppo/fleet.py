@@ -18,7 +18,6 @@ from rlhf_core.cluster.worker_group import Group, Pending, RankDied, in_order, p
 from rlhf_core.data.documents import Document
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.rewards.clients import Clients, Rewards, collect
-from rlhf_core.rewards.contract import Sample
 from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.rollout.engine import Answer, Sampling
@@ -27,6 +26,7 @@ from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Actor, Critic, ModelRole, Reference, Reward, Steps, Trained, Update
 from rlhf_core.stages.ppo.roofline import Machine, floors
+from rlhf_core.stages.ppo.texts import Decode, samples
 
 R = TypeVar("R")
 LOOK_SECONDS = 1.0  # between two looks for dead engines
@@ -75,7 +75,7 @@ class Fleet:
     rewards: Mapping[str, Group]
     sampler: Group
     clients: Clients
-    decode: Callable[[Sequence[int], bool], str]  # tokens, whether special tokens are left out
+    decode_all: Decode
     timeout: float
     dtype: str
     sleeps: bool = False
@@ -90,6 +90,10 @@ class Fleet:
     nothing: str | None = None
     background: Background | None = None
     engines: Engines | None = None
+
+    def decode(self, tokens: Sequence[int], skip: bool) -> str:
+        """Returns the text of tokens, perhaps without special ones."""
+        return self.decode_all([tokens], skip)[0]
 
     def close(self) -> None:
         """Ends open requests for rewards and the processes of the environment, which this process would wait for."""
@@ -132,11 +136,12 @@ class Fleet:
         return self._start_reward(rollouts, put_on_nodes([rollout.document for rollout in rollouts]), allowed_failures)()
 
     def _start_reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int) -> Callable[[], Rewards]:
-        samples = [self._sample(rollout) for rollout in rollouts] if self.clients or self.own_tokens else []
-        given = {title: put_on_nodes(writer.documents(samples)) for title, writer in self.own_tokens.items()}
+        wanted = self.clients.wanted | ({"responses"} if self.own_tokens else set())
+        texts = samples(rollouts, self.decode_all, wanted) if self.clients or self.own_tokens else []
+        given = {title: put_on_nodes(writer.documents(texts)) for title, writer in self.own_tokens.items()}
         # All start, then one wait.
         models = {title: group.call("score", Reward.scores, given.get(title, documents)) for title, group in self.rewards.items()}
-        pending_rewards = self.clients.start(samples, allowed) if self.clients else {}
+        pending_rewards = self.clients.start(texts, allowed) if self.clients else {}
 
         def wait() -> Rewards:
             scored = {title: np.concatenate(in_order(pending.wait(self.timeout))) for title, pending in models.items()}
@@ -150,14 +155,6 @@ class Fleet:
             return without_failed(found, rollouts, failure, allowed) if failure else found
 
         return wait
-
-    def _sample(self, rollout: Rollout) -> Sample:
-        tokens, mask = rollout.document.tokens, rollout.document.mask
-        if rollout.messages:
-            *before, last = rollout.messages if rollout.messages[-1]["role"] == "assistant" else (*rollout.messages, {"content": ""})
-            return Sample(before, last["content"], rollout.prompt.row, rollout.finished, self.decode(tokens, False))
-        answer = self.decode([token for token, is_answer in zip(tokens, mask, strict=True) if is_answer], True)
-        return Sample(rollout.prompt.messages, answer, rollout.prompt.row, rollout.finished, self.decode(tokens, False))
 
     def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> Steps:
         """Trains the roles named in `updates`, side by side or in turn. Returns metrics of all of them, and log-probs of all ranks."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,6 +42,11 @@ class Rollout:
     own: Own | None = None
     versions: Sequence[tuple[int, int]] = ()
 
+    @property
+    def answer(self) -> list[int]:
+        """The sampled tokens."""
+        return list(self.document.token_array[self.document.mask_array].tolist())
+
     def ages(self, version: int) -> np.ndarray:
         """Returns for each sampled token how many updates its weights are behind `version`."""
         starts, sampled = [start for start, _ in self.versions], np.flatnonzero(self.document.mask)
@@ -50,9 +56,9 @@ class Rollout:
 
 def stored(rollout: Rollout) -> dict[str, Any]:
     """Returns a rollout as JSON, without its experts; log-probs of tokens under the mask alone."""
-    mask = np.array(rollout.document.mask, dtype=bool)
+    mask = rollout.document.mask_array
     borders = np.flatnonzero(np.diff(mask, prepend=False, append=False))  # where answers begin and end
-    row = {"tokens": rollout.document.tokens, "answers": borders.tolist(), "finished": rollout.finished}
+    row = {"tokens": list(rollout.document.tokens), "answers": borders.tolist(), "finished": rollout.finished}
     row |= {"prompt": len(rollout.prompt.tokens), "logprobs": rollout.sampler_logprobs[mask].tolist(), "versions": list(rollout.versions)}
     if rollout.own is None:
         return row
@@ -69,7 +75,7 @@ def restored(row: Mapping[str, Any], prompt: Prompt, experts: np.ndarray | None)
         mask[start:end] = True
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask] = row["logprobs"]
-    document = Document(row["tokens"], mask.tolist(), experts=experts)
+    document = Document(array("i", row["tokens"]), array("b", mask.tobytes()), experts=experts)
     versions = [(start, version) for start, version in row["versions"]]
     if "own" not in row:
         return Rollout(prompt, document, logprobs, row["finished"], versions=versions)
@@ -88,8 +94,7 @@ def shown(rollouts: Sequence[Rollout], rewards: Rewards, decode: Callable[[Seque
         if found.own is not None:
             row = {"messages": list(found.messages), "turns": found.own.turns} | ({"failure": f} if (f := found.own.failure) else {})
         else:
-            answer = [token for token, own in zip(found.document.tokens, found.document.mask, strict=True) if own]
-            row = {"prompt": list(found.prompt.messages), "response": decode(answer, True)}
+            row = {"prompt": list(found.prompt.messages), "response": decode(found.answer, True)}
         row["finished"] = found.finished
         yield row | {"rewards": {title: None if value != value else value for title, value in given.items()}}
 
@@ -108,7 +113,7 @@ class Scores:
 @dataclass(frozen=True)
 class Experience:
     """Holds one rollout to train on; arrays (T,), aligned with the document's tokens. Without `old_logprobs` these are those of the
-    training pass itself; without a critic `values`, and without a reference `ref_logprobs`, are None."""
+    training pass itself; without a critic `values` and `returns`, and without a reference `ref_logprobs`, are None."""
 
     document: Document
     old_logprobs: np.ndarray | None
@@ -116,4 +121,4 @@ class Experience:
     ref_logprobs: np.ndarray | None
     values: np.ndarray | None
     advantages: np.ndarray
-    returns: np.ndarray
+    returns: np.ndarray | None

@@ -190,7 +190,7 @@ class Actor(Trained):
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
         """Takes one step on PPO's clipped surrogate or a relative of it."""
-        counted = count([item.document.mask for item in items])
+        counted = count([item.document for item in items])
         entropy: Entropy = "gradient" if self.config.entropy_coef else "value"
 
         def loss(part: list[int]) -> Loss:
@@ -257,7 +257,7 @@ class Critic(Trained):
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
         """Takes one step on the clipped value loss."""
-        tokens = count([item.document.mask for item in items]).tokens
+        tokens = count([item.document for item in items]).tokens
 
         def loss(part: list[int]) -> Loss:
             here = [items[i] for i in part]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -101,7 +102,7 @@ def floors(
 def _generate(rollouts: Sequence[Rollout], machine: Machine) -> float:
     """Adds up the prompts' products, and a step for each token of the longest answer, which reads the weights and all keys and values."""
     shape, gpus, (flops, bandwidth) = machine.shapes["sampler"], len(machine.gpus["sampler"]), machine.ceilings
-    said = [sum(rollout.document.mask) for rollout in rollouts]
+    said = [np.count_nonzero(rollout.document.mask) for rollout in rollouts]
     prompts = [len(rollout.document.mask) - length for rollout, length in zip(rollouts, said, strict=True)]
     read = sum(length * (prompt + length / 2) for prompt, length in zip(prompts, said, strict=True)) * shape.kv_bytes / gpus
     steps = max(said, default=0) * shape.weight_bytes / machine.engine_span

@@ -18,6 +18,7 @@ from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.stages.ppo.fleet import Asking, Fleet
 from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward
+from rlhf_core.stages.ppo.texts import decoder
 
 
 def start_fleet(
@@ -94,7 +95,7 @@ def start_fleet(
         environment=next((source.title for source in config.reward if isinstance(source, EnvironmentReward)), None),
         sampler=groups["sampler"],
         clients=Clients([client_of(source) for source in config.reward if isinstance(source, FunctionReward | HttpReward)]),
-        decode=lambda tokens, skip: str(tokenizer.decode(list(tokens), skip_special_tokens=skip)),
+        decode_all=decoder(tokenizer),
         timeout=config.timeout,
         dtype=config.dtype,
         sleeps=config.vllm.sleep,

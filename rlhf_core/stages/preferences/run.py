@@ -18,7 +18,7 @@ from typing import cast
 from rlhf_core.config import Preferences
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.documents import Document, Prompt, stored_suffix
+from rlhf_core.data.documents import Document, Prompt, compact, stored_suffix
 from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.hub.positions import require_positions, stored_config
@@ -118,4 +118,4 @@ def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def _document(prompt: Prompt, answer: Answer) -> Document:
-    return Document(prompt.tokens + answer.tokens, [False] * len(prompt.tokens) + [True] * len(answer.tokens))
+    return compact(prompt.tokens, answer.tokens)

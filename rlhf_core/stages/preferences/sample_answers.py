@@ -48,7 +48,7 @@ def answers_of_round(
         with file.open("a") as out, closing(_sampled(config, policy, settings, [prompts[i] for i in missing], seeds, how)) as answered:
             for place, group in answered:
                 found[missing[place]] = group
-                out.write(json.dumps([missing[place], [[answer.tokens, answer.finished] for answer in group]]) + "\n")
+                out.write(json.dumps([missing[place], [[list(answer.tokens), answer.finished] for answer in group]]) + "\n")
                 out.flush()
                 tokens, done = tokens + sum(len(answer.tokens) for answer in group), done + 1
                 if time.monotonic() - logged > PROGRESS_SECONDS:
@@ -70,7 +70,7 @@ def _kept(file: Path, n: int) -> dict[int, list[Answer]]:
         if len(group) == n:
             found[prompt] = [Answer(tokens, [], finished) for tokens, finished in group]
     if len(found) < len(lines):
-        rows = [[prompt, [[answer.tokens, answer.finished] for answer in group]] for prompt, group in found.items()]
+        rows = [[prompt, [[list(answer.tokens), answer.finished] for answer in group]] for prompt, group in found.items()]
         write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
     return found
 

@@ -70,7 +70,7 @@ def test_a_conversation_reads_as_the_template_writes_it(renderers: dict[str, Ren
     whole = renderer.conversation(messages)  # what SFT would train on
     assert path.document == whole and any(whole.mask)
     # The log-probs are those of the sampler, on the answers alone.
-    mask = np.array(path.document.mask)
+    mask = path.document.mask_array
     assert (path.logprobs[~mask] == 0).all() and (path.logprobs[mask] < 0).all()
     ends = [t for t, token in enumerate(path.document.tokens) if token == renderer.end_token_id and path.document.mask[t]]
     assert len(ends) == 2, "control tokens in a message are text"

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.rewards import FunctionReward, HttpReward
 from rlhf_core.rewards.clients import Client, Clients, Rewards, client_of, join
+from rlhf_core.rewards.contract import LISTS, RewardError, RewardsFailed, Sample, read_reply, read_rewards
 from rlhf_core.rewards.contract import Reply as Rewarded
-from rlhf_core.rewards.contract import RewardError, RewardsFailed, Sample, read_reply, read_rewards
-from rlhf_core.rewards.function import Function
+from rlhf_core.rewards.function import Function, wanted_by
 from rlhf_core.rewards.remote import Server
 from rlhf_core.rewards.steps import on_tokens
 from tests.support.micro import wait_until
@@ -240,6 +240,8 @@ def test_what_is_no_list_of_steps_is_a_failed_reward(wrong: Any) -> None:
 
 def test_steps_of_batches_parts_and_choices_stay_with_their_answers() -> None:
     class Stepwise:
+        wanted = LISTS
+
         def score(self, samples: Sequence[Sample]) -> Rewarded:
             numbers = [float(sample.response) for sample in samples]
             return read_rewards([[[1, number]] if number % 2 else 0.0 for number in numbers], len(samples))
@@ -266,6 +268,24 @@ def test_a_step_is_at_the_token_that_completes_its_last_character() -> None:
 
 
 # Functions.
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        ("def score(responses, rows, extra=1): ...", {"responses", "rows"}),
+        ("def score(*, query): ...", {"query"}),
+        ("def score(**lists): ...", LISTS),
+        ("@cached\ndef score(responses): ...", LISTS),
+        ("from other import score", LISTS),
+        ("if True:\n    def score(responses): ...", LISTS),
+        ("def score(", LISTS),
+    ],
+)
+def test_only_lists_that_a_function_names_are_made(code: str, wanted: set[str], tmp_path: Path) -> None:
+    (tmp_path / "checks.py").write_text(code)
+    assert wanted_by(tmp_path / "checks.py", "score") == wanted
+
 
 CODE = """
 import os, sys, time

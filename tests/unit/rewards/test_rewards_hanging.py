@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.rewards.clients import Client, Source
-from rlhf_core.rewards.contract import Reply, RewardError, RewardsFailed, Sample, read_rewards
+from rlhf_core.rewards.contract import LISTS, Reply, RewardError, RewardsFailed, Sample, read_rewards
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import Server
 
@@ -90,6 +90,8 @@ def test_an_answer_on_which_a_function_hangs_is_lost_alone(tmp_path: Path) -> No
 
 class Refusing:
     """Fails when one of `bad` is requested. `requested` keeps the sizes of the requests; `failed` counts those without rewards."""
+
+    wanted = LISTS
 
     def __init__(self, bad: Sequence[int]):
         self.bad, self.requested, self.failed = set(bad), list[int](), 0

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf_core.config import PPO
-from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.data.documents import Document, Prompt, compact
 from rlhf_core.environments.episodes import Asked, Episode
 from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Term, plain_sum
@@ -177,9 +177,9 @@ def with_signal(rewards: np.ndarray, n: int, min_spread: float) -> list[int]:
 
 def rollout(prompt: Prompt, answer: Answer) -> Rollout:
     """Joins a prompt and its answer to one document; the mask marks the answer, its end-of-sequence token included."""
-    mask = [False] * len(prompt.tokens) + [True] * len(answer.tokens)
-    document = Document(prompt.tokens + answer.tokens, mask, experts=answer.experts)
-    logprobs = np.array([0.0] * len(prompt.tokens) + answer.logprobs, dtype=np.float32)
+    document = compact(prompt.tokens, answer.tokens, answer.experts)
+    logprobs = np.zeros(len(document), np.float32)
+    logprobs[len(prompt.tokens) :] = answer.logprobs
     versions = [(len(prompt.tokens) + first, version) for first, version in answer.versions]
     return Rollout(prompt, document, logprobs, answer.finished, versions=versions)
 

@@ -113,7 +113,7 @@ def measured(rewards: Rewards, rollouts: Sequence[Rollout], validation: Validati
         metrics |= _of(f"eval/{name}", table[list(members)], validation.right) if not np.isnan(table[list(members)]).all() else {}
     if len(rewards.by_source) > 1:
         metrics |= {f"eval/reward/{title}/mean": float(np.nanmean(values)) for title, values in rewards.by_source.items()}
-    metrics["eval/response/length"] = sum(sum(found.document.mask) for found in rollouts) / len(rollouts)
+    metrics["eval/response/length"] = sum(np.count_nonzero(found.document.mask) for found in rollouts) / len(rollouts)
     metrics["eval/response/truncated"] = sum(not found.finished for found in rollouts) / len(rollouts)
     return metrics
 

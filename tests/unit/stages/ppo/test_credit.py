@@ -268,7 +268,7 @@ def test_an_answer_without_reward_changes_nothing_for_the_others(estimator: str)
     alone, with_failed = credited(config), credited(config, [*REWARDS, NAN, NAN], copies=2)
     assert with_failed.usable == [0, 1]
     assert advantages(with_failed)[:2] == advantages(alone)
-    assert not any(e.advantages.any() or e.returns.any() for e in with_failed.experience[2:])
+    assert not any(e.advantages.any() or (e.returns is not None and e.returns.any()) for e in with_failed.experience[2:])
     for name in ("kl/mean", "kl/per_answer", "reward/mean", "reward/std", "return/mean"):
         assert with_failed.metrics[name] == close(alone.metrics[name]), name
     assert with_failed.metrics["reward/model/failed"] == 2 and with_failed.metrics["rollout/usable"] == 0.5
