@@ -16,7 +16,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_core.config import Vllm
-from rlhf_core.data.documents import Document
+from rlhf_core.data.documents import Document, compact
 from rlhf_core.models.load import load_policy, masked_logprobs
 from rlhf_core.models.rounding import noise_of, noisy
 from rlhf_core.models.token_logprobs import WHOLE, Truncation
@@ -53,7 +53,7 @@ def gaps(sampler: Sampler, model: Path, how: Sampling, temperature: float, top: 
     policy = load_policy(str(model), "bfloat16").eval().cuda()
     groups = sampler.generate(PROMPTS, range(0, 80, 10), how)
     said = [(prompt, answer) for prompt, group in zip(PROMPTS, groups, strict=True) for answer in group]
-    documents = [Document(prompt + a.tokens, [False] * len(prompt) + [True] * len(a.tokens)) for prompt, a in said]
+    documents = [compact(prompt, a.tokens) for prompt, a in said]
     batch = collate([[d] for d in documents], pad_token_id=0).to("cuda")
     with torch.no_grad():
         ours = masked_logprobs(policy, batch, temperature, top=top).logprobs[batch.mask]
@@ -69,7 +69,7 @@ def test_synced_weights_are_within_the_bound_of_their_format(options: dict[str, 
     batch = collate([[Document(d, [True] * len(d))] for d in documents], pad_token_id=0).to("cuda")
     with engine(model, **options) as sampler:
         for weight in policy.model.parameters():
-            weight.data *= 1 + 0.2 * torch.rand(weight.shape[0], *[1] * (weight.dim() - 1), device="cuda").to(weight.dtype)
+            weight.data *= 1 + 0.5 * torch.rand(weight.shape[0], *[1] * (weight.dim() - 1), device="cuda").to(weight.dtype)
         with torch.no_grad():
             ours = masked_logprobs(policy, batch).logprobs[:, 1:].cpu()
             with noisy(policy, noise_of("bfloat16", options)):
