@@ -3,7 +3,7 @@
     python tests/benchmarks/rollout.py --model FOLDER --prompts 128 --prompt-len 256 --generate-len 512
 
 Plain vLLM: CUDA graphs, 0.9 of the memory, one seed for the engine, no log-probs. Ours: what PPO asks for, a seed for each answer and
-the sampler's log-prob of each token; `whole`: with one seed for the whole batch.
+the sampler's log-prob of each token; `whole`: with one seed for the whole batch; `fp8`: `whole` with FP8 weights, keys and values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--generate-len", type=int, default=512)
     parser.add_argument("--memory", type=float, default=0.9)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--side", choices=("plain", "ours", "whole", "greedy", "answers"))
+    parser.add_argument("--side", choices=("plain", "ours", "whole", "fp8", "greedy", "answers"))
     parser.add_argument("--sides", nargs="+", default=["plain", "ours", "whole"], help="greedy, answers: the same for an evaluation")
     add_options(parser, "rollout")
     arguments = parser.parse_args()
@@ -81,7 +81,8 @@ def ours(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     from rlhf_core.rollout.engine import Sampler, Sampling
 
     length = arguments.prompt_len + arguments.generate_len
-    vllm = Vllm(gpu_memory_utilization=arguments.memory)
+    formats = {"quantization": "fp8", "kv_cache_dtype": "fp8"} if arguments.side == "fp8" else {}
+    vllm = Vllm(gpus=1, gpu_memory_utilization=arguments.memory, engine=formats)
     sampler = Sampler(arguments.model, seed=0, max_model_len=length, dtype=arguments.dtype, vllm=vllm)
     rng = random.Random(1)
 
@@ -96,7 +97,7 @@ def ours(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
                 temperature=0.0 if arguments.side == "answers" else 1.0,
                 max_new_tokens=arguments.generate_len,
                 stop_token_ids=[],
-                seed_whole=arguments.side == "whole",
+                seed_whole=arguments.side in ("whole", "fp8"),
                 logprobs=arguments.side != "answers",
             ),
         )
