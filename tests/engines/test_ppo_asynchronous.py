@@ -99,18 +99,33 @@ def seen(folder: Path, name: str) -> Counter[int]:
     return Counter(map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()))
 
 
+def learned(run: Path) -> tuple[float, float]:
+    """The mean reward of the last four iterations and the standard error of its rise, which is four times that or more."""
+    lines = read_metrics(run)
+    first, last = (np.array([(line["reward/mean"], line["reward/std"]) for line in part]) for part in (lines[:4], lines[-4:]))
+    error = float(np.sqrt(sum((part[:, 1] ** 2).mean() for part in (first, last)) / (4 * BATCH * N)))
+    assert last[:, 0].mean() - first[:, 0].mean() > 4 * error
+    return float(last[:, 0].mean()), error
+
+
+def assert_same_end(*runs: Path) -> None:
+    (one, its_error), (other, error) = map(learned, runs)
+    assert abs(one - other) < 4 * np.hypot(its_error, error), "the curves end together"
+
+
 def test_it_learns_as_in_turns_in_less_time(asynchronous: Path, in_turns: Path) -> None:
     ratio = seconds(in_turns) / seconds(asynchronous)
     print(f"seconds of an iteration: {seconds(in_turns):.2f} in turns, {seconds(asynchronous):.2f} asynchronous, ratio {ratio:.2f}")
-    means, errors = [], []
-    for run in (in_turns, asynchronous):
-        lines = read_metrics(run)
-        first, last = (np.array([(line["reward/mean"], line["reward/std"]) for line in part]) for part in (lines[:4], lines[-4:]))
-        error = np.sqrt(sum((part[:, 1] ** 2).mean() for part in (first, last)) / (4 * BATCH * N))
-        assert last[:, 0].mean() - first[:, 0].mean() > 4 * error
-        means.append(last[:, 0].mean())
-        errors.append(error)
-    assert abs(means[0] - means[1]) < 4 * np.hypot(*errors), "the curves end together"
+    assert_same_end(in_turns, asynchronous)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_every_staleness_learns_the_same(staleness: int, in_turns: Path, folder: Path, material: Path) -> None:
+    run = prepare(folder, material, f"staleness{staleness}", staleness)
+    finish(run)
+    assert max(line["rollout/age"] for line in read_metrics(run)) > 0.5
+    assert_same_end(in_turns, run)
 
 
 def test_no_answer_is_too_old_and_engine_and_trainer_agree(asynchronous: Path) -> None:

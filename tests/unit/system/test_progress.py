@@ -113,6 +113,8 @@ def test_steps_of_an_engine_that_sample_something_count(monkeypatch: pytest.Monk
     monkeypatch.setattr(vllm_patches, "applies", lambda: True)
 
     class Processor:
+        request_states: dict[str, Any] = {}
+
         def process_outputs(self, outputs: list[Any]) -> list[Any]:
             return outputs
 
