@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -113,7 +113,7 @@ def test_steps_of_an_engine_that_sample_something_count(monkeypatch: pytest.Monk
     monkeypatch.setattr(vllm_patches, "applies", lambda: True)
 
     class Processor:
-        request_states: dict[str, Any] = {}
+        request_states: ClassVar[dict[str, Any]] = {}
 
         def process_outputs(self, outputs: list[Any]) -> list[Any]:
             return outputs
