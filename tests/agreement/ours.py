@@ -112,7 +112,7 @@ def rl_loss(case: material.RLCase, folder: Path, recorded: dict[str, list[list[f
     config = PPO(prompts=Data(sources="none"), **fields | case.ours)
     spread = found[:, None].expand_as(new)
     per_token = PerToken(new, torch.zeros_like(new), old, ref, spread, weights, batch.mask, batch.documents)
-    loss = actor_loss(per_token, len(items), count([document.mask for document in items]), config, case.beta).loss
+    loss = actor_loss(per_token, len(items), count(items), config, case.beta).loss
     loss.backward()
     return {"advantages": found.tolist(), **gradient(policy.model, float(loss.detach()))}
 

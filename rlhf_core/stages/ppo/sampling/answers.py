@@ -176,10 +176,12 @@ def with_signal(rewards: np.ndarray, n: int, min_spread: float) -> list[int]:
 
 
 def rollout(prompt: Prompt, answer: Answer) -> Rollout:
-    """Joins a prompt and its answer to one document; the mask marks the answer, its end-of-sequence token included."""
+    """Joins a prompt and its answer to one document; the mask marks the answer, its end-of-sequence token included. Log-probs are 0 where
+    none were asked for."""
     document = compact(prompt.tokens, answer.tokens, answer.experts)
     logprobs = np.zeros(len(document), np.float32)
-    logprobs[len(prompt.tokens) :] = answer.logprobs
+    if answer.logprobs:
+        logprobs[len(prompt.tokens) :] = answer.logprobs
     versions = [(len(prompt.tokens) + first, version) for first, version in answer.versions]
     return Rollout(prompt, document, logprobs, answer.finished, versions=versions)
 

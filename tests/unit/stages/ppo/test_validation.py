@@ -15,8 +15,9 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import term_of
-from rlhf_core.rollout.engine import Sampling
+from rlhf_core.rollout.engine import Sampling, made
 from rlhf_core.stages.ppo.records import Rollout
+from rlhf_core.stages.ppo.sampling.answers import rollout
 from rlhf_core.stages.ppo.sampling.validation import REWARD, Best, Validation, load_validation, measured, pass_at
 
 NAN = float("nan")
@@ -110,3 +111,9 @@ def test_prompts_of_the_training_are_left_out(material: Path, tmp_path: Path, ca
 def test_fields_without_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="eval_prompts are not set, and stop_when are about these"):
         config(prompts={"sources": "x"}, stop_when=2)
+
+
+def test_answers_without_log_probs_are_rollouts() -> None:
+    """As those of validation, which asks for none."""
+    found = rollout(Prompt((), [1, 2], {}, False), made([3, 4], [], True))
+    assert found.answer == [3, 4] and found.sampler_logprobs.tolist() == [0, 0, 0, 0]
