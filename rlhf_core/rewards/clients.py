@@ -155,6 +155,7 @@ class Client:
             try:
                 reply = self._source.score([samples[i] for i in part.tolist()])
                 rewards[part] = reply.rewards
+                steps = {i: found for i, found in steps.items() if i not in set(part.tolist())}
                 steps |= {int(part[i]): found for i, found in reply.steps.items()}
                 again, problem = [part[np.isnan(rewards[part])]], "it gave null, nan or no number"
             except WrongReply as failure:

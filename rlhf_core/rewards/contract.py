@@ -3,9 +3,9 @@
 A request has lists of equal length, one entry for each answer: `prompts` (chat messages), `responses` (text), `rows` (all columns of the
 prompt's row), `finished` (False: cut at the length limit), `query` (prompt and answer as one text, template included).
 The reply has one finite number for each answer, `{"rewards": [...]}` from a server. In place of a number an entry may list the steps of
-an answer, `[[end, reward], ...]`: the characters of the response up to the step's end, and the step's reward; their sum is the answer's.
-An entry that is null, nan, infinite or nothing of these is a failed reward, and so is every entry of a reply that cannot be read or has
-another length. A failed reward is never 0.
+an answer, `[[end, reward], ...]`: the characters of the response up to the step's end, and the step's reward; their sum is the answer's,
+0 without a step. An entry that is null, nan, infinite or nothing of these is a failed reward, and so is every entry of a reply that
+cannot be read or has another length. A failed reward is never 0.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class RewardsFailed(RuntimeError):
     """A source left more answers without a reward than the recipe allows; the message names it."""
 
 
+LARGEST = 1e30  # of a step's reward: sums of them are finite in fp32
 LISTS = frozenset(("prompts", "responses", "rows", "finished", "query"))
 
 
@@ -96,7 +97,7 @@ def _steps(value: Any) -> Steps | None:
     """Returns steps in order, or None for what is no list of pairs of a whole number and a finite one."""
     if not isinstance(value, list | tuple) or any(not isinstance(step, list | tuple) or len(step) != 2 for step in value):
         return None
-    if any(type(end) is not int or end < 0 or not math.isfinite(_number(reward)) for end, reward in value):
+    if any(type(end) is not int or end < 0 or not abs(_number(reward)) < LARGEST for end, reward in value):
         return None
     return sorted((end, float(reward)) for end, reward in value)
 

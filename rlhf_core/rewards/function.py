@@ -29,10 +29,20 @@ def wanted_by(file: Path, name: str) -> Collection[str]:
     except (OSError, SyntaxError, ValueError):  # the worker will say what is wrong
         return LISTS
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
-    if len(found) != 1 or found[0].decorator_list or found[0].args.kwarg:
+    bound = [node for node in ast.walk(tree) if name in _bound(node)]
+    if len(found) != 1 or len(bound) != 1 or found[0].decorator_list or found[0].args.kwarg:
         return LISTS
     arguments = found[0].args
     return LISTS & {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+
+
+def _bound(node: ast.AST) -> list[str]:
+    """Returns the names that a node of a file binds."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    return [node.id] if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else []
 
 
 class Function:

@@ -1,7 +1,7 @@
 """Runs one vLLM engine in this process: token ids in, token ids and log-probs out.
 
-Nothing is detokenised. Each answer has a seed of its own, a function of the run, the step and the prompt, so that a resumed run
-samples what the undisturbed one samples. Weights come in as (name, tensor) pairs under checkpoint names.
+Texts are made only to find stop texts. Each answer has a seed of its own, a function of the run, the step and the prompt, so that a
+resumed run samples what the undisturbed one samples. Weights come in as (name, tensor) pairs under checkpoint names.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Answer:
     """Holds one sampled answer (`made`). `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the distribution it sampled from.
     `versions`: pairs (first token, version of the weights from there on), of answers to a `Request`.
 
-    `finished` is False when the length limit cut it; else the last token is a stop token. `experts` (T - 1, layers, k): the experts of the
-    tokens of prompt and answer; the last token was sent to none. Only from engines with `routing_replay`.
+    `finished` is False when the length limit cut it; else the last token is a stop token, or ends a stop text. `experts` (T - 1, layers,
+    k): the experts of the tokens of prompt and answer; the last token was sent to none. Only from engines with `routing_replay`.
     """
 
     tokens: Sequence[int]
@@ -243,6 +243,7 @@ class Sampler:
             logprobs=0 if sampling.logprobs else None,
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
+            skip_special_tokens=not sampling.stop,  # one may be a stop text
             output_kind=self._library.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
 

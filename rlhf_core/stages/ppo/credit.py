@@ -5,7 +5,7 @@ Answers without a reward, and answers without another one to compare with, are m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,9 +34,9 @@ from rlhf_core.rewards.combine import Running, Term, combine
 from rlhf_core.rewards.contract import Steps
 from rlhf_core.rewards.steps import on_tokens
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
+from rlhf_core.stages.ppo.texts import Lengths
 
 SOME = 1_000_000  # tokens that a percentile is of, at most: every k-th
-Decode = Callable[[Sequence[int], bool], str]  # tokens, whether special tokens are left out
 
 
 class Credited(NamedTuple):
@@ -62,10 +62,10 @@ def credit(
     statistics: Mapping[str, Running],
     config: PPO,
     terms: Sequence[Term],
-    decode: Decode | None = None,
+    lengths_of: Lengths | None = None,
 ) -> Credited:
     """Computes advantages and returns of a whole rollout, with statistics over all its usable response tokens at once. `terms`: the sources
-    of rewards; `decode`: finds the tokens of steps that have rewards."""
+    of rewards; `lengths_of`: finds the tokens of steps that have rewards."""
     lengths = [len(rollout.document.tokens) for rollout in rollouts]
     response = _pad([rollout.document.mask_array for rollout in rollouts], torch.bool)  # (B, T)
     values = _pad(scores.values) if scores.values else torch.zeros(response.shape)
@@ -82,7 +82,9 @@ def credit(
     if config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs:
         kl = torch.where(mask, kl_estimate(_pad(scores.logprobs), _pad(scores.ref_logprobs), config.kl_estimator), 0)
         coef = kl_coef
-    early = early_rewards(rollouts, scores.rewards, config, decode)
+    early = early_rewards(rollouts, scores.rewards, config, lengths_of)
+    if early is not None:  # in the proportion in which the sum was clipped
+        early *= (combined.rewards.clamp(-config.reward_clip, config.reward_clip) / combined.rewards).nan_to_num(1.0)[:, None]
     (advantages, returns), usable = estimate(rewards, kl, coef, values, mask, combined.scored, config, early)
     mask &= usable[:, None]
     if not mask.any():
@@ -139,19 +141,22 @@ class Estimated(NamedTuple):
     usable: Tensor
 
 
-def early_rewards(rollouts: Sequence[Rollout], rewards: Rewards, config: PPO, decode: Decode | None) -> Tensor | None:
+def early_rewards(rollouts: Sequence[Rollout], rewards: Rewards, config: PPO, lengths_of: Lengths | None) -> Tensor | None:
     """Returns what tokens before the last have of the reward, weighted as in the sum (B, T): those that end the answers of an episode, or
-    the steps of an answer. None where they have nothing. What normalisation and clipping change of the sum is the last token's."""
+    the steps of an answer. None where they have nothing, or the estimator has no use for it. The rewards of a source that is standardised
+    are the last token's: its mean is of whole answers."""
+    if config.reward_at == "every_token" or config.advantage_estimator in GROUPED:
+        return None
     early: dict[int, np.ndarray] = {}
     for source in config.reward:
         steps = rewards.steps.get(source.title, {})
-        if not isinstance(source, EnvironmentReward) and not steps:
+        if source.normalize not in (None, "none") or (not isinstance(source, EnvironmentReward) and not steps):
             continue
         for i, rollout in enumerate(rollouts):
             if isinstance(source, EnvironmentReward):
                 own = None if rollout.own is None else rollout.own.early
             else:
-                own = _on_steps(rollout, steps.get(i), decode)
+                own = _on_steps(rollout, steps.get(i), lengths_of, config.reward_clip)
             if own is not None:
                 early[i] = early.get(i, 0) + source.weight * own
     if not any(row.any() for row in early.values()):
@@ -159,12 +164,13 @@ def early_rewards(rollouts: Sequence[Rollout], rewards: Rewards, config: PPO, de
     return _pad([early.get(i, np.zeros(len(rollout.document), np.float32)) for i, rollout in enumerate(rollouts)])
 
 
-def _on_steps(rollout: Rollout, steps: Steps | None, decode: Decode | None) -> np.ndarray | None:
-    """Returns the rewards of an answer's steps at its tokens (T,), 0 at the last one. Of an episode there are none: several answers."""
-    if steps is None or decode is None or rollout.own is not None:
+def _on_steps(rollout: Rollout, steps: Steps | None, lengths_of: Lengths | None, clip: float) -> np.ndarray | None:
+    """Returns the clipped rewards of an answer's steps at its tokens (T,), 0 at the last one. Of an episode there are none: several
+    answers."""
+    if steps is None or lengths_of is None or rollout.own is not None:
         return None
     mask, found = rollout.document.mask_array, np.zeros(len(rollout.document), np.float32)
-    found[mask] = on_tokens(steps, rollout.document.token_array[mask].tolist(), decode)
+    found[mask] = on_tokens(steps, lengths_of(rollout.answer)).clip(-clip, clip)
     found[-1] = 0
     return found
 

@@ -26,7 +26,7 @@ from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Actor, Critic, ModelRole, Reference, Reward, Steps, Trained, Update
 from rlhf_core.stages.ppo.roofline import Machine, floors
-from rlhf_core.stages.ppo.texts import Decode, samples
+from rlhf_core.stages.ppo.texts import Decode, Lengths, samples
 
 R = TypeVar("R")
 LOOK_SECONDS = 1.0  # between two looks for dead engines
@@ -43,7 +43,7 @@ class EngineDiffers(RuntimeError):
 
 
 class Probe(NamedTuple):
-    """Holds the largest |difference| of log-probs between engines and trainer, and the bound that it, or nine of ten, may not exceed."""
+    """Holds the largest |difference| of log-probs between engines and trainer, for experts in bf16 of nine of ten tokens; and its bound."""
 
     gap: float
     bound: float
@@ -83,6 +83,7 @@ class Fleet:
     zero_stage: int = 3
     one_update: bool = False
     drafts: bool = False
+    lengths: Lengths | None = None
     machine: Machine | None = None  # set by `survey`
     own_tokens: Mapping[str, OwnTokens] = field(default_factory=dict)
     episodes: Episodes | None = None
@@ -273,7 +274,7 @@ class Fleet:
         of_rounding, found = (float(np.quantile(each, 0.9) if experts else each.max()) for each in (_gaps(moved, plain), gaps))
         bound = max(NOISE_FREE[self.dtype], MARGIN * of_rounding)
         check_gap(found, bound, bool(experts), synced)
-        return Probe(float(gaps.max()), bound)
+        return Probe(found, bound)
 
     @property
     def models(self) -> list[Group]:
@@ -311,7 +312,7 @@ class Fleet:
             metrics[f"wait/{group.name}"] = max(0.0, 1 - sum(spent.values()) / seconds)
         if self.drafts:
             tokens, steps = np.sum(self.sampler.call("look", SamplerRole.sampled).wait(self.timeout), 0)
-            metrics["rollout/tokens_per_step"] = float(tokens / max(1, steps))
+            metrics |= {"rollout/tokens_per_step": float(tokens / steps)} if steps else {}
         return metrics
 
     def save_state(self, folder: Path) -> None:

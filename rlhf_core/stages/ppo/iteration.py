@@ -78,7 +78,7 @@ def ppo_iteration(
     with _phase(phases, "score"):
         scores = (sampled.scores or fleet.start_score(rollouts, sampled.rewards, setup.allowed_failures))()
     with _phase(phases, "credit"):
-        credited = credit(rollouts, scores, kl_coef, carried.statistics, config, setup.terms, fleet.decode)
+        credited = credit(rollouts, scores, kl_coef, carried.statistics, config, setup.terms, fleet.lengths)
         apart = divergence(rollouts, scores.logprobs, scores.ref_logprobs, credited.usable, kl_coef, config) if scores.logprobs else None
     with _phase(phases, "train"):
         batches = minibatches(credited.usable, schedule)

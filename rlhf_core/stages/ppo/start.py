@@ -18,7 +18,7 @@ from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.stages.ppo.fleet import Asking, Fleet
 from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward
-from rlhf_core.stages.ppo.texts import decoder
+from rlhf_core.stages.ppo.texts import decoder, lengths_of
 
 
 def start_fleet(
@@ -96,6 +96,7 @@ def start_fleet(
         sampler=groups["sampler"],
         clients=Clients([client_of(source) for source in config.reward if isinstance(source, FunctionReward | HttpReward)]),
         decode_all=decoder(tokenizer),
+        lengths=lengths_of(tokenizer),
         timeout=config.timeout,
         dtype=config.dtype,
         sleeps=config.vllm.sleep,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
 from typing import Any
+
+from tokenizers.decoders import DecodeStream
 
 from rlhf_core.rewards.contract import Sample
 from rlhf_core.stages.ppo.records import Rollout
 
+Lengths = Callable[[Sequence[int]], list[int]]
 Decode = Callable[[Sequence[Sequence[int]], bool], list[str]]  # tokens of each text, whether special tokens are left out
 
 
@@ -17,6 +21,21 @@ def decoder(tokenizer: Any) -> Decode:
     if fast is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return lambda rows, skip: [str(tokenizer.decode(list(row), skip_special_tokens=skip)) for row in rows]
     return lambda rows, skip: list(fast.decode_batch([list(row) for row in rows], skip_special_tokens=skip))
+
+
+def lengths_of(tokenizer: Any) -> Lengths:
+    """Returns what counts the whole characters of a text after each of its tokens, without special ones."""
+    fast: Any = getattr(tokenizer, "backend_tokenizer", None)
+
+    def count(tokens: Sequence[int]) -> list[int]:
+        stream = DecodeStream(skip_special_tokens=True)
+        return list(accumulate(len(stream.step(fast, token) or "") for token in tokens))
+
+    def count_slowly(tokens: Sequence[int]) -> list[int]:
+        texts = (str(tokenizer.decode(list(tokens[: i + 1]), skip_special_tokens=True)) for i in range(len(tokens)))
+        return list(accumulate((len(text.rstrip("\ufffd")) for text in texts), max))
+
+    return count_slowly if fast is None else count
 
 
 def samples(rollouts: Sequence[Rollout], decode: Decode, wanted: Collection[str]) -> list[Sample]:

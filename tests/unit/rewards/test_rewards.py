@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.config.rewards import FunctionReward, HttpReward
+from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.rewards.clients import Client, Clients, Rewards, client_of, join
 from rlhf_core.rewards.contract import LISTS, RewardError, RewardsFailed, Sample, read_reply, read_rewards
 from rlhf_core.rewards.contract import Reply as Rewarded
 from rlhf_core.rewards.function import Function, wanted_by
 from rlhf_core.rewards.remote import Server
 from rlhf_core.rewards.steps import on_tokens
+from rlhf_core.stages.ppo.texts import lengths_of
 from tests.support.micro import wait_until
 
 SAMPLES = [Sample([{"role": "user", "content": f"say {i}"}], "x" * i, {"answer": str(i)}, True, f"<say {i}>{'x' * i}") for i in range(1, 7)]
@@ -232,7 +235,10 @@ def test_steps_are_summed_and_placed_in_order() -> None:
     assert reply.steps == {0: [(2, -1.0), (5, 0.5)], 4: [(1, 1.0)], 5: [(3, 1.0)]}
 
 
-@pytest.mark.parametrize("wrong", [[1, 2], [[1]], [[1.5, 2]], [[-1, 2]], [[1, None]], [[1, math.nan]], [["1", 2]], [[True, 1]], {"1": 2}])
+@pytest.mark.parametrize(
+    "wrong",
+    [[1, 2], [[1]], [[1.5, 2]], [[-1, 2]], [[1, None]], [[1, math.nan]], [[1, 1e39], [2, -1e39]], [["1", 2]], [[True, 1]], {"1": 2}],
+)
 def test_what_is_no_list_of_steps_is_a_failed_reward(wrong: Any) -> None:
     reply = read_rewards([wrong, 1.0], 2)
     assert np.isnan(reply.rewards[0]) and reply.rewards[1] == 1 and not reply.steps
@@ -257,14 +263,21 @@ def test_steps_of_batches_parts_and_choices_stay_with_their_answers() -> None:
 
 
 def test_a_step_is_at_the_token_that_completes_its_last_character() -> None:
-    texts = ["ab", "c", "", "def", "<end>"]
+    lengths = [2, 3, 3, 6, 6]  # "ab", "c", half a character, "def" with it, the end
+    assert on_tokens([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (6, 16.0), (99, 32.0)], lengths).tolist() == [3, 4, 0, 24, 32]
+    assert on_tokens([(0, 1.0)], lengths).tolist() == [1, 0, 0, 0, 0]
 
-    def decode(tokens: Sequence[int], skip: bool) -> str:
-        return "".join(texts[token] for token in tokens if not (skip and token == 4))
 
-    tokens = [0, 1, 2, 3, 4]
-    assert on_tokens([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (6, 16.0), (99, 32.0)], tokens, decode).tolist() == [3, 4, 0, 24, 32]
-    assert on_tokens([(0, 1.0)], tokens, decode).tolist() == [1, 0, 0, 0, 0]
+@pytest.mark.parametrize("slow", [False, True])
+def test_characters_of_several_tokens_count_when_they_are_whole(slow: bool, material: Path) -> None:
+    tokenizer = load_tokenizer(str(material / "base"))
+    tokens = [*tokenizer("ab 中文", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    given: Any = tokenizer
+    if slow:
+        given = SimpleNamespace(decode=tokenizer.decode)
+    lengths = lengths_of(given)(tokens)
+    assert lengths[-1] == lengths[-2] == 5 and lengths == sorted(lengths) and len(lengths) == len(tokens) > 6
+    assert set(lengths) >= {3, 4, 5}, "each of the two is whole at its last byte"
 
 
 # Functions.
@@ -280,6 +293,8 @@ def test_a_step_is_at_the_token_that_completes_its_last_character() -> None:
         ("from other import score", LISTS),
         ("if True:\n    def score(responses): ...", LISTS),
         ("def score(", LISTS),
+        ("def score(responses): ...\nscore = logged(score)", LISTS),
+        ("def score(responses): ...\ntry:\n    from fast import score\nexcept ImportError: ...", LISTS),
     ],
 )
 def test_only_lists_that_a_function_names_are_made(code: str, wanted: set[str], tmp_path: Path) -> None:

@@ -300,12 +300,12 @@ def test_steps_of_an_answer_are_credited_where_they_end() -> None:
     scores = Scores(arrays(OLD), None, None, rewards)
     terms = [Term("steps", 2.0, "none", None)]
     config = config.model_copy(update={"reward": (config.reward[0].model_copy(update={"weight": 2.0}),)})
-    found = credit(rollouts, scores, 0.0, {}, config, terms, lambda tokens, skip: "x" * len(tokens))
+    found = credit(rollouts, scores, 0.0, {}, config, terms, lambda tokens: list(range(1, 1 + len(tokens))))
     assert [e.advantages[1:].tolist() for e in found.experience] == [close([0, 1, 3]), close([0, -2])]
     clipped = credit(
-        rollouts, scores, 0.0, {}, config.model_copy(update={"reward_clip": 1.5}), terms, lambda tokens, skip: "x" * len(tokens)
+        rollouts, scores, 0.0, {}, config.model_copy(update={"reward_clip": 1.5}), terms, lambda tokens: list(range(1, 1 + len(tokens)))
     )
-    assert clipped.experience[0].advantages[1:].tolist() == close([0, 1, 0.5]), "what the clip takes is the last token's"
+    assert clipped.experience[0].advantages[1:].tolist() == close([0, 0.375, 1.125]), "3 of 4 are clipped: all steps in proportion"
 
 
 def test_a_teacher_rewards_each_token_by_its_own_log_prob() -> None:

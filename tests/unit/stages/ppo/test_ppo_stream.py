@@ -62,8 +62,8 @@ class Fleet:
     def probe(self, documents: object, synced: bool = True) -> Probe:
         return Probe(0.0, 0.0)
 
-    def decode(self, tokens: Sequence[int], skip: bool) -> str:
-        return str(tokens)
+    def lengths(self, tokens: Sequence[int]) -> list[int]:
+        return list(range(1, 1 + len(tokens)))
 
     def iteration_metrics(self, *of: object) -> dict[str, float]:
         return {}
