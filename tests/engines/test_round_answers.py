@@ -63,5 +63,5 @@ def test_two_engines_give_the_answers_of_one_and_stored_answers_are_not_sampled_
     config = config.model_copy(update={"vllm": Vllm(kv_cache_gib=0.5)})
     again = answers_of_round(config, base, asked, renderer.stop_token_ids, request, RunDir(tmp_path / "1"))
     assert [again[i] for i in (0, 1, 2, 4)] == [found[0][i] for i in (0, 1, 2, 4)]
-    assert again[3][0].tokens == [7, *found[0][3][0].tokens] and not again[3][0].finished
+    assert list(again[3][0].tokens) == [7, *found[0][3][0].tokens] and not again[3][0].finished
     assert sorted(json.loads(line)[0] for line in file.read_text().splitlines()) == [0, 1, 2, 3, 4]

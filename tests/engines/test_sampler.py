@@ -11,7 +11,7 @@ import torch
 
 from rlhf_core.config import Vllm
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.documents import Document
+from rlhf_core.data.documents import Document, compact
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs
 from rlhf_core.models.token_logprobs import WHOLE, Truncation
 from rlhf_core.objectives.collate import collate
@@ -120,7 +120,7 @@ def test_length_limit_cuts_and_stop_tokens_end(setting: Setting) -> None:
     greedy = setting.generate(temperature=0.0, n=1, stop_token_ids=[])
     first = greedy[0][0].tokens[0]
     stopped = setting.generate(temperature=0.0, n=1, stop_token_ids=[first])[0][0]
-    assert stopped.tokens == [first] and stopped.finished, "the stop token is part of the answer"
+    assert list(stopped.tokens) == [first] and stopped.finished, "the stop token is part of the answer"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -128,7 +128,7 @@ def test_sampler_logprobs_are_those_of_the_scaled_policy(setting: Setting, tempe
     answers = setting.generate(temperature=temperature, n=1)
     policy = load_policy(setting.base).eval()
     for prompt, (answer,) in zip(setting.prompts, answers, strict=True):
-        batch = collate([[Document(prompt + answer.tokens, [False] * (len(prompt) + len(answer.tokens)))]], pad_token_id=0)
+        batch = collate([[compact(prompt, answer.tokens)]], pad_token_id=0)
         with torch.no_grad():
             ours = policy(batch.tokens, batch.positions, batch.documents, temperature).logprobs[0]
         torch.testing.assert_close(
@@ -142,7 +142,7 @@ def test_sampler_logprobs_are_those_of_the_truncated_policy(setting: Setting, to
     answers = setting.generate(temperature=0.7, n=2, top_p=top.top_p, top_k=top.top_k)
     policy = load_policy(setting.base).eval()
     said = [(prompt, answer) for prompt, group in zip(setting.prompts, answers, strict=True) for answer in group]
-    documents = [Document(prompt + answer.tokens, [False] * len(prompt) + [True] * len(answer.tokens)) for prompt, answer in said]
+    documents = [compact(prompt, answer.tokens) for prompt, answer in said]
     batch = collate([[document] for document in documents], pad_token_id=0)
     theirs = torch.tensor([logprob for _, answer in said for logprob in answer.logprobs])
 

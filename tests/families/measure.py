@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_core.config import Lora, Vllm
-from rlhf_core.data.documents import Document
+from rlhf_core.data.documents import compact
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, trained_policy, trained_scorer
 from rlhf_core.objectives.collate import collate
@@ -155,7 +155,7 @@ def on_samples(policy: Policy, sampler: Any) -> dict[str, Any]:
     """GRPO's first step, where every ratio is 1, on vLLM's answers; with its routing where it returns that, too."""
     groups = sampler.generate(DOCUMENTS, range(len(DOCUMENTS)), Sampling(4, 1.0, 24, []))
     answers = [(prompt, answer) for prompt, group in zip(DOCUMENTS, groups, strict=True) for answer in group]
-    documents = [Document(p + a.tokens, [False] * len(p) + [True] * len(a.tokens), experts=a.experts) for p, a in answers]
+    documents = [compact(p, a.tokens, a.experts) for p, a in answers]
     batch, theirs = collate([[d] for d in documents], pad_token_id=0, experts=True).to(DEVICE), [a.logprobs for _, a in answers]
     found, ours = {}, masked_logprobs(policy, batch).logprobs[batch.mask]
     found["sampled"] = gaps(theirs, ours)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config import Vllm
-from rlhf_core.data.documents import Document
+from rlhf_core.data.documents import Document, compact
 from rlhf_core.hub.model_config import num_experts
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs
 from rlhf_core.models.weights import checkpoint_weights
@@ -103,9 +103,7 @@ def test_with_the_experts_of_the_engine_the_policy_is_closer_to_the_engine(setti
     policy.replay_routing()
 
     def gaps(telling: bool) -> Tensor:
-        rows = [
-            [Document(p + a.tokens, [False] * len(p) + [True] * len(a.tokens), experts=a.experts if telling else None)] for p, a in sampled
-        ]
+        rows = [[compact(p, a.tokens, a.experts if telling else None)] for p, a in sampled]
         batch = collate(rows, pad_token_id=0, experts=True).to(DEVICE)
         with torch.no_grad():
             found = masked_logprobs(policy, batch).logprobs[batch.mask]

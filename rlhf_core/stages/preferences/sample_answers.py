@@ -17,7 +17,7 @@ import torch
 
 from rlhf_core.config import Preferences
 from rlhf_core.models.precision import dtype_of
-from rlhf_core.rollout.engine import Answer, Sampler, Sampling
+from rlhf_core.rollout.engine import Answer, Sampler, Sampling, made
 from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 
@@ -68,7 +68,7 @@ def _kept(file: Path, n: int) -> dict[int, list[Answer]]:
         except ValueError:
             continue
         if len(group) == n:
-            found[prompt] = [Answer(tokens, [], finished) for tokens, finished in group]
+            found[prompt] = [made(tokens, [], finished) for tokens, finished in group]
     if len(found) < len(lines):
         rows = [[prompt, [[list(answer.tokens), answer.finished] for answer in group]] for prompt, group in found.items()]
         write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
