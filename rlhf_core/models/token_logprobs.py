@@ -121,7 +121,7 @@ class _HeadLogprobs(torch.autograd.Function):
         for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
             logits = _capped(F.linear(rows, weight, bias), cap)
             floors.append(_floors(logits, wanted, scale, top))
-            parts.append(_read(logits, wanted, scale, entropy, floors[-1]))
+            parts.append(_functions(logits)[1](logits, wanted, scale, entropy, floors[-1]))
         logprobs, sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
         known = [part for part in floors if part is not None]
         ctx.save_for_backward(hidden, weight, bias, targets, sums, entropies, logits if keep else None, torch.cat(known) if known else None)
@@ -144,7 +144,7 @@ class _HeadLogprobs(torch.autograd.Function):
             slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()  # the cap's derivative; before it is overwritten
             more = None if entropy_grads is None else entropy_grads[part]
             least = None if floors is None else floors[part]
-            logits = _differentiate(logits, targets[part], sums[part], entropies[part], grads[part], more, ctx.scale, least)
+            logits = _functions(logits)[2](logits, targets[part], sums[part], entropies[part], grads[part], more, ctx.scale, least)
             if slope is not None:
                 logits = logits.mul_(slope)
             if hidden_grad is not None:
@@ -157,48 +157,30 @@ class _HeadLogprobs(torch.autograd.Function):
         return hidden_grad, weight_grad, bias_grad, None, None, None, None, None, None
 
 
+def _functions(logits: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """Returns what finds floors, reads and differentiates logits where these are: kernels on a GPU, else PyTorch."""
+    if logits.is_cuda:
+        from rlhf_core.models.kernels import logprobs
+
+        return logprobs.floors, logprobs.read, logprobs.differentiate
+    return _floors_with_torch, _read_with_torch, _differentiate_with_torch
+
+
 def _floors(logits: Tensor, targets: Tensor, scale: float, top: Truncation) -> Tensor | None:
     """Returns the lowest scaled logit of each row's truncated distribution (N,) fp32, at most that of its target; None when it is whole."""
-    if top == WHOLE:
-        return None
-    if logits.is_cuda:
-        from rlhf_core.models.kernels.logprobs import floors
+    return None if top == WHOLE else _functions(logits)[0](logits, targets, scale, *top)
 
-        return floors(logits, targets, scale, top.top_p, top.top_k)
+
+def _floors_with_torch(logits: Tensor, targets: Tensor, scale: float, top_p: float, top_k: int) -> Tensor:
     scaled = _at_least_fp32(logits) * scale
     order = scaled.sort(-1, descending=True).values
-    if top.top_k:
-        order = order[:, : top.top_k]
+    if top_k:
+        order = order[:, :top_k]
     lowest = order[:, -1:]
-    if top.top_p < 1:
+    if top_p < 1:
         p = order.softmax(-1)
-        lowest = order.gather(-1, (p.cumsum(-1) - p < top.top_p).sum(-1, keepdim=True) - 1)  # tokens above have less than top_p together
+        lowest = order.gather(-1, (p.cumsum(-1) - p < top_p).sum(-1, keepdim=True) - 1)  # tokens above have less than top_p together
     return torch.minimum(lowest, scaled.gather(-1, targets[:, None])).squeeze(-1)
-
-
-def _read(logits: Tensor, targets: Tensor, scale: float, entropy: bool, floors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    if logits.is_cuda:
-        from rlhf_core.models.kernels.logprobs import read
-
-        return read(logits, targets, scale, entropy, floors)
-    return _read_with_torch(logits, targets, scale, entropy, floors)
-
-
-def _differentiate(
-    logits: Tensor,
-    targets: Tensor,
-    sums: Tensor,
-    entropies: Tensor,
-    grads: Tensor,
-    entropy_grads: Tensor | None,
-    scale: float,
-    floors: Tensor | None,
-) -> Tensor:
-    if logits.is_cuda:
-        from rlhf_core.models.kernels.logprobs import differentiate
-
-        return differentiate(logits, targets, sums, entropies, grads, entropy_grads, scale, floors)
-    return _differentiate_with_torch(logits, targets, sums, entropies, grads, entropy_grads, scale, floors)
 
 
 def _kept(scaled: Tensor, floors: Tensor | None) -> Tensor:

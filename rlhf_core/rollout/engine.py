@@ -166,7 +166,7 @@ class Sampler:
         )
         self.llm = self._library.LLM(**options | vllm.engine)
         self.llm.collective_rpc("lean_logprobs")
-        self._sampled = wait_for_whole_answers(self.llm.llm_engine)
+        wait_for_whole_answers(self.llm.llm_engine)
         self.tied = bool(self.llm.llm_engine.model_config.hf_text_config.tie_word_embeddings)
         self.version, self._loads = 0, 0  # of the weights: as the trainer counts, and how often they were loaded
         self._begun = dict[str, Begun]()  # unfinished requests of `advance`
@@ -281,10 +281,6 @@ class Sampler:
                 raise ValueError(f"{whole} holds no safetensors file to load into the running engine: name a local checkpoint folder")
             self.llm.collective_rpc("load_checkpoint", args=(whole, self.tied))
         self._loaded(self.version + 1)
-
-    def sampled(self) -> tuple[int, int]:
-        """Returns how many tokens were sampled since the last call, and in how many steps of answers."""
-        return self._sampled.take()
 
     def gpu_uuids(self) -> list[str | None]:
         """Returns the GPU of each process of this engine."""

@@ -59,33 +59,19 @@ def keep_rows() -> None:
     LogprobsProcessor._update_sample_logprobs = keep
 
 
-class Sampled:
-    """Counts sampled tokens, and the steps of answers that sampled them: one each, unless tokens are drafted."""
-
-    tokens = 0
-    steps = 0
-
-    def take(self) -> tuple[int, int]:
-        """Returns both counts since the last call."""
-        found, self.tokens, self.steps = (self.tokens, self.steps), 0, 0
-        return found
-
-
-def wait_for_whole_answers(engine: Any) -> Sampled:
+def wait_for_whole_answers(engine: Any) -> None:
     """Makes vLLM's `engine` give its output processor one output for each answer, with all of its tokens, when the answer is complete.
-    A step that samples something counts as progress. Returns a count of tokens, of the releases in MADE_FOR.
+    A step that samples something counts as progress.
 
     A request with stop strings gets every output: vLLM looks for them in the text.
     """
-    sampled = Sampled()
     if not applies():
-        return sampled
+        return
     process = engine.output_processor.process_outputs
     begun = dict[str, tuple[Any, list[Rows], list[np.ndarray]]]()
 
     def complete(outputs: list[Any]) -> Iterator[Any]:
         for output in outputs:
-            sampled.tokens, sampled.steps = sampled.tokens + len(output.new_token_ids), sampled.steps + bool(output.new_token_ids)
             state = engine.output_processor.request_states.get(output.request_id)
             if state is not None and getattr(state.detokenizer, "stop", None):
                 output.new_logprobs = None if output.new_logprobs is None else [output.new_logprobs]
@@ -112,7 +98,6 @@ def wait_for_whole_answers(engine: Any) -> Sampled:
         return process(list(complete(outputs)), *others, **named)
 
     engine.output_processor.process_outputs = process_outputs
-    return sampled
 
 
 def find_ranks_in_a_file() -> None:

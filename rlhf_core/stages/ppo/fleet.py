@@ -61,10 +61,10 @@ class Asking(NamedTuple):
 class Fleet:
     """Holds the groups of the running roles. `rewards`: the group of each reward model, by title; `own_tokens`: of those with another
     tokenizer, what writes answers for them; `clients`: functions and servers; `episodes`: of an environment, whose reward is a source
-    called `environment`, if it is one; `nothing`: the name of a source without rewards; `engines` take requests one by one, in the loop
+    called `environment`, if it is one; `no_reward`: the name of a source without rewards; `engines` take requests one by one, in the loop
     of `background`.
 
-    `drafts`: engines draft tokens. `one_update`: the actor's training pass computes the log-probs that its scoring pass would.
+    `one_update`: the actor's training pass computes the log-probs that its scoring pass would.
     `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
     collective of one waits on a GPU that computes for the other.
     """
@@ -82,13 +82,12 @@ class Fleet:
     in_turn: bool = False
     zero_stage: int = 3
     one_update: bool = False
-    drafts: bool = False
     lengths: Lengths | None = None
     machine: Machine | None = None  # set by `survey`
     own_tokens: Mapping[str, OwnTokens] = field(default_factory=dict)
     episodes: Episodes | None = None
     environment: str | None = None
-    nothing: str | None = None
+    no_reward: str | None = None
     background: Background | None = None
     engines: Engines | None = None
 
@@ -149,8 +148,8 @@ class Fleet:
             known = [rollout.own for rollout in rollouts if rollout.own is not None]
             if self.environment is not None:
                 scored[self.environment] = np.array([own.reward for own in known])
-            if self.nothing is not None:
-                scored[self.nothing] = np.zeros(len(rollouts))
+            if self.no_reward is not None:
+                scored[self.no_reward] = np.zeros(len(rollouts))
             failure = next((own.failure for own in known if own.failure), "")
             found = collect(scored.items(), pending_rewards, allowed, {self.environment or "": failure})
             return without_failed(found, rollouts, failure, allowed) if failure else found
@@ -259,7 +258,7 @@ class Fleet:
         """Compares the log-probs of engines and trainer on fixed documents.
 
         Raises WeightsDiffer beyond the bound; EngineDiffers where they still have the weights that each has loaded (not `synced`). The
-        bound is `MARGIN` times what rounding in the formats of both moves the trainer's own log-probs (models/rounding.py).
+        bound is `MARGIN` times what rounding in the formats of both moves the trainer's own log-probs (rounding.py).
 
         Experts are chosen by products that engine and trainer round in bf16 in different orders: a few tokens go to another one,
         and their log-probs may differ by a nat. There a model with experts is held to the bound at nine of ten tokens.
@@ -310,9 +309,6 @@ class Fleet:
             spent = group.take_seconds()
             metrics |= {f"work/{group.name}/{phase.replace(' ', '_')}": taken for phase, taken in spent.items()}
             metrics[f"wait/{group.name}"] = max(0.0, 1 - sum(spent.values()) / seconds)
-        if self.drafts:
-            tokens, steps = np.sum(self.sampler.call("look", SamplerRole.sampled).wait(self.timeout), 0)
-            metrics |= {"rollout/tokens_per_step": float(tokens / steps)} if steps else {}
         return metrics
 
     def save_state(self, folder: Path) -> None:

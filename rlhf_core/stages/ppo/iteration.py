@@ -79,7 +79,7 @@ def ppo_iteration(
         scores = (sampled.scores or fleet.start_score(rollouts, sampled.rewards, setup.allowed_failures))()
     with _phase(phases, "credit"):
         credited = credit(rollouts, scores, kl_coef, carried.statistics, config, setup.terms, fleet.lengths)
-        apart = divergence(rollouts, scores.logprobs, scores.ref_logprobs, credited.usable, kl_coef, config) if scores.logprobs else None
+        diverged = divergence(rollouts, scores.logprobs, scores.ref_logprobs, credited.usable, kl_coef, config) if scores.logprobs else None
     with _phase(phases, "train"):
         batches = minibatches(credited.usable, schedule)
         updates = {
@@ -87,13 +87,13 @@ def ppo_iteration(
             for role, rates in schedule.rates.items()
         }
         steps, logprobs = fleet.train(credited.experience, updates)
-    if apart is None:
-        apart = divergence_of(rollouts, scores, logprobs, kl_coef, config)
+    if diverged is None:
+        diverged = divergence_of(rollouts, scores, logprobs, kl_coef, config)
     if fleet.sleeps:
         with _phase(phases, "wake"):
             fleet.wake()
     metrics = (
-        credited.metrics | apart.metrics | sampled.metrics | {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        credited.metrics | diverged.metrics | sampled.metrics | {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
     )
     if config.max_staleness == 1:
         metrics["rollout/age"] = float(sampled.age)
@@ -116,7 +116,7 @@ def ppo_iteration(
     metrics["tokens"] = float(sum(len(r.document.tokens) for r in rollouts))
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
     metrics |= fleet.iteration_metrics(rollouts, list(updates), schedule.max_epochs, time.monotonic() - start)
-    return Iteration(metrics, apart.kl, Carried(sampled.position, credited.statistics, ahead), rollouts, scores.rewards)
+    return Iteration(metrics, diverged.kl, Carried(sampled.position, credited.statistics, ahead), rollouts, scores.rewards)
 
 
 def divergence_of(rollouts: Sequence[Rollout], scores: Scores, logprobs: Scored, kl_coef: float, config: PPO) -> Divergence:

@@ -22,7 +22,6 @@ from rlhf_core.data.packing import Passes
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import can_share
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, masked_logprobs, trained_policy, trained_scorer
-from rlhf_core.models.rounding import noise_of, noisy
 from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count, sampler_weights
@@ -33,6 +32,7 @@ from rlhf_core.rollout.weight_receiver import gpu_uuid
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roofline import Ceilings, Shape, measure_ceilings, shape_of
+from rlhf_core.stages.ppo.rounding import noise_of, noisy
 from rlhf_core.system import progress
 from rlhf_core.training.engine import Engine, at
 from rlhf_core.training.ranks import export, make_engine

@@ -91,7 +91,7 @@ def start_fleet(
         rewards=rewards,
         own_tokens=own_tokens,
         **asking._asdict(),
-        nothing=next((source.title for source in config.reward if isinstance(source, NoReward)), None),
+        no_reward=next((source.title for source in config.reward if isinstance(source, NoReward)), None),
         environment=next((source.title for source in config.reward if isinstance(source, EnvironmentReward)), None),
         sampler=groups["sampler"],
         clients=Clients([client_of(source) for source in config.reward if isinstance(source, FunctionReward | HttpReward)]),
@@ -103,7 +103,6 @@ def start_fleet(
         in_turn=config.colocate_all,
         zero_stage=chosen.stage,
         one_update=config.one_update,
-        drafts=config.vllm.drafts is not None,
     )
     fleet.open_channel()
     return replace(fleet, machine=fleet.survey())

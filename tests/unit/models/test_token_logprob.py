@@ -86,9 +86,9 @@ def test_truncated_distributions(top: Truncation, keep: bool, linear: bool, monk
 def test_bf16_gradients_are_fp32_numbers_rounded_once() -> None:
     head, hidden, targets = problem(torch.bfloat16, bias=False)
     logits = head(hidden).detach().requires_grad_()
-    logprobs, sums, entropies = module._read(logits.detach(), targets, 1.0, False, None)
+    logprobs, sums, entropies = module._read_with_torch(logits.detach(), targets, 1.0, False, None)
     grads = torch.randn(ROWS)
-    got = module._differentiate(logits.detach(), targets, sums, entropies, grads, None, 1.0, None)
+    got = module._differentiate_with_torch(logits.detach(), targets, sums, entropies, grads, None, 1.0, None)
     theirs = torch.log_softmax(logits, -1, dtype=torch.float32).gather(-1, targets[:, None]).squeeze(-1)
     torch.testing.assert_close(logprobs, theirs.detach())
     (expected,) = torch.autograd.grad((theirs * grads).sum(), logits)
@@ -130,8 +130,8 @@ def test_nothing_is_kept_without_gradients(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "LOGITS_CHUNK", 7)
     head, hidden, targets = problem(torch.float32, bias=False)
     sizes: list[int] = []
-    read = module._read
-    monkeypatch.setattr(module, "_read", lambda logits, *rest: (sizes.append(len(logits)), read(logits, *rest))[1])
+    read = module._read_with_torch
+    monkeypatch.setattr(module, "_read_with_torch", lambda logits, *rest: (sizes.append(len(logits)), read(logits, *rest))[1])
     with torch.no_grad():
         token_logprobs(head, hidden, targets, 1.0, "no", True)
     assert max(sizes) == 7
