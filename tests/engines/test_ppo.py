@@ -32,7 +32,7 @@ from tests.support.sockets import beyond_loopback, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ITERATIONS, SAVED, FROZEN = 4, 2, 1
-TIMES = ("phase/", "work/", "wait/", "floor/")  # seconds and shares of them, never the same twice
+TIMES = ("phase/", "work/", "wait/", "floor/", "environment/seconds")  # seconds and shares of them, never the same twice
 SHARE = 0.25  # of a CPU, for each role
 # One in two groups of two answers has one reward for both.
 ODD = "def odd(responses): return [len(response) % 2 for response in responses]\n"
