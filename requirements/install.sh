@@ -94,10 +94,17 @@ install_cpu() {
 exec 9<requirements/install.sh
 flock --nonblock 9 || { say "waiting for another setup of this checkout"; flock 9; }
 stamped cpu || install_cpu
-if [ "$extra" = dev ] && ! command -v bwrap >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    say "installing bubblewrap, for the tests of the sandbox"
-    timeout 180 sh -c 'apt-get install -qq -y bubblewrap || { apt-get update -qq && apt-get install -qq -y bubblewrap; }' >/dev/null 2>&1 ||
-        say "it cannot be installed; the tests of the sandbox are left out"
+# PACKAGE COMMAND: Debian's, for tests that are left out where it is not.
+debian() {
+    command -v "$2" >/dev/null && return
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
+    say "installing $1, for tests"
+    timeout 300 sh -c "apt-get install -qq -y $1 || { apt-get update -qq && apt-get install -qq -y $1; }" >/dev/null 2>&1 ||
+        say "it cannot be installed; the tests that need it are left out"
+}
+if [ "$extra" = dev ]; then
+    debian bubblewrap bwrap
+    debian chromium chromium
 fi
 if [ -n "$extra" ] && ! stamped "$extra"; then
     say "installing the packages of requirements/$extra.txt"

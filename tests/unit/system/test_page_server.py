@@ -1,0 +1,63 @@
+"""Requests that the pages' protection lets through, and those that it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from rlhf_core.system.page_server import Protected
+
+TOKEN = "a-token-of-thirty-two-characters"
+
+
+@pytest.fixture
+def client() -> TestClient:
+    async def page(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(str(request.url.query))
+
+    app = Starlette(routes=[Route("/{path:path}", page, methods=["GET", "POST"])])
+    return TestClient(Protected(app, TOKEN, ["box.lan"]), base_url="http://127.0.0.1:8000", follow_redirects=False)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"headers": {"authorization": f"Bearer {TOKEN}x"}}, {"headers": {"authorization": "Bearer "}}, {"params": {"token": "ü"}}],
+    ids=["nothing", "wrong", "empty", "in-the-address"],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_nothing_answers_without_the_token(client: TestClient, method: str, given: dict[str, Any]) -> None:
+    assert client.request(method, "/x", **given).status_code == 401
+
+
+def test_a_program_sends_it_as_a_bearer_token(client: TestClient) -> None:
+    answer = client.post("/x", headers={"authorization": f"Bearer {TOKEN}"})
+    assert answer.status_code == 200 and answer.headers["cache-control"] == "no-store" and "set-cookie" not in answer.headers
+
+
+def test_a_browser_gives_it_once_and_its_address_keeps_the_rest(client: TestClient) -> None:
+    answer = client.get("/runs", params={"a": "1 2", "token": TOKEN})
+    assert answer.status_code == 303 and answer.headers["location"] == "/runs?a=1+2"
+    assert "httponly" in answer.headers["set-cookie"].lower() and "samesite=strict" in answer.headers["set-cookie"].lower()
+    assert client.get("/runs").status_code == 200  # by the cookie
+    assert client.post("/runs", headers={"origin": "http://127.0.0.1:8000"}).status_code == 200
+
+
+def test_the_token_in_the_address_writes_nothing(client: TestClient) -> None:
+    assert client.post("/x", params={"token": TOKEN}).status_code == 401
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:9999", "null"])
+def test_another_servers_page_writes_nothing(client: TestClient, origin: str) -> None:
+    client.get("/", params={"token": TOKEN})
+    assert client.post("/x", headers={"origin": origin}).status_code == 403
+
+
+@pytest.mark.parametrize(("host", "status"), [("box.lan:8000", 200), ("evil.example:8000", 421), ("", 421), ("127.0.0.1.evil.example", 421)])
+def test_only_names_of_this_machine_are_answered(client: TestClient, host: str, status: int) -> None:
+    assert client.get("/", headers={"authorization": f"Bearer {TOKEN}", "host": host}).status_code == status
