@@ -74,4 +74,3 @@ def _with_headers(send: Send) -> Send:
         await send(message)
 
     return sent
-

@@ -58,6 +58,8 @@ def test_another_servers_page_writes_nothing(client: TestClient, origin: str) ->
     assert client.post("/x", headers={"origin": origin}).status_code == 403
 
 
-@pytest.mark.parametrize(("host", "status"), [("box.lan:8000", 200), ("evil.example:8000", 421), ("", 421), ("127.0.0.1.evil.example", 421)])
+@pytest.mark.parametrize(
+    ("host", "status"), [("box.lan:8000", 200), ("evil.example:8000", 421), ("", 421), ("127.0.0.1.evil.example", 421)]
+)
 def test_only_names_of_this_machine_are_answered(client: TestClient, host: str, status: int) -> None:
     assert client.get("/", headers={"authorization": f"Bearer {TOKEN}", "host": host}).status_code == status
