@@ -16,6 +16,7 @@ from typing import Any
 from cyclopts import App, CycloptsError
 
 from flows.cli import artifacts as cli_artifacts
+from flows.cli import feedback as cli_feedback
 from flows.cli import loops as cli_loops
 from flows.cli import prepare as cli_prepare
 from flows.cli import run as cli_run
@@ -66,6 +67,7 @@ app = App(
 )
 app.command(cli_loops.loop_app)
 app.command(cli_artifacts.runs_app)
+app.command(cli_feedback.feedback_app)
 for name, command in COMMANDS.items():
     app.command(command, name=name)
 

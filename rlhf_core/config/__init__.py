@@ -36,11 +36,13 @@ from rlhf_core.config.loops import (
     POST_PROCESSOR_FIELDS,
     Iterative,
     IterativeDPO,
+    IterativeFeedback,
     Loop,
     PostProcessor,
     Preferences,
     Rewarded,
     Rounds,
+    SampledLoop,
     Sampling,
 )
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
