@@ -160,4 +160,6 @@ def next_of(found: LoopState, running: bool) -> str:
     if found.record.begun:
         when = f"{found.record.begun.at:%Y-%m-%d %H:%M} UTC"
         return f"Round {found.number} was begun {when} and is not finished; {part}. The next run continues it."
+    if found.waits:
+        return f"{found.waits[0].upper()}{found.waits[1:]}."
     return f"Round {found.number} is next, when a run of the flow `loop` is started or scheduled."
