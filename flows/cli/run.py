@@ -24,15 +24,24 @@ from rlhf_core.system import orphan_watcher
 from tasks.server_process import ours, prepared
 
 
-def run(recipe: RecipePlace, *overrides: Override, name: str | None = None, dry_run: bool = False, latest: bool = False) -> int:
+def run(
+    recipe: RecipePlace,
+    *overrides: Override,
+    name: str | None = None,
+    dry_run: bool = False,
+    latest: bool = False,
+    jobs: int | None = None,
+) -> int:
     """Run all stages of a recipe that are not done yet.
 
     Args:
         name: of the run, for `alignflow runs`; the newest run of a name has it.
         dry_run: only show the stages, what would be skipped and why.
         latest: look up branches and tags of the Hub anew, unless the last run of this recipe is unfinished.
+        jobs: run so many stages at once when none needs the other, in place of the recipe's side_by_side.
     """
     check_name(name)
+    overrides = overrides if jobs is None else (*overrides, f"side_by_side={jobs}")
     loaded = load_recipe(recipe, overrides)
     if latest and not dry_run:
         from flows.alignment import refresh_hub_revisions
