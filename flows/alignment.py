@@ -16,7 +16,7 @@ from typing import Any
 from prefect import runtime
 
 from evaluation.report.summary import Status
-from flows.running import OneByOne, SeveralFailed, Threads
+from flows.running import OneByOne, Threads
 from flows.schedule import machine_here, schedule_of
 from rlhf_core.config import Publication, Recipe
 from rlhf_core.config.gates import Verdict
@@ -24,6 +24,7 @@ from rlhf_core.hub.revisions import forget
 from rlhf_core.preflight.inputs import require_here
 from rlhf_core.recipe.gates import GateFailed, gates_behind, holding, uncheckable
 from rlhf_core.recipe.plan import Node, Plan, plan
+from rlhf_core.runs.launch import SeveralFailed
 from rlhf_core.runs.run_dir import StageRequest
 from rlhf_core.runs.store import store_of
 from rlhf_core.system import orphan_watcher

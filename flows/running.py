@@ -6,7 +6,7 @@ A signal reaches the main thread alone. It ends a stage there; those in threads 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -18,17 +18,6 @@ from rlhf_core.recipe.plan import Node
 from rlhf_core.runs.allotment import Allotment, allotment
 
 POLL_SECONDS = 0.5
-
-
-class SeveralFailed(RuntimeError):
-    """Raised when stages that ran side by side failed, or failed their gates: the errors, in the order of time."""
-
-    def __init__(self, errors: Sequence[Exception]):
-        self.errors = tuple(errors)
-        super().__init__(self.errors)
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.errors))
 
 
 class Ended(NamedTuple):

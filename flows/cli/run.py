@@ -17,7 +17,7 @@ from rlhf_core.recipe.dry_run import outlook
 from rlhf_core.recipe.gates import GateFailed
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
-from rlhf_core.runs.launch import StageFailed
+from rlhf_core.runs.launch import SeveralFailed, StageFailed
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.run_records import Asked, asked, check_name
 from rlhf_core.system import orphan_watcher
@@ -41,6 +41,8 @@ def run(
         jobs: run so many stages at once when none needs the other, in place of the recipe's side_by_side.
     """
     check_name(name)
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"--jobs {jobs}: give 1 or more stages")
     overrides = overrides if jobs is None else (*overrides, f"side_by_side={jobs}")
     loaded = load_recipe(recipe, overrides)
     if latest and not dry_run:
@@ -132,6 +134,7 @@ def _without_trace(record: logging.LogRecord) -> bool:
     """
     if "ook 'notify_state'" in record.getMessage():
         return record.levelno > logging.INFO
-    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed | StoreFault | MachineLacks | httpx.HTTPError):
+    told = StageFailed | GateFailed | SeveralFailed | StoreFault | MachineLacks | httpx.HTTPError
+    if record.exc_info and isinstance(record.exc_info[1], told):
         record.exc_info = None
     return True

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rlhf_core.records import StageResult
@@ -47,6 +47,17 @@ class StageFailed(RuntimeError):
         if self.code > 128 and (ended_by := _signal_name(self.code - 128)):
             how = f"ended by {ended_by}" + (" (Linux sends SIGKILL when host memory is exhausted)" if ended_by == "SIGKILL" else "")
         return "\n  ".join([f"stage {self.name} failed ({how}); the last lines of its log:", *self.tail])
+
+
+class SeveralFailed(RuntimeError):
+    """Stages that ran side by side failed, or did not pass their gates. `errors`: what each raised, in the order of time."""
+
+    def __init__(self, errors: Sequence[Exception]):
+        self.errors = tuple(errors)
+        super().__init__(self.errors)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.errors))
 
 
 def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None], grace_seconds: float = GRACE_SECONDS) -> StageResult:

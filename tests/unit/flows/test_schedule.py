@@ -96,7 +96,8 @@ def test_one_at_a_time_is_the_recipe_s_order() -> None:
 
 
 def test_what_a_stage_takes(tmp_path: Path) -> None:
-    ppo = {"stage": "ppo", "prompts": {"sources": "p.jsonl"}, "actor": "base", "reward": "org/reward", "advantage_estimator": "rloo"} | {"n_samples_per_prompt": 4}
+    ppo = {"stage": "ppo", "prompts": {"sources": "p.jsonl"}, "actor": "base", "reward": "org/reward"}
+    ppo |= {"advantage_estimator": "rloo", "n_samples_per_prompt": 4}
     half = {"gpus": 0.5}
     nodes = plan(
         recipe(
