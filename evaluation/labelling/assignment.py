@@ -1,8 +1,8 @@
 """Gives pairs to people, and turns their choices into labels.
 
-A pair is given until `per_item` people have labelled it, before a new one begins. The answer shown on the left is drawn for each pair and
-person. A share of a person's pairs comes a second time, with the sides swapped, after GAP others. What was given is derived from the labels,
-so that a server that was killed goes on; only reservations of what a page shows at the moment are lost.
+A pair is given until `per_item` people have labelled it, before a new one begins. The answer shown on the left is drawn for each pair
+and person. A share of a person's pairs comes a second time, with the sides swapped, after GAP others. What was given follows from the
+labels, so that a server that was killed goes on; only reservations of what a page shows at the moment are lost.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def _game(game: Any) -> Game:
 
 
 def rows_of(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the rows of all .jsonl files of a folder and its subfolders, each with its place. Raises ValueError for a line that is none."""
+    """Yields the rows of all .jsonl files below a folder, each with its place. Raises ValueError for a line that is none."""
     for file in sorted(folder.rglob("*.jsonl")):
         try:
             text = file.read_text(encoding="utf-8")

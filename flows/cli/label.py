@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 
 from flows.cli.show import OK, console, table_of
 from rlhf_core.system.secret_file import kept_secret
@@ -103,14 +104,14 @@ def show_agreement(console: Console, found: Agreement) -> None:
         table = table_of("annotators", *numbers, right=numbers)
         for row in found.between:
             cells = (_share(row.same), _kappa(row.kappa), _kappa(row.weighted_kappa))
-            table.add_row(f"{row.one}, {row.other}", str(row.pairs), *cells)
-        console.print(table, markup=False)
-    numbers = ("labels", "skipped", "ties", "prefers the left", "shown twice", "same winner again", "median seconds")
-    table = table_of("annotator", *numbers, right=numbers)
+            table.add_row(escape(f"{row.one}, {row.other}"), str(row.pairs), *cells)
+        console.print(table)
+    columns = ("labels", "skipped", "ties", "prefers the left", "shown twice", "same winner again", "median seconds")
+    table = table_of("annotator", *columns, right=columns)
     for person in found.people:
         sides = (_share(person.first_side), str(person.repeats), _share(person.consistent), f"{person.seconds:.1f}")
-        table.add_row(person.name, str(person.labels), str(person.skipped), f"{100 * person.ties:.0f} %", *sides)
-    console.print(table, markup=False)
+        table.add_row(escape(person.name), str(person.labels), str(person.skipped), f"{100 * person.ties:.0f} %", *sides)
+    console.print(table)
 
 
 def _share(value: Estimate | None) -> str:
