@@ -2,8 +2,9 @@
 
 Cohen's kappa of two people (Cohen 1960) and, with squared weights for the five degrees, weighted kappa (Cohen 1968); Krippendorff's alpha
 of all (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"), nominal for the winner and ordinal for the degrees, which takes
-any number of people for each pair. Intervals are 95 % percentile bootstrap ones over pairs of answers; people are not resampled: they are about
-these people. Where all agree every resample is the same: then the interval follows from Wilson's for the share of agreement.
+any number of people for each pair. Intervals are 95 % percentile bootstrap ones over pairs of answers; people are not resampled, so the
+numbers are about these people. Where all agree, every resample is the same: the interval then follows from Wilson's for the share of
+agreement.
 """
 
 from __future__ import annotations

@@ -76,11 +76,11 @@ def _evaluation(source: str, artifacts: Path) -> Path | None:
         last = [stage["run_dir"] for stage in stages if stage.get("kind") == "evaluation"]
         if last:
             return recipe.parent / str(last[-1])
-    if Path(source).is_dir():
-        return Path(source)
     done = artifacts.glob(f"stages/{glob.escape(source)}-*/{RESULT}")
     newest = sorted((path.stat().st_mtime, path.parent) for path in done if _is_evaluation(path.parent))
-    return newest[-1][1] if newest else None
+    if newest:
+        return newest[-1][1]
+    return Path(source) if Path(source).is_dir() else None
 
 
 def _is_evaluation(folder: Path) -> bool:
