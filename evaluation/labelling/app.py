@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 import jinja2
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
@@ -38,6 +38,11 @@ class Undo(Frozen):
     """A request to take back a person's last label."""
 
     annotator: str
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _whole_characters(cls, value: Any) -> Any:
+        return whole(value) if isinstance(value, str) else value
 
 
 class Given(Undo):

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from evaluation.labelling.items import whole
 from evaluation.labelling.records import LABELS, ComparedPair, HumanLabel, Side, in_force
 from evaluation.labelling.store import LabelFile
 from rlhf_core.system.files import digest
@@ -93,7 +92,7 @@ class Assignment:
 
     def known_name(self, text: str) -> str:
         """Returns a person's name, in the spelling of earlier labels. Raises ValueError when it cannot be one."""
-        name = " ".join(unicodedata.normalize("NFC", whole(text)).split())
+        name = " ".join(unicodedata.normalize("NFC", text).split())
         if not name or len(name) > NAME_LENGTH or not name.isprintable():
             raise ValueError(f"give a name of 1 to {NAME_LENGTH} letters")
         return next((known for known in self.annotators if known.casefold() == name.casefold()), name)
@@ -138,7 +137,7 @@ class Assignment:
             annotator=annotator,
             at=_now(),
             seconds=round(seconds, 3),
-            note=whole(note) if note else None,
+            note=note or None,
             repeat_of=task.repeat_of,
         )
         self.file.append(label)

@@ -90,10 +90,11 @@ def _is_evaluation(folder: Path) -> bool:
 def _battles(folder: Path, models: Sequence[str]) -> Iterator[ComparedPair]:
     """Yields the battles of an evaluation. A is the baseline's answer, B the model's, as in game 0 of a judgment."""
     places = folders(folder)
-    if places.answers is None:
+    place = places.answers or next((place for place in (folder / "report/answers", folder / "answers") if place.is_dir()), None)
+    if place is None:
         raise ValueError(f"{folder}: there are no answers (report/answers/*.jsonl): give the directory of an evaluation that is done")
     answers: dict[str, dict[str, tuple[Message, ...]]] = {}
-    for where, row in rows_of(places.answers):
+    for where, row in rows_of(place):
         try:
             *prompt, answer = row["messages"]
             content = answer["content"]
@@ -106,6 +107,9 @@ def _battles(folder: Path, models: Sequence[str]) -> Iterator[ComparedPair]:
         if unknown := [name for name in models if name not in answers]:
             raise ValueError(f"--models: {folder} has no answers of {', '.join(unknown)}; it has those of {', '.join(sorted(answers))}")
         sides = [(models[0], models[1])]
+    elif places.answers is None and len(answers) == 2:  # nobody has judged them yet
+        one, other = sorted(answers)
+        sides = [(one, other)]
     else:
         sides = list(dict.fromkeys((judgment.baseline, judgment.model) for judgment in read_judgments(places.judgments)))
     for a, b in sides:

@@ -66,6 +66,13 @@ def test_two_models_can_be_named(artifacts: Path) -> None:
         draw("evaluation", 1000, 0, artifacts, ("ppo", "gpt"))
 
 
+def test_two_models_that_nobody_judged(tmp_path: Path) -> None:
+    folder = write_evaluation(tmp_path / "run", {"sft": "sft says {0}", "ppo": "ppo says {0}"}, [])
+    (folder / "report/judgments/rule.jsonl").unlink()
+    (folder / "report/judgments").rmdir()
+    assert {(pair.model_a, pair.model_b) for pair in draw(str(folder), 100, 0, tmp_path).pairs} == {("ppo", "sft")}
+
+
 def test_places_of_an_evaluation(artifacts: Path) -> None:
     newer = write_evaluation(artifacts / "stages/evaluation-11bb", {"sft": "same", "ppo": "new {0}"}, [("ppo", "sft")])
     os.utime(artifacts / "stages/evaluation-00aa/result.json", (1, 1))
