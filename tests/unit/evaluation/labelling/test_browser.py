@@ -18,6 +18,7 @@ playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium")]
 COUNT = 200
+KILLS = ((70, "Ann"), (130, "Bob"))  # at which pair of whom the server is killed
 KEYS = ("1", "ArrowLeft", "3", "4", "Shift+ArrowRight")  # by place in LABELS, of the sides on the page
 
 
@@ -73,22 +74,23 @@ def judged(page: Any) -> int:
 
 
 def test_two_annotators_label_200_pairs_by_keyboard_over_a_kill(browser: Any, folder: Path) -> None:
-    served, pressed = serve(folder, "--repeat", "0"), dict[str, Counter[int]]()
+    served, pressed, count = serve(folder, "--repeat", "0"), dict[str, Counter[int]](), 0
     pages = {name: opened(browser, served, name) for name in ("Ann", "Bob")}
     for number in range(COUNT):
         for name, page in pages.items():
             place = judged(page)
             pressed.setdefault(name, Counter())[place] += 1
-            if number == 70 and name == "Ann":  # killed with a verdict on the way, and another before it was acknowledged
+            if (number, name) in KILLS:  # with a verdict on the way
                 acknowledged = read_labels(folder / "labels.jsonl")
                 before = task(page)
                 page.keyboard.press(KEYS[place])
                 served.end()
                 served = serve(folder, "--repeat", "0", port=served.port)
                 page.wait_for_function("before => document.body.dataset.task !== before", arg=before)
-                assert read_labels(folder / "labels.jsonl")[: len(acknowledged)] == acknowledged and len(acknowledged) == 140
+                assert read_labels(folder / "labels.jsonl")[:count] == acknowledged and len(acknowledged) == count
             else:
                 press(page, KEYS[place])
+            count += 1
     for page in pages.values():
         assert page.is_visible("#done") and page.inner_text("#counts") == f"{COUNT} labelled, 0 skipped, 0 left"
     labels = read_labels(folder / "labels.jsonl")
