@@ -77,6 +77,8 @@ def opened(path: Path) -> Iterator[LabelFile]:
         raise ValueError(f"{path}: there is no folder {path.absolute().parent}: make it, or give another --out")
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: is no file: give another --out")
+    if path.exists():
+        read_labels(path)  # leaves nothing beside a file of something else, such as a lock
     path = path.absolute()
     with locked(path.with_name(f".{path.name}.lock")) as ours:
         if not ours:
