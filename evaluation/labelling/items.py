@@ -108,8 +108,8 @@ def _battles(folder: Path, models: Sequence[str]) -> Iterator[ComparedPair]:
             raise ValueError(f"--models: {folder} has no answers of {', '.join(unknown)}; it has those of {', '.join(sorted(answers))}")
         sides = [(models[0], models[1])]
     elif places.answers is None and len(answers) == 2:  # nobody has judged them yet
-        one, other = sorted(answers)
-        sides = [(one, other)]
+        first, second = sorted(answers)
+        sides = [(first, second)]
     else:
         sides = list(dict.fromkeys((judgment.baseline, judgment.model) for judgment in read_judgments(places.judgments)))
     for a, b in sides:

@@ -198,6 +198,7 @@ def test_names_pages_and_agreement(browser: Any, folder: Path) -> None:
     served = serve(folder, "--repeat", "0")
     page = browser.new_context().new_page()
     page.goto(f"{served.root}/?token={served.token}")
+    page.wait_for_selector("input:focus")  # the name can be typed at once
     page.keyboard.type("Zoë <b>")
     page.keyboard.press("Enter")
     page.wait_for_selector("body[data-task]")
