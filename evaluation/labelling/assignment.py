@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import NamedTuple
 
 from evaluation.labelling.records import LABELS, ComparedPair, HumanLabel, Side, in_force
@@ -181,14 +182,14 @@ class Assignment:
         return task
 
     def _comes_again(self, annotator: str, first: HumanLabel) -> bool:
-        drawn = int(digest([self.rules.seed, "repeat", annotator, first.key])[:8], 16) / 2**32
-        return first.verdict is not None and first.key in self.pairs and drawn < self.rules.repeat
+        decided = first.verdict is not None and first.key in self.pairs
+        return decided and _drawn(self.rules.seed, "repeat", annotator, first.key) < self.rules.repeat
 
     def _task(self, annotator: str, key: str) -> Task | None:
         """Returns the task of a person on a pair: the first, else the repeat where the pair comes again; None when all is labelled."""
         first = self._firsts[annotator].get(key)
         if first is None:
-            side: Side = "ab"[int(digest([self.rules.seed, "side", annotator, key])[:8], 16) % 2]  # type: ignore[assignment]
+            side: Side = "a" if _drawn(self.rules.seed, "side", annotator, key) < 0.5 else "b"
             return Task(self._id(annotator, key, side, ""), self.pairs[key], side, None)
         if key in self._repeats[annotator] or not self._comes_again(annotator, first):
             return None
@@ -204,6 +205,12 @@ class Assignment:
     def _id(self, annotator: str, key: str, side: Side, repeat_of: str) -> str:
         text = json.dumps([annotator, key, side, repeat_of])
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()[:24]
+
+
+@lru_cache(1 << 17)
+def _drawn(seed: int, what: str, annotator: str, key: str) -> float:
+    """Returns a number in [0, 1) that is the same after a restart."""
+    return int(digest([seed, what, annotator, key])[:8], 16) / 2**32
 
 
 def _now() -> str:

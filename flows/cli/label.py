@@ -80,7 +80,7 @@ def label(
     from rlhf_core.system.page_server import Protected
 
     drawn = draw(source, sample, seed, artifacts, pair)
-    with opened(out) as file, listen(host, port) as listener:
+    with listen(host, port) as listener, opened(out) as file:
         token = kept_secret(home / "label-token")
         assignment = Assignment(drawn.pairs, file, Rules(per_item, repeat, seed), token)
         names = [host, *([socket.gethostname()] if host == EVERYWHERE else []), *(name for name in allow_host.split(",") if name)]
