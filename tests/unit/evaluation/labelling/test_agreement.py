@@ -151,6 +151,14 @@ def test_a_bias_to_one_side_and_changed_minds_are_measured() -> None:
     assert lea.labels == 40 and agreement(labels).between == []
 
 
+def test_a_second_showing_is_no_second_vote() -> None:
+    labels = rated([[0, 2, 0, 2], [0, 2, 0, 0]], ["Ann", "Bob"])
+    again = [row(id=f"again{n}", uid=f"q{n}", annotator="Ann", verdict="A=B", repeat_of=f"Ann{n}") for n in range(4)]
+    one, both = agreement(labels), agreement(labels + again)
+    assert (both.between, both.alpha, both.pairs) == (one.between, one.alpha, one.pairs)
+    assert both.people[0].labels == 4 and both.people[0].repeats == 4
+
+
 def test_no_labels() -> None:
     found = agreement([])
     assert (found.pairs, found.shared, found.alpha, found.between, found.people) == (0, 0, None, [], [])

@@ -95,6 +95,19 @@ def _two_servers(tmp_path: Path) -> list[tuple[str, Any, str]]:
     return [("one.jsonl", rules, SECRET), ("other.jsonl", rules, "another secret")]
 
 
+@pytest.mark.parametrize(("choice", "better"), [(0, "left"), (1, "left"), (3, "right"), (4, "right")])
+def test_the_verdict_is_about_the_texts_that_were_shown(client: TestClient, work: Assignment, choice: int, better: str) -> None:
+    sides = set()
+    for _ in range(10):
+        shown = following(client)
+        send(client, shown["task"], choice)
+        label = work.file.labels[-1]
+        winner = label.answer_a if label.verdict in ("A>>B", "A>B") else label.answer_b
+        assert winner == shown[better] and (label.verdict in ("A>>B", "B>>A")) == (choice in (0, 4))
+        sides.add(label.shown_first)
+    assert sides == {"a", "b"}
+
+
 def test_two_tabs_label_a_pair_once(client: TestClient, work: Assignment) -> None:
     one, other = following(client), following(client)
     assert one == other
