@@ -1,10 +1,10 @@
-"""Measures how far people agree, with each other and with themselves. Pure functions of labels and a seed.
+"""Measures how far annotators agree, with each other and with themselves. Pure functions of labels and a seed.
 
-Cohen's kappa of two people (Cohen 1960) and, with squared weights for the five degrees, weighted kappa (Cohen 1968); Krippendorff's alpha
-of all (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"), nominal for the winner and ordinal for the degrees, which takes
-any number of people for each pair. Intervals are 95 % percentile bootstrap ones over pairs of answers; people are not resampled, so the
-numbers are about these people. Where all agree, every resample is the same: the interval then follows from Wilson's for the share of
-agreement.
+Cohen's kappa of two annotators (Cohen 1960) and, with squared weights for the five degrees, weighted kappa (Cohen 1968); Krippendorff's
+alpha of all (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"), nominal for the winner and ordinal for the degrees, which
+takes any number of annotators for each pair. Intervals are 95 % percentile bootstrap ones over pairs of answers; annotators are not
+resampled, so the numbers are about these annotators. Where all agree, every resample is the same: the interval then follows from Wilson's
+for the share of agreement.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Metric = Literal["nominal", "ordinal"]
 Statistic = Callable[[Floats], Floats]  # of tables (R, C, C) -> (R,)
 
 
-class TwoPeople(NamedTuple):
+class TwoAnnotators(NamedTuple):
     """Agreement on the `pairs` that both labelled. `same`: share with the same winner; kappas are None where they are not defined."""
 
     one: str
@@ -38,7 +38,7 @@ class TwoPeople(NamedTuple):
     weighted_kappa: Estimate | None
 
 
-class OnePerson(NamedTuple):
+class OneAnnotator(NamedTuple):
     """`first_side`: share of verdicts with a winner that name the answer shown first, 0.5 without a bias. `consistent`: share of the
     `repeats` pairs shown twice that got the same winner again. `seconds`: median time of a verdict."""
 
@@ -53,37 +53,37 @@ class OnePerson(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """`pairs`: with a verdict; `shared`: of two or more people. Alphas are None where they are not defined."""
+    """`pairs`: with a verdict; `shared`: of two or more annotators. Alphas are None where they are not defined."""
 
     pairs: int
     shared: int
     alpha: Estimate | None
     ordinal_alpha: Estimate | None
-    between: list[TwoPeople]
-    people: list[OnePerson]
+    between: list[TwoAnnotators]
+    annotators: list[OneAnnotator]
 
 
 def agreement(labels: Sequence[HumanLabel], rounds: int = ROUNDS, seed: int = 0) -> Agreement:
     """Returns the agreement in all lines of a labels file; labels that were taken back do not count."""
     rows = in_force(labels)
-    given: dict[str, dict[str, HumanLabel]] = defaultdict(dict)  # by key and person
+    given: dict[str, dict[str, HumanLabel]] = defaultdict(dict)  # by key and annotator
     for row in rows:
         if row.verdict is not None and row.repeat_of is None:
             given[row.key][row.annotator] = row
-    shared = [by_person for by_person in given.values() if len(by_person) > 1]
+    shared = [by_annotator for by_annotator in given.values() if len(by_annotator) > 1]
     names = sorted({row.annotator for row in rows})
     return Agreement(
         len(given),
         len(shared),
         krippendorff([[label.winner for label in one.values()] for one in shared], WINNERS, "nominal", rounds, seed),
         krippendorff([[label.strength for label in one.values()] for one in shared], len(LABELS), "ordinal", rounds, seed),
-        [found for pair in combinations(names, 2) if (found := _two_people(*pair, shared, rounds, seed)) is not None],
-        [_one_person(name, [row for row in rows if row.annotator == name], rounds, seed) for name in names],
+        [found for pair in combinations(names, 2) if (found := _two_annotators(*pair, shared, rounds, seed)) is not None],
+        [_one_annotator(name, [row for row in rows if row.annotator == name], rounds, seed) for name in names],
     )
 
 
 def cohen(ratings: Sequence[tuple[int, int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0) -> Estimate | None:
-    """Returns Cohen's kappa of two people's ratings, 0 to `count` - 1; `ordinal`: with weights of squared distance.
+    """Returns Cohen's kappa of two annotators' ratings, 0 to `count` - 1; `ordinal`: with weights of squared distance.
 
     None without ratings, or where chance alone gives full agreement: each of the two always gave the same rating.
     """
@@ -101,7 +101,7 @@ def cohen(ratings: Sequence[tuple[int, int]], count: int, metric: Metric, rounds
 
 
 def krippendorff(ratings: Sequence[Sequence[int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0) -> Estimate | None:
-    """Returns Krippendorff's alpha of the ratings of each unit, 0 to `count` - 1, by any number of people; units with one are left out.
+    """Returns Krippendorff's alpha of the ratings of each unit, 0 to `count` - 1, by any number of annotators; units with one are left out.
 
     None without a unit, or where all ratings are the same.
     """
@@ -157,23 +157,23 @@ def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> Es
     return Estimate(value, float(low), float(high))
 
 
-def _two_people(one: str, other: str, shared: Sequence[dict[str, HumanLabel]], rounds: int, seed: int) -> TwoPeople | None:
-    both = [(by_person[one], by_person[other]) for by_person in shared if one in by_person and other in by_person]
+def _two_annotators(one: str, other: str, shared: Sequence[dict[str, HumanLabel]], rounds: int, seed: int) -> TwoAnnotators | None:
+    both = [(by_annotator[one], by_annotator[other]) for by_annotator in shared if one in by_annotator and other in by_annotator]
     same = _share([(a.key, a.winner == b.winner) for a, b in both], rounds, seed)
     if same is None:
         return None
     kappa = cohen([(a.winner, b.winner) for a, b in both], WINNERS, "nominal", rounds, seed)
     weighted = cohen([(a.strength, b.strength) for a, b in both], len(LABELS), "ordinal", rounds, seed)
-    return TwoPeople(one, other, len(both), same, kappa, weighted)
+    return TwoAnnotators(one, other, len(both), same, kappa, weighted)
 
 
-def _one_person(name: str, rows: Sequence[HumanLabel], rounds: int, seed: int) -> OnePerson:
+def _one_annotator(name: str, rows: Sequence[HumanLabel], rounds: int, seed: int) -> OneAnnotator:
     decided = [row for row in rows if row.verdict is not None]
     firsts = [row for row in decided if row.repeat_of is None]
     by_id = {row.id: row for row in firsts}
     repeats = [(by_id[row.repeat_of], row) for row in decided if row.repeat_of in by_id]
     won = [(row.key, row.winner == (0 if row.shown_first == "a" else 2)) for row in decided if row.winner != 1]
-    return OnePerson(
+    return OneAnnotator(
         name,
         len(firsts),
         sum(row.verdict is None for row in rows),

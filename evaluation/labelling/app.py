@@ -35,7 +35,7 @@ LONGEST = 86_400.0  # seconds of one label
 
 
 class Undo(Frozen):
-    """A request to take back a person's last label."""
+    """A request to take back an annotator's last label."""
 
     annotator: str
 
@@ -70,8 +70,8 @@ def application(assignment: Assignment) -> Starlette:
 
     async def start(request: Request) -> Response:
         known = assignment.annotators
-        people = [(name, f"label?annotator={quote(name)}", assignment.progress(name)) for name in known]
-        return _page("start.html.j2", people=people, pairs=len(assignment.pairs), finished=assignment.finished, length=NAME_LENGTH)
+        annotators = [(name, f"label?annotator={quote(name)}", assignment.progress(name)) for name in known]
+        return _page("start.html.j2", annotators=annotators, pairs=len(assignment.pairs), finished=assignment.finished, length=NAME_LENGTH)
 
     async def label_page(request: Request) -> Response:
         try:

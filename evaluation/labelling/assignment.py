@@ -1,8 +1,8 @@
-"""Gives pairs to people, and turns their choices into labels.
+"""Gives pairs to annotators, and turns their choices into labels.
 
-A pair is given until `per_item` people have labelled it, before a new one begins. The answer shown on the left is drawn for each pair
-and person. A share of a person's pairs comes a second time, with the sides swapped, after GAP others. What was given follows from the
-labels, so that a server that was killed goes on; only reservations of what a page shows at the moment are lost.
+A pair is given until `per_item` annotators have labelled it, before a new one begins. The answer shown on the left is drawn for each pair
+and annotator. A share of an annotator's pairs comes a second time, with the sides swapped, after GAP others. What was given follows from
+the labels, so that a server that was killed goes on; only reservations of what a page shows at the moment are lost.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NAME_LENGTH = 40
 
 
 class Stale(Exception):
-    """A page shows a pair that its person has labelled already, or that this server did not give."""
+    """A page shows a pair that its annotator has labelled already, or that this server did not give."""
 
 
 class Task(NamedTuple):
-    """A pair as one person sees it. `id` tells a page nothing about the pair, its models or its sides."""
+    """A pair as one annotator sees it. `id` tells a page nothing about the pair, its models or its sides."""
 
     id: str
     pair: ComparedPair
@@ -43,7 +43,7 @@ class Task(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Counts of one person's pairs; `left`: those that are still to be given."""
+    """Counts of one annotator's pairs; `left`: those that are still to be given."""
 
     labelled: int
     skipped: int
@@ -57,7 +57,7 @@ class _Hold(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """`per_item`: people for each pair; `repeat`: share of pairs shown to a person twice; `seed`: of sides and repeats."""
+    """`per_item`: annotators for each pair; `repeat`: share of pairs shown to an annotator twice; `seed`: of sides and repeats."""
 
     per_item: int = 2
     repeat: float = 0.05
@@ -74,9 +74,9 @@ class Assignment:
         self.pairs = {pair.key: pair for pair in pairs}
         self.file, self.rules = file, rules
         self._secret, self._clock = secret.encode(), clock
-        self._firsts: defaultdict[str, dict[str, HumanLabel]] = defaultdict(dict)  # by person and key, in the order of labels
+        self._firsts: defaultdict[str, dict[str, HumanLabel]] = defaultdict(dict)  # by annotator and key, in the order of labels
         self._repeats: defaultdict[str, dict[str, HumanLabel]] = defaultdict(dict)
-        self._people: Counter[str] = Counter()  # by key: who gave a verdict
+        self._decided: Counter[str] = Counter()  # by key: who gave a verdict
         self._holds: dict[str, _Hold] = {}
         for label in in_force(file.labels):
             self._count(label)
@@ -89,10 +89,10 @@ class Assignment:
     @property
     def finished(self) -> int:
         """The number of pairs with enough labels."""
-        return sum(self._people[key] >= self.rules.per_item for key in self.pairs)
+        return sum(self._decided[key] >= self.rules.per_item for key in self.pairs)
 
     def known_name(self, text: str) -> str:
-        """Returns a person's name, in the spelling of earlier labels. Raises ValueError when it cannot be one."""
+        """Returns an annotator's name, in the spelling of earlier labels. Raises ValueError when it cannot be one."""
         name = " ".join(unicodedata.normalize("NFC", text).split())
         if not name or len(name) > NAME_LENGTH or not name.isprintable():
             raise ValueError(f"give a name of 1 to {NAME_LENGTH} letters")
@@ -104,7 +104,7 @@ class Assignment:
         return Progress(len(mine) - skipped, skipped, len(self._open(annotator)))
 
     def next(self, annotator: str) -> Task | None:
-        """Returns what a person should label next, and reserves it; None: nothing is left. Asked again, returns the same."""
+        """Returns what an annotator should label next, and reserves it; None: nothing is left. Asked again, returns the same."""
         held = self._holds.get(annotator)
         if held is not None and held.key in self.pairs and (task := self._task(annotator, held.key)) is not None:
             return self._given(annotator, task)
@@ -116,15 +116,15 @@ class Assignment:
             self._holds.pop(annotator, None)
             return None
         others = self._held_by_others(annotator)
-        key = max(open_keys, key=lambda key: self._people[key] + others[key])  # the first of those with most labels
+        key = max(open_keys, key=lambda key: self._decided[key] + others[key])  # the first of those with most labels
         task = self._task(annotator, key)
-        assert task is not None, "an open pair has no label of this person"
+        assert task is not None, "an open pair has no label of this annotator"
         return self._given(annotator, task)
 
     def label(self, annotator: str, task_id: str, choice: int | None, seconds: float, note: str | None = None) -> HumanLabel:
         """Writes the verdict on a task. `choice`: the place in LABELS with the left answer as A; None: skipped.
 
-        Raises Stale when the task is not open for this person, and OSError when the label cannot be written.
+        Raises Stale when the task is not open for this annotator, and OSError when the label cannot be written.
         """
         task = self._by_id(annotator, task_id)
         if task is None:
@@ -147,7 +147,7 @@ class Assignment:
         return label
 
     def undo(self, annotator: str) -> HumanLabel | None:
-        """Takes back a person's last label and reserves its pair, so that `next` gives it again; None: there is no label of these pairs."""
+        """Takes back an annotator's last label and reserves its pair, so that `next` gives it again; None: there is no such label."""
         mine = [label for table in (self._firsts, self._repeats) for label in table[annotator].values() if label.key in self.pairs]
         if not mine:
             return None
@@ -156,21 +156,21 @@ class Assignment:
         own = {"id": secrets.token_hex(8), "undone": last.id, "verdict": None, "note": None, "seconds": 0.0, "at": _now()}
         self.file.append(last.model_copy(update=own))
         del self._table(last)[annotator][last.key]
-        self._people[last.key] -= last.verdict is not None and last.repeat_of is None
+        self._decided[last.key] -= last.verdict is not None and last.repeat_of is None
         self._holds[annotator] = _Hold(last.key, self._clock() + HOLD_SECONDS)
         return last
 
     def _count(self, label: HumanLabel) -> None:
         self._table(label)[label.annotator][label.key] = label
-        self._people[label.key] += label.verdict is not None and label.repeat_of is None
+        self._decided[label.key] += label.verdict is not None and label.repeat_of is None
 
     def _table(self, label: HumanLabel) -> defaultdict[str, dict[str, HumanLabel]]:
         return self._firsts if label.repeat_of is None else self._repeats
 
     def _open(self, annotator: str) -> list[str]:
-        """Returns the keys of pairs that this person may begin, in the order in which they were drawn."""
+        """Returns the keys of pairs that this annotator may begin, in the order in which they were drawn."""
         others, mine = self._held_by_others(annotator), self._firsts[annotator]
-        return [key for key in self.pairs if key not in mine and self._people[key] + others[key] < self.rules.per_item]
+        return [key for key in self.pairs if key not in mine and self._decided[key] + others[key] < self.rules.per_item]
 
     def _held_by_others(self, annotator: str) -> Counter[str]:
         now = self._clock()
@@ -186,7 +186,7 @@ class Assignment:
         return decided and _drawn(self.rules.seed, "repeat", annotator, first.key) < self.rules.repeat
 
     def _task(self, annotator: str, key: str) -> Task | None:
-        """Returns the task of a person on a pair: the first, else the repeat where the pair comes again; None when all is labelled."""
+        """Returns the task of an annotator on a pair: the first, else the repeat where the pair comes again; None when all is labelled."""
         first = self._firsts[annotator].get(key)
         if first is None:
             side: Side = "a" if _drawn(self.rules.seed, "side", annotator, key) < 0.5 else "b"

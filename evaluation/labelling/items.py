@@ -1,4 +1,4 @@
-"""Reads the pairs that people compare: answers of an evaluation's models, or rows of preferences. Torch-free.
+"""Reads the pairs that annotators compare: answers of an evaluation's models, or rows of preferences. Torch-free.
 
 A file's row with half a character is refused, as in training; a model's answer gets U+FFFD in its place.
 """
@@ -26,7 +26,7 @@ HALVES = re.compile("[\ud800-\udfff]")
 
 
 class Drawn(NamedTuple):
-    """The pairs to compare, in the order in which people get them. `found`: pairs of the source; `same`: with equal answers, left out."""
+    """The pairs to compare, in the order in which they are given. `found`: pairs of the source; `same`: with equal answers, left out."""
 
     pairs: list[ComparedPair]
     found: int

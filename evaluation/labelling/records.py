@@ -1,4 +1,4 @@
-"""Defines the pairs of answers that people compare and their labels, one line of a labels file each (docs/reference/data-formats.md)."""
+"""Defines pairs of answers and the labels that annotators give them, one line of a file each (docs/reference/data-formats.md)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ComparedPair(Frozen):
 
 
 class HumanLabel(ComparedPair):
-    """One person's verdict on a pair; None: skipped. `at`: ISO time, UTC; `seconds`: from its display to the verdict.
+    """One annotator's verdict on a pair; None: skipped. `at`: ISO time, UTC; `seconds`: from its display to the verdict.
 
-    The verdict is about `answer_a` and `answer_b`, whichever of them was shown first (on the left). `repeat_of`: the id of this person's
+    The verdict is about `answer_a` and `answer_b`, whichever of them was shown first (on the left). `repeat_of`: the id of this annotator's
     first label of the pair. A line with `undone` takes back the label of that id; its verdict is None.
     """
 

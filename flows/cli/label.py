@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # imports scipy, which most commands do not need
     from evaluation.labelling.agreement import Agreement
     from evaluation.scores.arena_hard import Estimate
 
-EVERYWHERE = "0.0.0.0"  # noqa: S104 - compared with --host
-
 
 def label(
     source: str | None = None,
@@ -76,7 +74,7 @@ def label(
     from evaluation.labelling.assignment import Assignment, Rules
     from evaluation.labelling.items import draw
     from evaluation.labelling.store import opened
-    from flows.serve import listen
+    from flows.serve import EVERYWHERE, listen
     from rlhf_core.system.page_server import Protected
 
     drawn = draw(source, sample, seed, artifacts, pair)
@@ -108,9 +106,9 @@ def show_agreement(console: Console, found: Agreement) -> None:
         console.print(table)
     columns = ("labels", "skipped", "ties", "prefers the left", "shown twice", "same winner again", "median seconds")
     table = table_of("annotator", *columns, right=columns)
-    for person in found.people:
-        sides = (_share(person.first_side), str(person.repeats), _share(person.consistent), f"{person.seconds:.1f}")
-        table.add_row(escape(person.name), str(person.labels), str(person.skipped), f"{100 * person.ties:.0f} %", *sides)
+    for annotator in found.annotators:
+        sides = (_share(annotator.first_side), str(annotator.repeats), _share(annotator.consistent), f"{annotator.seconds:.1f}")
+        table.add_row(escape(annotator.name), str(annotator.labels), str(annotator.skipped), f"{100 * annotator.ties:.0f} %", *sides)
     console.print(table)
 
 

@@ -46,7 +46,7 @@ def row(**changes: Any) -> HumanLabel:
 
 
 def rated(ratings: Sequence[Sequence[int | None]], names: Sequence[str]) -> list[HumanLabel]:
-    """Labels of (winner 0, 1, 2) ratings: a list for each person, with an entry for each pair."""
+    """Labels of (winner 0, 1, 2) ratings: a list for each annotator, with an entry for each pair."""
     verdicts = ("A>B", "A=B", "B>A")
     return [
         row(id=f"{name}{n}", uid=f"q{n}", annotator=name, verdict=verdicts[rating])

@@ -129,7 +129,7 @@ def test_a_file_of_labels() -> None:
     assert (between.one, between.other, between.pairs, between.same.value) == ("Ann", "Bob", 4, 0.75)
     # expected by chance: A 2/4 * 2/4, tie 1/4 * 0, B 1/4 * 2/4
     assert between.kappa is not None and between.kappa.value == pytest.approx((0.75 - 0.375) / (1 - 0.375))
-    ann, bob, cyd = found.people
+    ann, bob, cyd = found.annotators
     assert (ann.labels, ann.skipped, ann.ties, bob.labels, cyd.labels) == (5, 1, 0.2, 4, 1)
     assert found.alpha is not None and found.ordinal_alpha is not None and cyd.consistent is None
     assert ann.seconds == 2.5
@@ -145,7 +145,7 @@ def test_a_bias_to_one_side_and_changed_minds_are_measured() -> None:
         row(id=f"r{n}", uid=f"q{n}", annotator="Lea", shown_first="ba"[n % 2], verdict="B>A" if n % 2 == 0 else "A>B", repeat_of=f"f{n}")
         for n in range(6)
     ]
-    (lea,) = agreement(labels).people
+    (lea,) = agreement(labels).annotators
     assert lea.first_side is not None and lea.first_side.value == 1 and lea.first_side.low > 0.85
     assert lea.consistent is not None and (lea.repeats, lea.consistent.value) == (6, 0) and lea.consistent.high < 0.5
     assert lea.labels == 40 and agreement(labels).between == []
@@ -156,9 +156,9 @@ def test_a_second_showing_is_no_second_vote() -> None:
     again = [row(id=f"again{n}", uid=f"q{n}", annotator="Ann", verdict="A=B", repeat_of=f"Ann{n}") for n in range(4)]
     one, both = agreement(labels), agreement(labels + again)
     assert (both.between, both.alpha, both.pairs) == (one.between, one.alpha, one.pairs)
-    assert both.people[0].labels == 4 and both.people[0].repeats == 4
+    assert both.annotators[0].labels == 4 and both.annotators[0].repeats == 4
 
 
 def test_no_labels() -> None:
     found = agreement([])
-    assert (found.pairs, found.shared, found.alpha, found.between, found.people) == (0, 0, None, [], [])
+    assert (found.pairs, found.shared, found.alpha, found.between, found.annotators) == (0, 0, None, [], [])

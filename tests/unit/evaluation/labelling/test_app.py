@@ -62,7 +62,7 @@ def test_nothing_is_written_without_the_token_or_from_another_page(client: TestC
 
 
 def test_no_response_tells_a_model_a_source_or_which_answer_is_which(client: TestClient, work: Assignment) -> None:
-    """Every kind of response while two people label everything: pages, tasks, conflicts, errors, headers."""
+    """Every kind of response while two annotators label everything: pages, tasks, conflicts, errors, headers."""
     told: list[str] = []
 
     def note(answer: httpx.Response) -> httpx.Response:

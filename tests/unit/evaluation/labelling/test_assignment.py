@@ -37,8 +37,8 @@ def test_each_pair_gets_its_annotators_before_a_new_one_begins(tmp_path: Path, s
             assert label.key not in mine and (label.key in begun or not begun)
     counts = Counter(label.key for label in work.file.labels)
     assert len(counts) == 40 and set(counts.values()) == {2} and work.finished == 40
-    people = {key: {label.annotator for label in work.file.labels if label.key == key} for key in counts}
-    assert all(len(who) == 2 for who in people.values()), "two different people"
+    annotators = {key: {label.annotator for label in work.file.labels if label.key == key} for key in counts}
+    assert all(len(who) == 2 for who in annotators.values()), "two different annotators"
 
 
 def test_pages_that_are_open_count_as_labels_until_they_are_left(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_share_of_pairs_comes_again_with_the_sides_swapped(tmp_path: Path) -> 
         assert (first.key, first.repeat_of) == (again.key, None) and first.shown_first != again.shown_first
         assert place - labels.index(first) > GAP
     assert len({again.key for _, again in repeats}) == len(repeats), "once each"
-    assert work.finished == 400 and give(work, "Bob") is None, "a second label of one person is none of another"
+    assert work.finished == 400 and give(work, "Bob") is None, "a second label of one annotator is none of another"
 
 
 def test_undo_walks_back_and_gives_the_pair_again(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_restart_knows_all_that_was_labelled_and_taken_back(tmp_path: Path) ->
     again = assignment(path, 30, per_item=2, repeat=0.3)
     for name in ("Ann", "Bob", "Cyd"):
         assert again.progress(name).labelled == work.progress(name).labelled
-    assert again.finished == work.finished and again._people == work._people
+    assert again.finished == work.finished and again._decided == work._decided
     before = work.undo("Ann")
     assert before is not None and again.undo("Ann") == before
 

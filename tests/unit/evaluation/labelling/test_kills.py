@@ -61,22 +61,22 @@ class Annotator(threading.Thread):
 
 def test_kills_lose_no_acknowledged_label_and_repeat_none(folder: Path) -> None:
     served, generator = serve(folder), random.Random(1)
-    people = [Annotator(name, served) for name in ("Ann", "Bob")]
-    for person in people:
-        person.start()
+    annotators = [Annotator(name, served) for name in ("Ann", "Bob")]
+    for annotator in annotators:
+        annotator.start()
     for kill in range(1, KILLS + 1):
         enough = kill * COUNT // (KILLS + 1) + generator.randrange(10)
-        while len(people[0].acknowledged) < enough and people[0].is_alive():
+        while len(annotators[0].acknowledged) < enough and annotators[0].is_alive():
             time.sleep(0.001)
-        acknowledged = {person.name: list(person.acknowledged) for person in people}
+        acknowledged = {annotator.name: list(annotator.acknowledged) for annotator in annotators}
         served.end()
         there = read_labels(folder / "labels.jsonl")
         for name, told in acknowledged.items():
             assert {f"q{number}" for number in told} <= uids(there, name)
         served = serve(folder, served.port)
-    for person in people:
-        person.join(120)
-        assert not person.is_alive()
+    for annotator in annotators:
+        annotator.join(120)
+        assert not annotator.is_alive()
     labels = read_labels(folder / "labels.jsonl")
     assert served.end() == -9 and len(labels) == len({label.id for label in labels}) == 2 * COUNT
     assert uids(labels, "Ann") == uids(labels, "Bob") == {f"q{n}" for n in range(COUNT)}
