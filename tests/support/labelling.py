@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -63,6 +64,7 @@ class Served:
         command = [sys.executable, "-m", "flows.cli", "label", *options, "--port", str(port)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        atexit.register(self.process.kill)  # also after a test that failed
         assert self.process.stdout is not None
         told = ""
         for line in self.process.stdout:
