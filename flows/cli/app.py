@@ -18,6 +18,7 @@ from cyclopts import App, CycloptsError
 from flows.cli import approve as cli_approve
 from flows.cli import artifacts as cli_artifacts
 from flows.cli import feedback as cli_feedback
+from flows.cli import label as cli_label
 from flows.cli import loops as cli_loops
 from flows.cli import prepare as cli_prepare
 from flows.cli import run as cli_run
@@ -49,6 +50,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "gc": cli_artifacts.gc,
     "serve-reward": cli_artifacts.serve_reward,
     "leaderboard": cli_artifacts.leaderboard,
+    "label": cli_label.label,
     "config-docs": cli_prepare.config_docs,
 }
 
