@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError
 
 from flows.cli import approve as cli_approve
 from flows.cli import artifacts as cli_artifacts
+from flows.cli import champion as cli_champion
 from flows.cli import feedback as cli_feedback
 from flows.cli import label as cli_label
 from flows.cli import loops as cli_loops
@@ -43,6 +44,9 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "migrate": cli_prepare.migrate,
     "doctor": cli_prepare.doctor,
     "approve": cli_approve.approve,
+    "champion": cli_champion.champion,
+    "promote": cli_champion.promote,
+    "rollback": cli_champion.rollback,
     "report": cli_artifacts.report,
     "stages": cli_artifacts.stages,
     "diff": cli_artifacts.diff,

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 else:
     StageConfig = Annotated[reduce(or_, (kind.config for kind in KINDS.values())), Field(discriminator="stage")]
 
-Event = Literal["scheduled", "running", "completed", "failed", "crashed", "cancelled", "stage", "gate", "approval"]
+Event = Literal["scheduled", "running", "completed", "failed", "crashed", "cancelled", "stage", "gate", "approval", "champion"]
 EVENTS: tuple[Event, ...] = get_args(Event)
 
 
@@ -68,7 +68,7 @@ class Notify(Config):
     )
     events: tuple[Event, ...] = Field(
         EVENTS,
-        description="states of the run; `stage`, `gate` and `approval`: a stage ended, a gate was checked, a person is asked",
+        description="states of the run; `stage`, `gate`, `approval` and `champion`: a stage ended, a gate was checked, a person is asked, the champion is another one",
         min_length=1,
     )
     timeout: Rate = Field(10.0, description="seconds the receiver may take for one message")

@@ -222,6 +222,9 @@ class Publication(Gated):
     round_branch: str | None = Field(
         None, description="of a loop: every round is published too, to a branch of this name with the round's number for {} (round-{})"
     )
+    champion: Annotated[bool, NotInDigest] = Field(
+        False, description="once published, the model is the recipe's champion, until a gate on it fails: docs/how-to/champion.md"
+    )
     base_repo: str | None = Field(None, description="of an adapter whose base is a folder: Hub repository with that base")
     private: bool = Field(
         True, description="a new repository is private, and an existing public one is refused", json_schema_extra=RECIPE_ONLY
@@ -251,6 +254,13 @@ class Publication(Gated):
         if value is not None and not re.fullmatch(r"(?![0-9a-f]{40}$)[A-Za-z0-9](\.?[\w-])*", value.replace("{}", "1")):
             raise ValueError(f"{value!r} is no name of a branch: use letters, digits, - and _, with single dots between them")
         return value
+
+    @check
+    def _check_champion(self) -> Iterator[str]:
+        if self.champion and self.model is None:
+            yield "champion is for a model: leave it out for a data set"
+        if self.champion and self.branch == "champion":
+            yield "the branch champion is moved to the champion's commit: publish to another branch"
 
     @check
     def _check_round_branch(self) -> Iterator[str]:

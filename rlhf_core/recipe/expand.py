@@ -93,7 +93,8 @@ def _publications_of_round(recipe: Recipe, loop: str, number: int) -> dict[str, 
     found: dict[str, StageConfig] = {}
     for name, config in recipe.stages.items():
         if isinstance(config, Publication) and config.round_branch and config.model == loop:
-            place = {"model": f"{loop}.round{number}", "branch": config.round_branch.format(number), "round_branch": None}
+            place: dict[str, Any] = {"model": f"{loop}.round{number}", "branch": config.round_branch.format(number), "round_branch": None}
+            place["champion"] = False
             found[f"{name}.round{number}"] = config.model_copy(update=place)
     return found
 
