@@ -68,7 +68,8 @@ class Notify(Config):
     )
     events: tuple[Event, ...] = Field(
         EVENTS,
-        description="states of the run; `stage`, `gate`, `approval` and `champion`: a stage ended, a gate was checked, a person is asked, the champion is another one",
+        description="states of the run; `stage`, `gate`, `approval`, `champion`: a stage ended, a gate was checked, a person is asked, another "
+        "model is the champion",
         min_length=1,
     )
     timeout: Rate = Field(10.0, description="seconds the receiver may take for one message")

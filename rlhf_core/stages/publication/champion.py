@@ -42,7 +42,7 @@ class Reign(Frozen):
 
 
 class Champions(Frozen):
-    """The content of `champion.json`: all champions, the newest last, the move that has begun and is not counted yet, and the store's URL."""
+    """The content of `champion.json`: all champions, the newest last, the move not counted yet, and the store's URL."""
 
     reigns: tuple[Reign, ...] = ()
     moving: Reign | None = None
