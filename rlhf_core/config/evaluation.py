@@ -151,6 +151,9 @@ class Evaluation(Gated, Sampling):
         None, description="counts answers' lengths: gpt-4o (tiktoken, a download), a folder or a Hub id; default: each model's own"
     )
     reward_evaluation: RewardEvaluation | None = Field(None, description="reward models to evaluate on held-out pairs")
+    calibration: Annotated[str | None, NotInDigest] = Field(
+        None, description="calibration stage of the first judge: the evaluation waits for it and for its gates"
+    )
     proxy: str | None = Field(
         None,
         description="reward model that was optimised: its mean score and the judge's win rate over the KL from the baseline make the "

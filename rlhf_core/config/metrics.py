@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import permutations
 from typing import Any, NamedTuple
 
+from rlhf_core.config.calibration import Calibration
 from rlhf_core.config.evaluation import AlignmentTax, ChatJudge, Evaluation, RuleJudge
 from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Preferences
@@ -29,6 +30,8 @@ RATES = ("win_rate", "ci_low", "ci_high", "length_controlled", "swap_consistency
 OVER_OPTIMISATION = ("kl", "proxy", "over_optimised")
 JUDGING = ("judge_input_tokens/*", "judge_output_tokens/*", "judge_failed_games/*", "judge_cost/*")
 ANSWERING = ("requests", "failed", "input_tokens", "output_tokens")
+CALIBRATED = ("agreement", "agreement_decided", "kappa", "position_bias", "swap_consistency", "length_bias", "markdown_bias")
+PEOPLE = ("human_agreement", "human_kappa", "human_repeat")
 REWARD_MODEL = ("accuracy", "ci_low", "ci_high", "calibration_error", "longer_preferred", "longer_chosen")
 
 
@@ -122,6 +125,14 @@ def judged(config: Evaluation) -> Iterator[str]:
         models = config.reward_evaluation.models
         yield from (f"reward_{name}/{model}" for model in models for name in REWARD_MODEL)
         yield from (f"reward_agreement/{first}/{second}" for first, second in permutations(models, 2))
+
+
+def calibrated(config: Calibration) -> Iterator[str]:
+    yield from ("pairs", "uids", "labels", "annotators", "unjudged", "failed_games")
+    for name in (*CALIBRATED, *PEOPLE):
+        yield from (name, f"{name}/ci_low", f"{name}/ci_high")
+    if isinstance(config.judge, ChatJudge):
+        yield from (f"judge_{name}" for name in ("input_tokens", "output_tokens", "cost"))
 
 
 def taxed(config: AlignmentTax) -> Iterator[str]:
@@ -243,6 +254,18 @@ EVALUATION_MEANS = {
     "reward_accuracy": "The reward model is bad: it does not rank held-out pairs well enough to train on.",
     "reward_calibration_error": "The reward model is badly calibrated: its confidence is not its accuracy.",
     "reward_longer_preferred": "The reward model has a length bias: it prefers the longer answer more often than the labels do.",
+}
+CALIBRATION_MEANS = {
+    "agreement": "The judge names another winner than people too often: compare it with human_agreement, and try another judge or prompt.",
+    "kappa": "The judge agrees with people little more than by chance: do not let it decide. Few labels make the interval wide.",
+    "position_bias": "The judge favours a position: each pair is judged in both orders, but such verdicts become ties; try another judge.",
+    "swap_consistency": "The judge changes its mind with the order of the answers: it is unsure or weak.",
+    "length_bias": "The judge prefers long answers more than people do: read length_controlled/MODEL, or take another judge.",
+    "markdown_bias": "The judge prefers headers, lists and bold text more than people do: distrust wins of models that use them.",
+    "human": "People do not agree with each other or with themselves: make the labelling instructions clearer before you blame a judge.",
+    "failed_games": "The judge gave no verdict in too many games: look at its answers and limits.",
+    "unjudged": "The judge gave no verdict on too many pairs: look at its answers and limits.",
+    "pairs": "There are too few labelled pairs: label more.",
 }
 ALIGNMENT_TAX_MEANS = {
     "tax": "Alignment cost the model what it could do before: look at its KL to the reference, and at the data it was trained on.",

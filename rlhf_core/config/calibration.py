@@ -1,0 +1,59 @@
+"""Comparison of a judge with people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from rlhf_core.config.data import Source, template_mistakes
+from rlhf_core.config.evaluation import Judge, Remote, RewardJudge, RuleJudge, VllmJudge
+from rlhf_core.config.gates import Gated, Key
+from rlhf_core.config.processes import Groups
+from rlhf_core.records import NotInDigest, Positive, check
+
+
+class Calibration(Gated):
+    """A judge on pairs that people have labelled, two games a pair with the answers swapped: agreement, kappa and biases."""
+
+    stage: Literal["calibration"] = "calibration"
+    judge: Judge = Field(description="the judge, as in an evaluation: openai, vllm or reward; it judges all pairs (no interval_width)")
+    labels: Source = Field(description="file of labels (.jsonl, docs/how-to/calibration.md)")
+    max_labels: Positive | None = Field(None, description="at most this many pairs, those labelled last; default: all")
+    template: str = Field("chat", description="of a reward judge: 'chat' or a plain template with one {}")
+    prompt_max_len: Positive = Field(1024, description="of a reward judge: longest prompt in tokens; longer ones keep their end")
+    generate_max_len: Positive = Field(1024, description="of a reward judge: longest answer in tokens; longer ones are cut")
+    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="of a reward judge: documents of one scoring pass")
+    bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the pairs' uids")
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _a_path_is_a_source(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @check
+    def _check_judge(self) -> Iterator[str]:
+        yield from template_mistakes(self.template)
+        if isinstance(self.judge, RuleJudge):
+            yield "the judge rule compares with known answers and needs no calibration: name a judge of kind openai, vllm or reward"
+
+    @property
+    def local_judge(self) -> str | None:
+        """The name of the model that judges here; None of a judge behind an endpoint."""
+        match self.judge:
+            case RewardJudge():
+                return self.judge.reward
+            case VllmJudge():
+                return self.judge.model
+        return None
+
+    @property
+    def turns(self) -> Sequence[Groups]:
+        return [{"judge": self.judge.vllm} if isinstance(self.judge, VllmJudge) else {}]
+
+    @property
+    def needed_keys(self) -> Sequence[Key]:
+        if not isinstance(self.judge, Remote):
+            return ()
+        return [Key(f"the judge {self.judge.model}", self.judge.api_key_env, "api.openai.com" in self.judge.base_url)]
