@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,10 +93,9 @@ def load_labels(path: str | Path, max_labels: int | None = None) -> list[Labelle
     return pairs[-max_labels:] if max_labels else pairs
 
 
-def _rows(path: Path, faults: list[str]) -> list[tuple[int, dict[str, Any]]]:
+def _rows(path: Path, faults: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file: give the labels as a local .jsonl file")
-    rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
@@ -107,10 +106,9 @@ def _rows(path: Path, faults: list[str]) -> list[tuple[int, dict[str, Any]]]:
             faults.append(f"line {number}: is not JSON in UTF-8 ({str(error)[:100]})")
             continue
         if isinstance(row, dict):
-            rows.append((number, row))
+            yield number, row
         else:
             faults.append(f"line {number}: is no JSON object")
-    return rows
 
 
 def _label(where: str, row: dict[str, Any], faults: list[str]) -> HumanLabel | None:
@@ -123,7 +121,7 @@ def _label(where: str, row: dict[str, Any], faults: list[str]) -> HumanLabel | N
         told = [f"{field} is missing" if kind == "missing" else _wrong(field, given) for field, kind, given in wrong]
         faults.append(f"{where}: {', '.join(told)}")
     except ValueError as error:
-        faults.append(f"{where}: {str(error).removeprefix(': ')}")
+        faults.append(f"{where}: {str(error).removeprefix(': ').removesuffix(': correct or drop the row')}")
     return None
 
 
