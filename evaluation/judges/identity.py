@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePath
 
 from rlhf_core.config import Judge, RewardJudge, VllmJudge
 from rlhf_core.records import NotInDigest
@@ -18,8 +19,15 @@ def judge_identity(judge: Judge, inputs: Mapping[str, str]) -> str:
     values = judge.model_dump(mode="json", include=set(decides))
     match judge:
         case RewardJudge():
-            values["reward"] = inputs.get(judge.reward, judge.reward)
+            values["reward"] = _place(judge.reward, inputs)
         case VllmJudge():
-            values["model"] = inputs.get(judge.model, judge.model)
+            values["model"] = _place(judge.model, inputs)
             values["vllm"] = judge.vllm.engine
     return digest(values)
+
+
+def _place(name: str, inputs: Mapping[str, str]) -> str:
+    """Returns the place of a model, of a stage's output without the artifacts folder, which may be another one on another machine."""
+    place = inputs.get(name, name)
+    parts = PurePath(place).parts
+    return "/".join(parts[parts.index("stages") + 1 :]) if "stages" in parts else place

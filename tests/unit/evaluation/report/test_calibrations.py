@@ -99,7 +99,8 @@ def test_the_calibration_of_an_earlier_checkpoint_does_not_count(tmp_path: Path)
     reward = {"kind": "reward", "reward": "reward_model"}
     first, second = ({"reward_model": f"/artifacts/stages/reward_model-{digest}/checkpoint"} for digest in ("1", "2"))
     assert "has no calibration" in belief(calibrated(tmp_path, reward, first), evaluation(tmp_path, reward, second))
-    assert "kappa 0.61" in belief(calibrated(tmp_path, reward, second), evaluation(tmp_path, reward, second))
+    elsewhere = {"reward_model": "/other/artifacts/stages/reward_model-2/checkpoint"}
+    assert "kappa 0.61" in belief(calibrated(tmp_path, reward, elsewhere), evaluation(tmp_path, reward, second))
 
 
 def test_an_unfinished_calibration_does_not_count(tmp_path: Path) -> None:
