@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from fsspec.registry import known_implementations
 from pydantic import Field, field_validator
 
-from rlhf_core.config.calibration import Calibration
+from rlhf_core.config.calibration import Calibration, FallibleJudge
 from rlhf_core.config.data import Data, Source
 from rlhf_core.config.evaluation import (
     AlignmentTax,

@@ -8,17 +8,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Source, template_mistakes
-from rlhf_core.config.evaluation import Judge, Remote, RewardJudge, RuleJudge, VllmJudge
+from rlhf_core.config.evaluation import OpenAIJudge, Remote, RewardJudge, VllmJudge
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.processes import Groups
 from rlhf_core.records import NotInDigest, Positive, check
+
+FallibleJudge = Annotated[RewardJudge | OpenAIJudge | VllmJudge, Field(discriminator="kind")]  # a rule knows the answers
 
 
 class Calibration(Gated):
     """A judge on pairs that people have labelled, two games a pair with the answers swapped: agreement, kappa and biases."""
 
     stage: Literal["calibration"] = "calibration"
-    judge: Judge = Field(description="the judge, as in an evaluation: openai, vllm or reward; it judges all pairs (no interval_width)")
+    judge: FallibleJudge = Field(description="the judge, as in an evaluation; it judges all pairs, whatever interval_width is")
     labels: Source = Field(description="file of labels (.jsonl, docs/how-to/calibration.md)")
     max_labels: Positive | None = Field(None, description="at most this many pairs, those labelled last; default: all")
     template: str = Field("chat", description="of a reward judge: 'chat' or a plain template with one {}")
@@ -33,10 +35,8 @@ class Calibration(Gated):
         return {"path": value} if isinstance(value, str) else value
 
     @check
-    def _check_judge(self) -> Iterator[str]:
+    def _check_template(self) -> Iterator[str]:
         yield from template_mistakes(self.template)
-        if isinstance(self.judge, RuleJudge):
-            yield "the judge rule compares with known answers and needs no calibration: name a judge of kind openai, vllm or reward"
 
     @property
     def local_judge(self) -> str | None:

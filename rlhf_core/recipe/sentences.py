@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf_core.config import KINDS, Data, Judge, Recipe, Source
+from rlhf_core.config import KINDS, Data, FallibleJudge, Judge, Recipe, Source
 from rlhf_core.config.rewards import RewardSource
 
 ANYTHING = "placeholder"  # a value of a required field that is missing, for the checks behind it
@@ -139,7 +139,7 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 # Fields that hold a union of records, and the kinds of each.
-UNIONS = {"judges": Judge, "judge": Judge, "reward": RewardSource}
+UNIONS = {"judges": Judge, "judge": FallibleJudge, "reward": RewardSource}
 TAGS = {field: tuple(model.model_fields["kind"].default for model in models_in(union)) for field, union in UNIONS.items()}
 
 

@@ -60,8 +60,8 @@ def test_wrong_names_and_kinds_are_told() -> None:
         planned(", calibration: reward_model")
     with pytest.raises(ValueError, match=r"stages\.calibration\.judge\.reward: unknown name 'missing'"):
         planned("", "calibration.judge.reward=missing")
-    with pytest.raises(ValueError, match=r"stages\.calibration\.judge: kind: unknown value 'chat'; valid: rule, reward, openai, vllm"):
-        planned("", "calibration.judge={kind: chat}")
+    with pytest.raises(ValueError, match=r"stages\.calibration\.judge: kind: unknown value 'rule'; valid: reward, openai, vllm"):
+        planned("", "calibration.judge={kind: rule}")
     with pytest.raises(
         ValueError, match=r"stages\.calibration\.judge: unknown key 'ties'; did you mean tie\?|stages\.calibration\.judge\.ties: "
     ):

@@ -171,8 +171,3 @@ def test_wrong_labels_are_told_before_the_judge_is_asked(tmp_path: Path) -> None
     with serving(lambda *_: completion("[[A>B]]")) as endpoint, pytest.raises(ValueError, match=r"line 1: verdict .*; line 3: has the id"):
         calibrate(tmp_path, calibration(endpoint.url, file))
     assert endpoint.requests == []
-
-
-def test_a_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match="the judge rule compares with known answers and needs no calibration"):
-        Calibration.model_validate({"judge": {"kind": "rule"}, "labels": "labels.jsonl"})
