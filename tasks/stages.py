@@ -19,6 +19,7 @@ from prefect.cache_policies import NO_CACHE
 
 from evaluation.alignment_tax.report import TAX, TaxReport
 from evaluation.calibration.records import CALIBRATION, CalibrationReport, calibration_tables
+from evaluation.regression.records import REGRESSION, RegressionReport, regression_table
 from evaluation.report.summary import curves_of
 from rlhf_core.config import KINDS
 from rlhf_core.data.report import MARKDOWN as DATA_REPORT
@@ -110,6 +111,8 @@ def show(result: StageResult, run_dir: Path) -> None:
             texts["win-rates"] = evaluation_table(report)
         if tax := TaxReport.read(run_dir / result.outputs["report"] / TAX):
             texts["tax"] = tax_table(tax)
+        if regression := RegressionReport.read(run_dir / result.outputs["report"] / REGRESSION):
+            texts["regression"] = regression_table(regression)
         if calibration := CalibrationReport.read(run_dir / result.outputs["report"] / CALIBRATION):
             texts["calibration"] = calibration_tables(calibration)
     for name, text in texts.items():

@@ -18,6 +18,7 @@ from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Iterative, IterativeDPO, PostProcessor, Preferences
 from rlhf_core.config.metrics import Panel
 from rlhf_core.config.ppo import PPO
+from rlhf_core.config.regression import Regression
 from rlhf_core.config.training import DPO, KTO, SFT, RewardModel
 
 
@@ -148,6 +149,17 @@ KINDS = {
         metrics=metrics.judged,
         main_of=lambda config: (f"win_rate/{config['models'][-1]}",),
         means=metrics.EVALUATION_MEANS,
+        charts=None,
+    ),
+    "regression": Kind(
+        Regression,
+        "evaluation.regression.stage",
+        makes="report",
+        start="baseline",
+        names={"models": ("policy",), "baseline": ("policy",), "proxy": ("reward",), "calibration": ("calibration",)},
+        metrics=metrics.regressed,
+        main_of=lambda config: (f"passed/{config['models'][-1]}",),
+        means=metrics.REGRESSION_MEANS,
         charts=None,
     ),
     "calibration": Kind(

@@ -15,6 +15,7 @@ from rlhf_core.config.evaluation import AlignmentTax, ChatJudge, Evaluation, Rul
 from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Preferences
 from rlhf_core.config.ppo import PPO
+from rlhf_core.config.regression import Regression
 from rlhf_core.config.rewards import RewardSources
 
 DATA = tuple(f"data/{name}" for name in ("rows", "kept", "truncated", "dropped", "tokens"))
@@ -125,6 +126,14 @@ def judged(config: Evaluation) -> Iterator[str]:
         models = config.reward_evaluation.models
         yield from (f"reward_{name}/{model}" for model in models for name in REWARD_MODEL)
         yield from (f"reward_agreement/{first}/{second}" for first, second in permutations(models, 2))
+
+
+def regressed(config: Regression) -> Iterator[str]:
+    """An evaluation's without its rates, and what became of the suite's questions."""
+    yield from (name for name in judged(config) if name.partition("/")[0].removesuffix("_vs_parent") not in RATES)
+    for model in (model for model in config.models if model != config.baseline):
+        yield from (f"{name}/{model}" for name in ("passed", "unjudged", "newly_failed", "recovered"))
+    yield from ("history", "deviation", "out_of_band")
 
 
 def calibrated(config: Calibration) -> Iterator[str]:
@@ -254,6 +263,14 @@ EVALUATION_MEANS = {
     "reward_accuracy": "The reward model is bad: it does not rank held-out pairs well enough to train on.",
     "reward_calibration_error": "The reward model is badly calibrated: its confidence is not its accuracy.",
     "reward_longer_preferred": "The reward model has a length bias: it prefers the longer answer more often than the labels do.",
+}
+REGRESSION_MEANS = {
+    "passed": "The model loses questions of the suite: `report/regression.md` of the stage has them with their reasons.",
+    "newly_failed": "The model loses questions that an earlier one passed: `report/regression.md` has them with their reasons.",
+    "unjudged": "The judge gave no verdict on questions of the suite: look at its answers and limits.",
+    "out_of_band": "The final model's share is far from that of earlier results: too low is a regression, too high may be a leaked suite.",
+    "deviation": "The final model's share is far from that of earlier results: too low is a regression, too high may be a leaked suite.",
+    "history": "There are too few earlier results whose gates passed for a band.",
 }
 CALIBRATION_MEANS = {
     "agreement": "The judge names another winner than people too often: compare it with human_agreement, and try another judge or prompt.",
