@@ -78,7 +78,8 @@ def read_suite(file: Path, reason: str = "") -> list[SuiteQuestion]:
 
 
 def add_to_suite(suite: Path, questions: Iterable[SuiteQuestion]) -> list[SuiteQuestion]:
-    """Adds the questions whose uid and prompt the suite has not, with the present time, and returns them.
+    """Adds the questions whose prompt the suite has not, with the present time, and returns them. One with the uid of another prompt gets a
+    longer uid.
 
     The file is replaced as a whole, with its earlier lines as they were. Raises ValueError for a wrong suite, and TimeoutError when
     another process holds it for 30 seconds.
@@ -91,11 +92,12 @@ def add_to_suite(suite: Path, questions: Iterable[SuiteQuestion]) -> list[SuiteQ
         uids, texts = {one.uid for one in known}, {one.text for one in known}
         now, added = datetime.now(UTC).isoformat(timespec="seconds"), list[SuiteQuestion]()
         for question in questions:
-            if question.uid in uids or question.text in texts:
+            if question.text in texts:
                 continue
-            uids.add(question.uid)
+            uid = f"{question.uid}-{digest(list(question.messages))[:8]}" if question.uid in uids else question.uid
+            uids.add(uid)
             texts.add(question.text)
-            added.append(question.model_copy(update={"added": now}))
+            added.append(question.model_copy(update={"uid": uid, "added": now}))
         before = suite.read_text(encoding="utf-8") if suite.exists() else ""
         before += "\n" if before and not before.endswith("\n") else ""
         if added:
