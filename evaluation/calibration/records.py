@@ -20,7 +20,7 @@ TITLES = {
     "human_repeat": "one person asked twice: same winner",
 }
 # Landis & Koch 1977, table on page 165: upper ends of the ranges and their names.
-STRENGTHS = ((0.0, "poor"), (0.2, "slight"), (0.4, "fair"), (0.6, "moderate"), (0.8, "substantial"), (1.0, "almost perfect"))
+STRENGTHS = ((0.2, "slight"), (0.4, "fair"), (0.6, "moderate"), (0.8, "substantial"), (1.0, "almost perfect"))
 
 
 class Estimate(Frozen):
@@ -53,7 +53,9 @@ class CalibrationReport(Frozen):
     def strength(self) -> str:
         """The name of the kappa's range; '' when there is no kappa."""
         kappa = self.measures.get("kappa")
-        return "" if kappa is None else next((name for end, name in STRENGTHS if kappa.value <= end), STRENGTHS[-1][1])
+        if kappa is None:
+            return ""
+        return "poor" if kappa.value < 0 else next((name for end, name in STRENGTHS if kappa.value <= end), STRENGTHS[-1][1])
 
     @property
     def rows(self) -> list[tuple[str, Estimate]]:
