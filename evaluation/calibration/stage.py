@@ -15,12 +15,12 @@ from evaluation.answers.local_answers import file_name
 from evaluation.calibration.measures import Observed, confusion, judge_signs, measure
 from evaluation.calibration.records import CALIBRATION, CalibrationReport, calibration_tables, metrics
 from evaluation.judges.factory import judge_names, judging, make_judge
-from evaluation.judges.identity import judge_identity
 from evaluation.judges.offline import battles
 from evaluation.scores.arena_files import judgment_lines
 from evaluation.scores.scoring import Floats
 from evaluation.scores.style import Style, features, markdown, style_of
 from rlhf_core.config import Calibration
+from rlhf_core.config.calibration import judge_identity
 from rlhf_core.data.labels import LabelledPair, load_labels
 from rlhf_core.data.questions import Question
 from rlhf_core.records import POINTS, Judgment

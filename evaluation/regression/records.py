@@ -40,8 +40,11 @@ class Band(Frozen):
 
 
 class RegressionReport(Frozen):
-    """The content of `regression.json`. `final`: the last model of the config; `judge`: identity of the judge that decided
-    (judges/identity.py); `before`: the outcomes of the last trusted result's final model, by uid; `band` None: there is no such result."""
+    """The content of `regression.json`.
+
+    `final`: the last model of the config; `judge`: identity of the judge that decided (config/calibration.py); `before`: the outcomes of
+    the last trusted result's final model, by uid; `band` None: there is no such result.
+    """
 
     baseline: str
     final: str
@@ -63,6 +66,13 @@ class RegressionReport(Frozen):
     def recovered(self, model: str) -> list[str]:
         """The uids of questions that the last trusted result did not pass and the model does."""
         return [q.uid for q in self.questions if self.before.get(q.uid, "passed") != "passed" and q.outcomes[model] == "passed"]
+
+    @property
+    def rows(self) -> list[tuple[str, QuestionResult]]:
+        """What changed for the final model (newly failed, recovered or nothing) and the question; first those that it does not pass."""
+        changed = dict.fromkeys(self.newly_failed(self.final), "newly failed") | dict.fromkeys(self.recovered(self.final), "recovered")
+        ordered = sorted(self.questions, key=lambda question: question.outcomes[self.final] == "passed")
+        return [(changed.get(question.uid, ""), question) for question in ordered]
 
 
 def band_of(now: Mapping[str, QuestionOutcome], earlier: Sequence[Mapping[str, QuestionOutcome]], width: float) -> Band | None:
@@ -108,7 +118,5 @@ def metrics(report: RegressionReport) -> dict[str, float]:
 
 def regression_table(report: RegressionReport) -> str:
     """Returns each question's outcome as a markdown table, those that the final model does not pass first."""
-    changed = dict.fromkeys(report.newly_failed(report.final), "newly failed") | dict.fromkeys(report.recovered(report.final), "recovered")
-    ordered = sorted(report.questions, key=lambda question: question.outcomes[report.final] == "passed")
-    rows = [(q.uid, *(q.outcomes[model] for model in report.models), changed.get(q.uid, ""), q.reason, q.source) for q in ordered]
+    rows = [(q.uid, *(q.outcomes[model] for model in report.models), change, q.reason, q.source) for change, q in report.rows]
     return table(("question", *report.models, f"{report.final} since the last trusted result", "why it is here", "source"), rows)

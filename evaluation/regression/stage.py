@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from evaluation.answers.local_answers import file_name, read_answers
 from evaluation.judges.factory import judge_names
-from evaluation.judges.identity import judge_identity
 from evaluation.judges.offline import RuleJudge
 from evaluation.regression.records import (
     REGRESSION,
@@ -25,6 +24,7 @@ from evaluation.regression.records import (
 from evaluation.stage import REPORT
 from evaluation.stage import run as evaluate
 from rlhf_core import config as configs
+from rlhf_core.config.calibration import judge_identity
 from rlhf_core.config.metrics import RATES
 from rlhf_core.data.questions import Question, load_questions
 from rlhf_core.recipe.gates import check

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from evaluation.calibration.records import CALIBRATION, CalibrationReport
-from evaluation.judges.identity import judge_identity
 from evaluation.report.summary import Evaluated, Evidence
 from evaluation.report.template import percent
 from rlhf_core.config import Evaluation, RuleJudge
+from rlhf_core.config.calibration import judge_identity
 
 
 class Calibrated(NamedTuple):

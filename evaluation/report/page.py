@@ -18,7 +18,6 @@ from evaluation.report.charts import calibration_chart, over_optimisation_chart,
 from evaluation.report.dag import HEIGHT, WIDTH, draw
 from evaluation.report.example_battles import examples
 from evaluation.report.models import rounds, rounds_svg
-from evaluation.report.suites import suites
 from evaluation.report.summary import Evidence, StageView, as_json, read, read_evaluation, summary_of
 from evaluation.report.template import fill
 from evaluation.report.verdict import suspects, tiles, verdict
@@ -52,7 +51,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         verdict=verdict(evaluated, stages),
         judge_belief=judge_belief(evaluated, stages),
         calibrations=calibrations(stages),
-        suites=suites(stages),
+        suites=page_models.suites(stages),
         tiles=tiles(stages, evaluated),
         dag=draw({stage.view.name: stage.view.parents for stage in stages}),
         size=(WIDTH, HEIGHT),

@@ -25,6 +25,7 @@ from rlhf_core.config.evaluation import (
     Judge,
     OpenAIJudge,
     Publication,
+    Regression,
     Remote,
     RewardEvaluation,
     RewardJudge,
@@ -46,7 +47,6 @@ from rlhf_core.config.loops import (
 )
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
 from rlhf_core.config.processes import Vllm
-from rlhf_core.config.regression import Regression
 from rlhf_core.config.training import DPO, KTO, REFERENCE_FREE, SFT, Lora, Optimised, PreferenceLoss, RewardModel, Trainable, UnpairedLoss
 from rlhf_core.records import RECIPE_ONLY, Config, Frozen, Ranks, Rate
 

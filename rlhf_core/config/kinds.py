@@ -12,13 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf_core.config import metrics
 from rlhf_core.config.calibration import Calibration
-from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication
+from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication, Regression
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Iterative, IterativeDPO, PostProcessor, Preferences
 from rlhf_core.config.metrics import Panel
 from rlhf_core.config.ppo import PPO
-from rlhf_core.config.regression import Regression
 from rlhf_core.config.training import DPO, KTO, SFT, RewardModel
 
 

@@ -11,11 +11,10 @@ from itertools import permutations
 from typing import Any, NamedTuple
 
 from rlhf_core.config.calibration import Calibration
-from rlhf_core.config.evaluation import AlignmentTax, ChatJudge, Evaluation, RuleJudge
+from rlhf_core.config.evaluation import AlignmentTax, ChatJudge, Evaluation, Regression, RuleJudge
 from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Preferences
 from rlhf_core.config.ppo import PPO
-from rlhf_core.config.regression import Regression
 from rlhf_core.config.rewards import RewardSources
 
 DATA = tuple(f"data/{name}" for name in ("rows", "kept", "truncated", "dropped", "tokens"))

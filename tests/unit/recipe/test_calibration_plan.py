@@ -68,6 +68,13 @@ def test_wrong_names_and_kinds_are_told() -> None:
         planned("", "calibration.judge={kind: reward, ties: 1}")
 
 
+def test_the_calibration_of_another_judge_is_refused() -> None:
+    assert planned(", calibration: calibration", "calibration.micro_rollout_batch_size=2")
+    told = r"stages\.evaluation\.calibration: calibration calibrates another judge than the first of judges, which decides: make them equal"
+    with pytest.raises(ValueError, match=told):
+        planned(", calibration: calibration", "calibration.judge={kind: reward, tie: 0.5}")
+
+
 def test_wrong_labels_are_told_before_any_work() -> None:
     write_labels(Path("labels.jsonl"), label(1, "C>A"), label(2))
     node = (found := planned())["calibration"]
