@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,6 +125,35 @@ def test_no_game_is_asked_for_twice_after_a_kill(tmp_path: Path) -> None:
     with serving(whole) as endpoint:
         assert run(directory.request(), directory).metrics == outcome.metrics
     assert endpoint.requests == []
+
+
+def test_a_killed_process_goes_on_where_it_was(tmp_path: Path) -> None:
+    file = labels(tmp_path)
+    whole, released = copying(file), threading.Event()
+
+    def stuck(number: int, request: dict[str, Any]) -> Reply:
+        if number >= 20:
+            released.wait(60)
+        return whole(number, request)
+
+    with serving(stuck) as endpoint:
+        directory = prepared(tmp_path, calibration(endpoint.url, file))
+        command = [sys.executable, "-m", "evaluation", str(directory.path)]
+        process = subprocess.Popen(command, cwd=Path(__file__).parents[4], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        cache = directory / "judge_cache" / "judge.jsonl"
+        deadline = time.monotonic() + 120
+        while not cache.exists() or cache.read_bytes().count(b"\n") < 20:
+            assert time.monotonic() < deadline and process.poll() is None, "20 verdicts were not cached"
+            time.sleep(0.05)
+        process.kill()
+        process.wait(30)
+        released.set()
+        first, before = [asked(request) for request in endpoint.requests[:20]], len(endpoint.requests)
+        assert directory.result() is None
+        outcome = run(directory.request(), directory)
+        second = [asked(request) for request in endpoint.requests[before:]]
+    assert len(second) == 2 * COUNT - 20 and not set(first) & set(second)
+    assert outcome.metrics["kappa"] == 1.0 and outcome.metrics["failed_games"] == 0
 
 
 def test_failed_games_are_counted_and_their_pairs_left_out(tmp_path: Path) -> None:
