@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.config import Regression
 from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
@@ -80,3 +81,17 @@ def test_wrong_labels_are_told_before_any_work() -> None:
     node = (found := planned())["calibration"]
     (problem,) = [told for told in check_inputs(found, [node]) if "labels" in told]
     assert problem.startswith("stages.calibration.labels: ") and "line 1: verdict is 'C>A'" in problem
+
+
+def test_a_regression_suite_judges_the_rounds_of_a_loop_and_the_last_is_final() -> None:
+    loop = """
+  sft: {data: {sources: train.jsonl}}
+  loop: {stage: iterative_dpo, prompts: {sources: prompts.jsonl}, rounds: 2}
+  regression: {models: [loop], questions: {path: suite.jsonl}, gates: [{metric: newly_failed/loop, max: 1}, {metric: out_of_band, max: 0}]}
+"""
+    Path("recipe.yaml").write_text(TEXT.replace("CALIBRATION", "") + loop)
+    config = plan(load_recipe("recipe.yaml"))["regression"].config
+    assert isinstance(config, Regression) and config.models == ("loop.round1", "loop.round2") and config.parents == {}
+    assert [gate.metric for gate in config.gates] == ["newly_failed/loop.round2", "out_of_band"]
+    with pytest.raises(ValueError, match=r"unknown metric 'win_rate/loop\.round2'"):  # its rates are an evaluation's
+        plan(load_recipe("recipe.yaml", ["regression.gates=[{metric: win_rate/loop, min: 0.5}]"]))
