@@ -28,7 +28,18 @@ from evaluation.scores.scoring import CELLS, Floats
 
 Signs = NDArray[np.int64]
 Z95 = 1.959964
-RANGE = {"kappa": -1.0, "human_kappa": -1.0, "position_bias": -1.0, "length_bias": -1.0, "markdown_bias": -1.0}  # else from 0; all to 1
+OVER = {  # the term that counts the pairs (or labels) which a measure is about
+    "agreement": "judged",
+    "agreement_decided": "decided",
+    "kappa": "judged",
+    "position_bias": "both",
+    "swap_consistency": "both",
+    "length_bias": "length_pairs",
+    "markdown_bias": "markdown_pairs",
+    "human_agreement": "several",
+    "human_kappa": "several",
+    "human_repeat": "repeats",
+}
 
 
 class Observed(NamedTuple):
@@ -66,8 +77,8 @@ def measure(observed: Observed, resamples: int, seed: int) -> dict[str, Estimate
     """Returns each measure with its 95 % percentile bootstrap interval over uids (Efron & Tibshirani 1993); without those that no pair
     defines.
 
-    Where all resamples are equal the interval gets the half width of Wilson's (1927) for a share of 0 or 1 of as many uids, so that a few
-    equal verdicts are not taken as proof.
+    Where all resamples are equal the interval gets the half width of Wilson's (1927) for a share of 0 or 1 of the uids that the measure is
+    about, so that a few equal verdicts are not taken as proof.
     """
     _, index = np.unique(np.array(observed.uids, dtype=object).astype(str), return_inverse=True)
     terms = _terms(observed)
@@ -88,10 +99,11 @@ def measure(observed: Observed, resamples: int, seed: int) -> dict[str, Estimate
             continue
         low, high = np.quantile(values, [0.025, 0.975])
         if np.ptp(values) < 1e-12:
-            half = Z95**2 / (count + Z95**2)
+            about = (sums[:, names.index(OVER[name])] > 0).sum()
+            half = Z95**2 / (about + Z95**2)
             low, high = value - half, value + half
-        bounds = max(RANGE.get(name, 0.0), float(low)), min(1.0, float(high))
-        found[name] = Estimate(value=float(value), ci_low=bounds[0], ci_high=bounds[1])
+        least = -1.0 if name.endswith(("kappa", "bias")) else 0.0
+        found[name] = Estimate(value=float(value), ci_low=max(least, float(low)), ci_high=min(1.0, float(high)))
     return found
 
 
@@ -101,6 +113,7 @@ def _terms(observed: Observed) -> dict[str, Floats]:
     held = np.isfinite(judge)
     judge = np.where(held, judge, 0)
     terms = {f"cell{h}{j}": held * (human == 1 - h) * (judge == 1 - j) * 1.0 for h in range(3) for j in range(3)}
+    terms |= {"judged": held * 1.0, "decided": held * (human != 0) * (judge != 0) * 1.0}
     both = np.isfinite(observed.games).sum(1) == 2
     first, second = np.where(both[:, None], observed.games, 0).T
     terms |= {"both": both * 1.0, "first": (first + second) / 2, "consistent": both * (first == -second) * 1.0}
@@ -123,16 +136,14 @@ def _measures(names: Sequence[str], sums: Floats) -> dict[str, Floats]:
     """Returns the measures of (R, K) sums, (R,) each; nan where nothing defines one."""
     of = {name: sums[:, k] for k, name in enumerate(names)}
     cells = np.stack([of[f"cell{h}{j}"] for h in range(3) for j in range(3)], axis=1).reshape(-1, 3, 3)
-    total = cells.sum((1, 2))
-    decided = cells[:, ::2, ::2]
     votes = np.stack([of[f"vote{k}"] for k in range(3)], axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        agreement = np.trace(cells, axis1=1, axis2=2) / total
-        chance = (cells.sum(2) * cells.sum(1)).sum(1) / total**2
+        agreement = np.trace(cells, axis1=1, axis2=2) / of["judged"]
+        chance = (cells.sum(2) * cells.sum(1)).sum(1) / of["judged"] ** 2
         among, by_chance = of["same"] / of["several"], ((votes / votes.sum(1, keepdims=True)) ** 2).sum(1)
         return {
             "agreement": agreement,
-            "agreement_decided": np.trace(decided, axis1=1, axis2=2) / decided.sum((1, 2)),
+            "agreement_decided": np.trace(cells[:, ::2, ::2], axis1=1, axis2=2) / of["decided"],
             "kappa": _beyond(agreement, chance),
             "position_bias": of["first"] / of["both"],
             "swap_consistency": of["consistent"] / of["both"],

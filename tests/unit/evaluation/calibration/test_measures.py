@@ -86,6 +86,8 @@ def test_people_who_disagree_have_a_ceiling() -> None:
     assert found["human_agreement"].value == pytest.approx(among)
     assert found["human_kappa"].value == pytest.approx((among - chance) / (1 - chance))
     assert found["human_repeat"].value == pytest.approx(3 / 4)
+    alone = measure(of._replace(repeats=np.array([[1, 1], *[[0, 0]] * 4])), 200, 0)["human_repeat"]
+    assert alone == Estimate(value=1.0, ci_low=1 - 1.959964**2 / (1 + 1.959964**2), ci_high=1.0)  # one label says little
 
 
 def test_the_interval_resamples_questions_not_pairs() -> None:
