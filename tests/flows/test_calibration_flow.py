@@ -19,11 +19,12 @@ from tests.support.writing_stages import TEXT, artifacts, attempts, statuses
 
 pytestmark = pytest.mark.usefixtures("prefect", "judge_key")
 
-STAGES = """
+JUDGE = "{kind: openai, model: judge, base_url: URL, api_key_env: JUDGE_KEY}"
+STAGES = f"""
   calibration:
-    judge: {kind: openai, model: judge, base_url: URL, api_key_env: JUDGE_KEY}
+    judge: {JUDGE}
     labels: labels.jsonl
-    gates: [{metric: position_bias/ci_high, max: 0.1, on_fail: branch}]
+    gates: [{{metric: position_bias/ci_high, max: 0.1, on_fail: branch}}]
 """
 
 
@@ -34,8 +35,8 @@ def test_a_planted_position_bias_keeps_the_evaluation_from_starting(recipe: Call
     monkeypatch.setattr(tasks.stages, "launch", started)
     write_labels(Path("labels.jsonl"), *(label(i, ("A>B", "B>A")[i % 2], uid=f"q{i}") for i in range(12)))
     with serving(lambda *_: completion("[[A>B]]")) as endpoint:  # the answer shown first always wins
-        waiting = TEXT.replace("evaluation: {models: [loop]", "evaluation: {models: [loop], calibration: calibration")
-        Path("recipe.yaml").write_text(waiting + STAGES.replace("URL", endpoint.url))
+        waiting = TEXT.replace("evaluation: {models: [loop]", f"evaluation: {{models: [loop], calibration: calibration, judges: [{JUDGE}]")
+        Path("recipe.yaml").write_text((waiting + STAGES).replace("URL", endpoint.url))
         with pytest.raises(GateFailed, match=r"stage calibration: position_bias/ci_high is 1, and the gate requires at most 0\.1"):
             alignment(recipe())
         assert len(endpoint.requests) == 24
@@ -47,3 +48,5 @@ def test_a_planted_position_bias_keeps_the_evaluation_from_starting(recipe: Call
 
         alignment(recipe("calibration.gates=[]"))
         assert len(endpoint.requests) == 24 and attempts()[-1] == "evaluation"
+        page = Path("artifacts/tiny/report.html").read_text()
+        assert "names the same winner as people in 0 % of 12 pairs (kappa 0.00" in page
