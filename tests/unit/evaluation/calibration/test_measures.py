@@ -48,14 +48,14 @@ def test_a_judge_that_copies_people_has_kappa_one_and_no_bias() -> None:
 
 
 def test_kappa_and_confusion_are_those_of_a_worked_example() -> None:
-    # Cohen's kappa by hand: p = (20 + 15) / 50 = 0.7, e = 0.5 * 0.6 + 0.5 * 0.4 = 0.5, kappa = 0.4
-    human = [1] * 25 + [-1] * 25
-    judge = [1] * 20 + [-1] * 5 + [1] * 10 + [-1] * 15
+    # Cohen's kappa by hand: p = (25 + 8) / 50 = 0.66, e = 0.8 * 0.54 + 0.2 * 0.46 = 0.524, kappa = 0.136 / 0.476
+    human = [1] * 40 + [-1] * 10
+    judge = [1] * 25 + [-1] * 15 + [1] * 2 + [-1] * 8
     of = observed(human, [consistent(sign) for sign in judge])
     found = measure(of, 500, 0)
-    assert found["agreement"].value == pytest.approx(0.7) and found["kappa"].value == pytest.approx(0.4)
-    assert confusion(of).tolist() == [[20, 0, 5], [0, 0, 0], [10, 0, 15]]
-    assert found["kappa"].ci_low < 0.4 < found["kappa"].ci_high
+    assert found["agreement"].value == pytest.approx(0.66) and found["kappa"].value == pytest.approx(0.136 / 0.476)
+    assert confusion(of).tolist() == [[25, 0, 15], [0, 0, 0], [2, 0, 8]]
+    assert found["kappa"].ci_low < 0.136 / 0.476 < found["kappa"].ci_high
 
 
 def test_games_that_disagree_are_ties_and_show_the_position() -> None:

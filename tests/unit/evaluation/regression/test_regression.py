@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 
 from evaluation.regression.records import REGRESSION, QuestionOutcome, RegressionReport, band_of
 from evaluation.regression.stage import run
-from rlhf_core.config import Gate, Regression, RewardJudge, Source
+from rlhf_core.config import Gate, OpenAIJudge, Regression, RewardJudge, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.records import StageResult
 from rlhf_core.runs.run_dir import RESULT, RunDir, StageRequest, run_stage
+from tests.support.chat_endpoint import Reply, completion, serving
 from tests.support.evaluations import COUNT, SKILL, Double, Setting, make_reward_model, make_setting
 
 UIDS = [f"q{n}" for n in range(COUNT)]
@@ -125,3 +127,24 @@ def test_a_judge_that_stops_early_is_refused() -> None:
     judges = [{"kind": "openai", "model": "judge", "interval_width": 0.1}]
     with pytest.raises(ValueError, match="a regression suite judges all its questions: leave interval_width out"):
         Regression.model_validate({"models": ["ppo"], "questions": {"path": "suite.jsonl"}, "judges": judges})
+
+
+@pytest.mark.usefixtures("judge_key")
+def test_a_chat_judge_decides_what_is_lost_and_a_question_without_verdict_is_not_passed(setting: Setting) -> None:
+    right = {word: word[::-1] for word in (f"w{n:02d}" for n in range(COUNT))}
+
+    def script(_: int, request: dict[str, Any]) -> Reply:
+        text = request["messages"][1]["content"]
+        word = re.findall(r"Reverse (w\d\d)", text)[0]
+        if word == "w00":
+            return completion("I cannot decide.")
+        first, second = (answer == right[word] for answer in re.findall(r"Start of assistant .'s answer\|>\n(.*?)\n<\|End", text))
+        return completion("[[A=B]]" if first == second else "[[A>B]]" if first else "[[B>A]]")
+
+    with serving(script) as endpoint:
+        judge = {"kind": "openai", "model": "judge", "base_url": endpoint.url, "api_key_env": "JUDGE_KEY", "max_failed": 0.2}
+        report, result = regress(setting, "1", 0.4, judges=(OpenAIJudge.model_validate(judge),))
+    outcomes = report.final_outcomes
+    assert outcomes["q0"] == "no verdict" and result.metrics["unjudged/ppo"] == 1
+    assert [uid for uid, outcome in outcomes.items() if outcome == "failed"] == ["q8", "q9"]  # sft answers the first ten rightly
+    assert result.metrics["passed/ppo"] == pytest.approx(17 / 20)  # also those that both answer wrongly: they tie
