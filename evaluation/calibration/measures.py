@@ -9,7 +9,9 @@ kappa               (p - e) / (1 - e): p is the agreement, e that of two who dra
 position_bias       share of games won by the answer shown first minus that shown second (Zheng et al. 2023, section 3.3)
 swap_consistency    share of pairs whose two games name the same winner
 length_bias         P(judge prefers the longer answer) - P(people do), pairs of different length, a tie counts one half
-markdown_bias       the same of the answer with more headers, list items and bold text for its length
+length_error_gap    P(judge prefers the longer | people the shorter) - P(judge prefers the shorter | people the longer), ties as above:
+                    0 also of a judge that errs often, but either way alike (equalized odds: Hardt et al. 2016, arXiv:1610.02413)
+markdown_bias, markdown_error_gap   the same of the answer with more headers, list items and bold text for its length
 human_agreement     share of two annotators of a pair who give the same sign, mean over pairs
 human_kappa         Fleiss' kappa (1971) of the annotators of pairs with several
 human_repeat        share of repeated labels with the sign that the annotator gave first
@@ -28,6 +30,7 @@ from evaluation.scores.scoring import CELLS, Floats
 
 Signs = NDArray[np.int64]
 Z95 = 1.959964
+STYLES = ("length", "markdown")
 OVER = {  # the term that counts the pairs (or labels) which a measure is about
     "agreement": "judged",
     "agreement_decided": "decided",
@@ -35,7 +38,9 @@ OVER = {  # the term that counts the pairs (or labels) which a measure is about
     "position_bias": "both",
     "swap_consistency": "both",
     "length_bias": "length_pairs",
+    "length_error_gap": "length_pairs",
     "markdown_bias": "markdown_pairs",
+    "markdown_error_gap": "markdown_pairs",
     "human_agreement": "several",
     "human_kappa": "several",
     "human_repeat": "repeats",
@@ -102,7 +107,7 @@ def measure(observed: Observed, resamples: int, seed: int) -> dict[str, Estimate
             about = (sums[:, names.index(OVER[name])] > 0).sum()
             half = Z95**2 / (about + Z95**2)
             low, high = value - half, value + half
-        least = -1.0 if name.endswith(("kappa", "bias")) else 0.0
+        least = -1.0 if name.endswith(("kappa", "bias", "gap")) else 0.0
         found[name] = Estimate(value=float(value), ci_low=max(least, float(low)), ci_high=min(1.0, float(high)))
     return found
 
@@ -117,12 +122,17 @@ def _terms(observed: Observed) -> dict[str, Floats]:
     both = np.isfinite(observed.games).sum(1) == 2
     first, second = np.where(both[:, None], observed.games, 0).T
     terms |= {"both": both * 1.0, "first": (first + second) / 2, "consistent": both * (first == -second) * 1.0}
-    for name, sign in (("length", observed.longer), ("markdown", observed.marked)):
+    for name, sign in zip(STYLES, (observed.longer, observed.marked), strict=True):
         uneven = held & (sign != 0)
+        longer = (judge * sign + 1) / 2  # whether the judge prefers the longer (or more marked-up) answer
         terms |= {
             f"{name}_pairs": uneven * 1.0,
-            f"{name}_judge": uneven * (judge * sign + 1) / 2,
+            f"{name}_judge": uneven * longer,
             f"{name}_human": uneven * (human * sign + 1) / 2,
+            f"{name}_less": uneven * (human * sign == -1) * 1.0,
+            f"{name}_more": uneven * (human * sign == 1) * 1.0,
+            f"{name}_for": uneven * (human * sign == -1) * longer,
+            f"{name}_against": uneven * (human * sign == 1) * (1 - longer),
         }
     given = observed.votes.sum(1)
     several = given > 1
@@ -147,7 +157,8 @@ def _measures(names: Sequence[str], sums: Floats) -> dict[str, Floats]:
             "kappa": _beyond(agreement, chance),
             "position_bias": of["first"] / of["both"],
             "swap_consistency": of["consistent"] / of["both"],
-            **{f"{name}_bias": (of[f"{name}_judge"] - of[f"{name}_human"]) / of[f"{name}_pairs"] for name in ("length", "markdown")},
+            **{f"{name}_bias": (of[f"{name}_judge"] - of[f"{name}_human"]) / of[f"{name}_pairs"] for name in STYLES},
+            **{f"{name}_error_gap": of[f"{name}_for"] / of[f"{name}_less"] - of[f"{name}_against"] / of[f"{name}_more"] for name in STYLES},
             "human_agreement": among,
             "human_kappa": _beyond(among, by_chance),
             "human_repeat": of["repeated"] / of["repeats"],

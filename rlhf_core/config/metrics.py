@@ -31,6 +31,7 @@ OVER_OPTIMISATION = ("kl", "proxy", "over_optimised")
 JUDGING = ("judge_input_tokens/*", "judge_output_tokens/*", "judge_failed_games/*", "judge_cost/*")
 ANSWERING = ("requests", "failed", "input_tokens", "output_tokens")
 CALIBRATED = ("agreement", "agreement_decided", "kappa", "position_bias", "swap_consistency", "length_bias", "markdown_bias")
+ERROR_GAPS = ("length_error_gap", "markdown_error_gap")
 PEOPLE = ("human_agreement", "human_kappa", "human_repeat")
 REWARD_MODEL = ("accuracy", "ci_low", "ci_high", "calibration_error", "longer_preferred", "longer_chosen")
 
@@ -137,7 +138,7 @@ def regressed(config: Regression) -> Iterator[str]:
 
 def calibrated(config: Calibration) -> Iterator[str]:
     yield from ("pairs", "uids", "labels", "annotators", "unjudged", "failed_games")
-    for name in (*CALIBRATED, *PEOPLE):
+    for name in (*CALIBRATED, *ERROR_GAPS, *PEOPLE):
         yield from (name, f"{name}/ci_low", f"{name}/ci_high")
     if isinstance(config.judge, ChatJudge):
         yield from (f"judge_{name}" for name in ("input_tokens", "output_tokens", "cost"))
@@ -276,8 +277,8 @@ CALIBRATION_MEANS = {
     "kappa": "The judge agrees with people little more than by chance: do not let it decide. Few labels make the interval wide.",
     "position_bias": "The judge favours a position: each pair is judged in both orders, but such verdicts become ties; try another judge.",
     "swap_consistency": "The judge changes its mind with the order of the answers: it is unsure or weak.",
-    "length_bias": "The judge prefers long answers more than people do: read length_controlled/MODEL, or take another judge.",
-    "markdown_bias": "The judge prefers headers, lists and bold text more than people do: distrust wins of models that use them.",
+    "length": "The judge prefers long answers more than people do: read length_controlled/MODEL, or take another judge.",
+    "markdown": "The judge prefers headers, lists and bold text more than people do: distrust wins of models that use them.",
     "human": "People do not agree with each other or with themselves: make the labelling instructions clearer before you blame a judge.",
     "failed_games": "The judge gave no verdict in too many games: look at its answers and limits.",
     "unjudged": "The judge gave no verdict on too many pairs: look at its answers and limits.",

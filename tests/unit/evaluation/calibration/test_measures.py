@@ -76,6 +76,14 @@ def test_length_bias_is_the_judges_rate_minus_that_of_people() -> None:
     assert measure(of, 200, 0)["length_bias"].value == pytest.approx(3.5 / 4 - 2 / 4)
 
 
+def test_errors_at_random_are_no_error_gap_though_they_move_the_rate() -> None:
+    human = [1] * 40 + [-1] * 10  # people prefer the longer answer, A, in 40 of 50
+    wrong = [-1] * 10 + [1] * 30 + [1, 1] + [-1] * 3 + [0] + [-1] * 4  # a quarter of each is wrong; a tie is half an error
+    found = measure(observed(human, [consistent(sign) for sign in wrong], longer=[1] * 50), 200, 0)
+    assert found["length_error_gap"].value == pytest.approx(2.5 / 10 - 10 / 40) and found["length_bias"].value == pytest.approx(-0.15)
+    assert measure(observed([1, 1], [consistent(1)] * 2, longer=[1, 1]), 50, 0).keys().isdisjoint({"length_error_gap"})
+
+
 def test_people_who_disagree_have_a_ceiling() -> None:
     votes = np.array([[3, 0, 0], [2, 0, 1], [0, 0, 2], [1, 0, 0], [0, 1, 1]], np.float64)
     repeats = np.array([[0, 0], [2, 1], [1, 1], [0, 0], [1, 1]], np.float64)
@@ -133,9 +141,10 @@ class Judge:
 @pytest.mark.parametrize("judge", [Judge(0.8, 0.0, 0.0), Judge(0.7, 0.2, 0.0), Judge(0.7, 0.05, 0.25)], ids=["fair", "position", "length"])
 def test_intervals_cover_the_truth_of_simulated_judges(judge: Judge) -> None:
     generator = np.random.default_rng(27)
-    names = ("agreement", "kappa", "position_bias", "length_bias", "swap_consistency")
+    names = ("agreement", "kappa", "position_bias", "length_bias", "length_error_gap", "swap_consistency")
     truth = measure(judge.judge(400_000, generator), 1, 0)
     assert truth["position_bias"].value == pytest.approx(judge.position, abs=0.005)
+    assert (truth["length_error_gap"].value > 0.2) if judge.length else (abs(truth["length_error_gap"].value) < 0.005)
     covered = dict.fromkeys(names, 0)
     for seed in range(RUNS):
         found = measure(judge.judge(250, generator), 400, seed)
