@@ -19,6 +19,8 @@ from prefect.artifacts import create_image_artifact, create_link_artifact, creat
 from prefect.cache_policies import NO_CACHE
 
 from evaluation.alignment_tax.report import TAX, TaxReport
+from evaluation.calibration.records import CALIBRATION, CalibrationReport, calibration_tables
+from evaluation.regression.records import REGRESSION, RegressionReport, regression_table
 from evaluation.report.summary import curves_of
 from rlhf_core.config import KINDS
 from rlhf_core.data.report import MARKDOWN as DATA_REPORT
@@ -102,7 +104,7 @@ class Throttle:
 
 
 def show(result: StageResult, run_dir: Path) -> None:
-    """Creates the artifacts of a finished stage: metrics, outputs, curves, data report, and the table of an evaluation or tax."""
+    """Creates the artifacts of a finished stage: metrics, outputs, curves, data report, and the tables of evaluations."""
     key = artifact_key(result.name)
     title = f"{result.name} ({result.stage}, {result.seconds:.0f} s)"
     texts = {"metrics": f"## {title}\n\n{table(('metric', 'value'), sorted(result.metrics.items()))}"}
@@ -113,6 +115,10 @@ def show(result: StageResult, run_dir: Path) -> None:
             texts["win-rates"] = evaluation_table(report)
         if tax := TaxReport.read(run_dir / result.outputs["report"] / TAX):
             texts["tax"] = tax_table(tax)
+        if regression := RegressionReport.read(run_dir / result.outputs["report"] / REGRESSION):
+            texts["regression"] = regression_table(regression)
+        if calibration := CalibrationReport.read(run_dir / result.outputs["report"] / CALIBRATION):
+            texts["calibration"] = calibration_tables(calibration)
     for name, text in texts.items():
         create_markdown_artifact(text, key=f"{key}-{name}", description=f"{name} of {title}")
     for name, path in result.outputs.items():

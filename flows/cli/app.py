@@ -24,6 +24,7 @@ from flows.cli import loops as cli_loops
 from flows.cli import prepare as cli_prepare
 from flows.cli import run as cli_run
 from flows.cli import start as cli_start
+from flows.cli import suite as cli_suite
 from flows.cli.show import FAILED, INTERRUPTED, OK, WAITS, errors
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
@@ -80,6 +81,7 @@ app = App(
 app.command(cli_loops.loop_app)
 app.command(cli_artifacts.runs_app)
 app.command(cli_feedback.feedback_app)
+app.command(cli_suite.suite_app)
 for name, command in COMMANDS.items():
     app.command(command, name=name)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from fsspec.registry import known_implementations
 from pydantic import Field, field_validator
 
+from rlhf_core.config.calibration import Calibration, FallibleJudge
 from rlhf_core.config.data import Data, Source
 from rlhf_core.config.evaluation import (
     AlignmentTax,
@@ -24,6 +25,7 @@ from rlhf_core.config.evaluation import (
     Judge,
     OpenAIJudge,
     Publication,
+    Regression,
     Remote,
     RewardEvaluation,
     RewardJudge,
@@ -68,8 +70,8 @@ class Notify(Config):
     )
     events: tuple[Event, ...] = Field(
         EVENTS,
-        description="states of the run; `stage`, `gate`, `approval`, `champion`: a stage ended, a gate was checked, a person is asked, another "
-        "model is the champion",
+        description="states of the run; `stage`, `gate`, `approval`, `champion`: a stage ended, a gate was checked, a person is asked, "
+        "another model is the champion",
         min_length=1,
     )
     timeout: Rate = Field(10.0, description="seconds the receiver may take for one message")

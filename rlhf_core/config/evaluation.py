@@ -1,4 +1,4 @@
-"""Judges, battles, reward-model evaluation, publication."""
+"""Judges, battles, reward-model evaluation, regression suites, publication."""
 
 from __future__ import annotations
 
@@ -151,6 +151,9 @@ class Evaluation(Gated, Sampling):
         None, description="counts answers' lengths: gpt-4o (tiktoken, a download), a folder or a Hub id; default: each model's own"
     )
     reward_evaluation: RewardEvaluation | None = Field(None, description="reward models to evaluate on held-out pairs")
+    calibration: Annotated[str | None, NotInDigest] = Field(
+        None, description="calibration stage of the first judge: the evaluation waits for it and for its gates"
+    )
     proxy: str | None = Field(
         None,
         description="reward model that was optimised: its mean score and the judge's win rate over the KL from the baseline make the "
@@ -204,6 +207,24 @@ class Evaluation(Gated, Sampling):
         judges = ((f"the judge {judge.model}", judge) for judge in self.judges if isinstance(judge, Remote))
         endpoints = ((f"the endpoint {name}", endpoint) for name, endpoint in self.endpoints.items())
         return [Key(name, one.api_key_env, "api.openai.com" in one.base_url) for name, one in (*judges, *endpoints)]
+
+
+class Regression(Evaluation):
+    """A suite of questions that models lost or people reported, judged as in an evaluation: which pass, newly fail or recover, and whether
+    the final model's share is within the band of earlier trusted results."""
+
+    stage: Literal["regression"] = "regression"  # type: ignore[assignment]
+    questions: Source = Field(description="the suite: a file that `alignflow suite add` writes, or rows with uid, prompt and reason")
+    parents: dict[str, str] | None = Field({}, description="model: the model it is also judged against; default: none")
+    history: int = Field(
+        5, ge=0, description="this many earlier results of the stage, those whose gates passed, make the band; 0: there is none"
+    )
+    band: Rate = Field(3.0, description="half width of the band, in standard deviations")
+
+    @check
+    def _check_judges(self) -> Iterator[str]:
+        if any(isinstance(judge, ChatJudge) and judge.interval_width is not None for judge in self.judges):
+            yield "a regression suite judges all its questions: leave interval_width out of its judges"
 
 
 class Publication(Gated):

@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from rlhf_core.config import metrics
-from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication
+from rlhf_core.config.calibration import Calibration
+from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication, Regression
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Iterative, IterativeDPO, IterativeFeedback, PostProcessor, Preferences
@@ -144,10 +145,32 @@ KINDS = {
         "evaluation.stage",
         makes="report",
         start="baseline",
-        names={"models": ("policy",), "baseline": ("policy",), "proxy": ("reward",)},
+        names={"models": ("policy",), "baseline": ("policy",), "proxy": ("reward",), "calibration": ("calibration",)},
         metrics=metrics.judged,
         main_of=lambda config: (f"win_rate/{config['models'][-1]}",),
         means=metrics.EVALUATION_MEANS,
+        charts=None,
+    ),
+    "regression": Kind(
+        Regression,
+        "evaluation.regression.stage",
+        makes="report",
+        start="baseline",
+        names={"models": ("policy",), "baseline": ("policy",), "proxy": ("reward",), "calibration": ("calibration",)},
+        metrics=metrics.regressed,
+        main_of=lambda config: (f"passed/{config['models'][-1]}",),
+        means=metrics.REGRESSION_MEANS,
+        charts=None,
+    ),
+    "calibration": Kind(
+        Calibration,
+        "evaluation.calibration.stage",
+        makes="report",
+        start="judge",
+        names={"judge": ("reward", "policy")},
+        metrics=metrics.calibrated,
+        main=("kappa", "agreement"),
+        means=metrics.CALIBRATION_MEANS,
         charts=None,
     ),
     "alignment_tax": Kind(

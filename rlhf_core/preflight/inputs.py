@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import KINDS, PPO, AlignmentTax, Data, Evaluation, Preferences, Publication, Ranks, Rewarded, StageConfig
+from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Data, Evaluation, Preferences, Publication, Ranks, Rewarded, StageConfig
 from rlhf_core.config.lm_eval_tasks import is_path, read_task
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.documents import check_limit
@@ -214,6 +214,8 @@ def tokenizer_of(plan: Plan, node: Node) -> str | None:
     """The folder or Hub id that a stage's chain of models starts from: its tokenizer is the stage's. None: all its models are remote."""
     data_set = node.config.dataset if isinstance(node.config, Publication) else None
     name = data_set or getattr(node.config, KINDS[node.kind].start, None)
+    if isinstance(node.config, Calibration):
+        name = node.config.local_judge
     if isinstance(node.config, Evaluation):
         ours = (model for model in (node.config.baseline, *node.config.models) if model not in node.config.endpoints)
         name = next(ours, None)

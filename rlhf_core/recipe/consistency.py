@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
-from rlhf_core.config import Evaluation, Loop, Preferences, Publication, Recipe, StageConfig
+from rlhf_core.config import Calibration, Evaluation, Loop, Preferences, Publication, Recipe, StageConfig
+from rlhf_core.config.calibration import judge_identity
 from rlhf_core.config.kinds import KINDS, metrics_of, named
 from rlhf_core.recipe.expand import Expanded
 from rlhf_core.recipe.references import references
@@ -22,6 +23,12 @@ def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:
         f"stages.{name}.models: {config.baseline} is the baseline, and there is no other model to compare with it: name one"
         for name, config in recipe.stages.items()
         if isinstance(config, Evaluation) and config.judges and set(config.models) <= {config.baseline}
+    ]
+    problems += [
+        f"stages.{name}.calibration: {config.calibration} calibrates another judge than the first of judges, which decides: make them equal"
+        for name, config in stages.items()
+        if isinstance(config, Evaluation) and isinstance(calibration := stages.get(config.calibration or ""), Calibration)
+        if judge_identity(calibration.judge, {}) != judge_identity(config.judges[0], {})
     ]
     return problems + [
         f"stages.{name}.round_branch: {config.model} has no rounds: name {' or '.join(rounds) or 'an iterative stage'} as model"

@@ -140,7 +140,8 @@ def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({}), taken: 
     for name in _ordered(parents):
         config = pinned_sources(inboxes.with_files(name, stages[name]), pins)
         models = {r.name: _place(recipe, r.name, pins) for r in references(config) if r.name not in parents[name]}
-        made_from = {named: nodes[parent].digest for named, parent in parents[name].items()}
+        waited = {r.name for r in references(config) if not r.decides}
+        made_from = {named: nodes[parent].digest for named, parent in parents[name].items() if named not in waited}
         key = kept.get(name) or stage_digest(recipe, config, made_from, models, digests)
         nodes[name] = Node(name, config, parents[name], models, key, artifacts / "stages" / f"{name}-{key}")
     digests.save()

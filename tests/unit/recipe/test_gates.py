@@ -153,6 +153,8 @@ def test_every_meaning_belongs_to_a_metric_that_exists(planned: Planned) -> None
             "reward_evaluation": {"data": {"sources": "p.jsonl"}},
         },
         "alignment_tax": {"models": ["ppo"], "tasks": ["gsm8k"]},
+        "regression": {"models": ["ppo"], "questions": questions},
+        "calibration": {"judge": {"kind": "reward"}, "labels": "l.jsonl"},
         "kto": {"data": {"sources": "p.jsonl"}, "eval_data": {"sources": "p.jsonl"}},
         "rl": {"stage": "ppo", "prompts": {"sources": "p.jsonl"}, "eval_prompts": {"sources": "q.jsonl"}},
         "publication": {"model": "sft"},
