@@ -118,6 +118,11 @@ class Loop(Rounds, Trainable, Routed):
     prompts_per_round: Positive = Field(1024, description="each round takes the next slice of the prompts")
     learning_rate: Rate = Field(5e-7, description="peak learning rate of each round")
 
+    @check
+    def _check_no_sweep(self) -> Iterator[str]:
+        if self.sweep:
+            yield "sweep: a loop has rounds, and no variants: sweep a stage before it, or write a loop for each value"
+
 
 class IterativeDPO(Loop, PreferenceLoss):
     """Rounds of (preferences, dpo): `iterative` with the post-processor dpo."""

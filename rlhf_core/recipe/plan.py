@@ -124,7 +124,7 @@ def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({})) -> Plan
     expanded = expand(recipe)
     if problems := inconsistencies(recipe, expanded):
         raise ValueError("\n".join(problems))
-    stages, aliases, _ = expanded
+    stages, aliases, *_ = expanded
     parents = {
         name: {r.name: aliases.get(r.name, r.name) for r in references(config) if aliases.get(r.name, r.name) in stages}
         for name, config in stages.items()

@@ -21,8 +21,8 @@ from record import add_options, figure, save
 
 ROOT = Path(__file__).parents[2]
 STAGE = """
-  {name}: {{stage: sft, data: {{sources: {material}/sft.jsonl, max_samples: {rows}}}, max_len: 128, train_batch_size: 32, micro_train_batch_size: 32,
-    learning_rate: {rate}}}"""
+  {name}: {{stage: sft, data: {{sources: {material}/sft.jsonl, max_samples: {rows}}}, max_len: 128, train_batch_size: 32,
+    micro_train_batch_size: 32, learning_rate: {rate}}}"""
 
 
 class Run(NamedTuple):
