@@ -90,7 +90,7 @@ def test_a_recipe_with_a_sweep_is_read_back(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_of_a_sweep(tmp_path: Path, sweep: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match="stages.dpo") as caught:
+    with pytest.raises(ValidationError, match=r"stages\.dpo") as caught:
         recipe(tmp_path, sweep=sweep)
     assert told in str(caught.value)
 
