@@ -113,6 +113,13 @@ class Recipe(Config):
             raise ValueError(f"{value!r} is what the artifacts folder has of all recipes: give this one another name")
         return value
 
+    @field_validator("side_by_side", mode="before")
+    @classmethod
+    def _is_some(cls, value: Any) -> Any:
+        if value == 0 and value is not False:  # pydantic would read it as false
+            raise ValueError("give a number of stages from 1, true or false")
+        return value
+
     @field_validator("store")
     @classmethod
     def _check_store(cls, value: str | None) -> str | None:
