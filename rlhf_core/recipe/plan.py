@@ -77,7 +77,7 @@ class Plan:
         return next(node for node in self.nodes if node.name == name)
 
     def stages_of(self, name: str) -> tuple[Node, ...]:
-        """Returns the stage called `name` with those expanded from it: all of a loop, of a round, of a publication with rounds.
+        """Returns the stage called `name` with those expanded from it: all of a loop, of a round, of a sweep, of a publication with rounds.
 
         Raises ValueError when there is none.
         """
