@@ -25,7 +25,7 @@ from evaluation.report.summary import curves_of
 from rlhf_core.config import KINDS
 from rlhf_core.data.report import MARKDOWN as DATA_REPORT
 from rlhf_core.records import EvalReport, StageResult
-from rlhf_core.runs.allotment import check_stop
+from rlhf_core.runs.allotment import check_stop, variables
 from rlhf_core.runs.launch import StageFailed, launch
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.runs.store import Store
@@ -71,7 +71,8 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
             keep(store, run, logger.info)
         return "skipped"
     run.prepare(request)
-    logger.info("%s starts in %s", request.name, run.path)
+    gpus = variables().get("CUDA_VISIBLE_DEVICES")
+    logger.info("%s starts in %s%s", request.name, run.path, f" on GPU {gpus}" if gpus else "")
     with machine(), states_kept(store, run, logger.warning):
         result = launch(KINDS[request.config.stage].package, run.path, request.name, Throttle(logger.info))
     keep_server()  # the next lines send requests to it

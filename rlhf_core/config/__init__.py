@@ -49,6 +49,7 @@ from rlhf_core.config.loops import (
 )
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
 from rlhf_core.config.processes import Vllm
+from rlhf_core.config.sweep import Select
 from rlhf_core.config.training import DPO, KTO, REFERENCE_FREE, SFT, Lora, Optimised, PreferenceLoss, RewardModel, Trainable, UnpairedLoss
 from rlhf_core.records import RECIPE_ONLY, Config, Frozen, Positive, Ranks, Rate
 
@@ -117,6 +118,13 @@ class Recipe(Config):
     def _is_free(cls, value: str) -> str:
         if value in ("stages", "index.html"):
             raise ValueError(f"{value!r} is what the artifacts folder has of all recipes: give this one another name")
+        return value
+
+    @field_validator("side_by_side", mode="before")
+    @classmethod
+    def _is_some(cls, value: Any) -> Any:
+        if value == 0 and value is not False:  # pydantic would read it as false
+            raise ValueError("give a number of stages from 1, true or false")
         return value
 
     @field_validator("store")

@@ -18,6 +18,7 @@ from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Iterative, IterativeDPO, IterativeFeedback, PostProcessor, Preferences
 from rlhf_core.config.metrics import Panel
 from rlhf_core.config.ppo import PPO
+from rlhf_core.config.sweep import Select
 from rlhf_core.config.training import DPO, KTO, SFT, RewardModel
 
 
@@ -182,6 +183,17 @@ KINDS = {
         metrics=metrics.taxed,
         main_of=lambda config: (f"tax/{task_name(task)}" for task in config["tasks"]),
         means=metrics.ALIGNMENT_TAX_MEANS,
+        charts=None,
+    ),
+    "select": Kind(
+        Select,
+        "evaluation.select",
+        makes="policy",
+        start="simplest",
+        names={"of": ("policy",), "by": ("evaluation",), "simplest": ("policy",)},
+        metrics=metrics.selected,
+        main=("win_rate",),
+        means=metrics.SELECT_MEANS,
         charts=None,
     ),
     "publication": Kind(

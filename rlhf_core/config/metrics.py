@@ -16,6 +16,7 @@ from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Preferences
 from rlhf_core.config.ppo import PPO
 from rlhf_core.config.rewards import RewardSources
+from rlhf_core.config.sweep import Select
 
 DATA = tuple(f"data/{name}" for name in ("rows", "kept", "truncated", "dropped", "tokens"))
 PAIRS = ("loss", "accuracy", "margin", "rewards/chosen", "rewards/rejected")
@@ -155,6 +156,12 @@ def taxed(config: AlignmentTax) -> Iterator[str]:
         yield f"documents/{task}"
 
 
+def selected(config: Select) -> Iterator[str]:
+    """`clear` is 1 when the best model is better than each other, else 0; `chosen` the number of the chosen one, from 1."""
+    yield from ("win_rate", "clear", "chosen", "questions")
+    yield from (f"{name}/{model}" for model in config.of for name in ("win_rate", "difference", "difference_low", "difference_high"))
+
+
 class Panel(NamedTuple):
     """One small chart. `lines`: metric -> label; `band`: the metric drawn as +- around the first line; `level`: a dashed line."""
 
@@ -289,6 +296,10 @@ ALIGNMENT_TAX_MEANS = {
     "tax_low": "It is sure that alignment cost the model what it could do before: look at its KL to the reference first.",
     "tax_high": "It is not sure that the model kept what it could do before: more documents narrow the interval.",
     "score": "A model scores otherwise than expected on this task: compare it with the baseline's score.",
+}
+SELECT_MEANS = {
+    "clear": "No model is better than all others by this evaluation: more questions narrow the intervals, or keep the simplest model.",
+    "win_rate": "The chosen model loses to the baseline too often: look at the stages it was trained by.",
 }
 ANY = {
     "response/truncated": "Answers are cut at generate_max_len: raise it, or the policy never learned to stop (a bad SFT).",

@@ -29,7 +29,7 @@ from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.preflight.family import family_problems
 from rlhf_core.preflight.lengths import length_problems
 from rlhf_core.preflight.models import model_problem, sampling_problems, unfit_models, unlike_vocabulary, vocabulary_problems
-from rlhf_core.preflight.questions import question_problems, shared_questions
+from rlhf_core.preflight.questions import question_problems, selecting_questions, shared_questions
 from rlhf_core.preflight.template_length import frame_lengths
 from rlhf_core.preflight.weights import weight_problem
 from rlhf_core.recipe.plan import Node, Plan
@@ -108,7 +108,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         if isinstance(node.config, AlignmentTax):
             for task in filter(is_path, node.config.tasks):
                 problems += _refused(f"stages.{node.name}.tasks", read_task, task, node.config.trust_task_code)
-    problems += shared_questions(plan) if todo else []
+    problems += [*shared_questions(plan), *selecting_questions(plan)] if todo else []
     return list(dict.fromkeys(problems))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core.config import PPO, Calibration, Data, Evaluation, RuleJudge
+from rlhf_core.config import PPO, Calibration, Data, Evaluation, RuleJudge, Select
 from rlhf_core.data.documents import as_text
 from rlhf_core.data.labels import load_labels
 from rlhf_core.data.questions import Question, load_questions
@@ -60,6 +60,25 @@ def shared_questions(plan: Plan) -> list[str]:
                 problems.append(
                     f"stages.{node.name}.eval_prompts: {shared} of {len(asked)} prompts are questions of {name}, by which the model that "
                     "they choose is judged: leave them out of one of the two"
+                )
+    return problems
+
+
+def selecting_questions(plan: Plan) -> list[str]:
+    """Says where an evaluation asks a selected model what it was selected by: its win rate would be that of the luckiest one. Of Hub data
+    sets nothing is read."""
+    judged = {node.name: node.config for node in plan.nodes if isinstance(node.config, Evaluation)}
+    problems = []
+    for node in plan.nodes:
+        for behind in plan.ancestors((node,)) if node.name in judged and not node.done else ():
+            by = behind.stages.get(behind.config.by) if isinstance(behind.config, Select) else None
+            if by is None or by == node.name:
+                continue
+            ours, theirs = (_asked(judged[name], plan.recipe.seed) for name in (node.name, by))
+            if shared := len(ours & theirs):
+                problems.append(
+                    f"stages.{node.name}.questions: {shared} of {len(ours)} questions are those of {by}, by which {behind.name} chose its "
+                    "model: ask others here, or the win rate is too high"
                 )
     return problems
 

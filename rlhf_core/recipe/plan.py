@@ -79,7 +79,7 @@ class Plan:
         return next(node for node in self.nodes if node.name == name)
 
     def stages_of(self, name: str) -> tuple[Node, ...]:
-        """Returns the stage called `name` with those expanded from it: all of a loop, of a round, of a publication with rounds.
+        """Returns the stage called `name` with those expanded from it: all of a loop, of a round, of a sweep, of a publication with rounds.
 
         Raises ValueError when there is none.
         """
@@ -128,7 +128,7 @@ def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({}), taken: 
     expanded = expand(recipe, refused)
     if problems := inconsistencies(recipe, expanded):
         raise ValueError("\n".join(problems))
-    stages, aliases, _ = expanded
+    stages, aliases, *_ = expanded
     parents = {
         name: {r.name: aliases.get(r.name, r.name) for r in references(config) if aliases.get(r.name, r.name) in stages}
         for name, config in stages.items()
