@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.cli.history import Difference, Found, Item
+from flows.cli.history import Found, Item
 from rlhf_core.config import KINDS, Recipe
 from rlhf_core.config.kinds import metrics_of
 from rlhf_core.hub.revisions import PINS
+from rlhf_core.recipe.differences import Difference
 from rlhf_core.recipe.dry_run import Outlook
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.plan import Node, Plan
