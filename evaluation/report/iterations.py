@@ -23,13 +23,14 @@ class Rollout(NamedTuple):
 
 def rollouts(run_dir: Path) -> list[tuple[int, list[Rollout]]]:
     """Returns a few rollouts of PPO's first and last logged iteration; none of other stages, or where they cannot be read."""
-    files = {int(file.stem.removeprefix("iteration")): file for file in (run_dir / ROLLOUTS).glob("iteration*.jsonl")}
+    named = {file.stem.removeprefix("iteration"): file for file in (run_dir / ROLLOUTS).glob("iteration*.jsonl") if not file.is_symlink()}
+    files = {int(number): file for number, file in named.items() if number.isascii() and number.isdigit()}
     found = []
     for iteration in sorted({min(files), max(files)}) if files else ():
         try:
             rows = [json.loads(line) for line in files[iteration].read_text().splitlines()[:SHOWN_ROLLOUTS]]
             found.append((iteration, [_rollout(row) for row in rows]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return found
 
@@ -37,7 +38,8 @@ def rollouts(run_dir: Path) -> list[tuple[int, list[Rollout]]]:
 def _rollout(row: dict[str, Any]) -> Rollout:
     messages = row.get("messages") or [*row["prompt"], {"role": "assistant", "content": row["response"]}]
     texts = [(str(message["role"]), written(message)) for message in messages]
-    return Rollout(texts, dict(row["rewards"]), str(row.get("failure", "")))
+    rewards = {str(source): None if reward is None else float(reward) for source, reward in row["rewards"].items()}
+    return Rollout(texts, rewards, str(row.get("failure", "")))
 
 
 PHASE, FLOOR, WAIT = "phase/", "floor/", "wait/"

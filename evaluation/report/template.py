@@ -15,13 +15,8 @@ MAX_TEXT = 1500  # characters of a prompt or an answer
 
 
 def fill(template: str, **values: object) -> str:
-    """Returns the text of a template of the report with its values. Raises jinja2.UndefinedError when one is missing."""
-    return filled(Path(__file__).parent / "templates", template, **values)
-
-
-def filled(folder: Path, template: str, **values: object) -> str:
-    """As `fill`, of a template in another folder."""
-    page = environment(folder).get_template(template).render(**values)
+    """Returns the text of a template with its values. Raises jinja2.UndefinedError when one is missing."""
+    page = environment(Path(__file__).parent / "templates").get_template(template).render(**values)
     return page.encode("utf-8", "replace").decode()  # replaces unpaired surrogates in answers
 
 

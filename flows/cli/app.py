@@ -16,6 +16,7 @@ from typing import Any
 from cyclopts import App, CycloptsError
 
 from flows.cli import artifacts as cli_artifacts
+from flows.cli import dashboard as cli_dashboard
 from flows.cli import loops as cli_loops
 from flows.cli import prepare as cli_prepare
 from flows.cli import run as cli_run
@@ -39,6 +40,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "data": cli_prepare.data,
     "migrate": cli_prepare.migrate,
     "doctor": cli_prepare.doctor,
+    "dashboard": cli_dashboard.dashboard,
     "report": cli_artifacts.report,
     "stages": cli_artifacts.stages,
     "diff": cli_artifacts.diff,
