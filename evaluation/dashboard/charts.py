@@ -19,12 +19,14 @@ Points = Sequence[tuple[float, float]]
 
 
 class Line(NamedTuple):
-    """`path`: SVG path data; `dots`: (x, y) of the points of a short line; `last`: its last value."""
+    """`path`: SVG path data; `band`: of the area around it, '' for none; `dots`: (x, y) of the points of a short line; `last`: its last
+    value."""
 
     label: str
     colour: str
     dashed: bool
     path: str
+    band: str
     dots: list[tuple[float, float]]
     last: float
 
@@ -77,7 +79,8 @@ def draw(panel: Panel, runs: Sequence[Run]) -> Drawn | None:
     if not points:
         return Drawn(panel.title, [], [], [], None, missing) if missing else None
     x0, x1 = min(x for x, _ in points), max(x for x, _ in points)
-    values = [y for _, y in points] + ([panel.level] if panel.level is not None else [])
+    bands = [_band(panel, run) for run in runs]
+    values = [y for _, y in points] + ([panel.level] if panel.level is not None else []) + [y for band in bands for _, y in band]
     y0, y1 = min(values), max(values)
     if y1 == y0:
         y0, y1 = y0 - (abs(y0) or 1.0) / 2, y1 + (abs(y1) or 1.0) / 2
@@ -93,14 +96,28 @@ def draw(panel: Panel, runs: Sequence[Run]) -> Drawn | None:
         placed = [(x(step), y(value)) for step, value in run.curves[metric]]
         if not placed:
             continue
+        first = metric == next(iter(panel.lines))
+        band = _path([(x(step), y(value)) for step, value in bands[runs.index(run)]]) if first else ""
         colour = COLOURS[(runs.index(run) if len(runs) > 1 else nth) % len(COLOURS)]
-        dashed = len(runs) > 1 and metric != next(iter(panel.lines))
-        path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in placed)
+        dashed = len(runs) > 1 and not first
         named = " ".join(part for part in (run.label, label) if part)
-        lines.append(Line(named, colour, dashed, path, placed if len(placed) < 8 else [], run.curves[metric][-1][1]))
-    marks_y = [Mark(y(value), f"{value:.3g}") for value in ticks(y0, y1)]
+        lines.append(Line(named, colour, dashed, _path(placed), band, placed if len(placed) < 8 else [], run.curves[metric][-1][1]))
+    at = ticks(y0, y1)
+    digits = math.ceil(math.log10(max(map(abs, at)) / (at[1] - at[0]))) + 1 if len(at) > 1 and at[1] > at[0] else 3
+    marks_y = [Mark(y(value), f"{value:.{min(max(digits, 3), 8)}g}") for value in at]
     marks_x = [Mark(x(x1), f"{x1:g}")] if x1 == x0 else [Mark(x(x0), f"{x0:g}"), Mark(x(x1), f"{x1:g}")]
     return Drawn(panel.title, lines, marks_x, marks_y, None if panel.level is None else y(panel.level), missing)
+
+
+def _band(panel: Panel, run: Run) -> list[tuple[float, float]]:
+    """Returns the outline of the area of the first line plus and minus `panel.band`; [] where it has none."""
+    spread = dict(run.curves.get(panel.band or "", ()))
+    middle = [(step, value) for step, value in run.curves.get(next(iter(panel.lines)), ()) if step in spread]
+    return [(step, value + spread[step]) for step, value in middle] + [(step, value - spread[step]) for step, value in middle[::-1]]
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points) if points else ""
 
 
 def ticks(low: float, high: float) -> list[float]:

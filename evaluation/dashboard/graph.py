@@ -64,19 +64,26 @@ def of_stage(folder: Folder, name: str) -> Relatives:
             below.setdefault(parent, []).append(child)
     family = [*_reached(name, above)[:MAX_NODES][::-1], *_reached(name, below)[1:MAX_NODES]]
     ordered = _topological({one: above.get(one, []) for one in family})
-    boxes = {}
+    labels, boxes = {one: _label(folder, one) for one in ordered}, {}
     for one in ordered:
         stage = stage_of(folder, folder.stage(one))
-        boxes[one] = Box(stage.state, "this stage" if one == name else stage.state, "" if one == name else address(one))
+        boxes[labels[one]] = Box(stage.state, "this stage" if one == name else stage.state, "" if one == name else address(one))
+    drawing = draw({labels[one]: [labels[parent] for parent in parents] for one, parents in ordered.items()})
     request = folder.request(folder.stage(name))
     outside = [_outside(place) for place in map(str, request.get("inputs", {}).values()) if not _stage_in(folder, place)]
     own = Ancestor(name, "", "", config=request.get("config", {}))
-    return Relatives(Graph(draw(ordered), boxes), above.get(name, []), below.get(name, []), outside, _data(own))
+    return Relatives(Graph(drawing, boxes), above.get(name, []), below.get(name, []), outside, _data(own))
 
 
 def address(name: str) -> str:
     """Returns the address of a stage's page; '' for a name that no run directory has."""
     return f"/stage/{quote(name)}" if NAME.fullmatch(name) else ""
+
+
+def _label(folder: Folder, name: str) -> str:
+    """Returns the stage's name and the beginning of its digest."""
+    request = folder.request(folder.path / STAGES / name)
+    return f"{request['name']} {request['digest'][:8]}" if request else name
 
 
 def _data(stage: Ancestor) -> list[Source]:

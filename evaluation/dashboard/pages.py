@@ -28,7 +28,7 @@ from rlhf_core.runs.run_dir import LOG
 from rlhf_core.runs.run_records import RUN, RUNS, RunRecord
 from rlhf_core.system.redaction import without_passwords
 
-LOG_LINES, MAX_RUNS, MAX_CHOICES, MAX_CONFIG = 200, 300, 50, 200_000
+LOG_LINES, MAX_RUNS, MAX_CHOICES, MAX_CONFIG, MAX_PANELS = 200, 300, 50, 200_000, 3
 COLOURS = {
     "done": "#2e8b6f",
     "running": "#2563a8",
@@ -120,10 +120,16 @@ def run_page(folder: Folder, recipe: str, identity: str) -> Page:
         choices = [(f"{recipe_of(one)}/{key_of(one)}", f"{one.recipe} {one.label}") for one in others[:MAX_CHOICES]]
         return fill("run.choose", this=f"{recipe}/{identity}", choices=choices)
 
+    def curves() -> str:
+        running = [stage for stage in stages() if stage.state == "running"]
+        drawn = [(one, charts.main_panels(one.kind, [compare.drawable(folder, one.folder)])[:MAX_PANELS]) for one in running]
+        return fill("run.curves", drawn=[(stage, panels) for stage, panels in drawn if panels])
+
     parts = {
         "about": about,
         "graph": lambda: fill("run.graph", graph=graph.of_run(stages())),
         "stages": lambda: fill("run.stages", stages=stages()),
+        "curves": curves,
         "cost": lambda: fill("run.cost", bill=cost.bill(folder, folder.run(recipe, identity), stages())),
         "choose": rivals,
     }
