@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from evaluation.dashboard.folder import Folder
+from evaluation.dashboard.folder import Folder, Missing
 from evaluation.dashboard.state import Stage, numbers
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import Cost, StageConfig
@@ -71,7 +73,11 @@ class Bill(NamedTuple):
 
 def bill(folder: Folder, run: RunRecord, stages: Sequence[Stage]) -> Bill:
     """Returns what a run used."""
-    return Bill([_line(folder, run, stage) for stage in stages if (folder.path / "stages" / stage.folder).is_dir()], price_of(folder, run))
+    lines = []
+    for stage in stages:
+        with suppress(Missing):  # it has not begun, or was removed
+            lines.append(_line(folder, run, stage, folder.stage(stage.folder)))
+    return Bill(lines, price_of(folder, run))
 
 
 def price_of(folder: Folder, run: RunRecord) -> Cost | None:
@@ -83,8 +89,7 @@ def price_of(folder: Folder, run: RunRecord) -> Cost | None:
         return None
 
 
-def _line(folder: Folder, run: RunRecord, stage: Stage) -> Line:
-    run_dir = folder.stage(stage.folder)
+def _line(folder: Folder, run: RunRecord, stage: Stage, run_dir: Path) -> Line:
     until = run.ended if run.ended is not None else math.inf
     attempts = [one for one in folder.attempts(run_dir).attempts if int(run.started) <= one.started <= until]
     seconds = sum(one.seconds for one in attempts if one.seconds is not None)

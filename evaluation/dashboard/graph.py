@@ -51,7 +51,7 @@ class Relatives(NamedTuple):
 
 def of_run(stages: Sequence[Stage]) -> Graph:
     """Returns the stages of a run with their states."""
-    drawing = draw({stage.name: stage.parents for stage in stages[:MAX_NODES]})
+    drawing = draw(_topological({stage.name: stage.parents for stage in stages[:MAX_NODES]}))
     return Graph(drawing, {stage.name: Box(stage.state, stage.state, address(stage.folder)) for stage in stages})
 
 

@@ -40,18 +40,20 @@ class Growing:
         except OSError:
             self._begin(None)
             return
-        with open(descriptor, "rb") as file:
+        try:
             about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode):
+                self._begin(None)
                 return
             identity = about.st_dev, about.st_ino
             if identity != self._identity or about.st_size < self._offset or not self._continues(descriptor):
                 self._begin(identity)
                 if self.most is not None and about.st_size > self.most:
                     self._offset, self._cut = about.st_size - self.most, True
-            file.seek(self._offset)
-            while chunk := file.read(CHUNK):
+            while chunk := os.pread(descriptor, CHUNK, self._offset):
                 self._add(chunk)
+        finally:
+            os.close(descriptor)
 
     def restart(self) -> None:
         """Forgets all lines."""

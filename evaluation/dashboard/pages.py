@@ -54,8 +54,6 @@ class Page(NamedTuple):
         """Returns the HTML of a part; a sentence where what is on disk (of another version, or damaged) cannot be shown."""
         try:
             return self.parts[name]()
-        except Missing:
-            raise
         except Exception as error:
             logging.getLogger(__name__).exception("the part %s of the page %s could not be made", name, self.title)
             return fill("page.broken", name=name, why=type(error).__name__)

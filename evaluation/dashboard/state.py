@@ -113,7 +113,7 @@ def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
         if stage.state == "done":
             told.append(stage)
         elif stage.state == "running":
-            ours = not stage.told or (run.label in stage.told and f"process {run.pid}," in stage.told)
+            ours = not stage.told.startswith("run ") or (run.label in stage.told and f"process {run.pid}," in stage.told)
             told.append(stage if ours else stage._replace(state="waiting", told=f"another run works on it: {stage.told}"))
         elif missing := [name for name in stage.parents if name not in done]:
             told.append(stage._replace(state="waiting", told=f"waits for {', '.join(missing)}"))
@@ -125,8 +125,9 @@ def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
 
 def failed_gates(config: Mapping[str, Any], metrics: Mapping[str, float]) -> list[str]:
     """Returns a sentence for each gate of a finished stage that it does not pass."""
-    found = []
-    for given in config.get("gates") or ():
+    found: list[str] = []
+    gates = config.get("gates")
+    for given in gates if isinstance(gates, list) else ():
         try:
             gate = Gate.model_validate(given)
         except ValidationError:
