@@ -6,12 +6,12 @@ server-sent events: each second a look at sizes and times of its files, and only
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import anyio
 from sse_starlette.sse import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -25,6 +25,7 @@ from evaluation.dashboard.pages import digest, fill, page_of, whole
 STATIC = Path(__file__).parent / "static"
 FILES = {"live.js": "text/javascript", "dashboard.css": "text/css"}
 LOOK_SECONDS, SLOW_SECONDS = 1.0, 15.0  # between two looks at the files; between two makings of all parts
+GRACE_SECONDS = 2.0  # for streams to end with the server
 MAX_STREAMS = 64
 
 
@@ -49,7 +50,9 @@ def dashboard(artifacts: Path) -> Starlette:
             return PlainTextResponse(f"{MAX_STREAMS} pages are open already", 503)
         query = dict(request.query_params)
         known = dict(pair.split(":", 1) for pair in query.pop("have", "").split(",") if ":" in pair)
-        return EventSourceResponse(changes(folder, f"/{request.path_params['path']}", query, known, streams), ping=15)
+        ended = anyio.Event()
+        found = changes(folder, f"/{request.path_params['path']}", query, known, streams, ended)
+        return EventSourceResponse(found, ping=15, shutdown_event=ended, shutdown_grace_period=GRACE_SECONDS)
 
     of_pages = ("/", "/run/{recipe}/{identity}", "/stage/{name}", "/compare")
     return Starlette(
@@ -62,10 +65,10 @@ def dashboard(artifacts: Path) -> Starlette:
 
 
 async def changes(
-    folder: Folder, path: str, query: dict[str, str], known: dict[str, str], streams: set[object]
+    folder: Folder, path: str, query: dict[str, str], known: dict[str, str], streams: set[object], ended: anyio.Event
 ) -> AsyncIterator[dict[str, str]]:
     """Yields an event `parts`, {part: {digest, html}} as JSON, for the parts of a page that are not as in `known` (digests by part), and
-    then for each change; an event `gone` when there is no such page (any more)."""
+    then for each change; an event `gone` when there is no such page (any more). Ends when `ended` is set."""
     this, before, made = object(), None, 0.0
     streams.add(this)
 
@@ -89,6 +92,8 @@ async def changes(
             if new:
                 known.update({name: part["digest"] for name, part in new.items()})
                 yield {"event": "parts", "data": json.dumps(new)}
-            await asyncio.sleep(LOOK_SECONDS)
+            with anyio.move_on_after(LOOK_SECONDS):
+                await ended.wait()
+                return
     finally:
         streams.discard(this)

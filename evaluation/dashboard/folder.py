@@ -56,13 +56,14 @@ class Folder:
             raise Missing(name)
         return path
 
-    def stages(self) -> list[Path]:
-        """Returns all run directories that have a request."""
+    def requests(self) -> dict[str, dict[str, Any]]:
+        """Returns the requests of all run directories that have one, by the directory's name."""
         try:
             names = sorted(entry.name for entry in os.scandir(self.path / STAGES) if entry.is_dir(follow_symlinks=False))
         except OSError:
-            return []
-        return [self.path / STAGES / name for name in names if NAME.fullmatch(name) and self.request(self.path / STAGES / name)]
+            return {}
+        found = ((name, self.request(self.path / STAGES / name)) for name in names if NAME.fullmatch(name))
+        return {name: request for name, request in found if request}
 
     def request(self, run_dir: Path) -> dict[str, Any]:
         """Returns a stage's `config.json`; {} when it is missing, damaged, or not one of a stage."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from evaluation.dashboard.folder import NAME, STAGES, Folder
@@ -57,7 +57,8 @@ def of_run(stages: Sequence[Stage]) -> Graph:
 
 def of_stage(folder: Folder, name: str) -> Relatives:
     """Returns ancestors and descendants of a stage (the nearest MAX_NODES of each), and its own models and data."""
-    above = {path.name: _parents(folder, path) for path in folder.stages()}
+    requests = folder.requests()
+    above = {one: _parents(one, request, requests) for one, request in requests.items()}
     below: dict[str, list[str]] = {}
     for child, parents in above.items():
         for parent in parents:
@@ -69,8 +70,8 @@ def of_stage(folder: Folder, name: str) -> Relatives:
         stage = stage_of(folder, folder.stage(one))
         boxes[labels[one]] = Box(stage.state, "this stage" if one == name else stage.state, "" if one == name else address(one))
     drawing = draw({labels[one]: [labels[parent] for parent in parents] for one, parents in ordered.items()})
-    request = folder.request(folder.stage(name))
-    outside = [_outside(place) for place in map(str, request.get("inputs", {}).values()) if not _stage_in(folder, place)]
+    request = requests.get(name, {})
+    outside = [_outside(place) for place in map(str, request.get("inputs", {}).values()) if not _stage_in(requests, place)]
     own = Ancestor(name, "", "", config=request.get("config", {}))
     return Relatives(Graph(drawing, boxes), above.get(name, []), below.get(name, []), outside, _data(own))
 
@@ -94,18 +95,14 @@ def _data(stage: Ancestor) -> list[Source]:
     return list(dict.fromkeys(found))
 
 
-def _parents(folder: Folder, run_dir: Path) -> list[str]:
-    places = map(str, folder.request(run_dir).get("inputs", {}).values())
-    return list(dict.fromkeys(name for place in places if (name := _stage_in(folder, place)) and name != run_dir.name))
+def _parents(name: str, request: Mapping[str, Any], stages: Collection[str]) -> list[str]:
+    places = map(str, request["inputs"].values())
+    return list(dict.fromkeys(found for place in places if (found := _stage_in(stages, place)) and found != name))
 
 
-def _stage_in(folder: Folder, place: str) -> str:
-    """Returns which run directory of this folder a path is in, also when the artifacts were moved or copied; '' when in none."""
-    parts = Path(place).parts
-    for before, name in pairwise(parts):
-        if before == STAGES and NAME.fullmatch(name) and folder.request(folder.path / STAGES / name):
-            return name
-    return ""
+def _stage_in(stages: Collection[str], place: str) -> str:
+    """Returns which of the run directories a path is in, also when the artifacts were moved or copied; '' when in none."""
+    return next((name for before, name in pairwise(Path(place).parts) if before == STAGES and name in stages), "")
 
 
 def _outside(place: str) -> str:

@@ -88,7 +88,7 @@ def overview(folder: Folder) -> Page:
 
     def others() -> str:
         known = {stage.run_dir.partition("/")[2] for run in folder.runs() for stage in run.stages}
-        strays = [state.stage_of(folder, path) for path in folder.stages() if path.name not in known]
+        strays = [state.stage_of(folder, folder.stage(name)) for name in folder.requests() if name not in known]
         loops = [(file.parent.name, folder.json(file)) for file in inside(folder.path, f"*/{LOOP}")]
         return fill("overview.others", stages=strays, loops=[(name, loop) for name, loop in loops if _is_loop(loop)])
 
@@ -163,7 +163,7 @@ def stage_page(folder: Folder, name: str) -> Page:
         return fill("stage.config", text=without_passwords(json.dumps(own, indent=2, ensure_ascii=False))[:MAX_CONFIG])
 
     def choose() -> str:
-        others = [path.name for path in folder.stages() if path.name != name and _kind_of(folder, path) == kind()]
+        others = [one for one, request in folder.requests().items() if one != name and request["config"]["stage"] == kind()]
         return fill("run.choose", this=name, choices=[(other, other) for other in others[:MAX_CHOICES]])
 
     parts = {
@@ -244,7 +244,3 @@ def _counts(folder: Folder, run: RunRecord) -> tuple[int, int]:
 def _is_loop(loop: dict[str, Any]) -> bool:
     rounds = loop.get("rounds")
     return isinstance(loop.get("loop"), str) and isinstance(rounds, list) and all(isinstance(one, dict) for one in rounds)
-
-
-def _kind_of(folder: Folder, path: Path) -> str:
-    return str(folder.request(path).get("config", {}).get("stage", ""))

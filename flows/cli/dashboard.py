@@ -50,7 +50,7 @@ def dashboard(
         token = kept_secret(file)
         address = f"http://{LOOPBACK if host == EVERYWHERE else host}:{listener.getsockname()[1]}/"
         show_address(Console(soft_wrap=True), artifacts, address, token, file)
-        config = uvicorn.Config(Protected(application(artifacts), token, names), log_level="error", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(Protected(application(artifacts), token, names), log_level="error", timeout_graceful_shutdown=4)
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run([listener])
     return OK

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import anyio
 import pytest
 from starlette.testclient import TestClient
 
@@ -36,6 +37,14 @@ def client(artifacts: Artifacts) -> Iterator[TestClient]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
+    """Of a folder without runs, for requests that are refused before anything is read."""
+    made = TestClient(Protected(dashboard(tmp_path_factory.mktemp("empty")), TOKEN), base_url="http://127.0.0.1:8000")
+    made.headers["authorization"] = f"Bearer {TOKEN}"
+    return made
+
+
 class Elements(HTMLParser):
     """The elements of a page and their attributes."""
 
@@ -49,16 +58,16 @@ class Elements(HTMLParser):
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_nothing_answers_without_the_token(client: TestClient, path: str) -> None:
+def test_nothing_answers_without_the_token(empty: TestClient, path: str) -> None:
     for given in ("", "Bearer ", "Bearer guessed"):
-        assert client.get(path, headers={"authorization": given}).status_code == 401
-    assert client.get(path, headers={"host": "evil.example"}).status_code == 421
+        assert empty.get(path, headers={"authorization": given}).status_code == 401
+    assert empty.get(path, headers={"host": "evil.example"}).status_code == 421
 
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
-def test_only_reading_is_answered(client: TestClient, path: str, method: str) -> None:
-    assert client.request(method, path, content="x").status_code == 405
+def test_only_reading_is_answered(empty: TestClient, path: str, method: str) -> None:
+    assert empty.request(method, path, content="x").status_code == 405
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -181,14 +190,12 @@ class Stream:
     def __init__(self, artifacts: Path, path: str, known: dict[str, str] | None = None):
         self.events: list[dict[str, str]] = []
         self.open: set[object] = set()
-        self._made = changes(Folder(artifacts), path, {}, known or {}, self.open)
+        self.ended = anyio.Event()
+        self._made = changes(Folder(artifacts), path, {}, known or {}, self.open, self.ended)
 
     async def next(self, seconds: float = 5) -> dict[str, Any]:
         event = await asyncio.wait_for(anext(self._made), seconds)  # type: ignore[arg-type]
         return {"event": event["event"], "parts": json.loads(event["data"] or "{}")}
-
-    async def close(self) -> None:
-        await self._made.aclose()  # type: ignore[attr-defined]
 
 
 def test_a_stream_sends_what_changed_and_nothing_else(artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +222,9 @@ def test_a_stream_sends_what_changed_and_nothing_else(artifacts: Artifacts, monk
         told = await waiting
         assert "a new line" in told["parts"]["log"]["html"] and "curves" not in told["parts"]
         assert len(stream.open) == 1
-        await stream.close()
+        stream.ended.set()
+        with pytest.raises(StopAsyncIteration):
+            await stream.next()
         assert not stream.open
 
     asyncio.run(watch())
