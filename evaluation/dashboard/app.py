@@ -41,6 +41,12 @@ def dashboard(artifacts: Path) -> Starlette:
             told = "There is no such run or stage in this artifacts folder: it was removed, or the address is wrong."
             return HTMLResponse(fill("page.missing", told=told), 404)
 
+    def report(request: Request) -> Response:
+        found = folder.report(request.path_params["recipe"])
+        if found is None:
+            return HTMLResponse(fill("page.missing", told="There is no report: a run writes it at its end."), 404)
+        return HTMLResponse(found.read_bytes())
+
     def static(request: Request) -> Response:
         name = request.path_params["name"]
         return FileResponse(STATIC / name, media_type=FILES[name]) if name in FILES else PlainTextResponse("there is no such file", 404)
@@ -58,6 +64,7 @@ def dashboard(artifacts: Path) -> Starlette:
     return Starlette(
         routes=[
             *(Route(path, page) for path in of_pages),
+            Route("/report/{recipe}", report),
             Route("/static/{name}", static),
             Route("/events/{path:path}", events),
         ]

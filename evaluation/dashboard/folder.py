@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import stat
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +20,12 @@ from typing import Any, TypeVar
 
 from evaluation.dashboard.growing import Attempts, Curves, Growing
 from evaluation.dashboard.locks import Locks
-from rlhf_core.runs.run_dir import LOCK, LOG, METRICS, REQUEST
+from rlhf_core.runs.run_dir import LOCK, LOG, METRICS, REQUEST, RESULT
 from rlhf_core.runs.run_records import LOCK as RUN_LOCK
 from rlhf_core.runs.run_records import PIN, RunRecord, read, records
 from rlhf_core.system.files import tail
 
+FRESH = 180.0  # seconds
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 STAGES = "stages"
 MAX_JSON, MAX_FILES, MAX_GROWING = 16 << 20, 8192, 256  # bytes of a file that is read whole; files kept in memory
@@ -83,6 +86,11 @@ class Folder:
             raise Missing(f"{recipe}/{identity}")
         return found
 
+    def report(self, recipe: str) -> Path | None:
+        """Returns the report of a recipe's last run; None when there is none."""
+        file = self.path / recipe / "report.html"
+        return file if NAME.fullmatch(recipe) and _is(file.parent, stat.S_ISDIR) and _is(file, stat.S_ISREG) else None
+
     def json(self, file: Path) -> dict[str, Any]:
         """Returns the JSON object in a file; {} as `read_json`, and when it is a link or has more than MAX_JSON bytes."""
         return self._kept(file, ("json",), lambda: _object(file))
@@ -103,12 +111,25 @@ class Folder:
         """Returns whether a process of this machine works on a stage."""
         return self.locks.held(run_dir / LOCK)
 
+    def changed(self, run_dir: Path) -> float | None:
+        """Returns when the files of a stage were last written, in seconds since 1970; None when there are none."""
+        times = [found[2] for name in (REQUEST, METRICS, LOG, RESULT) if (found := identity_of(run_dir / name))]
+        return max(times) / 1e9 if times else None
+
+    def fresh(self, run_dir: Path) -> bool:
+        """Returns whether the files of a stage were written less than FRESH seconds ago."""
+        return time.time() - (self.changed(run_dir) or 0) < FRESH
+
     def _run(self, file: Path) -> RunRecord:
         running = self.locks.held(file.with_suffix(RUN_LOCK))
         pinned = file.with_suffix(PIN).exists()
         if not _is(file, stat.S_ISREG) or not NAME.fullmatch(file.stem):
             return RunRecord(file=file, id="damaged", recipe="damaged", state="damaged")
-        return self._kept(file, ("run", running, pinned), lambda: read(file, lambda _: running))
+        found = self._kept(file, ("run", running, pinned), lambda: read(file, lambda _: running))
+        elsewhere = found.state == "killed" and found.host not in ("", socket.gethostname())
+        if elsewhere and any(self.fresh(self.path / stage.run_dir) for stage in found.stages):
+            return found.model_copy(update={"state": "running"})  # by its files alone: no lock of that machine can be seen
+        return found
 
     def _kept(self, file: Path, what: tuple[object, ...], make: Callable[[], Found]) -> Found:
         key = str(file), what

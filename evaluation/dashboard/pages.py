@@ -25,7 +25,7 @@ from evaluation.report.iterations import WAIT, phases_of, rollouts
 from evaluation.report.template import environment
 from rlhf_core.recipe.loop_record import FILE as LOOP
 from rlhf_core.runs.run_dir import LOG
-from rlhf_core.runs.run_records import RUN, RUNS, RunRecord
+from rlhf_core.runs.run_records import RUN, RunRecord
 from rlhf_core.system.redaction import without_passwords
 
 LOG_LINES, MAX_RUNS, MAX_CHOICES, MAX_CONFIG, MAX_PANELS = 200, 300, 50, 200_000, 3
@@ -109,8 +109,8 @@ def run_page(folder: Folder, recipe: str, identity: str) -> Page:
 
     def about() -> str:
         now = folder.run(recipe, identity)
-        report = (now.file.parents[1] if now.file.parent.name == RUNS else now.file.parent) / "report.html"
-        return fill("run.about", run=now, stages=stages(), report=report.is_file() and report.relative_to(folder.path))
+        report = f"/report/{quote(recipe)}" if folder.report(recipe) else ""
+        return fill("run.about", run=now, stages=stages(), report=report)
 
     def rivals() -> str:
         others = [other for other in folder.runs() if (recipe_of(other), key_of(other)) != (recipe, identity)]

@@ -9,21 +9,19 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from evaluation.dashboard.folder import Folder, Missing, identity_of
+from evaluation.dashboard.folder import FRESH, Folder, Missing, identity_of
 from evaluation.dashboard.growing import Attempt, is_number
 from rlhf_core.config import KINDS
 from rlhf_core.config.gates import Gate
 from rlhf_core.runs.run_dir import HOLDER, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
 from rlhf_core.runs.run_records import RunRecord
 
-FRESH = 180.0
 HOST = re.compile(r" on (\S+) since ")
 STOPPED = {128 + number: signal.Signals(number).name for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)}
 
@@ -57,7 +55,7 @@ def stage_of(folder: Folder, run_dir: Path, name: str = "", kind: str = "", pare
     if not request:
         return found
     metrics = numbers(result.get("metrics"))
-    found = found._replace(changed=changed(run_dir))
+    found = found._replace(changed=folder.changed(run_dir))
     if is_number(result.get("seconds")):
         gates = tuple(failed_gates(config, metrics))
         return found._replace(state="done", seconds=float(result["seconds"]), metric=main_metric(config, metrics), gates=gates)
@@ -65,7 +63,7 @@ def stage_of(folder: Folder, run_dir: Path, name: str = "", kind: str = "", pare
     last = attempts.attempts[-1] if attempts.attempts else None
     host = HOST.search(holder)
     elsewhere = host is not None and host[1] != socket.gethostname()
-    if folder.held(run_dir) or (elsewhere and time.time() - (found.changed or 0) < FRESH):
+    if folder.held(run_dir) or (elsewhere and folder.fresh(run_dir)):
         curves = folder.curves(run_dir)
         steps = attempts.progress
         left = (steps[1] - steps[0]) * curves.pace if steps and curves.pace else None
@@ -151,12 +149,6 @@ def main_metric(config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
 def numbers(found: object) -> dict[str, float]:
     """Returns the numbers of a JSON object by name."""
     return {name: float(value) for name, value in found.items() if is_number(value)} if isinstance(found, dict) else {}
-
-
-def changed(run_dir: Path) -> float | None:
-    """Returns when the files of a stage were last written, in seconds since 1970."""
-    times = [found[2] for name in (REQUEST, METRICS, LOG, RESULT) if (found := identity_of(run_dir / name))]
-    return max(times) / 1e9 if times else None
 
 
 def watched(folder: Folder, run_dir: Path) -> tuple[object, ...]:

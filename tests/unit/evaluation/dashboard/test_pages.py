@@ -27,7 +27,7 @@ TOKEN = "a-token-of-thirty-two-characters"
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'&{{ 7 * 7 }}\x1b]0;title\x07\x1b[31mred\u202eevil \ud800"
 PPO = f"/stage/ppo-{DIGESTS['ppo']}"
 PAGES = ["/", "/run/demo/first", PPO, f"/compare?a=ppo-{DIGESTS['ppo']}&b=sft-{DIGESTS['sft']}", "/compare?a=demo/first&b=demo/first"]
-ROUTES = [*PAGES, "/static/live.js", "/static/dashboard.css", "/events/", "/events/run/demo/first"]
+ROUTES = [*PAGES, "/report/demo", "/static/live.js", "/static/dashboard.css", "/events/", "/events/run/demo/first"]
 
 
 @pytest.fixture
@@ -89,6 +89,15 @@ def test_the_pages_show_what_the_run_did(client: TestClient) -> None:
     for text in ("Reward of the answers", "times the floor", "Share in which a role waits", "generate", "used by", "evaluation-"):
         assert text in stage, text
     assert stage.count("<polyline") == 0 and stage.count("<figure") > 9
+
+
+def test_the_report_of_the_last_run(client: TestClient, artifacts: Artifacts, tmp_path: Path) -> None:
+    assert client.get("/report/demo").status_code == 404 and "/report/" not in client.get("/run/demo/first").text
+    (artifacts.path / "demo" / "report.html").write_text("<h1>evidence</h1>")
+    assert 'href="/report/demo"' in client.get("/run/demo/first").text and "evidence" in client.get("/report/demo").text
+    (artifacts.path / "outside").symlink_to(tmp_path)
+    (tmp_path / "report.html").write_text("secret")
+    assert [client.get(f"/report/{name}").status_code for name in ("outside", "%2e%2e", "..%2f" + tmp_path.name, "stages")] == [404] * 4
 
 
 def test_two_runs_beside_each_other(client: TestClient, artifacts: Artifacts) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from evaluation.dashboard.folder import Folder, Missing
+from evaluation.dashboard.folder import FRESH, Folder, Missing
 from evaluation.dashboard.locks import Locks
-from evaluation.dashboard.state import FRESH, Stage, run_stages, stage_of
+from evaluation.dashboard.state import Stage, run_stages, stage_of
 from rlhf_core.runs.run_dir import HOLDER, LOCK, LOG, METRICS, REQUEST, RESULT, RunDir
 from tests.unit.evaluation.dashboard.conftest import Artifacts
 
@@ -76,6 +76,20 @@ def test_a_stage_of_another_machine_without_news(artifacts: Artifacts) -> None:
         os.utime(run_dir / name, (past, past))
     found = look(artifacts)
     assert found.state == "killed" and "no news" in found.told and "another-host" in found.told
+
+
+def test_a_run_of_another_machine(artifacts: Artifacts) -> None:
+    artifacts.record("second", host="another-host", status="not run")
+    run_dir = unfinished(artifacts, BEGUN, THERE.replace("process 9", "process 7"))
+    folder = Folder(artifacts.path)
+    run = folder.run("demo", "second")
+    states = {stage.name: stage.state for stage in run_stages(folder, run)}
+    assert (run.state, states["ppo"]) == ("running", "running")
+    past = time.time() - FRESH - 10
+    for file in [run_dir, *artifacts.path.glob("stages/*/*")]:
+        os.utime(file, (past, past))
+    run = folder.run("demo", "second")
+    assert (run.state, {stage.name: stage.state for stage in run_stages(folder, run)}["ppo"]) == ("killed", "killed")
 
 
 @pytest.mark.parametrize("ours", [True, False])
