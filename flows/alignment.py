@@ -1,11 +1,13 @@
 """Defines the flows `alignment` (a whole recipe) and `stage` (one of its stages). Read this first; then loops.py and parts.py.
 
 Each stage runs in its own process, in a directory named by the digest of its configuration and inputs. A finished stage is skipped.
+Stages that do not need each other run side by side where the machine allows it: schedule.py says which, running.py runs them.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -13,12 +15,16 @@ from typing import Any
 
 from prefect import runtime
 
+from evaluation.report.summary import Status
+from flows.running import OneByOne, Threads
+from flows.schedule import machine_here, schedule_of
 from rlhf_core.config import Publication, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.revisions import forget
 from rlhf_core.preflight.inputs import require_here
 from rlhf_core.recipe.gates import GateFailed, gates_behind, holding, uncheckable
 from rlhf_core.recipe.plan import Node, Plan, plan
+from rlhf_core.runs.launch import SeveralFailed
 from rlhf_core.runs.run_dir import StageRequest
 from rlhf_core.runs.store import store_of
 from rlhf_core.system import orphan_watcher
@@ -94,48 +100,71 @@ def refresh_hub_revisions(recipe: Recipe) -> None:
 
 
 def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
-    """Runs stages in order, each when the gates of its parents are passed.
+    """Runs stages, each when its parents are done and their gates passed; `flows/schedule.py` says which run side by side.
 
-    Raises ValueError or MachineLacks before any work, StageFailed when a stage fails, GateFailed when a failed gate stopped other stages.
+    Raises ValueError or MachineLacks before any work, StageFailed when a stage fails, GateFailed when a failed gate stopped other stages,
+    SeveralFailed for more than one of these. After a failure nothing is started; stages that run beside the failed one finish first.
     """
     if planned is not checked_plan.get():
         require_here(planned, nodes)
     if "PREFECT__FLOW_RUN_ID" in os.environ:  # a worker started this process: a run of its own does not outlive it
         orphan_watcher.end_with_parent()
+    schedule = schedule_of(planned, nodes, machine_here())
+    failures: list[Exception] = []  # nothing is started after one
     failed_gates: list[Verdict] = []  # gates whose dependent stages do not start
-    blocked: set[str] = set()  # stages whose dependents do not start
+    begun: set[str] = set()
+    passed: set[str] = set()  # stages whose dependents may start
+
+    def goes_on() -> bool:
+        return not failures and not any(verdict.gate.on_fail == "stop" for verdict in failed_gates)
 
     def pass_gates(node: Node) -> None:
         verdicts = check_gates(node)
         notify_gates(planned.recipe, verdicts)
-        stopping = holding(verdicts)
-        failed_gates.extend(stopping)
-        if any(verdict.gate.on_fail == "stop" for verdict in stopping):
-            raise GateFailed(failed_gates)
-        if stopping:
-            blocked.add(node.name)
+        failed_gates.extend(holding(verdicts))
+        if not holding(verdicts) and passed.issuperset(node.parents):
+            passed.add(node.name)
+
+    def end(node: Node, result: Callable[[], Status]) -> None:
+        try:
+            statuses[node.name] = result()
+        except BaseException as error:
+            statuses[node.name] = found(node.run_dir)
+            if isinstance(error, Exception) and statuses[node.name] != "running":  # else a signal, or another run works on it
+                statuses[node.name] = "failed"
+            raise
+        if statuses[node.name] == "done":
+            notify_stage(planned.recipe, node)
+        pass_gates(node)
+
+    def work(call: Callable[..., Any], node: Node) -> Any:
+        return call(request_of(planned, node), node.run_dir, store_of(planned.recipe))
 
     with reported(planned) as statuses:
         for ancestor in planned.ancestors(nodes):  # finished in an earlier run; their gates also apply now
-            if blocked.intersection(ancestor.parents):
-                blocked.add(ancestor.name)
-            pass_gates(ancestor)
-        for node in nodes:
-            if blocked.intersection(node.parents):
-                blocked.add(node.name)
-                continue
-            try:
-                statuses[node.name] = run_stage(request_of(planned, node), node.run_dir, store_of(planned.recipe))
-            except BaseException as error:
-                statuses[node.name] = found(node.run_dir)
-                if isinstance(error, Exception) and statuses[node.name] != "running":  # else a signal, or another run works on it
-                    statuses[node.name] = "failed"
-                raise
-            if statuses[node.name] == "done":
-                notify_stage(planned.recipe, node)
-            pass_gates(node)
-        if failed_gates:
-            raise GateFailed(failed_gates)
+            if goes_on():
+                pass_gates(ancestor)
+        stages = Threads(partial(work, run_stage.submit)) if schedule.peak > 1 else OneByOne(partial(work, run_stage))
+        try:
+            with stages:
+                while True:
+                    for start in schedule.starts(passed, stages.starts, begun) if goes_on() else ():
+                        begun.add(start.name)
+                        stages.begin(planned[start.name], start, schedule.variables(start))
+                    if not stages.starts:
+                        break
+                    name, result = stages.ended()
+                    try:
+                        end(planned[name], result)
+                    except Exception as error:
+                        failures.append(error)
+        except BaseException:
+            statuses |= {name: found(planned[name].run_dir) for name in stages.starts}
+            raise
+        order = [node.name for node in planned.nodes]
+        failures += [GateFailed(sorted(failed_gates, key=lambda verdict: order.index(verdict.stage)))] if failed_gates else []
+        if failures:
+            raise failures[0] if len(failures) == 1 else SeveralFailed(failures)
 
 
 def request_of(planned: Plan, node: Node) -> StageRequest:

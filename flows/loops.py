@@ -13,7 +13,7 @@ from prefect.states import Completed
 
 from flows.alignment import flow, require_type, run_all
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.loop_record import alone, begin, check_judged, finish, folder_of, loop_of, loop_state
+from rlhf_core.recipe.loop_record import alone, begin, check_judged, finish, folder_of, loop_of, loop_state, refuse
 from rlhf_core.runs.store import store_of
 from tasks.keys import provided, variables
 from tasks.served import recipe_of_run
@@ -45,12 +45,16 @@ def loop(
         fetched, store = False, store_of(loaded)
         while True:
             found = loop_state(loaded, name)
+            if found.renewed:
+                gate = found.failed[0]
+                get_run_logger().warning("%s: round %d is refused, and left out: %s", name, found.number, gate.summary)
+                found = refuse(loaded, found, gate.summary)
             if why := found.why_not(max_rounds, min_gain, None if fetched else due):
                 return _completed(f"{name} of {loaded.name}: {why}")
             missing = [node for node in found.plan.stages_of(f"{name}.round{found.number}") if not node.done]
             fetched = store is not None and bool(missing) and all(store.has(node.run_dir.name) for node in missing)
             get_run_logger().info("%s: round %d %s", name, found.number, "is in the store" if fetched else "begins")
-            begin(found)
+            found = begin(loaded, found)
             run_all(found.plan, found.plan.nodes)
             done = finish(found)
             if not fetched:  # on an empty disk rounds of the store come first

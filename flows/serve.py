@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.system import orphan_watcher
 from rlhf_core.system.files import locked, read_json, write_text
@@ -32,7 +33,7 @@ POOL, LIMIT = "alignflow-process", "alignflow-machine"
 SAFELY = ("-P", "-m", "flows.prefect_process")  # Python's arguments before those of a module of Prefect's that imports flows
 START_SECONDS, STOP_SECONDS = 120.0, 20.0
 PLACE, LOCK, LOG = "serve.json", "serve.lock", "serve.log"
-AUTH, SERVED = "auth-string", "served.json"
+AUTH, SERVED, FEEDBACK_TOKEN = "auth-string", "served.json", "feedback-token"
 EVERYWHERE = "0.0.0.0"
 LOG_BYTES = 20_000_000  # on SQLite Prefect 3.7 logs a traceback at each poll of a worker, ten megabytes an hour
 
@@ -80,6 +81,15 @@ class Servants:
         command = [sys.executable, *SAFELY, "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", "serve"]
         self._start("worker", command, self.environment())
 
+    def start_feedback(self, recipes: Sequence[str], inboxes: Sequence[Path], port: int) -> str:
+        """Starts the endpoint that takes feedback for inboxes, beside the server's address. Returns its address."""
+        host = self._address[0]
+        port = port or free_port(host)
+        places = [part for inbox in inboxes for part in ("--inbox", str(inbox))]
+        command = [sys.executable, "-P", "-m", "flows.cli", "feedback", "serve", *recipes, *places]
+        self._start("feedback", [*command, "--home", str(self.home), "--host", host, "--port", str(port)], self.environment())
+        return f"{self.ui.rpartition(':')[0]}:{port}/feedback"
+
     def record(self, deployments: Mapping[Any, Mapping[str, Any]]) -> None:
         """Saves the parameters of deployments by id; tasks/served.py compares those of runs with them."""
         known = read_json(self.home / SERVED) | {str(identity): dict(own) for identity, own in deployments.items()}
@@ -89,8 +99,9 @@ class Servants:
         """Raises MachineLacks when one of them has ended."""
         for name, process in self._running.items():
             if process.poll() is not None:
+                whose = "the endpoint for feedback" if name == "feedback" else f"Prefect's {name}"
                 raise MachineLacks(
-                    f"Prefect's {name} ended with code {process.returncode}, so serve ends too (log: {self.home / LOG}): start it again, "
+                    f"{whose} ended with code {process.returncode}, so serve ends too (log: {self.home / LOG}): start it again, "
                     "finished stages stay finished"
                 )
 

@@ -1,26 +1,101 @@
-"""Runs one stage at a time on a machine: a starting stage takes the machine's slot, the others wait for it.
+"""Lets the stages of one run at a time work on a machine: the run takes the machine's slot, the stages of other runs wait for it.
 
 The slot is a global concurrency limit of the Prefect server, named by ALIGNFLOW_LIMIT; `alignflow serve` makes it and sets the variable.
-Without the variable there is no limit. A slot is freed when the stage ends, or a minute after its run was killed with -9.
+Without the variable there is no limit. Stages of one run that work side by side share the slot: flows/schedule.py decides what fits on
+the machine. A slot is freed when the last of them ends, or a minute after its run was killed with -9.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 
 from prefect.concurrency.sync import concurrency
 
+from rlhf_core.runs.allotment import check_stop
+
 LIMIT_ENV = "ALIGNFLOW_LIMIT"
-LEASE_SECONDS = 60.0
+LEASE_SECONDS, END_SECONDS = 60.0, 10.0
+
+
+class Slot:
+    """A slot of a limit, taken and freed by a thread of its own: a wait for the server in the stage's thread could not be ended."""
+
+    def __init__(self, name: str):
+        self._name, self._error = name, list[Exception]()
+        self._taken, self._given_back = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=copy_context().run, args=(self._hold,), name=f"slot of {name}", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until the slot is taken. Raises Stopped as `check_stop`, and what Prefect raises when there is no such limit."""
+        while not self._taken.wait(1.0):
+            check_stop()
+        if self._error:
+            raise self._error[0]
+
+    def free(self) -> None:
+        """Frees the slot, or has it freed as soon as it is taken."""
+        self._given_back.set()
+        if self._taken.is_set():
+            self._thread.join(END_SECONDS)
+
+    def _hold(self) -> None:
+        try:
+            with concurrency(self._name, strict=True, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False):
+                self._taken.set()
+                self._given_back.wait()
+        except Exception as error:
+            self._error.append(error)
+            self._taken.set()
+
+
+class SharedSlot:
+    """The slot of this process: taken for its first stage, freed after its last one."""
+
+    def __init__(self) -> None:
+        self._turn, self._stages = threading.Lock(), 0
+        self._slot: Slot | None = None
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """Holds the slot until the block ends. When the server fails meanwhile, the stage continues. Raises as `Slot.wait`."""
+        while not self._turn.acquire(timeout=1.0):
+            check_stop()  # another stage of this run waits for the slot
+        try:
+            self._slot = self._slot or Slot(name)
+            self._stages += 1
+            try:
+                self._slot.wait()
+            except BaseException:
+                self._leave()
+                raise
+        finally:
+            self._turn.release()
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._leave()
+
+    def _leave(self) -> None:
+        self._stages -= 1
+        if self._slot and not self._stages:
+            self._slot.free()
+            self._slot = None
+
+
+_shared = SharedSlot()
 
 
 @contextmanager
 def machine() -> Iterator[None]:
-    """Holds the machine's slot until the block ends. When the server fails meanwhile, the stage continues."""
+    """Holds the machine's slot for a stage until the block ends, where there is a limit."""
     if name := os.environ.get(LIMIT_ENV):
-        with concurrency(name, strict=True, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False):
+        with _shared.held(name):
             yield
     else:
         yield

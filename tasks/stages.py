@@ -1,6 +1,7 @@
 """Runs a stage as a Prefect task: in its own process, with its log forwarded and its results shown as artifacts.
 
-Call the task directly, not with `.submit`: only the main thread gets the signal that cancels a flow, and then ends the stage's processes.
+Called directly, or submitted to the flow's task runner, in whose threads stages run side by side. Only the main thread gets the signal
+that cancels a flow: what waits in another thread calls `check_stop` (rlhf_core/runs/allotment.py), and then ends the stage's processes.
 Prefect's result cache is off: a stage is done when its run directory has a complete `result.json`.
 """
 
@@ -22,6 +23,7 @@ from evaluation.report.summary import curves_of
 from rlhf_core.config import KINDS
 from rlhf_core.data.report import MARKDOWN as DATA_REPORT
 from rlhf_core.records import EvalReport, StageResult
+from rlhf_core.runs.allotment import check_stop
 from rlhf_core.runs.launch import StageFailed, launch
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.runs.store import Store
@@ -52,8 +54,10 @@ def can_retry(task: Any, task_run: Any, state: Any) -> bool:
 def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) -> Literal["done", "skipped"]:
     """Runs one stage unless it is done, here or in the store; copies its result to the store. Waits while another run works on it.
 
-    Raises StageFailed when its process ends without a result, StoreFault when the store cannot be used, MachineLacks as `RunDir.wait`.
+    Raises StageFailed when its process ends without a result, StoreFault when the store cannot be used, MachineLacks as `RunDir.wait`,
+    Stopped as `check_stop`.
     """
+    check_stop()  # a retry begins here, seconds after the crash
     logger = get_run_logger()
     run = RunDir(run_dir)
     run.wait(request.name, logger.info)

@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError
 
 from flows.cli import artifacts as cli_artifacts
 from flows.cli import dashboard as cli_dashboard
+from flows.cli import feedback as cli_feedback
 from flows.cli import loops as cli_loops
 from flows.cli import prepare as cli_prepare
 from flows.cli import run as cli_run
@@ -24,7 +25,7 @@ from flows.cli import start as cli_start
 from flows.cli.show import FAILED, INTERRUPTED, OK, errors
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.gates import GateFailed
-from rlhf_core.runs.launch import StageFailed
+from rlhf_core.runs.launch import SeveralFailed, StageFailed
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.system.machine import disk_problem
 from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT, raised_by_us
@@ -52,6 +53,9 @@ COMMANDS: dict[str, Callable[..., int]] = {
 }
 
 
+TOLD = (MachineLacks, StoreFault, StageFailed, GateFailed)  # errors whose sentence is for the user
+
+
 def installed_version() -> str:
     """Returns the installed package's version, or "not installed"."""
     try:
@@ -68,8 +72,18 @@ app = App(
 )
 app.command(cli_loops.loop_app)
 app.command(cli_artifacts.runs_app)
+app.command(cli_feedback.feedback_app)
 for name, command in COMMANDS.items():
     app.command(command, name=name)
+
+
+def code_of(error: Exception) -> int:
+    """Returns the exit code of an error in TOLD; of several errors that of the first."""
+    if isinstance(error, SeveralFailed):
+        return code_of(error.errors[0])
+    if isinstance(error, StageFailed):
+        return error.code if error.code in (WRONG_INPUT, ENVIRONMENT) else FAILED
+    return ENVIRONMENT if isinstance(error, MachineLacks | StoreFault) else FAILED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,9 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         errors.print(str(error), markup=False)
         return WRONG_INPUT
-    except (MachineLacks, StoreFault) as error:
-        errors.print(str(error), markup=False)
-        return ENVIRONMENT
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             errors.print(f"{str(error.filename)[:60]}...: no file or folder can have so long a name; correct it", markup=False)
@@ -93,12 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         errors.print(f"{error.filename or 'the artifacts folder'} cannot be written to: {reason}, then run again", markup=False)
         return ENVIRONMENT
-    except StageFailed as error:
+    except (MachineLacks, StoreFault, StageFailed, GateFailed, SeveralFailed) as error:
+        if isinstance(error, SeveralFailed) and (strange := next((one for one in error.errors if not isinstance(one, TOLD)), None)):
+            raise strange from error
         errors.print(str(error), markup=False)
-        return error.code if error.code in (WRONG_INPUT, ENVIRONMENT) else FAILED
-    except GateFailed as error:
-        errors.print(str(error), markup=False)
-        return FAILED
+        return code_of(error)
     except KeyboardInterrupt:
         errors.print("interrupted; run the same command again to go on", markup=False)
         return INTERRUPTED

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from flows.cli.show import Override, RecipePlace, table_of
 from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.recipe.inboxes import inboxes_of
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.loop_record import LOCK, LoopState, folder_of, loop_of, loop_state
 from rlhf_core.system.files import is_locked
@@ -36,6 +37,7 @@ def serve(
     every: float | None = None,
     max_rounds: int | None = None,
     min_gain: float | None = None,
+    feedback_port: int = 4300,
 ) -> int:
     """Start a Prefect server, a worker and the deployments of recipes on this machine; Ctrl-C ends it all.
 
@@ -51,6 +53,7 @@ def serve(
         every: seconds; an interval in place of the cron schedule.
         max_rounds: loops of the recipes end after so many rounds.
         min_gain: loops end when the win rate of their last round is not more than this above the round before it.
+        feedback_port: of the endpoint that takes feedback, where a recipe has an inbox; 0 takes a free one.
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"there is no port {port}: give 1 to 65535, or 0 for a free one")
@@ -61,7 +64,7 @@ def serve(
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     from flows.deployments import deploy, prepare, schedule_of, served, sweep
-    from flows.serve import AUTH, Servants, only_one
+    from flows.serve import AUTH, FEEDBACK_TOKEN, Servants, only_one
 
     ends = {key: value for key, value in (("max_rounds", max_rounds), ("min_gain", min_gain)) if value is not None}
     recipes = served([text for text in given if "=" not in text], [text for text in given if "=" in text], ends)
@@ -88,6 +91,9 @@ def serve(
                     for name in made:
                         console.print(f"deployment {name}", markup=False, highlight=False)
                 servants.start_worker()
+                if inboxes := list(dict.fromkeys(folder for one in recipes for folder in inboxes_of(one.recipe))):
+                    told = servants.start_feedback([text for text in given if "=" not in text], inboxes, feedback_port)
+                    console.print(f"feedback: POST {told}/NAME (token: {servants.home / FEEDBACK_TOKEN})", markup=False, highlight=False)
                 timing = f"every {every:g} s" if every is not None else f"'{cron}' {timezone}"
                 console.print(
                     f"schedule: {timing if when else 'none'}\nserving on {servants.ui} (Ctrl-C ends it)", markup=False, highlight=False
@@ -138,7 +144,7 @@ def show(console: Console, found: LoopState, running: bool) -> None:
     table = table_of("round", "ended (UTC)", "win rate", "result", title=f"{record.loop} of {found.plan.recipe.name}")
     for number, done in enumerate(record.rounds, start=1):
         rate = "" if done.win_rate is None else f"{done.win_rate:.3f}"
-        result = os.path.relpath(found.plan[f"{record.loop}.round{number}"].run_dir)
+        result = f"refused: {done.refused}" if done.refused else os.path.relpath(found.plan[f"{record.loop}.round{number}"].run_dir)
         table.add_row(str(number), f"{done.ended:%Y-%m-%d %H:%M}", rate, result)
     console.print(table)
     console.print(f"{len(record.rounds)} rounds are done. {next_of(found, running)}", markup=False, highlight=False)
@@ -154,4 +160,6 @@ def next_of(found: LoopState, running: bool) -> str:
     if found.record.begun:
         when = f"{found.record.begun.at:%Y-%m-%d %H:%M} UTC"
         return f"Round {found.number} was begun {when} and is not finished; {part}. The next run continues it."
+    if found.waits:
+        return f"{found.waits[0].upper()}{found.waits[1:]}."
     return f"Round {found.number} is next, when a run of the flow `loop` is started or scheduled."

@@ -17,22 +17,33 @@ from rlhf_core.recipe.dry_run import outlook
 from rlhf_core.recipe.gates import GateFailed
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
-from rlhf_core.runs.launch import StageFailed
+from rlhf_core.runs.launch import SeveralFailed, StageFailed
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.run_records import Asked, asked, check_name
 from rlhf_core.system import orphan_watcher
 from tasks.server_process import ours, prepared
 
 
-def run(recipe: RecipePlace, *overrides: Override, name: str | None = None, dry_run: bool = False, latest: bool = False) -> int:
+def run(
+    recipe: RecipePlace,
+    *overrides: Override,
+    name: str | None = None,
+    dry_run: bool = False,
+    latest: bool = False,
+    jobs: int | None = None,
+) -> int:
     """Run all stages of a recipe that are not done yet.
 
     Args:
         name: of the run, for `alignflow runs`; the newest run of a name has it.
         dry_run: only show the stages, what would be skipped and why.
         latest: look up branches and tags of the Hub anew, unless the last run of this recipe is unfinished.
+        jobs: run so many stages at once when none needs the other, in place of the recipe's side_by_side.
     """
     check_name(name)
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"--jobs {jobs}: give 1 or more stages")
+    overrides = overrides if jobs is None else (*overrides, f"side_by_side={jobs}")
     loaded = load_recipe(recipe, overrides)
     if latest and not dry_run:
         from flows.alignment import refresh_hub_revisions
@@ -123,6 +134,7 @@ def _without_trace(record: logging.LogRecord) -> bool:
     """
     if "ook 'notify_state'" in record.getMessage():
         return record.levelno > logging.INFO
-    if record.exc_info and isinstance(record.exc_info[1], StageFailed | GateFailed | StoreFault | MachineLacks | httpx.HTTPError):
+    told = StageFailed | GateFailed | SeveralFailed | StoreFault | MachineLacks | httpx.HTTPError
+    if record.exc_info and isinstance(record.exc_info[1], told):
         record.exc_info = None
     return True

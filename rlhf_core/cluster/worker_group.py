@@ -23,6 +23,7 @@ from rlhf_core.cluster.ray_cluster import Reservation, connect, dead_nodes, is_o
 from rlhf_core.cluster.signs import NOTICE_SECONDS, Silent, Watch
 from rlhf_core.cluster.worker import RankReady, Worker
 from rlhf_core.config import Ranks
+from rlhf_core.runs.allotment import CORES_ENV
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 
 P = ParamSpec("P")
@@ -255,8 +256,8 @@ def in_order(by_rank: Sequence[Sequence[tuple[int, R]]]) -> list[R]:
 
 
 def cpu_threads(roles_at_once: int) -> int:
-    """Returns how many threads one worker gets when `roles_at_once` of them work side by side on this machine."""
-    return max(1, (os.cpu_count() or 1) // roles_at_once)
+    """Returns how many threads one worker gets when `roles_at_once` of them work side by side on the stage's cores of this machine."""
+    return max(1, int(os.environ.get(CORES_ENV) or os.cpu_count() or 1) // roles_at_once)
 
 
 class StageRank:

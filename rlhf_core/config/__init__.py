@@ -36,17 +36,19 @@ from rlhf_core.config.loops import (
     POST_PROCESSOR_FIELDS,
     Iterative,
     IterativeDPO,
+    IterativeFeedback,
     Loop,
     PostProcessor,
     Preferences,
     Rewarded,
     Rounds,
+    SampledLoop,
     Sampling,
 )
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
 from rlhf_core.config.processes import Vllm
 from rlhf_core.config.training import DPO, KTO, REFERENCE_FREE, SFT, Lora, Optimised, PreferenceLoss, RewardModel, Trainable, UnpairedLoss
-from rlhf_core.records import RECIPE_ONLY, Config, Frozen, Ranks, Rate
+from rlhf_core.records import RECIPE_ONLY, Config, Frozen, Positive, Ranks, Rate
 
 if TYPE_CHECKING:
     StageConfig = Gated  # the config of any kind; narrowed with isinstance
@@ -102,6 +104,11 @@ class Recipe(Config):
     store: str | None = Field(None, description="bucket or folder that finished stages are copied to and fetched from: s3://bucket/prefix")
     store_checkpoints: bool = Field(False, description="also copy the newest resume state of a running stage to the store")
     seed: int = Field(0, ge=0, lt=2**32, description="seed of every stage")
+    side_by_side: bool | Positive | None = Field(
+        None,
+        description="stages that run at once when none needs the other: a number, true for as many as CPUs and GPUs allow, false for one; "
+        "default: true on a machine with GPUs",
+    )
     trust_remote_code: bool = Field(False, description="allow model code from the Hub", json_schema_extra=RECIPE_ONLY)
     notify: Notify | None = Field(None, description="webhook that receives the events of a run")
     wandb: Wandb | None = Field(None, description="Weights & Biases project for the metrics of every stage")

@@ -21,7 +21,9 @@ def template_mistakes(template: str) -> Iterator[str]:
 class Source(Config):
     """One data set of a mixture: a local .jsonl/.json/.parquet/.csv file, or a Hub data set id."""
 
-    path: str = Field(description="file, Hub data set id, or one at a revision (owner/name@REVISION)", min_length=1)
+    path: str = Field(
+        description="file, inbox (a folder NAME.inbox), Hub data set id, or one at a revision (owner/name@REVISION)", min_length=1
+    )
     split: str = Field("train", description="split, for Hub data sets")
     format: Literal["auto", "columns", "ultrafeedback", "arena", "hh", "sharegpt"] = Field(
         "auto", description="shape of the rows (docs/how-to/data.md); auto: detected from the first row; columns: named by the *_key fields"
@@ -37,6 +39,11 @@ class Source(Config):
     )
     label_key: str = Field("label", description="column with whether a response is desirable (KTO): true or false, 1 or 0")
     reward_key: str = Field("reward", description="column with the reward of a response (conditional SFT)")
+
+    @property
+    def is_inbox(self) -> bool:
+        """Whether its rows are feedback: rlhf_core/feedback."""
+        return self.path.endswith(".inbox")
 
 
 class Data(Config):

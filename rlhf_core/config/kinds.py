@@ -14,7 +14,7 @@ from rlhf_core.config import metrics
 from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.lm_eval_tasks import task_name
-from rlhf_core.config.loops import Iterative, IterativeDPO, PostProcessor, Preferences
+from rlhf_core.config.loops import Iterative, IterativeDPO, IterativeFeedback, PostProcessor, Preferences
 from rlhf_core.config.metrics import Panel
 from rlhf_core.config.ppo import PPO
 from rlhf_core.config.training import DPO, KTO, SFT, RewardModel
@@ -125,6 +125,7 @@ KINDS = {
     ),
     "iterative_dpo": Kind(IterativeDPO),
     "iterative": Kind(Iterative),
+    "iterative_feedback": Kind(IterativeFeedback),
     "ppo": Kind(
         PPO,
         f"{STAGES}.ppo.run",

@@ -110,23 +110,29 @@ class Preferences(Rounds):
     num_prompts: Positive | None = Field(None, description="prompts used; default all")
 
 
-class Loop(Rounds, Trainable, Routed):
-    """Rounds of sampling and training; round k starts from round k-1. Expands into stages of its own in the plan."""
+class Loop(Trainable, Routed):
+    """Rounds of training; round k starts from round k-1. Expands into stages of its own in the plan."""
 
+    policy: str = Field("sft", description="model that the first round starts from")
     rounds: Positive = Field(2, le=1000, description="rounds, at most 1000")
-    max_len: int = Field(0, ge=0, description="longest sequence in training, in tokens; 0: prompt_max_len + generate_max_len")
-    prompts_per_round: Positive = Field(1024, description="each round takes the next slice of the prompts")
     learning_rate: Rate = Field(5e-7, description="peak learning rate of each round")
 
 
-class IterativeDPO(Loop, PreferenceLoss):
+class SampledLoop(Rounds, Loop):
+    """Rounds of sampling and of training on the answers."""
+
+    max_len: int = Field(0, ge=0, description="longest sequence in training, in tokens; 0: prompt_max_len + generate_max_len")
+    prompts_per_round: Positive = Field(1024, description="each round takes the next slice of the prompts")
+
+
+class IterativeDPO(SampledLoop, PreferenceLoss):
     """Rounds of (preferences, dpo): `iterative` with the post-processor dpo."""
 
     stage: Literal["iterative_dpo"] = "iterative_dpo"
     post_processor: Literal["dpo"] = Field("dpo", description="the best answer against the worst")
 
 
-class Iterative(Loop, PreferenceLoss, UnpairedLoss):
+class Iterative(SampledLoop, PreferenceLoss, UnpairedLoss):
     """Rounds of sampling and of the training that `post_processor` names: dpo, kto, or sft."""
 
     stage: Literal["iterative"] = "iterative"
@@ -147,6 +153,35 @@ class Iterative(Loop, PreferenceLoss, UnpairedLoss):
                 yield f"{field} belongs to post_processor {' or '.join(owners)}: leave it out for {self.post_processor!r}"
 
 
+class IterativeFeedback(Loop, PreferenceLoss, UnpairedLoss):
+    """Rounds of training on what people say of answers: each round takes the rows that its inbox has anew."""
+
+    stage: Literal["iterative_feedback"] = "iterative_feedback"
+    method: Literal["dpo", "kto"] = Field(description="dpo: edits and rankings, as pairs; kto: thumbs, as labelled answers")
+    feedback: Data = Field(description="an inbox (NAME.inbox); files beside it are the same in each round")
+    min_new_rows: Annotated[Positive, NotInDigest] = Field(
+        1, description="rows of this method that the inbox must have anew for a round to begin"
+    )
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        return [Text("feedback", self.feedback, "preference" if self.method == "dpo" else "labelled", "max_len", self.max_len)]
+
+    @check
+    def _check_feedback(self) -> Iterator[str]:
+        if not any(source.is_inbox for source in self.feedback.sources):
+            yield "feedback: none of the sources is an inbox, whose rows are new in each round: name a folder that ends with .inbox"
+        if self.method == "kto" and self.train_batch_size < 2:
+            yield "method 'kto' estimates its KL over train_batch_size answers: set it to 2 or more"
+        for field, owners in METHOD_FIELDS.items():
+            if self.method not in owners and getattr(self, field) != type(self).model_fields[field].default:
+                yield f"{field} belongs to method {' or '.join(owners)}: leave it out for {self.method!r}"
+
+
+METHOD_FIELDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("loss", "label_smoothing", "nll_coef", "gamma", "lambd"), ("dpo",)),
+    **dict.fromkeys(UnpairedLoss.model_fields, ("kto",)),
+}
 POST_PROCESSOR_FIELDS: dict[str, tuple[PostProcessor, ...]] = {
     **dict.fromkeys(("loss", "label_smoothing", "nll_coef", "gamma", "lambd"), ("dpo",)),
     "beta": ("dpo", "kto"),

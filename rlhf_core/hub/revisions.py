@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 class Pin(NamedTuple):
-    """A reference of a recipe, `owner/name@REVISION`, and its commit."""
+    """A reference of a recipe, `owner/name@REVISION`, and its commit; or an inbox, and its newest row that is used."""
 
     reference: str
     commit: str
@@ -51,6 +52,15 @@ class Pins:
         commit = self._known.get(key) or _look_up(repo_id, revision, repo_type)
         self._known[key] = self.used[place] = commit
         return f"{repo_id}@{commit}"
+
+    def kept(self, what: str, shown: str, newest: Callable[[], int | None]) -> int | None:
+        """Returns the number stored for `what`, or else the one that `newest` returns (None: none yet), which is then stored."""
+        if what not in self._known and (number := newest()) is not None:
+            self._known[what] = str(number)
+        if what not in self._known:
+            return None
+        self.used[shown] = f"row {self._known[what]}"
+        return int(self._known[what])
 
     def save(self) -> None:
         """Writes the commits if any were used. A folder that cannot be written to is no error here: a run reports it."""

@@ -9,12 +9,26 @@ name of the actor of a `ppo` stage P after iteration 10.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rlhf_core.config import DPO, KTO, PPO, SFT, Evaluation, Gate, Loop, Preferences, Publication, Recipe, StageConfig
+from rlhf_core.config import (
+    DPO,
+    KTO,
+    PPO,
+    SFT,
+    Evaluation,
+    Gate,
+    IterativeFeedback,
+    Loop,
+    Preferences,
+    Publication,
+    Recipe,
+    SampledLoop,
+    StageConfig,
+)
 from rlhf_core.config.kinds import KINDS, has_metric
 from rlhf_core.recipe.sentences import unknown
 
@@ -28,16 +42,19 @@ class Expanded(NamedTuple):
     rounds: dict[str, tuple[str, ...]]
 
 
-def expand(recipe: Recipe) -> Expanded:
-    """Returns the single stages of a recipe. Raises ValueError when `parents` of an evaluation names a model that it does not judge."""
-    expanded = _without_loops(recipe)
+def expand(recipe: Recipe, refused: Collection[str] = ()) -> Expanded:
+    """Returns the single stages of a recipe. `refused`: rounds (LOOP.roundK) that are left out: later rounds start from the one before.
+
+    Raises ValueError when `parents` of an evaluation names a model that it does not judge.
+    """
+    expanded = _without_loops(recipe, refused)
     for name, config in expanded.stages.items():
         if isinstance(config, Evaluation):
             expanded.stages[name] = _judging(name, config, expanded)
     return expanded
 
 
-def _without_loops(recipe: Recipe) -> Expanded:
+def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
     stages: dict[str, StageConfig] = {}
     aliases: dict[str, str] = {}
     rounds: dict[str, tuple[str, ...]] = {}
@@ -46,9 +63,18 @@ def _without_loops(recipe: Recipe) -> Expanded:
             stages[name] = config.model_copy(update={"round_branch": None}) if isinstance(config, Publication) else config
             aliases |= {f"{name}.iteration{n}": name for n in config.export_at} if isinstance(config, PPO) else {}
             continue
-        rounds[name] = tuple(f"{name}.round{k + 1}" for k in range(config.rounds))
+        titles = [(k, f"{name}.round{k + 1}") for k in range(config.rounds)]
+        titles = [(k, title) for k, title in titles if title not in refused]
+        rounds[name] = tuple(title for _, title in titles)
         policy = config.policy
-        for k, title in enumerate(rounds[name]):
+        for k, title in titles:
+            if isinstance(config, IterativeFeedback):
+                on_feedback = _on_feedback(config, policy)
+                aliases[title] = policy = f"{title}.{on_feedback.stage}"
+                stages[policy] = on_feedback.model_copy(update={"gates": config.gates})
+                stages |= _publications_of_round(recipe, name, k + 1)
+                continue
+            assert isinstance(config, SampledLoop)
             slice_of_prompts = {"first_prompt": k * config.prompts_per_round, "num_prompts": config.prompts_per_round}
             sampling = Preferences(**_shared(config, Preferences), policy=policy, **slice_of_prompts)
             training = _training(config, policy, f"{title}.preferences")
@@ -72,7 +98,12 @@ def _publications_of_round(recipe: Recipe, loop: str, number: int) -> dict[str, 
     return found
 
 
-def _training(loop: Loop, policy: str, answers: str) -> DPO | KTO | SFT:
+def _on_feedback(loop: IterativeFeedback, policy: str) -> DPO | KTO:
+    kind = DPO if loop.method == "dpo" else KTO
+    return kind(**_shared(loop, kind), policy=policy, data=loop.feedback)
+
+
+def _training(loop: SampledLoop, policy: str, answers: str) -> DPO | KTO | SFT:
     """Returns the stage that trains `policy` on the output of the round's preferences stage, `answers`."""
     template = loop.prompts.template
     loop = loop.model_copy(update={"max_len": loop.max_len or loop.prompt_max_len + loop.generate_max_len})

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from rlhf_core.config import Evaluation, Loop, Publication, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.gates import gates_of, holding
+from rlhf_core.recipe.inboxes import ends_of, rows_awaited
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.recipe.sentences import unknown
 from rlhf_core.records import Frozen
@@ -33,6 +34,7 @@ class Round(Frozen):
 
     `stages`: the digest of each of its stages. `begun`: start of the attempt that finished it (None: another command trained it).
     `win_rate`: against the baseline, None when no evaluation judged it. `before`: win rate of the previous round in the same evaluation.
+    `taken`: the newest row of each inbox (its folder) that the round trained on. `refused`: why its model is not used, or ''.
     """
 
     stages: dict[str, str]
@@ -40,13 +42,16 @@ class Round(Frozen):
     ended: datetime
     win_rate: float | None = None
     before: float | None = None
+    taken: dict[str, int] = Field({})
+    refused: str = ""
 
 
 class Begun(Frozen):
-    """The round in progress: the digests of its stages, and when its last attempt began."""
+    """The round in progress: the digests of its stages, when its last attempt began, and the newest row of each inbox that it takes."""
 
     stages: dict[str, str]
     at: datetime
+    taken: dict[str, int] = Field({})
 
 
 class Record(Frozen):
@@ -56,15 +61,35 @@ class Record(Frozen):
     rounds: tuple[Round, ...] = ()
     begun: Begun | None = None
 
+    @property
+    def refused(self) -> frozenset[str]:
+        """The names of refused rounds."""
+        return frozenset(f"{self.loop}.round{number}" for number, done in enumerate(self.rounds, start=1) if done.refused)
+
+    @property
+    def used(self) -> list[Round]:
+        """The finished rounds whose models are used, in order."""
+        return [done for done in self.rounds if not done.refused]
+
 
 @dataclass(frozen=True)
 class LoopState:
-    """The state of a loop: its record, the number of the next round, and the plan up to it. `failed`: gates that stop that round."""
+    """The state of a loop: its record, the number of the next round, and the plan up to it. `failed`: gates that stop that round.
+    `waits`: what the next round waits for, in a sentence, or ''."""
 
     record: Record
     number: int
     plan: Plan
     failed: tuple[Verdict, ...]
+    waits: str = ""
+
+    @property
+    def renewed(self) -> bool:
+        """Whether a gate failed in the round in progress, and its inboxes have rows for another one."""
+        loop, taken = self.record.loop, self.plan.taken
+        return bool(self.failed and self.record.begun and self.record.begun.taken) and not rows_awaited(
+            self.plan.recipe, loop, self.number + 1, taken
+        )
 
     def done(self) -> tuple[str, ...]:
         """Returns the names of stages of the next round that are done."""
@@ -79,15 +104,16 @@ class LoopState:
         rounds = self.record.rounds
         if max_rounds is not None and len(rounds) >= max_rounds:
             return f"{len(rounds)} rounds are done, and --max-rounds (parameter max_rounds of the flow) is {max_rounds}"
-        if min_gain is not None and len(rounds) > 1:
-            last, before = rounds[-1].win_rate, rounds[-2].win_rate if rounds[-1].before is None else rounds[-1].before
+        used = self.record.used
+        if min_gain is not None and len(used) > 1:
+            last, before = used[-1].win_rate, used[-2].win_rate if used[-1].before is None else used[-1].before
             if before is not None and last is not None and last - before <= min_gain:
                 return (
                     f"the win rate went from {before:.3f} to {last:.3f} in round {len(rounds)}: it does not rise by more than {min_gain:g}"
                 )
         if due is not None and rounds and rounds[-1].begun is not None and rounds[-1].begun > due:
             return f"round {len(rounds)} was begun and finished after {due:%Y-%m-%d %H:%M:%S} UTC, when this run was due"
-        return ""
+        return self.waits
 
 
 def loop_of(recipe: Recipe, name: str | None = None) -> str:
@@ -149,24 +175,27 @@ def loop_state(recipe: Recipe, loop: str) -> LoopState:
     """
     folder = folder_of(recipe)
     record = read(folder, loop)
-    kept = {name: digest for done in record.rounds for name, digest in done.stages.items()}
+    kept = {name: digest for done in record.used for name, digest in done.stages.items()}
     _check_there(recipe, loop, kept)
     begun = record.begun.stages if record.begun else {}
     number = len(record.rounds) + 1
+    taken = {f"{loop}.round{i}": done.taken for i, done in enumerate(record.rounds, start=1) if done.taken}
+    taken |= {f"{loop}.round{number}": record.begun.taken} if record.begun and record.begun.taken else {}
     if begun and all(RunDir(_run_dir(recipe, name, digest)).result() for name, digest in begun.items()):
-        held = _failed(plan(with_rounds(recipe, loop, number), kept | begun))
+        held = _failed(plan(with_rounds(recipe, loop, number), kept | begun, taken, record.refused))
         # Trained, but not yet evaluated or published: keep its digests. A round that failed a gate may be trained again.
         kept |= {} if held else begun
-    planned = plan(with_rounds(recipe, loop, number), kept)
+    planned = plan(with_rounds(recipe, loop, number), kept, taken, record.refused)
     while planned[f"{loop}.round{number}"].done:
-        following = plan(with_rounds(recipe, loop, number + 1), kept)
+        following = plan(with_rounds(recipe, loop, number + 1), kept, taken, record.refused)
         moved_on = following[f"{loop}.round{number + 1}"].done
         if not moved_on and not (all(node.done for node in planned.nodes) and not _failed(planned)):
             break
         kept |= stages_of_round(planned, loop, number)
         record = record.model_copy(update={"rounds": (*record.rounds, _adopted(planned, loop, number)), "begun": None})
         number, planned = number + 1, following
-    return LoopState(record, number, planned, _failed(planned))
+    waits = "" if record.begun else rows_awaited(recipe, loop, number, planned.taken)
+    return LoopState(record, number, planned, _failed(planned), waits)
 
 
 def stages_of_round(planned: Plan, loop: str, number: int) -> dict[str, str]:
@@ -176,11 +205,27 @@ def stages_of_round(planned: Plan, loop: str, number: int) -> dict[str, str]:
     return ours | published
 
 
-def begin(state: LoopState) -> None:
-    """Records in `loop.json` that the next round is in progress."""
+def begin(recipe: Recipe, state: LoopState) -> LoopState:
+    """Records in `loop.json` that the next round is in progress, and up to which row of its inboxes it goes. Returns the loop's state."""
     loop = state.record.loop
-    stages = {node.name: node.digest for node in state.plan.stages_of(f"{loop}.round{state.number}")}
-    _write(state.plan, state.record.model_copy(update={"begun": Begun(stages=stages, at=datetime.now(UTC))}))
+    title = f"{loop}.round{state.number}"
+    if title not in state.plan.taken and (ends := ends_of(recipe.stages[loop])):
+        _write(state.plan, state.record.model_copy(update={"begun": Begun(stages={}, at=datetime.now(UTC), taken=ends)}))
+        state = loop_state(recipe, loop)
+    stages = {node.name: node.digest for node in state.plan.stages_of(title)}
+    begun = Begun(stages=stages, at=datetime.now(UTC), taken=dict(state.plan.taken.get(title, {})))
+    _write(state.plan, state.record.model_copy(update={"begun": begun}))
+    return state
+
+
+def refuse(recipe: Recipe, state: LoopState, why: str) -> LoopState:
+    """Records in `loop.json` that the round in progress is refused: the next one starts from the model before it, with other rows and
+    prompts. Returns the loop's state."""
+    assert state.record.begun is not None
+    begun, now = state.record.begun, datetime.now(UTC)
+    left = Round(stages=begun.stages, begun=begun.at, ended=now, taken=begun.taken, refused=why)
+    _write(state.plan, state.record.model_copy(update={"rounds": (*state.record.rounds, left), "begun": None}))
+    return loop_state(recipe, state.record.loop)
 
 
 def finish(state: LoopState) -> Round:
@@ -211,7 +256,7 @@ def directories(folder: Path) -> list[str]:
         return []
     except ValueError:  # no JSON, or not of a loop
         raise ValueError(f"{folder / FILE} cannot be read: restore it, or remove it if nothing needs the loop") from None
-    stages = [done.stages for done in record.rounds] + ([record.begun.stages] if record.begun else [])
+    stages = [done.stages for done in record.used] + ([record.begun.stages] if record.begun else [])
     return [f"{name}-{digest}" for found in stages for name, digest in found.items()]
 
 
@@ -246,8 +291,10 @@ def _failed(planned: Plan) -> tuple[Verdict, ...]:
 def _adopted(planned: Plan, loop: str, number: int) -> Round:
     title = f"{loop}.round{number}"
     ended = (planned[title].run_dir / RESULT).stat().st_mtime
-    metric, before = f"win_rate/{title}", f"win_rate/{loop}.round{number - 1}"
+    earlier = [name for name in planned.aliases if name.startswith(f"{loop}.round")]
+    metric, before = f"win_rate/{title}", f"win_rate/{earlier[-2]}" if len(earlier) > 1 else ""
     results = [RunDir(node.run_dir).result() for node in planned.nodes if isinstance(node.config, Evaluation)]
     judged = next((result.metrics for result in results if result and metric in result.metrics), {})
     stages, when = stages_of_round(planned, loop, number), datetime.fromtimestamp(ended, UTC)
-    return Round(stages=stages, begun=None, ended=when, win_rate=judged.get(metric), before=judged.get(before))
+    taken = dict(planned.taken.get(title, {}))
+    return Round(stages=stages, begun=None, ended=when, win_rate=judged.get(metric), before=judged.get(before), taken=taken)

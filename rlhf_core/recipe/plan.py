@@ -5,8 +5,8 @@ Offline, but for branches and tags of the Hub that are not in the recipe's pins 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,6 +16,7 @@ from rlhf_core.hub.revisions import Pin, Pins, pinned_sources
 from rlhf_core.recipe.consistency import inconsistencies
 from rlhf_core.recipe.digest import stage_digest
 from rlhf_core.recipe.expand import expand
+from rlhf_core.recipe.inboxes import Inboxes, Taken
 from rlhf_core.recipe.references import references
 from rlhf_core.recipe.sentences import unknown
 from rlhf_core.runs.run_dir import EXPORTS, RunDir, StageRequest
@@ -55,12 +56,13 @@ class Node:
 @dataclass(frozen=True)
 class Plan:
     """The stages of a recipe, parents first. `aliases` maps names of loops and rounds to the stage that makes their model; `pins` are
-    the branches and tags of the Hub that it names, with their commits."""
+    the branches and tags of the Hub that it names, with their commits; `taken` says up to which row of an inbox each round goes."""
 
     recipe: Recipe
     nodes: tuple[Node, ...]
     aliases: dict[str, str]
     pins: tuple[Pin, ...] = ()
+    taken: Taken = field(default_factory=dict)
 
     @property
     def artifacts(self) -> Path:
@@ -115,13 +117,15 @@ class Plan:
         )
 
 
-def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({})) -> Plan:
+def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({}), taken: Taken | None = None, refused: Collection[str] = ()) -> Plan:
     """Expands, resolves, orders and digests all stages. Also saves the digests of local files and the pins.
 
-    `kept` maps stages to digests that they keep although the recipe has changed (finished rounds of a loop).
+    `kept` maps stages to digests that they keep although the recipe has changed (finished rounds of a loop). `taken`: up to which row of
+    an inbox the rounds of a loop go; a round that is not there has not begun, and the rows of its inboxes are left open. None: each round
+    goes up to the newest row. `refused`: rounds that are left out.
     Raises ValueError: one sentence (a line) for each inconsistency.
     """
-    expanded = expand(recipe)
+    expanded = expand(recipe, refused)
     if problems := inconsistencies(recipe, expanded):
         raise ValueError("\n".join(problems))
     stages, aliases, _ = expanded
@@ -132,15 +136,16 @@ def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({})) -> Plan
     artifacts = Path(recipe.artifacts).absolute()
     digests, pins = Digests(artifacts), Pins(artifacts / recipe.name)
     nodes: dict[str, Node] = {}
+    inboxes = Inboxes(recipe, pins, digests, taken)
     for name in _ordered(parents):
-        config = pinned_sources(stages[name], pins)
+        config = pinned_sources(inboxes.with_files(name, stages[name]), pins)
         models = {r.name: _place(recipe, r.name, pins) for r in references(config) if r.name not in parents[name]}
         made_from = {named: nodes[parent].digest for named, parent in parents[name].items()}
         key = kept.get(name) or stage_digest(recipe, config, made_from, models, digests)
         nodes[name] = Node(name, config, parents[name], models, key, artifacts / "stages" / f"{name}-{key}")
     digests.save()
     pins.save()
-    return Plan(recipe, tuple(nodes.values()), aliases, tuple(Pin(*item) for item in pins.used.items()))
+    return Plan(recipe, tuple(nodes.values()), aliases, tuple(Pin(*item) for item in pins.used.items()), inboxes.settled)
 
 
 def _ordered(parents: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -14,10 +14,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rlhf_core.records import StageResult
+from rlhf_core.runs.allotment import check_stop, variables
 from rlhf_core.runs.run_dir import LOG, RunDir
 from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT, child_environment
 
@@ -48,12 +49,23 @@ class StageFailed(RuntimeError):
         return "\n  ".join([f"stage {self.name} failed ({how}); the last lines of its log:", *self.tail])
 
 
+class SeveralFailed(RuntimeError):
+    """Stages that ran side by side failed, or did not pass their gates. `errors`: what each raised, in the order of time."""
+
+    def __init__(self, errors: Sequence[Exception]):
+        self.errors = tuple(errors)
+        super().__init__(self.errors)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.errors))
+
+
 def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None], grace_seconds: float = GRACE_SECONDS) -> StageResult:
     """Runs `python -m MODULE RUN_DIR`, waits for it and returns its result. `on_line` gets each line of its output.
 
     Writes the start time to `log.txt`, and the end time unless an exception in this call ended the process. Masks the values of secret
-    environment variables. Raises StageFailed when the process ends without a result. Any exception or signal that ends this call ends
-    the process and its descendants too.
+    environment variables. Raises StageFailed when the process ends without a result, Stopped when the run of a stage beside others ends
+    (allotment.py). Any exception or signal that ends this call ends the process and its descendants too.
     """
     run = RunDir(run_dir)
     command = [sys.executable, "-P", "-m", module, str(run.path)]
@@ -65,7 +77,7 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=child_environment(),
+        env={**child_environment(), **variables()},
         start_new_session=True,
     )
     try:
@@ -91,13 +103,15 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
 
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """Yields output lines until the process closes stdout or exits. Of a line overwritten with \\r (progress bars) only the final text."""
+    """Yields output lines until the process closes stdout or exits. Of a line overwritten with \\r (progress bars) only the final text.
+    Raises Stopped as `check_stop`."""
     assert process.stdout is not None
     rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while True:
             ready = selector.select(timeout=0.5)
+            check_stop()
             chunk = os.read(process.stdout.fileno(), 65536) if ready else b""
             *whole, rest = (rest + chunk).split(b"\n")
             yield from (_text(line) for line in whole)

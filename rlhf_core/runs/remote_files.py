@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import fsspec
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
+from rlhf_core.runs.allotment import check_stop
 from rlhf_core.runs.launch import SECRET_NAME
 from rlhf_core.system.machine import DISK_PROBLEMS
 
@@ -89,7 +90,9 @@ class RemoteFiles:
         return f"{self._place[1]}/{place}"
 
     def _try(self, what: str, call: Callable[[], T], *missing: T) -> T:
-        """Calls until it succeeds or the attempts are used up; returns `missing`, if given, when there is no such file."""
+        """Calls until it succeeds or the attempts are used up; returns `missing`, if given, when there is no such file. Raises Stopped as
+        `check_stop`: a copy of many files ends after the one in progress."""
+        check_stop()
         pauses = wait_exponential(multiplier=self.pause)
         try:
             return Retrying(stop=stop_after_attempt(self.attempts), wait=pauses, retry=retry_if_exception(_may_pass), reraise=True)(call)

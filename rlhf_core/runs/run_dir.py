@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from rlhf_core.config import StageConfig, Wandb
 from rlhf_core.config.gates import Verdict
 from rlhf_core.records import FileInfo, Frozen, StageResult
+from rlhf_core.runs.allotment import check_stop
 from rlhf_core.system.files import file_digest, is_locked, locked, remember_digest, sync_to_disk, tail, write_text
 from rlhf_core.system.machine import MachineLacks
 
@@ -121,10 +122,12 @@ class RunDir:
     def wait(self, name: str, log: Callable[[str], None], every: float = SAY_SECONDS) -> None:
         """Waits while another process works on the stage: until it is done, or that process has ended.
 
-        Logs who that is, and the last line of its log, `every` seconds. Raises MachineLacks when the log does not change for a day.
+        Logs who that is, and the last line of its log, `every` seconds. Raises MachineLacks when the log does not change for a day, and
+        Stopped as `check_stop`.
         """
         line, changed, said = "", time.monotonic(), -math.inf
         while self.result() is None:
+            check_stop()
             with locked(self / LOCK, wait_seconds=1.0) as free:
                 if free:
                     return

@@ -30,6 +30,12 @@ def num_gpus() -> int:
     return min(devices, len([device for device in visible.split(",") if device.strip() not in ("", "-1")]))
 
 
+def gpu_names() -> tuple[str, ...]:
+    """Returns the GPUs this process can see, as CUDA_VISIBLE_DEVICES of a child names them: numbers, or the names in this process's own."""
+    visible = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip() not in ("", "-1")]
+    return tuple(visible[: num_gpus()]) if visible else tuple(str(i) for i in range(num_gpus()))
+
+
 DISK_PROBLEMS = {
     errno.ENOSPC: "its disk is full; free some space",
     errno.EDQUOT: "the quota is used up; free some space",

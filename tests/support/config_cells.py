@@ -98,6 +98,7 @@ def minimal(model: type[BaseModel]) -> dict[str, Any]:
     body = {name: _sample(info.annotation, info.metadata) for name, info in fields.items() if info.is_required()}
     body |= {name: fields[name].default for name in ("stage", "kind") if name in fields and fields[name].default}
     texts = [{name: "file.py:function"} for name, value in body.items() if value == NAME]  # a text whose own check asks for a file
+    texts += [{name: {"sources": "name.inbox"}} for name, value in body.items() if isinstance(value, dict) and "sources" in value]
     optional = [{}, *texts, *({name: _sample(info.annotation, info.metadata)} for name, info in fields.items() if name not in body)]
     return next(body | more for more in optional if _accepts(model, body | more))
 

@@ -31,6 +31,16 @@ stages:
   loop: {stage: iterative_dpo, reward: org/reward, prompts: {sources: prompts.jsonl}, rounds: 1}
   evaluation: {models: [loop], baseline: sft, questions: {path: q.jsonl}}
 """
+BRANCHES = """
+name: micro
+base_model: org/model
+side_by_side: 2
+stages:
+  sft: {data: {sources: train.jsonl}}
+  one: {stage: dpo, policy: sft, data: {sources: pairs.jsonl}}
+  two: {stage: dpo, policy: sft, beta: 0.3, data: {sources: pairs.jsonl}}
+  evaluation: {models: [one, two], baseline: sft, questions: {path: q.jsonl}}
+"""
 CUSTOMIZE = """
 import importlib.abc, importlib.machinery, sys
 
@@ -105,12 +115,12 @@ run_stage(sys.argv[1], work)
 AUTH: dict[str, str] = {}  # auth strings by API URL
 
 
-def build(folder: Path) -> dict[str, str]:
-    """Writes recipe and modules. Returns the environment of processes that use them."""
+def build(folder: Path, recipe: str = RECIPE) -> dict[str, str]:
+    """Writes a recipe, with the name `micro`, and modules. Returns the environment of processes that use them."""
     (folder / "modules").mkdir(parents=True)
     (folder / "modules" / "micro_stage.py").write_text(STAGE)
     (folder / "modules" / "sitecustomize.py").write_text(CUSTOMIZE)
-    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "recipe.yaml").write_text(recipe)
     return environment(folder)
 
 

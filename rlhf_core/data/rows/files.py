@@ -33,6 +33,8 @@ def is_file(source: Source) -> bool:
 def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
     """Yields the (first) rows of a source as they are. Raises ValueError for a file or Hub data set that cannot be read."""
     path = Path(source.path)
+    if source.is_inbox:
+        raise ValueError(f"{source.path}: there is no such inbox: `alignflow feedback import FILE --inbox {source.path}` makes it")
     if path.is_dir():
         raise ValueError(f"{source.path}: is a directory: name a file in it")
     if path.suffix in SUFFIXES and not path.is_file():

@@ -145,6 +145,9 @@ def _read(source: Source, kind: Kind | None, first: int | None, most: int | None
 
 
 def _empty(source: Source) -> ValueError:
+    inbox, taken, _ = source.path.rpartition(".inbox/taken/")
+    if taken:
+        return ValueError(f"{inbox}.inbox: has no (new) rows of the kind that this stage trains on: docs/how-to/feedback.md says which")
     return ValueError(f"{source.path}: has no rows: give a data set with at least one")
 
 

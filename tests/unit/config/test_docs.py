@@ -110,7 +110,7 @@ def test_commands_and_targets_that_pages_name_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     spans = [span for page in PAGES for pair in re.findall(r"```\w*\n(.*?)```|`([^`\n]+)`", page.read_text(), re.DOTALL) for span in pair]
     commands, made = (set(re.findall(rf"^{word} ([a-z][a-z-]*)", "\n".join(spans), re.MULTILINE)) for word in ("alignflow", "make"))
-    assert len(commands) > 15 and commands - {*COMMANDS, "loop", "runs"} == set()
+    assert len(commands) > 15 and commands - {*COMMANDS, "loop", "runs", "feedback"} == set()
     assert len(made) > 4 and made - targets == set()
 
 
@@ -137,7 +137,11 @@ def test_keys_of_recipes_on_pages_are_fields() -> None:
 
 def test_the_page_of_commands_has_every_command() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
-    assert [name for name in [*COMMANDS, "loop status"] if f"| `alignflow {name}" not in page] == []
+    assert [
+        name
+        for name in [*COMMANDS, "loop status", *(f"feedback {name}" for name in ("import", "status", "serve", "forget"))]
+        if f"| `alignflow {name}" not in page
+    ] == []
 
 
 def test_the_readme_names_every_package() -> None:

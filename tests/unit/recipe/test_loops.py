@@ -45,7 +45,7 @@ def do(planned: Plan, node: Node, rate: float = 0.6) -> None:
 def one_round(of: Recipe, only: int | None = None, rate: float = 0.6) -> dict[str, str]:
     """Trains the next round, or `only` so many of its plan's stages that are not done; the digests of all stages."""
     found = loop_state(of, "loop")
-    begin(found)
+    begin(of, found)
     for node in [node for node in found.plan.nodes if not node.done][:only]:
         do(found.plan, node, rate)
     if only is None:

@@ -1,0 +1,99 @@
+"""Runs started stages: one in the main thread, or several in the threads of the flow's task runner. flows/schedule.py says which.
+
+A signal reaches the main thread alone. It ends a stage there; those in threads end at a sign (rlhf_core/runs/allotment.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+from evaluation.report.summary import Status
+from flows.schedule import Start
+from rlhf_core.recipe.plan import Node
+from rlhf_core.runs.allotment import Allotment, allotment
+
+POLL_SECONDS = 0.5
+
+
+class Ended(NamedTuple):
+    """A stage that ended. `result` returns its status or raises what ended it; of `OneByOne` it runs the stage."""
+
+    name: str
+    result: Callable[[], Status]
+
+
+class OneByOne:
+    """Runs one stage at a time, in the main thread. `work` runs a stage."""
+
+    def __init__(self, work: Callable[[Node], Status]):
+        self._work = work
+        self._next: Ended | None = None
+
+    @property
+    def starts(self) -> dict[str, Start]:
+        return {self._next.name: Start(self._next.name, ())} if self._next else {}
+
+    def begin(self, node: Node, start: Start, variables: dict[str, str]) -> None:
+        self._next = Ended(start.name, partial(self._work, node))
+
+    def ended(self) -> Ended:
+        assert self._next is not None
+        found, self._next = self._next, None
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Does nothing: the exception that ends the run has ended the stage."""
+
+
+class Threads:
+    """Runs stages side by side. `submit` hands a stage to the task runner and returns Prefect's future of it."""
+
+    def __init__(self, submit: Callable[[Node], Any]):
+        self._submit, self._stop = submit, threading.Event()
+        self._over, self._one_is_over = set[str](), threading.Event()
+        self._futures: dict[str, Any] = {}
+        self.starts: dict[str, Start] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends the stages that run, after an exception, and waits until their processes have ended; ignores further Ctrl-C meanwhile."""
+        self._stop.set()
+        while not self._over.issuperset(self._futures):
+            with suppress(KeyboardInterrupt):
+                self._one_is_over.wait(POLL_SECONDS)
+                self._one_is_over.clear()
+
+    def begin(self, node: Node, start: Start, variables: dict[str, str]) -> None:
+        """Starts a stage in a thread, whose process gets these variables."""
+        token = allotment.set(Allotment(variables, self._stop))  # the thread gets a copy of this context
+        try:
+            future = self._submit(node)
+        except Exception as error:
+            future = Future[Status]()
+            future.set_exception(error)
+        finally:
+            allotment.reset(token)
+        self._futures[node.name], self.starts[node.name] = future, start
+        future.add_done_callback(lambda _: self._end(node.name))
+
+    def ended(self) -> Ended:
+        """Waits until a stage ends."""
+        while not (over := [name for name in self.starts if name in self._over]):
+            self._one_is_over.wait(POLL_SECONDS)
+            self._one_is_over.clear()
+        del self.starts[over[0]]
+        return Ended(over[0], self._futures[over[0]].result)
+
+    def _end(self, name: str) -> None:
+        self._over.add(name)
+        self._one_is_over.set()

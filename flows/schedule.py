@@ -1,0 +1,155 @@
+"""Decides which stages of a plan run side by side, and on which GPUs: pure functions of the plan and of what the machine has.
+
+Two stages that run at once share no GPU and together ask for no more CPUs than there are. Of the stages that may start, the one that the
+longest chain of other stages waits for is first; one that does not fit lets those after it pass. Memory is left out: on a machine without
+GPUs stages run one after the other unless the recipe says otherwise (`side_by_side`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from rlhf_core.cluster.layout import Layout, arrange
+from rlhf_core.config import StageConfig
+from rlhf_core.preflight.inputs import needs
+from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.runs.allotment import CORES_ENV
+from rlhf_core.system.machine import gpu_names, num_cpus
+
+
+class Machine(NamedTuple):
+    """What stages share. `gpus` by name; `cluster`: they run on a Ray cluster, which one stage has at a time."""
+
+    cpus: int
+    gpus: tuple[str, ...] = ()
+    cluster: bool = False
+
+
+class Cost(NamedTuple):
+    """What a stage takes while it runs."""
+
+    cpus: float
+    gpus: int
+
+
+class Start(NamedTuple):
+    """A stage that starts, with the names of its GPUs."""
+
+    name: str
+    gpus: tuple[str, ...]
+
+
+class Span(NamedTuple):
+    """When a stage runs, in seconds from the start of the run, and on which GPUs."""
+
+    name: str
+    start: float
+    end: float
+    gpus: tuple[str, ...]
+
+
+def machine_here() -> Machine:
+    """Returns what this process may use of this machine, or that it has a cluster."""
+    return Machine(num_cpus(), gpu_names(), bool(os.environ.get("RAY_ADDRESS")))
+
+
+def cost_of(config: StageConfig, machine: Machine) -> Cost:
+    """Returns what a stage takes of a machine; the whole of it on a cluster. A stage without processes of a model takes nothing."""
+    need = needs(config)
+    if not need.cpus:
+        return Cost(0, 0)
+    if machine.cluster:
+        return Cost(machine.cpus, len(machine.gpus))
+    # A process of a model uses a GPU where there is one, also with `gpus: 0`.
+    gpus = max([1, *(_whole_gpus(arrange(groups, config.together)) for groups in config.turns)])
+    return Cost(min(need.cpus, machine.cpus), min(gpus, len(machine.gpus)))
+
+
+def _whole_gpus(layout: Layout) -> int:
+    """Returns how many GPUs the bundles of a layout fill; parts of a GPU are put together in order."""
+    whole = sum(math.ceil(bundle["GPU"]) for bundle in layout.bundles if bundle.get("GPU", 0.0) >= 1)
+    return whole + len({place for places in layout.gpus().values() for place in places if place.startswith("shared")})
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The stages of a run, parents first, what each takes, and how many may run at once."""
+
+    machine: Machine
+    at_most: int
+    costs: Mapping[str, Cost]
+    parents: Mapping[str, tuple[str, ...]]
+
+    def starts(self, done: Iterable[str], running: Mapping[str, Start], held: Iterable[str] = ()) -> list[Start]:
+        """Returns the stages to start. `done`: finished ones of the plan, whose dependents may start; `held`: those that do not start."""
+        finished, found = set(done), dict(running)
+        out = {*finished, *running, *held}
+        for name in self._order:
+            if name not in out and finished.issuperset(self.parents[name]) and (start := self._place(name, found)):
+                found[name] = start
+        return [start for name, start in found.items() if name not in running]
+
+    def _place(self, name: str, running: Mapping[str, Start]) -> Start | None:
+        """Returns where a stage runs beside others; None when it does not fit."""
+        cost, taken = self.costs[name], {gpu for start in running.values() for gpu in start.gpus}
+        cpus = sum(self.costs[other].cpus for other in running)
+        free = [gpu for gpu in self.machine.gpus if gpu not in taken]
+        if len(running) >= self.at_most or cost.gpus > len(free) or cpus + cost.cpus > self.machine.cpus + 1e-6:
+            return None
+        return Start(name, tuple(free[: cost.gpus]))
+
+    @cached_property
+    def _order(self) -> list[str]:
+        """The stages by the length of the longest chain that waits for each, then as in the recipe; as in the recipe alone for one at a
+        time."""
+        if self.at_most == 1:
+            return list(self.costs)
+        chains = dict.fromkeys(self.costs, 0)
+        for name in reversed(list(self.costs)):
+            for parent in self.parents[name]:
+                chains[parent] = max(chains.get(parent, 0), chains[name] + 1)
+        return sorted(self.costs, key=lambda name: -chains[name])
+
+    def spans(self, seconds: Mapping[str, float], done: Iterable[str] = ()) -> list[Span]:
+        """Returns when each stage would run if it took so many seconds and none failed."""
+        finished, running, now = set(done), dict[str, Start](), 0.0
+        ends, spans = dict[str, float](), []
+        while True:
+            for start in self.starts(finished, running):
+                running[start.name], ends[start.name] = start, now + seconds[start.name]
+                spans.append(Span(start.name, now, ends[start.name], start.gpus))
+            if not running:
+                return spans
+            now = min(ends[name] for name in running)
+            for name in [name for name in running if ends[name] <= now]:
+                finished.add(name)
+                del running[name]
+
+    @cached_property
+    def peak(self) -> int:
+        """The most stages at once if all take as long as each other."""
+        outside = {parent for parents in self.parents.values() for parent in parents if parent not in self.costs}
+        spans = self.spans(dict.fromkeys(self.costs, 1.0), outside)
+        return max((sum(other.start == span.start for other in spans) for span in spans), default=1)
+
+    def variables(self, start: Start) -> dict[str, str]:
+        """Returns the environment of a stage's process beside others: its GPUs, or without GPUs its share of the cores, which is the same
+        for all stages of the plan, whatever runs beside them. A value of OMP_NUM_THREADS that the user has set is kept."""
+        if self.machine.gpus:
+            return {} if self.machine.cluster else {"CUDA_VISIBLE_DEVICES": ",".join(start.gpus)}
+        cores = str(max(1, self.machine.cpus // self.peak))
+        return {CORES_ENV: cores, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", cores)}
+
+
+def schedule_of(planned: Plan, nodes: Sequence[Node], machine: Machine) -> Schedule:
+    """Returns the schedule of stages of a plan on a machine: `side_by_side` of the recipe says how many run at once."""
+    wanted = planned.recipe.side_by_side
+    several = bool(machine.gpus) if wanted is None else wanted
+    at_most = len(nodes) if several is True else int(several) or 1
+    costs = {node.name: cost_of(node.config, machine) for node in nodes}
+    return Schedule(machine, max(1, at_most), costs, {node.name: node.parents for node in nodes})

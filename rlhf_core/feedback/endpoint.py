@@ -1,0 +1,95 @@
+"""Takes feedback over HTTP: POST /feedback/NAME for the inbox NAME.inbox, with a bearer token (system/page_server.py).
+
+The body is a JSON object, a list of them, or lines of JSON. Rows are on disk when the answer comes, and a request that is sent again adds
+nothing twice. The answer counts what became of the rows; 400: the body is no JSON; 413: it is too large; 422: no row of it holds feedback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from rlhf_core.feedback.inbox import SUFFIX, Inbox
+from rlhf_core.feedback.leaks import Questions
+from rlhf_core.feedback.receive import Given, receive
+from rlhf_core.system.page_server import Protected
+
+LARGEST_REQUEST = 16 << 20  # bytes
+SEND_SECONDS = 60.0  # for a client to send its request
+FIELDS = ("source", "annotator")  # of all rows of a request, as query parameters
+
+
+def application(inboxes: Mapping[str, tuple[Inbox, Callable[[], Questions]]], token: str, hosts: tuple[str, ...] = ()) -> ASGIApp:
+    """Returns the application. `inboxes`: by name, with the questions that their rows must not meet."""
+
+    async def post(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in inboxes:
+            return JSONResponse({"error": f"there is no inbox {name!r}; known are {', '.join(inboxes)}"}, 404)
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                body = await _body(request)
+        except (TimeoutError, ClientDisconnect):
+            return JSONResponse({"error": f"the request was not sent within {SEND_SECONDS:g} s"}, 408, {"connection": "close"})
+        if body is None:
+            return JSONResponse({"error": f"the request has more than {LARGEST_REQUEST} bytes"}, 413, {"connection": "close"})
+        rows = rows_of_body(body)
+        if rows is None:
+            return JSONResponse({"error": "the body must be a JSON object, a list of them, or lines of JSON, in UTF-8"}, 400)
+        inbox, questions = inboxes[name]
+        given = [Given(f"row {number}", row) for number, row in enumerate(rows, start=1)]
+        about = {field: request.query_params.get(field) for field in FIELDS}
+        receipt = await run_in_threadpool(lambda: receive(inbox, given, questions(), about["source"] or "", about["annotator"]))
+        useless = not (receipt.new or receipt.duplicate or receipt.leaked)
+        told = {**vars(receipt), "unusable": dict(receipt.unusable), "personal": dict(receipt.personal)}
+        return JSONResponse(told, 422 if useless else 200)
+
+    async def counts(request: Request) -> Response:
+        found = {name: dict(await run_in_threadpool(inbox.kinds)) for name, (inbox, _) in inboxes.items()}
+        return JSONResponse(found)
+
+    app = Starlette(routes=[Route("/feedback/{name}", post, methods=["POST"]), Route("/feedback", counts, methods=["GET"])])
+    return Protected(app, token, hosts)
+
+
+async def _body(request: Request) -> bytes | None:
+    """Returns the body; None when it is too large."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST_REQUEST:
+            return None
+    return bytes(body)
+
+
+def rows_of_body(body: bytes) -> list[Any] | None:
+    """Returns the rows of a request; None when it is no JSON."""
+    try:
+        text = body.decode()
+        try:
+            whole = json.loads(text)
+            rows = whole if isinstance(whole, list) else [whole]
+        except ValueError:
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        json.dumps(rows, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+    except (ValueError, RecursionError):
+        return None
+    return rows
+
+
+def by_name(folders: list[Path], questions: Callable[[], Questions]) -> dict[str, tuple[Inbox, Callable[[], Questions]]]:
+    """Returns the inboxes of some folders by their names. Raises ValueError when two have the same one."""
+    named = {folder.name.removesuffix(SUFFIX): (Inbox(folder), questions) for folder in folders}
+    if len(named) < len(folders):
+        raise ValueError(f"two inboxes have the same name, by which rows are sent to them: rename one of {', '.join(map(str, folders))}")
+    return named

@@ -1,0 +1,122 @@
+"""Deletes one person's feedback: from the inbox, from the files that stages read, from run directories and from their copies in a store.
+
+The inbox is last: a deletion that is killed is done again from the start. A checkpoint that was trained on a row cannot forget it, so
+such models are listed. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_core.feedback.inbox import Inbox
+from rlhf_core.feedback.take import FOLDER
+from rlhf_core.records import FileInfo
+from rlhf_core.runs.run_dir import LOCK, METRICS, REQUEST, RESULT, STATE, RunDir
+from rlhf_core.runs.store import Store
+from rlhf_core.system.files import file_digest, is_locked, read_json, write_text
+
+ALL_KINDS = ("thumb", "edit", "ranking")
+
+
+class Forgotten(NamedTuple):
+    """What a deletion found. `rows`: in the inbox; `files`: changed files with copies of rows; `trained`: stages that read the rows, and
+    those that were trained from their models."""
+
+    rows: int
+    files: list[str]
+    trained: list[str]
+
+
+def forget(inbox: Inbox, annotator: str, artifacts: Sequence[Path] = (), stores: Sequence[Store] = ()) -> Forgotten:
+    """Deletes the rows of one person. Raises ValueError while a stage that reads them runs; StoreFault when a store cannot be used."""
+    rows = [stored for stored in inbox.rows(ALL_KINDS) if stored.row.annotator == annotator]
+    gone = {stored.seq for stored in rows}
+    texts = {json.dumps([message["content"] for message in stored.row.prompt]) for stored in rows}
+    taken = [file for file in sorted((inbox.folder / FOLDER).glob("*.jsonl")) if _holds(file, gone)]
+    runs = [RunDir(folder) for place in artifacts for folder in sorted((place / "stages").glob("*")) if (folder / REQUEST).is_file()]
+    readers = [run for run in runs if any(str(file) in (run / REQUEST).read_text() for file in taken)]
+    if busy := next((run for run in readers if is_locked(run / LOCK)), None):
+        raise ValueError(f"stage {busy.path.name} is running on these rows: cancel its run, or wait until it ends")
+    families = _descendants(readers, runs)
+    files = [str(file) for run in families for file in _clean(run, texts, stores, run in readers)]
+    for file in taken:
+        _filter(file, lambda line: json.loads(line).get("feedback") not in gone)
+        files.append(str(file))
+    inbox.delete(annotator)
+    return Forgotten(len(rows), files, [run.path.name for run in families])
+
+
+def _holds(file: Path, gone: Collection[int]) -> bool:
+    return any(json.loads(line).get("feedback") in gone for line in _lines(file))
+
+
+def _descendants(readers: Sequence[RunDir], runs: Sequence[RunDir]) -> list[RunDir]:
+    """Returns the stages that read rows with all stages that use an output of them, directly or not."""
+    found = list(readers)
+    for run in found:
+        inside = f"{run.path}{os.sep}"
+        for other in runs:
+            if all(other.path != known.path for known in found):
+                inputs = read_json(other / REQUEST).get("inputs", {})
+                if any(str(place).startswith(inside) for place in inputs.values()):
+                    found.append(other)
+    return found
+
+
+def _clean(run: RunDir, prompts: Collection[str], stores: Sequence[Store], reader: bool) -> Iterator[Path]:
+    """Removes rows with these prompts from the JSON lines of a run directory, and tokenised rows of an unfinished stage; yields changed
+    files. The manifest in its result, and the copies in stores, follow."""
+    result = run.result()
+    if result is None and reader and (run / STATE).is_dir():
+        shutil.rmtree(run / STATE)  # it begins anew: its state has seen the rows
+        yield run / STATE
+    changed = []
+    for file in sorted(run.path.rglob("*.jsonl")):
+        if file.name != METRICS and _filter(file, lambda line: _prompt_of(line) not in prompts):
+            changed.append(file)
+            yield file
+    if result is not None and changed:
+        new = {name: _info(run / name) if run / name in changed else info for name, info in result.files.items()}
+        write_text(run / RESULT, result.model_copy(update={"files": new}).model_dump_json(indent=2))
+    for store in stores:
+        if changed and store.has(run.path.name):
+            store.put(run)
+
+
+def _prompt_of(line: str) -> str:
+    """Returns the contents of a row's prompt as JSON; '' for a row without one."""
+    try:
+        row: Any = json.loads(line)
+    except ValueError:
+        return ""
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if isinstance(prompt, str):
+        return json.dumps([prompt])
+    return json.dumps([message.get("content") for message in prompt]) if isinstance(prompt, list) and prompt else ""
+
+
+def _lines(file: Path) -> Iterator[str]:
+    with file.open() as lines:
+        yield from lines
+
+
+def _filter(file: Path, keep: Callable[[str], bool]) -> bool:
+    """Removes the lines of a file that are not to be kept; returns whether there were any."""
+    if all(keep(line) for line in _lines(file)):
+        return False
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    with temporary.open("w") as out:
+        out.writelines(line for line in _lines(file) if keep(line))
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(temporary, file)
+    return True
+
+
+def _info(file: Path) -> FileInfo:
+    return FileInfo(size=file.stat().st_size, sha256=file_digest(file))

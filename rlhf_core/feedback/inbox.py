@@ -1,0 +1,153 @@
+"""Stores feedback in a folder `NAME.inbox`: an SQLite database to which rows are added and in which no row is changed. Torch-free.
+
+A row is deleted by a tombstone, which keeps its number and identity, so that the same row is not imported again. Several processes may
+add rows; each row is on disk before `add` returns.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+from rlhf_core.feedback.records import Feedback
+from rlhf_core.system.files import locked
+
+SUFFIX, FILE = ".inbox", "feedback.sqlite"
+WAIT_SECONDS = 60.0  # for another process that writes
+TABLES = """
+CREATE TABLE rows (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, identity TEXT NOT NULL UNIQUE, about TEXT, opinion TEXT, kind TEXT, annotator TEXT, body TEXT
+);
+CREATE INDEX by_about ON rows (about, opinion);
+CREATE INDEX by_annotator ON rows (annotator);
+"""
+
+
+class Added(NamedTuple):
+    """How many of the rows given to `add` are new, and how many are there already or were deleted."""
+
+    new: int
+    duplicate: int
+
+
+class Stored(NamedTuple):
+    """A row and its number; numbers only rise."""
+
+    seq: int
+    row: Feedback
+
+
+class Inbox:
+    """The rows in one folder, which is made with the first row. Raises ValueError when the database cannot be read."""
+
+    def __init__(self, folder: Path):
+        if folder.suffix != SUFFIX:
+            raise ValueError(f"{folder}: an inbox is a folder whose name ends with {SUFFIX}: give one, such as {folder}{SUFFIX}")
+        self.folder, self._file = folder, folder.absolute() / FILE
+
+    @property
+    def exists(self) -> bool:
+        return self._file.is_file()
+
+    def add(self, rows: Sequence[Feedback]) -> Added:
+        """Adds rows in one transaction; those whose identity is there are left out."""
+        self._make()
+        values = [(row.identity(), row.about(), row.opinion(), row.kind, row.annotator, row.model_dump_json()) for row in rows]
+        with closing(self._open()) as database, database:
+            before = database.total_changes
+            database.executemany(
+                "INSERT OR IGNORE INTO rows (identity, about, opinion, kind, annotator, body) VALUES (?,?,?,?,?,?)", values
+            )
+            new = database.total_changes - before
+        return Added(new, len(rows) - new)
+
+    def rows(self, kinds: Iterable[str], after: int = 0, until: int | None = None) -> Iterator[Stored]:
+        """Yields the rows of these kinds numbered above `after` and not above `until`, in their order, without deleted ones."""
+        if not self.exists:
+            return
+        wanted = tuple(kinds)
+        query = f"SELECT seq, body FROM rows WHERE seq > ? AND seq <= ? AND body IS NOT NULL AND kind IN ({_marks(wanted)}) ORDER BY seq"  # noqa: S608
+        with closing(self._open()) as database:
+            for seq, body in database.execute(query, (after, self.end() if until is None else until, *wanted)):
+                yield Stored(seq, Feedback.model_validate_json(body))
+
+    def count(self, kinds: Iterable[str], after: int = 0) -> int:
+        """Returns the number of rows of these kinds numbered above `after`, without deleted ones."""
+        if not self.exists:
+            return 0
+        wanted = tuple(kinds)
+        query = f"SELECT count(*) FROM rows WHERE seq > ? AND body IS NOT NULL AND kind IN ({_marks(wanted)})"  # noqa: S608
+        with closing(self._open()) as database:
+            return int(database.execute(query, (after, *wanted)).fetchone()[0])
+
+    def end(self) -> int:
+        """Returns the number of the newest row; 0 for none."""
+        if not self.exists:
+            return 0
+        with closing(self._open()) as database:
+            return int(database.execute("SELECT coalesce(max(seq), 0) FROM rows").fetchone()[0])
+
+    def kinds(self) -> Counter[str]:
+        """Returns how many rows of each kind there are; `deleted` counts tombstones."""
+        if not self.exists:
+            return Counter()
+        with closing(self._open()) as database:
+            return Counter(dict(database.execute("SELECT coalesce(kind, 'deleted'), count(*) FROM rows GROUP BY 1")))
+
+    def contradictions(self) -> int:
+        """Returns about how many answers, or sets of answers, rows hold opinions that differ."""
+        if not self.exists:
+            return 0
+        differing = "SELECT about FROM rows WHERE about IS NOT NULL AND kind != 'edit' GROUP BY about HAVING count(DISTINCT opinion) > 1"
+        with closing(self._open()) as database:
+            return int(database.execute(f"SELECT count(*) FROM ({differing})").fetchone()[0])  # noqa: S608
+
+    def delete(self, annotator: str) -> list[int]:
+        """Turns the rows of one person into tombstones and returns their numbers. Their bytes are overwritten in the file."""
+        if not self.exists:
+            return []
+        with closing(self._open()) as database:
+            with database:
+                gone = [seq for (seq,) in database.execute("SELECT seq FROM rows WHERE annotator = ? ORDER BY seq", (annotator,))]
+                database.execute(
+                    "UPDATE rows SET about = NULL, opinion = NULL, kind = NULL, annotator = NULL, body = NULL WHERE annotator = ?",
+                    (annotator,),
+                )
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            database.execute("VACUUM")
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return gone
+
+    def _make(self) -> None:
+        """Makes the database. It gets its name when it is complete, so no other process sees a part of one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder / ".lock", WAIT_SECONDS) as ours:
+            if not ours or self.exists:
+                return
+            new = self._file.with_name(f".{FILE}.{os.getpid()}")
+            new.unlink(missing_ok=True)
+            with closing(sqlite3.connect(new)) as database:
+                database.execute("PRAGMA journal_mode = WAL")
+                database.executescript(TABLES)
+            os.replace(new, self._file)
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            database = sqlite3.connect(f"{self._file.as_uri()}?mode=rw", timeout=WAIT_SECONDS, uri=True)
+            database.execute("PRAGMA synchronous = FULL")
+            database.execute("PRAGMA secure_delete = ON")
+            database.execute("SELECT 1 FROM rows LIMIT 1")
+        except sqlite3.DatabaseError as error:
+            raise ValueError(
+                f"{self._file}: cannot be read ({error}): restore it from a copy, or move it away to begin a new inbox"
+            ) from None
+        return database
+
+
+def _marks(values: Sequence[str]) -> str:
+    return ", ".join("?" * len(values))

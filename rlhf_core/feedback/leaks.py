@@ -1,0 +1,51 @@
+"""Finds prompts that meet evaluation questions: the same text up to case and punctuation, or 13 words in a row. Torch-free.
+
+13 words as in Brown et al. 2020, appendix C. A question of 5 to 12 words is met by a prompt that holds it whole; a shorter one by the
+same text alone, since such words occur everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+RUN, SHORTEST = 13, 5  # words
+WORD = re.compile(r"\w+")
+
+
+def words_of(text: str) -> list[str]:
+    """Returns the words of a text in one form: compatible characters, no case, no punctuation."""
+    return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+class Questions:
+    """Texts of evaluation questions, indexed by runs of words."""
+
+    def __init__(self, texts: Iterable[str]):
+        self._whole: set[str] = set()
+        self._runs: set[str] = set()
+        self._short: dict[str, list[list[str]]] = defaultdict(list)  # by their first words
+        for text in texts:
+            words = words_of(text)
+            self._whole.add(" ".join(words))
+            if len(words) >= RUN:
+                self._runs.update(_runs(words, RUN))
+            elif len(words) >= SHORTEST:
+                self._short[" ".join(words[:SHORTEST])].append(words)
+        self._whole.discard("")
+
+    def met_by(self, text: str) -> bool:
+        """Whether a prompt meets a question."""
+        words = words_of(text)
+        if " ".join(words) in self._whole or (self._runs and any(run in self._runs for run in _runs(words, RUN))):
+            return True
+        if not self._short:
+            return False
+        starts = enumerate(_runs(words, SHORTEST))
+        return any(words[i : i + len(question)] == question for i, run in starts for question in self._short.get(run, ()))
+
+
+def _runs(words: Sequence[str], length: int) -> list[str]:
+    return [" ".join(words[i : i + length]) for i in range(len(words) - length + 1)]

@@ -1,0 +1,157 @@
+"""Reads one JSON object as feedback: own rows, preference rows, labels of the labelling page, OpenAI's logs. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from rlhf_core.feedback.records import Feedback, Kind
+
+UP = {"up": 1, "down": 0, "true": 1, "false": 0, "1": 1, "0": 0, "-1": 0, "good": 1, "bad": 0, "like": 1, "dislike": 0}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+VERDICTS = {"A>>B": (0, 1), "A>B": (0, 1), "B>A": (1, 0), "B>>A": (1, 0)}
+LARGEST = 1_000_000  # characters of one text
+
+
+class Unusable(ValueError):
+    """A row that holds no feedback, with the reason: it is counted and left out."""
+
+
+def feedback_of(row: Any, source: str = "", annotator: str | None = None) -> Feedback:
+    """Returns the feedback in a row. `source`, `annotator`: of rows that name none.
+
+    Raises Unusable for a row that judges nothing (a tie, a skipped label), and ValueError for a malformed one.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a row must be a JSON object, found {type(row).__name__}")
+    row = _from_log(row) if "choices" in row or ("response" in row and isinstance(row["response"], Mapping)) else row
+    if row.get("undone"):
+        raise Unusable("a label that was taken back")
+    kind, answers, ranks = _judged(row)
+    return Feedback(
+        kind=kind,
+        prompt=_messages(row.get("prompt") if row.get("prompt") is not None else row.get("messages")),
+        answers=answers,
+        ranks=ranks,
+        model=_text(row, "model", None),
+        at=_time(row.get("at", row.get("created"))),
+        source=_text(row, "source", source) or "",
+        annotator=_text(row, "annotator", _text(row, "user", annotator)),
+    )
+
+
+def _judged(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, ...]]:
+    """Returns kind, answers and ranks of a row, by the columns that it has."""
+    if "verdict" in row:
+        if row["verdict"] in (None, "A=B"):
+            raise Unusable("a tie or a skipped label")
+        if row["verdict"] not in VERDICTS:
+            raise ValueError(f"verdict must be one of {', '.join(VERDICTS)}, A=B or null, found {row['verdict']!r:.40}")
+        return "ranking", (_answer(row, "answer_a"), _answer(row, "answer_b")), VERDICTS[row["verdict"]]
+    if row.get("ranking") is not None:
+        return _ranking(row)
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        return "ranking", _different(_answer(row, "chosen"), _answer(row, "rejected")), (0, 1)
+    answer = _answer(row, "response")
+    if row.get("edited") is not None:
+        return "edit", _different(answer, _answer(row, "edited")), (1, 0)
+    given = row.get("thumb", row.get("label", row.get("rating")))
+    if given is None:
+        raise Unusable("no feedback (thumb, label, edited, ranking, or chosen and rejected)")
+    thumb = UP.get(str(int(given) if isinstance(given, float) and given.is_integer() else given).lower())
+    if thumb is None:
+        raise ValueError(f"thumb must be up or down (label: true or false), found {given!r:.40}")
+    return "thumb", (answer,), (thumb,)
+
+
+def _ranking(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, ...]]:
+    """Reads `ranking`: answers, best first, where a list in the list holds ties."""
+    groups = [group if isinstance(group, list) else [group] for group in row["ranking"]] if isinstance(row["ranking"], list) else []
+    answers = tuple(answer for group in groups for answer in group)
+    if len(answers) < 2 or not all(isinstance(answer, str) and answer.strip() for answer in answers) or len(set(answers)) < len(answers):
+        raise ValueError("ranking must be a list of two or more different answers, best first; a list in it holds ties")
+    if len(groups) < 2:
+        raise Unusable("a ranking that prefers no answer")
+    return "ranking", answers, tuple(rank for rank, group in enumerate(groups) for _ in group)
+
+
+def _from_log(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts a logged chat completion: {request: {messages, model}, response: {choices, model, created}, feedback: {...}}, or a
+    response with its request's messages in one object. The feedback may also be beside them."""
+    request, response = row.get("request") or row.get("body") or row, row.get("response") or row
+    response = response.get("body") or response if isinstance(response, Mapping) else {}
+    given = row.get("feedback") or row.get("metadata") or {}
+    choices = response.get("choices") if isinstance(response, Mapping) else None
+    if not isinstance(request, Mapping) or not isinstance(choices, list) or not choices or not isinstance(given, Mapping):
+        raise ValueError("a log needs request.messages, response.choices and feedback")
+    message = choices[0].get("message") if isinstance(choices[0], Mapping) else None
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, str):
+        raise Unusable("an answer without text (a call of a tool, a refusal)")
+    own = {
+        name: row[name] for name in ("at", "source", "annotator", "user", "thumb", "label", "rating", "edited") if row.get(name) is not None
+    }
+    about = {"model": response.get("model") or request.get("model"), "created": response.get("created")}
+    if request.get("user") is not None:
+        about["user"] = request["user"]
+    return {**about, **own, **given, "messages": request.get("messages"), "response": content}
+
+
+def _messages(prompt: Any) -> tuple[dict[str, Any], ...]:
+    if isinstance(prompt, str) and prompt.strip():
+        return ({"role": "user", "content": prompt},)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
+        raise ValueError("prompt must be a text or a list of messages, and not be empty")
+    read = []
+    for message in prompt:
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+        if isinstance(content, list):  # content in parts: text alone
+            parts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+            if len(parts) < len(content):
+                raise Unusable("a prompt with images or other parts that are no text")
+            content = "".join(map(str, parts))
+        if role not in ROLES or not isinstance(content, str):
+            raise ValueError(f"each message of the prompt needs a role ({', '.join(ROLES)}) and a content, a text")
+        read.append({"role": role, "content": content})
+    if read[-1]["role"] == "assistant":
+        raise ValueError("the prompt ends with an assistant message, so there is nothing to answer")
+    return tuple(read)
+
+
+def _answer(row: Mapping[str, Any], column: str) -> str:
+    value = row.get(column)
+    if isinstance(value, Sequence) and not isinstance(value, str) and value and isinstance(value[-1], Mapping):
+        value = value[-1].get("content")  # a conversation: its last message
+    if not isinstance(value, str) or not value.strip() or len(value) > LARGEST:
+        raise ValueError(f"{column} must be a text of 1 to {LARGEST:,} characters")
+    return value
+
+
+def _different(first: str, second: str) -> tuple[str, str]:
+    if first == second:
+        raise Unusable("two equal answers")
+    return first, second
+
+
+def _text(row: Mapping[str, Any], column: str, otherwise: str | None) -> str | None:
+    value = row.get(column)
+    if value is None or value == "":
+        return otherwise
+    if not isinstance(value, str | int):
+        raise ValueError(f"{column} must be a text, found {type(value).__name__}")
+    return str(value)[:200]
+
+
+def _time(value: Any) -> datetime | None:
+    """Reads a time in ISO 8601 or seconds since 1970; without a zone it is UTC."""
+    if value is None or value == "":
+        return None
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return datetime.fromtimestamp(value, UTC)
+        read = datetime.fromisoformat(value)
+    except (TypeError, ValueError, OverflowError, OSError):
+        raise ValueError(f"at must be a time such as 2026-01-31T12:00:00Z or seconds since 1970, found {value!r:.40}") from None
+    return read.replace(tzinfo=UTC) if read.tzinfo is None else read.astimezone(UTC)

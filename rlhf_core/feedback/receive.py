@@ -1,0 +1,143 @@
+"""Takes rows into an inbox: reads, masks personal data, refuses evaluation questions, counts. Memory does not grow with the rows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
+
+import fsspec
+
+from rlhf_core.feedback.inbox import Inbox
+from rlhf_core.feedback.leaks import Questions
+from rlhf_core.feedback.parse import Unusable, feedback_of
+from rlhf_core.feedback.personal_data import masked
+from rlhf_core.feedback.records import Feedback
+
+BATCH = 2000  # rows of one transaction
+EXAMPLES = 5
+LARGEST_LINE = 16 << 20  # bytes
+
+
+class Given(NamedTuple):
+    """A row as it came, with its place for messages. `fault`: why it cannot be read, or ''."""
+
+    where: str
+    row: Any
+    fault: str = ""
+
+
+@dataclass
+class Receipt:
+    """What became of rows. `wrong`: malformed rows, `faults`: the first sentences about them; `unusable`: rows that judge nothing."""
+
+    read: int = 0
+    new: int = 0
+    duplicate: int = 0
+    leaked: int = 0
+    wrong: int = 0
+    faults: list[str] = field(default_factory=list)
+    unusable: Counter[str] = field(default_factory=Counter)
+    personal: Counter[str] = field(default_factory=Counter)
+
+
+def receive(
+    inbox: Inbox,
+    given: Iterable[Given],
+    questions: Questions,
+    source: str = "",
+    annotator: str | None = None,
+    shown: Callable[[Receipt], None] = lambda receipt: None,
+) -> Receipt:
+    """Adds the feedback in rows to an inbox. Killed at any time, it has added whole batches, and the same rows given again are duplicates.
+
+    `source`, `annotator`: of rows that name none. `shown` is called after each batch.
+    Raises ValueError as `Inbox`, MachineLacks when personal data must be looked for and presidio is absent.
+    """
+    receipt, rows = Receipt(), iter(given)
+    while batch := list(islice(rows, BATCH)):
+        kept = [feedback for item in batch if (feedback := _read(item, receipt, questions, source, annotator)) is not None]
+        added = inbox.add(kept)
+        receipt.read += len(batch)
+        receipt.new += added.new
+        receipt.duplicate += added.duplicate
+        shown(receipt)
+    return receipt
+
+
+def _read(item: Given, receipt: Receipt, questions: Questions, source: str, annotator: str | None) -> Feedback | None:
+    """Returns the feedback in a row without personal data; None, counted, when it has none or meets an evaluation question."""
+    try:
+        if item.fault:
+            raise ValueError(item.fault)
+        feedback = feedback_of(item.row, source, annotator)
+    except Unusable as reason:
+        receipt.unusable[str(reason)] += 1
+        return None
+    except ValueError as error:
+        receipt.wrong += 1
+        if len(receipt.faults) < EXAMPLES:
+            receipt.faults.append(f"{item.where}: {error}")
+        return None
+    if any(questions.met_by(message["content"]) for message in feedback.prompt if message["role"] == "user"):
+        receipt.leaked += 1
+        return None
+    clean = masked(feedback.texts)
+    if not clean.found:
+        return feedback
+    receipt.personal.update(clean.found)
+    count = len(feedback.prompt)
+    prompt = [message | {"content": text} for message, text in zip(feedback.prompt, clean.texts[:count], strict=True)]
+    return feedback.model_copy(update={"prompt": tuple(prompt), "answers": tuple(clean.texts[count:])})
+
+
+def rows_of(place: str) -> Iterator[Given]:
+    """Yields the rows of a JSONL file or of a URL that fsspec reads; one that ends with .gz is unpacked. Labels taken back are left out.
+
+    Raises ValueError when it cannot be opened.
+    """
+    undone: set[str] | None = None
+    for number, line in enumerate(_lines(place), start=1):
+        where = f"{place}, line {number}"
+        if len(line) > LARGEST_LINE:
+            yield Given(where, None, f"the line has more than {LARGEST_LINE >> 20} MiB")
+            continue
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+        except (ValueError, RecursionError):
+            yield Given(where, None, "is no JSON in UTF-8")
+            continue
+        if undone is None:
+            undone = _undone(place) if isinstance(row, dict) and "verdict" in row else set()
+        if not (undone and isinstance(row, dict) and row.get("id") in undone):
+            yield Given(where, row)
+
+
+def _undone(place: str) -> set[str]:
+    """Returns the ids of labels that a later line of the labelling page's file takes back."""
+    found = set()
+    for line in _lines(place):
+        if b'"undone"' in line:
+            try:
+                found.add(json.loads(line).get("undone"))
+            except (ValueError, AttributeError):
+                continue
+    return {str(identity) for identity in found if identity}
+
+
+def _lines(place: str) -> Iterator[bytes]:
+    try:
+        with fsspec.open(place, "rb", compression="infer") as file:
+            while line := file.readline(LARGEST_LINE + 1):
+                yield line
+                while len(line) > LARGEST_LINE and not line.endswith(b"\n"):  # the rest of a line that is too long
+                    line = file.readline(LARGEST_LINE + 1)
+    except (OSError, ValueError, ImportError) as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise ValueError(f"{place}: cannot be read ({reason}): give a JSONL file or a URL of one") from None

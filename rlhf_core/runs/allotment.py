@@ -1,0 +1,41 @@
+"""What a stage that runs beside others is given: variables of its process's environment, and the sign to end.
+
+A stage beside others runs in a thread. No signal reaches a thread: what waits in one calls `check_stop` at least each second.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+CORES_ENV = "ALIGNFLOW_CORES"  # CPU cores of a stage that shares the machine with other stages
+
+
+class Stopped(BaseException):
+    """Raised in a stage's thread when its run ends. Like KeyboardInterrupt it is no failure of the stage."""
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """`variables`: of the stage's process, in place of the run's own; `stop`: set when the run ends."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+allotment: ContextVar[Allotment | None] = ContextVar("allotment", default=None)
+
+
+def variables() -> Mapping[str, str]:
+    """Returns the variables of a process that this thread starts for its stage; none in the main thread."""
+    found = allotment.get()
+    return found.variables if found else {}
+
+
+def check_stop() -> None:
+    """Raises Stopped when the run of this thread's stage ends."""
+    found = allotment.get()
+    if found and found.stop.is_set():
+        raise Stopped("the run was ended")

@@ -1,0 +1,106 @@
+"""The feedback endpoint: what it stores, counts and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from rlhf_core.feedback import endpoint
+from rlhf_core.feedback.endpoint import application, by_name
+from rlhf_core.feedback.inbox import Inbox
+from rlhf_core.feedback.leaks import Questions
+
+TOKEN = "t" * 32
+ROW = {"prompt": "hello there", "response": "hi", "thumb": "up"}
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Inbox:
+    return Inbox(tmp_path / "chat.inbox")
+
+
+@pytest.fixture
+def client(box: Inbox) -> TestClient:
+    app = application(by_name([box.folder], lambda: Questions(["what is the capital of France"])), TOKEN)
+    return TestClient(app, base_url="http://127.0.0.1:4300", headers={"authorization": f"Bearer {TOKEN}"})
+
+
+def test_rows_come_as_an_object_a_list_or_lines(client: TestClient, box: Inbox) -> None:
+    other, third = ROW | {"prompt": "other"}, ROW | {"prompt": "third"}
+    assert client.post("/feedback/chat", json=ROW).json()["new"] == 1
+    assert client.post("/feedback/chat", json=[ROW, other]).json() | {"faults": []} == {
+        "read": 2, "new": 1, "duplicate": 1, "leaked": 0, "wrong": 0, "faults": [], "unusable": {}, "personal": {},
+    }  # fmt: skip
+    assert client.post("/feedback/chat?source=app&annotator=ann", content=f"{json.dumps(ROW)}\n{json.dumps(third)}\n").json()["new"] == 2
+    assert client.get("/feedback").json() == {"chat": {"thumb": 4}}
+    last = list(box.rows(("thumb",)))[-1].row
+    assert (last.source, last.annotator) == ("app", "ann")
+
+
+def test_what_became_of_each_row_is_counted(client: TestClient) -> None:
+    rows = [
+        {"prompt": "What is the capital of France?", "response": "x", "thumb": 1},
+        ROW | {"response": "ask ann@example.org"},
+        {"a": 1},
+        5,
+    ]
+    told = client.post("/feedback/chat", json=rows).json()
+    assert (told["new"], told["leaked"], told["wrong"], told["personal"]) == (1, 1, 2, {"EMAIL_ADDRESS": 1})
+    assert told["faults"][1] == "row 4: a row must be a JSON object, found int"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 422),
+        (b"{", 400),
+        (b"\xff", 400),
+        (b'"\\ud800"', 400),
+        (b"[" * 100_000, 400),
+        (b"[]", 422),
+        (b"7", 422),
+        (b'{"prompt": 1}', 422),
+    ],
+)
+def test_bodies_without_feedback(client: TestClient, box: Inbox, body: bytes, status: int) -> None:
+    assert client.post("/feedback/chat", content=body).status_code == status
+    assert not box.count(("thumb",))
+
+
+def test_an_unknown_inbox_and_other_methods(client: TestClient) -> None:
+    assert client.post("/feedback/nope", json=ROW).status_code == 404
+    assert client.post("/feedback/../chat", json=ROW).status_code in (404, 405)
+    assert client.delete("/feedback/chat").status_code == 405
+
+
+def test_a_body_that_is_too_large_is_not_read(client: TestClient, box: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "LARGEST_REQUEST", 1000)
+    assert client.post("/feedback/chat", json=[ROW] * 100).status_code == 413
+    assert not box.exists
+
+
+def test_nothing_is_taken_without_the_token(client: TestClient, box: Inbox) -> None:
+    for headers in ({"authorization": ""}, {"authorization": "Bearer x"}):
+        assert client.post("/feedback/chat", json=ROW, headers=headers).status_code == 401
+        assert client.get("/feedback", headers=headers).status_code == 401
+    assert not box.exists
+
+
+def test_two_inboxes_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="two inboxes have the same name"):
+        by_name([tmp_path / "a" / "x.inbox", tmp_path / "b" / "x.inbox"], lambda: Questions(()))
+
+
+def test_requests_side_by_side_lose_nothing(client: TestClient, box: Inbox) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def send(number: int) -> Any:
+        return client.post("/feedback/chat", json=ROW | {"prompt": f"q{number % 40}"}).status_code
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(send, range(80))) == {200}
+    assert box.count(("thumb",)) == 40

@@ -1,0 +1,115 @@
+"""Precision and recall of what is filtered: personal data, and evaluation questions, on planted sets."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+import pytest
+
+from rlhf_core.feedback.leaks import Questions
+from rlhf_core.feedback.personal_data import masked
+
+WORDS = (
+    "the model answer question river mountain seven plus equals python code list value city music garden paper number train light".split()
+)
+
+
+def sentence(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+def iban(rng: random.Random) -> str:
+    body = "".join(rng.choice("0123456789") for _ in range(18))
+    check = 98 - int(body + "131400") % 97  # DE as 13 14
+    text = f"DE{check:02d}{body}"
+    return " ".join(text[i : i + 4] for i in range(0, len(text), 4)) if rng.random() < 0.5 else text
+
+
+def card(rng: random.Random) -> str:
+    digits = [4, *(rng.randrange(10) for _ in range(14))]
+    total = sum(d if i % 2 else (2 * d - 9 if 2 * d > 9 else 2 * d) for i, d in enumerate(digits))
+    text = "".join(map(str, [*digits, -total % 10]))
+    return rng.choice([text, " ".join(text[i : i + 4] for i in range(0, 16, 4)), "-".join(text[i : i + 4] for i in range(0, 16, 4))])
+
+
+def mail(rng: random.Random) -> str:
+    name, host = rng.choice(["ann", "b.smith", "c_d", "e+f"]), rng.choice(["example", "post-office"])
+    return f"{name}{rng.randrange(100)}@{host}.{rng.choice(['com', 'de', 'co.uk'])}"
+
+
+def phone(rng: random.Random) -> str:
+    line = f"{rng.randrange(200, 999)}-{rng.randrange(1000, 9999)}"
+    last = rng.randrange(10_000_000, 99_999_999)
+    return rng.choice(
+        [f"212-{line}", f"(415) {line}", f"+1 646 {line}", f"+49 30 {last}", f"0151 {last}", f"030 {last}", "+33 1 42 68 53 00"]
+    )
+
+
+def harmless(rng: random.Random) -> str:
+    a, b = rng.randrange(10**6, 10**9), rng.randrange(10, 99)
+    return rng.choice(
+        [
+            f"{a} + {a}",
+            f"2026-0{b % 9 + 1}-{b % 20 + 10} 12:30:{b}",
+            f"version 1.{b}.3",
+            f"3.1415926535{a}",
+            f"{a:,}",
+            f"x@{b}",
+            f"10.0.{b}.1",
+            "@name",
+            f"f{a}(x)",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "recall"),
+    [("EMAIL_ADDRESS", mail, 1.0), ("IBAN_CODE", iban, 1.0), ("CREDIT_CARD", card, 1.0), ("PHONE_NUMBER", phone, 0.95)],
+)
+def test_planted_personal_data_is_replaced_whole(kind: str, make: object, recall: float) -> None:
+    rng, found = random.Random(0), 0
+    for _ in range(300):
+        planted = make(rng)  # type: ignore[operator]
+        before, after = sentence(rng, 5), sentence(rng, 5)
+        text = masked([f"{before} {planted} {after}"]).texts[0]
+        found += text == f"{before} <{kind}> {after}"
+    assert found >= recall * 300
+
+
+def test_numbers_dates_and_versions_stay() -> None:
+    rng = random.Random(0)
+    texts = [f"{sentence(rng, 4)} {harmless(rng)} {sentence(rng, 4)}" for _ in range(1000)]
+    assert sum(text != kept for text, kept in zip(texts, masked(texts).texts, strict=True)) <= 10  # precision of 99 %
+
+
+def test_nothing_is_asked_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: object, **named: object) -> None:
+        raise AssertionError("a connection was made")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    assert masked(["ann@example.org and 212-555-0123"]).found == {"EMAIL_ADDRESS": 1, "PHONE_NUMBER": 1}
+
+
+def test_planted_evaluation_questions_are_found_and_others_pass() -> None:
+    rng = random.Random(0)
+    vocabulary = [f"{a}{b}" for a in WORDS for b in WORDS]
+
+    def text(words: int) -> str:
+        return " ".join(rng.choice(vocabulary) for _ in range(words))
+
+    asked = [text(rng.randrange(3, 40)) for _ in range(500)]
+    questions = Questions(asked)
+    changed = [question.upper().replace(" ", ",  ") + "?!" for question in asked]  # case, punctuation, whitespace
+    assert all(map(questions.met_by, changed))
+    inside = [f"{text(10)} {question} {text(10)}" for question in asked if len(question.split()) >= 5]  # as a part
+    assert all(map(questions.met_by, inside))
+    thirteen = [" ".join(question.split()[3:16]) for question in asked if len(question.split()) >= 16]  # a run of it
+    assert thirteen and all(questions.met_by(f"{text(5)} {run} {text(5)}") for run in thirteen)
+    assert sum(questions.met_by(text(rng.randrange(3, 60))) for _ in range(5000)) == 0
+    shorter = [" ".join(question.split()[:-1]) for question in asked if 5 <= len(question.split()) < 13]
+    assert shorter and not any(map(questions.met_by, shorter)) and not questions.met_by("")
+
+
+def test_compatible_characters_are_one_form() -> None:
+    assert Questions(["What is ﬁve times the number two"]).met_by("WHAT is five times the number two")

@@ -1,0 +1,176 @@
+"""Which rows of an inbox a stage and each round of a loop read: none twice, none that came after a round began, none of a refused round."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import Recipe
+from rlhf_core.feedback.inbox import Inbox
+from rlhf_core.feedback.parse import feedback_of
+from rlhf_core.preflight.inputs import check_inputs
+from rlhf_core.recipe.loop_record import LoopState, begin, directories, finish, folder_of, loop_state, refuse
+from rlhf_core.recipe.plan import Node, Plan, plan
+from rlhf_core.runs.run_dir import Outcome, RunDir
+
+QUESTIONS = ["What is the capital city of France?"]
+
+
+@pytest.fixture
+def inbox(tmp_path: Path) -> Inbox:
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps({"prompt": question}) + "\n" for question in QUESTIONS))
+    return Inbox(tmp_path / "night.inbox")
+
+
+def recipe(folder: Path, gate: float | None = None, **loop: Any) -> Recipe:
+    gates = {"gates": [{"metric": "accuracy", "min": gate}]} if gate is not None else {}
+    source = {"feedback": {"sources": str(folder / "night.inbox")}}
+    stages = {
+        "sft": {"data": {"sources": "train.jsonl"}},
+        "loop": {"stage": "iterative_feedback", "method": "dpo", "rounds": 1, **source, **gates, **loop},
+        "evaluation": {"models": ["loop"], "questions": {"path": str(folder / "q.jsonl")}},
+    }
+    return Recipe(name="night", base_model="org/base", artifacts=str(folder / "artifacts"), stages=stages)
+
+
+def say(inbox: Inbox, *names: str) -> None:
+    inbox.add([feedback_of({"prompt": name, "chosen": "good", "rejected": "bad"}) for name in names])
+
+
+def rows(node: Node) -> list[str]:
+    """The prompts that a planned stage trains on."""
+    path = Path(node.config.data.sources[0].path)  # type: ignore[attr-defined]
+    return [json.loads(line)["prompt"][0]["content"] for line in path.read_text().splitlines()]
+
+
+def do(planned: Plan, accuracy: float = 1.0) -> None:
+    """What the stages of a plan leave behind."""
+    for node in planned.nodes:
+        run = RunDir(node.run_dir)
+        if run.result() is None:
+            run.prepare(planned.request(node))
+            (run / "checkpoint").write_text(node.digest)
+            run.finish(planned.request(node), Outcome({"accuracy": accuracy}, {"checkpoint": "checkpoint"}), 1.0)
+
+
+def one_round(of: Recipe, accuracy: float = 1.0) -> LoopState:
+    found = begin(of, loop_state(of, "loop"))
+    do(found.plan, accuracy)
+    if not loop_state(of, "loop").failed:
+        finish(found)
+    return found
+
+
+def test_each_round_takes_the_rows_that_are_new(tmp_path: Path, inbox: Inbox) -> None:
+    say(inbox, "a", "b")
+    assert rows(one_round(recipe(tmp_path)).plan["loop.round1"]) == ["a", "b"]
+    say(inbox, "c")
+    assert rows(one_round(recipe(tmp_path)).plan["loop.round2"]) == ["c"]
+    assert "round 3 waits for feedback: night.inbox has 0 new rows for dpo" in loop_state(recipe(tmp_path), "loop").why_not()
+
+
+def test_a_round_that_has_begun_keeps_its_rows(tmp_path: Path, inbox: Inbox) -> None:
+    say(inbox, "a")
+    begun = begin(recipe(tmp_path), loop_state(recipe(tmp_path), "loop"))
+    say(inbox, "b")
+    again = begin(recipe(tmp_path), loop_state(recipe(tmp_path), "loop"))
+    assert again.plan["loop.round1"].digest == begun.plan["loop.round1"].digest and rows(again.plan["loop.round1"]) == ["a"]
+    do(again.plan)
+    finish(again)
+    assert rows(one_round(recipe(tmp_path)).plan["loop.round2"]) == ["b"]
+
+
+def test_a_look_at_the_loop_takes_no_rows(tmp_path: Path, inbox: Inbox) -> None:
+    say(inbox, "a")
+    for _ in range(2):
+        loop_state(recipe(tmp_path), "loop")
+    assert not (inbox.folder / "taken").exists()
+    say(inbox, "b")
+    assert rows(one_round(recipe(tmp_path)).plan["loop.round1"]) == ["a", "b"]
+
+
+def test_a_round_waits_for_enough_rows_of_its_method(tmp_path: Path, inbox: Inbox) -> None:
+    wants = recipe(tmp_path, min_new_rows=2)
+    assert "has 0 new rows for dpo, and min_new_rows is 2" in loop_state(wants, "loop").why_not()
+    say(inbox, "a")
+    inbox.add([feedback_of({"prompt": f"q{i}", "response": "x", "thumb": "up"}) for i in range(5)])
+    assert "has 1 new rows" in loop_state(wants, "loop").why_not()
+    assert loop_state(recipe(tmp_path, method="kto", min_new_rows=5), "loop").why_not() == ""
+    say(inbox, "b")
+    assert loop_state(wants, "loop").why_not() == ""
+
+
+def test_a_refused_round_is_left_out_with_its_rows(tmp_path: Path, inbox: Inbox) -> None:
+    gated = recipe(tmp_path, gate=0.5)
+    say(inbox, "a")
+    one_round(gated)
+    say(inbox, "poison")
+    one_round(gated, accuracy=0.1)
+    assert loop_state(gated, "loop").failed and not loop_state(gated, "loop").renewed  # there is nothing new to train on
+    say(inbox, "c")
+    found = loop_state(gated, "loop")
+    assert found.number == 2 and found.renewed
+    found = refuse(gated, found, found.failed[0].summary)
+    assert found.number == 3 and not found.failed and "loop.round2.dpo" not in [node.name for node in found.plan.nodes]
+    done = one_round(gated)
+    assert rows(done.plan["loop.round3"]) == ["c"] and done.plan["loop.round3"].stages == {"loop.round1.dpo": "loop.round1.dpo"}
+    assert done.plan["evaluation"].config.models == ("loop.round1", "loop.round3")  # type: ignore[attr-defined]
+    assert [bool(one.refused) for one in loop_state(gated, "loop").record.rounds] == [False, True, False]
+    assert not any("round2" in name for name in directories(folder_of(gated)))
+
+
+def test_one_run_takes_what_is_there_until_it_is_told_to_move_on(tmp_path: Path, inbox: Inbox) -> None:
+    say(inbox, "a")
+    first = plan(recipe(tmp_path))
+    say(inbox, "b")
+    second = plan(recipe(tmp_path))
+    assert rows(first["loop"]) == rows(second["loop"]) == ["a"] and first["loop"].digest == second["loop"].digest
+    (folder_of(recipe(tmp_path)) / "pins.json").unlink()
+    assert rows(plan(recipe(tmp_path))["loop"]) == ["a", "b"]
+
+
+def test_a_round_of_one_run_is_adopted_by_the_nightly_loop(tmp_path: Path, inbox: Inbox) -> None:
+    say(inbox, "a")
+    do(plan(recipe(tmp_path)))
+    say(inbox, "b")
+    found = one_round(recipe(tmp_path))
+    assert found.number == 2 and rows(found.plan["loop.round2"]) == ["b"]
+
+
+def test_rows_that_meet_questions_of_the_recipe_are_left_out(tmp_path: Path, inbox: Inbox) -> None:
+    say(inbox, "a", "what is the CAPITAL city of France")
+    assert rows(plan(recipe(tmp_path))["loop"]) == ["a"]
+
+
+def test_what_is_missing_is_told(tmp_path: Path, inbox: Inbox) -> None:
+    def told(planned: Plan) -> str:
+        return "\n".join(check_inputs(planned, [planned["loop"]]))
+
+    assert "there is no such inbox: `alignflow feedback import FILE --inbox" in told(plan(recipe(tmp_path)))
+    inbox.add([feedback_of({"prompt": "q", "response": "x", "thumb": "up"})])
+    assert "night.inbox: has no (new) rows of the kind that this stage trains on" in told(plan(recipe(tmp_path)))
+    with pytest.raises(ValueError, match="is an inbox, which has no rows for it"):
+        plan(
+            Recipe(
+                name="n",
+                base_model="org/base",
+                stages={"evaluation": {"models": ["org/a"], "baseline": "org/b", "questions": {"path": str(inbox.folder)}}},
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [
+        ({"feedback": {"sources": "rows.jsonl"}}, "none of the sources is an inbox"),
+        ({"method": "kto", "label_smoothing": 0.1}, "label_smoothing belongs to method dpo"),
+        ({"method": "dpo", "w_desirable": 2.0}, "w_desirable belongs to method kto"),
+        ({"method": "kto", "train_batch_size": 1, "micro_train_batch_size": 1}, "set it to 2 or more"),
+    ],
+)
+def test_wrong_loops(tmp_path: Path, loop: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        recipe(tmp_path, **loop)
