@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from evaluation.dashboard import charts
 from evaluation.dashboard.folder import STAGES, Folder, Missing
-from rlhf_core.recipe.differences import Difference, changed, stage_differences
+from rlhf_core.runs.differences import Difference, changed, stage_differences
 from rlhf_core.runs.run_records import RunRecord
 
 MAX_DIFFERENCES, MAX_TEXT = 500, 300

@@ -17,7 +17,7 @@ import yaml
 
 from rlhf_core.config import KINDS
 from rlhf_core.recipe import loop_record
-from rlhf_core.recipe.differences import Difference, changed, stage_differences
+from rlhf_core.runs.differences import Difference, changed, stage_differences
 from rlhf_core.runs.lineage import Ancestor, lineage, stage_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, RunDir
 from rlhf_core.runs.run_records import RUN, RunRecord, kept, read, records

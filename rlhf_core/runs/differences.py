@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rlhf_core.recipe.dry_run import changes
 from rlhf_core.runs.lineage import stage_of
 from rlhf_core.runs.run_dir import REQUEST, RESULT
 from rlhf_core.system.files import read_json
@@ -37,12 +36,12 @@ def stage_differences(name: str, before: Path, after: Path) -> Iterator[Differen
         "versions": [result.get("environment", {}) for result in results],
         "metrics": [result.get("metrics", {}) for result in results],
     }
-    changes = [Difference(name, part, *change) for part, (first, second) in parts.items() for change in changed(first, second)]
+    found = [Difference(name, part, *change) for part, (first, second) in parts.items() for change in changed(first, second)]
     digests = [request.get("digest", folder.name.rpartition("-")[2]) for request, folder in ((old, before), (new, after))]
     if digests[0] != digests[1]:
-        explained = any(change.part in ("configuration", "inputs") for change in changes)
+        explained = any(change.part in ("configuration", "inputs") for change in found)
         yield Difference(name, "digest", "" if explained else "its data, its base model or the stage's code", *digests)
-    yield from changes
+    yield from found
     for side, result in zip(("before", "after"), results, strict=True):
         if not result:
             yield Difference(name, "metrics", f"no result {side}", *(("not done", "") if side == "before" else ("", "not done")))
@@ -51,6 +50,17 @@ def stage_differences(name: str, before: Path, after: Path) -> Iterator[Differen
 def changed(old: object, new: object) -> Iterator[tuple[str, str, str]]:
     """Yields (key, before, after) of all leaves that differ, as texts without passwords."""
     yield from ((key, _text(before), _text(after)) for key, before, after in changes(old, new))
+
+
+def changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields (key, before, after) of all leaves of two records that differ; '-' for a missing one."""
+    if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in {**old, **new}:
+            yield from changes(old.get(name, "-"), new.get(name, "-"), f"{key}.{name}" if key else str(name))
+    elif old != new:
+        yield key, old, new
 
 
 def _text(value: object) -> str:
