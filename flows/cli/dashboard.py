@@ -49,7 +49,9 @@ def dashboard(
     with listen(host, port) as listener:
         token = kept_secret(file)
         address = f"http://{LOOPBACK if host == EVERYWHERE else host}:{listener.getsockname()[1]}/"
-        show_address(Console(soft_wrap=True), artifacts, address, token, file)
+        console = Console(soft_wrap=True)
+        show_address(console, artifacts, address, token, file)
+        console.print("Ctrl-C ends it")
         config = uvicorn.Config(Protected(application(artifacts), token, names), log_level="error", timeout_graceful_shutdown=4)
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run([listener])
@@ -59,4 +61,4 @@ def dashboard(
 def show_address(console: Console, artifacts: Path, address: str, token: str, file: Path) -> None:
     """Prints the address with its token on a terminal, and elsewhere, where a service manager keeps a log, only the file that holds it."""
     shown = f"{address}?token={token}" if console.is_terminal else f"{address}?token=... (the token: what is in {file})"
-    console.print(f"{artifacts} is shown at {shown}\nCtrl-C ends it", markup=False, highlight=False)
+    console.print(f"{artifacts} is shown at {shown}", markup=False, highlight=False)
