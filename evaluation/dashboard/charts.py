@@ -113,7 +113,8 @@ def _band(panel: Panel, run: Run) -> list[tuple[float, float]]:
     """Returns the outline of the area of the first line plus and minus `panel.band`; [] where it has none."""
     spread = dict(run.curves.get(panel.band or "", ()))
     middle = [(step, value) for step, value in run.curves.get(next(iter(panel.lines)), ()) if step in spread]
-    return [(step, value + spread[step]) for step, value in middle] + [(step, value - spread[step]) for step, value in middle[::-1]]
+    upper, lower = ([(step, value + sign * spread[step]) for step, value in middle] for sign in (1, -1))
+    return upper + lower[::-1] if all(math.isfinite(value) for _, value in upper + lower) else []
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:

@@ -76,9 +76,8 @@ def overlays(folder: Folder, one: Side, other: Side) -> list[Overlay]:
 
 def drawable(folder: Folder, run_dir: str, label: str = "") -> charts.Run:
     """Returns the curves of a stage for charts.py."""
-    series = folder.curves(folder.path / STAGES / run_dir).series
-    bad = {name: one.not_finite for name, one in series.items() if one.not_finite}
-    return charts.Run(label, {name: one.points() for name, one in series.items()}, bad)
+    found = folder.curves(folder.path / STAGES / run_dir)
+    return charts.Run(label, found.points, found.not_finite)
 
 
 def _short(text: str) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evaluation.dashboard.growing import Attempts, Curves, Growing
+from evaluation.dashboard.growing import Attempts, Curves, Growing, Log, Metrics
 from evaluation.dashboard.locks import Locks
 from rlhf_core.runs.run_dir import LOCK, LOG, METRICS, REQUEST, RESULT
 from rlhf_core.runs.run_records import LOCK as RUN_LOCK
@@ -31,7 +31,7 @@ STAGES = "stages"
 MAX_JSON, MAX_FILES, MAX_GROWING = 16 << 20, 8192, 256  # bytes of a file that is read whole; files kept in memory
 Identity = tuple[int, int, int]
 Found = TypeVar("Found")
-Reader = TypeVar("Reader", bound=Growing)
+Reader = TypeVar("Reader", bound=Growing[Any])
 
 
 class Missing(LookupError):
@@ -44,7 +44,7 @@ class Folder:
     def __init__(self, artifacts: Path):
         self.path = artifacts.absolute()
         self._files: OrderedDict[Any, Any] = OrderedDict()
-        self._growing: OrderedDict[Any, Growing] = OrderedDict()
+        self._growing: OrderedDict[Path, Growing[Any]] = OrderedDict()
         self._guard = threading.Lock()
         self.locks = Locks()
 
@@ -95,13 +95,13 @@ class Folder:
         """Returns the JSON object in a file; {} as `read_json`, and when it is a link or has more than MAX_JSON bytes."""
         return self._kept(file, ("json",), lambda: _object(file))
 
-    def curves(self, run_dir: Path) -> Curves:
+    def curves(self, run_dir: Path) -> Metrics:
         """Returns the metrics of a stage, up to date."""
-        return self._updated(run_dir / METRICS, Curves)
+        return self._growing_file(run_dir / METRICS, Curves).look()
 
-    def attempts(self, run_dir: Path) -> Attempts:
+    def attempts(self, run_dir: Path) -> Log:
         """Returns the starts and ends of a stage's process, up to date."""
-        return self._updated(run_dir / LOG, Attempts)
+        return self._growing_file(run_dir / LOG, Attempts).look()
 
     def tail(self, file: Path, lines: int = 1) -> str:
         """Returns the last lines of a text file, at most 20,000 bytes; '' as `json`."""
@@ -146,7 +146,7 @@ class Folder:
                 self._files.popitem(last=False)
         return found
 
-    def _updated(self, file: Path, kind: type[Reader]) -> Reader:
+    def _growing_file(self, file: Path, kind: type[Reader]) -> Reader:
         with self._guard:
             found = self._growing.pop(file, None)
             if not isinstance(found, kind):
@@ -154,7 +154,6 @@ class Folder:
             self._growing[file] = found
             while len(self._growing) > MAX_GROWING:
                 self._growing.popitem(last=False)
-            found.update()
         return found
 
 

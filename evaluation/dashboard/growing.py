@@ -11,10 +11,11 @@ import math
 import os
 import re
 import stat
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import Generic, NamedTuple, TypeGuard, TypeVar
 
 CHUNK, MAX_LINE, MAX_LOG = 1 << 20, 1 << 20, 64 << 20  # bytes
 TAIL = 64  # bytes before the position, compared to notice a replaced file
@@ -23,8 +24,14 @@ MARK = re.compile(rb"(---|\+\+\+) (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:.* ended a
 STEP = re.compile(rb"step (\d{1,12})/(\d{1,12})(?:\s|$)")
 
 
-class Growing:
-    """A file whose complete lines go to `take` once each, after `restart` when it is another file than before. Links are not followed."""
+Seen = TypeVar("Seen")
+
+
+class Growing(Generic[Seen]):
+    """A file whose complete lines go to `take` once each, after `restart` when it is another file than before. Links are not followed.
+
+    `look` returns what `snapshot` makes of them; any thread may call it.
+    """
 
     most: int | None = None  # bytes before the file's end that are read at first; None: all
 
@@ -32,6 +39,18 @@ class Growing:
         self._path = path
         self._identity: tuple[int, int] | None = None
         self._offset, self._last, self._rest, self._cut = 0, b"", b"", False
+        self._guard = threading.Lock()
+        self._seen: Seen | None = None
+        self.restart()
+
+    def look(self) -> Seen:
+        """Reads what is new, and returns all that is known. Equal objects while nothing was added."""
+        with self._guard:
+            before = self._identity, self._offset
+            self.update()
+            if self._seen is None or before != (self._identity, self._offset):
+                self._seen = self.snapshot()
+            return self._seen
 
     def update(self) -> None:
         """Reads what is new. A missing file, or one that cannot be read, counts as empty."""
@@ -60,6 +79,10 @@ class Growing:
 
     def take(self, line: bytes) -> None:
         """Gets one line, without its end."""
+
+    def snapshot(self) -> Seen:
+        """Returns what the lines say, in objects that do not change any more."""
+        raise NotImplementedError
 
     def _forget(self) -> None:
         self._offset, self._last, self._rest, self._cut = 0, b"", b"", False
@@ -117,12 +140,20 @@ def _mean(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     return steps[-1], sum(values) / len(values)
 
 
-class Curves(Growing):
-    """The metrics in `metrics.jsonl`. `step`, `time`: of the last line; `pace`: seconds of a step, by the last lines."""
+class Metrics(NamedTuple):
+    """The metrics of a stage: by name the points, how many values were not finite, and the last finite value. `step`, `time`: of the last
+    line; `pace`: seconds of a step, by the last lines."""
 
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self.restart()
+    points: dict[str, list[tuple[float, float]]]
+    not_finite: dict[str, int]
+    last: dict[str, float]
+    step: float | None
+    time: float | None
+    pace: float | None
+
+
+class Curves(Growing[Metrics]):
+    """The metrics in `metrics.jsonl`."""
 
     def restart(self) -> None:
         self.series: dict[str, Series] = {}
@@ -148,9 +179,11 @@ class Curves(Growing):
             if name not in ("step", "time") and is_number(value) and (name in self.series or len(self.series) < MAX_METRICS):
                 self.series.setdefault(name[:200], Series()).add(step, float(value))
 
-    def last(self) -> dict[str, float]:
-        """Returns the last finite value of each metric."""
-        return {name: series.last for name, series in self.series.items() if math.isfinite(series.last)}
+    def snapshot(self) -> Metrics:
+        points = {name: one.points() for name, one in self.series.items()}
+        not_finite = {name: one.not_finite for name, one in self.series.items() if one.not_finite}
+        last = {name: one.last for name, one in self.series.items() if math.isfinite(one.last)}
+        return Metrics(points, not_finite, last, self.step, self.time, self.pace)
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -166,14 +199,17 @@ class Attempt(NamedTuple):
     code: int | None = None
 
 
-class Attempts(Growing):
-    """The starts and ends in `log.txt`, and the last line `step X/Y`."""
+class Log(NamedTuple):
+    """The starts of a stage's process, and (done, all) of the last line `step X/Y`."""
+
+    attempts: tuple[Attempt, ...]
+    progress: tuple[int, int] | None
+
+
+class Attempts(Growing[Log]):
+    """The starts and ends in `log.txt`."""
 
     most = MAX_LOG
-
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self.restart()
 
     def restart(self) -> None:
         self.attempts: list[Attempt] = []
@@ -188,6 +224,9 @@ class Attempts(Growing):
                 self.attempts[-1] = self.attempts[-1]._replace(seconds=float(mark[3]), code=int(mark[4]))
         elif step := STEP.match(line):
             self.progress = int(step[1]), int(step[2])
+
+    def snapshot(self) -> Log:
+        return Log(tuple(self.attempts), self.progress)
 
 
 def _seconds(text: str) -> float:

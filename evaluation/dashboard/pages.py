@@ -148,11 +148,11 @@ def stage_page(folder: Folder, name: str) -> Page:
 
     def curves() -> str:
         runs = [compare.drawable(folder, name)]
-        last = folder.curves(run_dir).last()
+        last = folder.curves(run_dir).last
         return fill("stage.curves", panels=charts.main_panels(kind(), runs), others=charts.other_panels(kind(), runs), last=last)
 
     def phases() -> str:
-        last = folder.curves(run_dir).last()
+        last = folder.curves(run_dir).last
         waits = {role.removeprefix(WAIT): share for role, share in last.items() if role.startswith(WAIT)}
         memory = {role.removeprefix("memory/"): gib for role, gib in last.items() if role.startswith("memory/")}
         return fill("stage.phases", phases=phases_of(last), waits=waits, memory=memory)

@@ -67,7 +67,7 @@ def stage_of(folder: Folder, run_dir: Path, name: str = "", kind: str = "", pare
         curves = folder.curves(run_dir)
         steps = attempts.progress
         left = (steps[1] - steps[0]) * curves.pace if steps and curves.pace else None
-        metric = main_metric(config, curves.last())
+        metric = main_metric(config, curves.last)
         return found._replace(state="running", told=holder, steps=steps, left=left, metric=metric)
     how, why = _ended(holder, last, elsewhere)
     return found._replace(state=how, told=why, steps=attempts.progress)

@@ -113,7 +113,8 @@ def test_values_that_are_not_finite_are_counted(file: Path, curves: Curves) -> N
     add(file, 3, loss=math.inf)
     add(file, 4)
     assert steps(curves) == [1, 4] and curves.series["loss"].not_finite == 2
-    assert curves.last() == {"loss": 0.25}
+    assert curves.look().last == {"loss": 0.25} and curves.look().not_finite == {"loss": 2}
+    assert curves.look() is curves.look(), "nothing is made again while nothing was added"
 
 
 def test_a_long_run_takes_bounded_memory_and_keeps_its_mean(file: Path, curves: Curves) -> None:
