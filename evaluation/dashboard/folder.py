@@ -14,7 +14,7 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,13 +59,13 @@ class Folder:
             raise Missing(name)
         return path
 
-    def requests(self) -> dict[str, dict[str, Any]]:
-        """Returns the requests of all run directories that have one, by the directory's name."""
+    def requests(self, without: Container[str] = ()) -> dict[str, dict[str, Any]]:
+        """Returns the requests of all run directories that have one, by the directory's name, but those of `without`."""
         try:
             names = sorted(entry.name for entry in os.scandir(self.path / STAGES) if entry.is_dir(follow_symlinks=False))
         except OSError:
             return {}
-        found = ((name, self.request(self.path / STAGES / name)) for name in names if NAME.fullmatch(name))
+        found = ((name, self.request(self.path / STAGES / name)) for name in names if NAME.fullmatch(name) and name not in without)
         return {name: request for name, request in found if request}
 
     def request(self, run_dir: Path) -> dict[str, Any]:

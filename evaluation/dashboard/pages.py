@@ -88,7 +88,7 @@ def overview(folder: Folder) -> Page:
 
     def others() -> str:
         known = {stage.run_dir.partition("/")[2] for run in folder.runs() for stage in run.stages}
-        strays = [state.stage_of(folder, folder.stage(name)) for name in folder.requests() if name not in known]
+        strays = [state.stage_of(folder, folder.stage(name)) for name in folder.requests(known)]
         loops = [(file.parent.name, folder.json(file)) for file in inside(folder.path, f"*/{LOOP}")]
         return fill("overview.others", stages=strays, loops=[(name, loop) for name, loop in loops if _is_loop(loop)])
 
