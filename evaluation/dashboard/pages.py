@@ -78,8 +78,12 @@ def overview(folder: Folder) -> Page:
     """Returns the page of all runs, loops and stages."""
 
     def now() -> str:
-        running = [run for run in folder.runs() if run.state == "running"]
-        return fill("overview.now", runs=[(run, link(run), state.run_stages(folder, run)) for run in running])
+        rows = []
+        for run in (run for run in folder.runs() if run.state == "running"):
+            stages = [stage for stage in state.run_stages(folder, run) if stage.state not in ("done", "not begun")]
+            shown = [stage for stage in stages if not (stage.state == "waiting" and stage.told.startswith(state.PARENTS))]
+            rows.append((run, link(run), shown, len(stages) - len(shown)))
+        return fill("overview.now", runs=rows)
 
     def runs() -> str:
         found = folder.runs()

@@ -22,6 +22,7 @@ from rlhf_core.config.gates import Gate
 from rlhf_core.runs.run_dir import HOLDER, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
 from rlhf_core.runs.run_records import RunRecord
 
+PARENTS = "waits for "  # names of stages before it
 HOST = re.compile(r" on (\S+) since ")
 STOPPED = {128 + number: signal.Signals(number).name for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)}
 
@@ -114,7 +115,7 @@ def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
             ours = not stage.told.startswith("run ") or (run.label in stage.told and f"process {run.pid}," in stage.told)
             told.append(stage if ours else stage._replace(state="waiting", told=f"another run works on it: {stage.told}"))
         elif missing := [name for name in stage.parents if name not in done]:
-            told.append(stage._replace(state="waiting", told=f"waits for {', '.join(missing)}"))
+            told.append(stage._replace(state="waiting", told=f"{PARENTS}{', '.join(missing)}"))
         else:
             why = f"waits while {', '.join(others)} runs" if others else "starts, or waits for another run's stage on this machine"
             told.append(stage._replace(state="waiting", told=why))

@@ -13,12 +13,13 @@ from urllib.parse import quote
 
 import anyio
 import pytest
+from filelock import FileLock
 from starlette.testclient import TestClient
 
 from evaluation.dashboard import app
 from evaluation.dashboard.app import changes, dashboard
 from evaluation.dashboard.folder import Folder
-from rlhf_core.runs.run_dir import LOG, METRICS, REQUEST, RESULT, ROLLOUTS
+from rlhf_core.runs.run_dir import LOCK, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
 from rlhf_core.system.page_server import Protected
 from tests.support.finished_run import DIGESTS
 from tests.unit.evaluation.dashboard.conftest import STARTED, Artifacts
@@ -89,6 +90,16 @@ def test_the_pages_show_what_the_run_did(client: TestClient) -> None:
     for text in ("Reward of the answers", "times the floor", "Share in which a role waits", "generate", "used by", "evaluation-"):
         assert text in stage, text
     assert stage.count("<polyline") == 0 and stage.count("<figure") > 9
+
+
+def test_a_run_in_progress_on_the_start_page(client: TestClient, artifacts: Artifacts) -> None:
+    record = artifacts.record("second", status="not run")
+    for name in ("ppo", "evaluation", "publication"):
+        (artifacts.stage(name) / RESULT).unlink()
+    with FileLock(record.with_suffix(".lock")), FileLock(artifacts.stage("ppo") / LOCK):
+        now = client.get("/").text.partition("<h2>Runs")[0]
+    assert "/run/demo/second" in now and "2 stages wait for others" in now
+    assert PPO in now and "evaluation" not in now
 
 
 def test_the_report_of_the_last_run(client: TestClient, artifacts: Artifacts, tmp_path: Path) -> None:
