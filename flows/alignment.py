@@ -28,6 +28,7 @@ from rlhf_core.runs.launch import SeveralFailed
 from rlhf_core.runs.run_dir import StageRequest
 from rlhf_core.runs.store import store_of
 from rlhf_core.system import orphan_watcher
+from tasks.approval import await_approvals
 from tasks.gates import check_gates
 from tasks.keys import provided, variables
 from tasks.notify import notify_gates, notify_stage, notify_state
@@ -104,14 +105,22 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
 
     Raises ValueError or MachineLacks before any work, StageFailed when a stage fails, GateFailed when a failed gate stopped other stages,
     SeveralFailed for more than one of these. After a failure nothing is started; stages that run beside the failed one finish first.
+    Raises ApprovalAwaited, or suspends the run, when all that is left waits for a person (tasks/approval.py).
     """
     if planned is not checked_plan.get():
         require_here(planned, nodes)
     if "PREFECT__FLOW_RUN_ID" in os.environ:  # a worker started this process: a run of its own does not outlive it
         orphan_watcher.end_with_parent()
+    while waiting := _run_open(planned, nodes):
+        await_approvals(planned, waiting)
+
+
+def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
+    """Runs the stages that need no decision of a person, and returns the gates that wait for one."""
     schedule = schedule_of(planned, nodes, machine_here())
     failures: list[Exception] = []  # nothing is started after one
     failed_gates: list[Verdict] = []  # gates whose dependent stages do not start
+    waiting: list[Verdict] = []  # approvals, whose dependent stages do not start yet
     begun: set[str] = set()
     passed: set[str] = set()  # stages whose dependents may start
 
@@ -122,7 +131,9 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
         verdicts = check_gates(node)
         notify_gates(planned.recipe, verdicts)
         failed_gates.extend(holding(verdicts))
-        if not holding(verdicts) and passed.issuperset(node.parents):
+        open_gates = [verdict for verdict in verdicts if verdict.waits]
+        waiting.extend(open_gates)
+        if not holding(verdicts) and not open_gates and passed.issuperset(node.parents):
             passed.add(node.name)
 
     def end(node: Node, result: Callable[[], Status]) -> None:
@@ -165,6 +176,7 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
         failures += [GateFailed(sorted(failed_gates, key=lambda verdict: order.index(verdict.stage)))] if failed_gates else []
         if failures:
             raise failures[0] if len(failures) == 1 else SeveralFailed(failures)
+    return waiting
 
 
 def request_of(planned: Plan, node: Node) -> StageRequest:

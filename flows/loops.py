@@ -13,6 +13,7 @@ from prefect.states import Completed
 
 from flows.alignment import flow, require_type, run_all
 from rlhf_core.config import Recipe
+from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
 from rlhf_core.recipe.loop_record import alone, begin, check_judged, finish, folder_of, loop_of, loop_state, refuse
 from rlhf_core.runs.store import store_of
 from tasks.keys import provided, variables
@@ -45,7 +46,7 @@ def loop(
         fetched, store = False, store_of(loaded)
         while True:
             found = loop_state(loaded, name)
-            if found.renewed:
+            if found.renewed or found.turned_down:
                 gate = found.failed[0]
                 get_run_logger().warning("%s: round %d is refused, and left out: %s", name, found.number, gate.summary)
                 found = refuse(loaded, found, gate.summary)
@@ -55,7 +56,16 @@ def loop(
             fetched = store is not None and bool(missing) and all(store.has(node.run_dir.name) for node in missing)
             get_run_logger().info("%s: round %d %s", name, found.number, "is in the store" if fetched else "begins")
             found = begin(loaded, found)
-            run_all(found.plan, found.plan.nodes)
+            try:
+                run_all(found.plan, found.plan.nodes)
+            except ApprovalAwaited as error:
+                return _completed(f"{name} of {loaded.name}: round {found.number}: {error}")
+            except GateFailed as error:
+                if not all(verdict.gate.approve for verdict in error.verdicts):
+                    raise
+                why = error.verdicts[0].summary
+                refuse(loaded, loop_state(loaded, name), why)
+                return _completed(f"{name} of {loaded.name}: round {found.number} is left out: {why}")
             done = finish(found)
             if not fetched:  # on an empty disk rounds of the store come first
                 rate = "" if done.win_rate is None else f", win rate {done.win_rate:.3f}"

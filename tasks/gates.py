@@ -24,9 +24,11 @@ def check_gates(node: Node) -> tuple[Verdict, ...]:
     for verdict in verdicts:
         if verdict.passed:
             logger.info("gate passed: %s", verdict.summary)
+        elif verdict.waits:
+            logger.info("%s", verdict.summary)
         else:
             logger.warning("gate failed (%s): %s. %s", verdict.gate.on_fail, verdict.summary, verdict.meaning)
-    rows = [(v.gate.metric, v.value, v.gate.bound, "passed" if v.passed else "failed", v.gate.on_fail, v.meaning) for v in verdicts]
+    rows = [(v.gate.what, v.value, v.gate.bound, v.word, v.gate.on_fail, v.meaning or v.said) for v in verdicts]
     shown = table(("metric", "value", "bound", "verdict", "if it fails", "what that means"), rows)
     create_markdown_artifact(shown, key=f"{artifact_key(node.name)}-gates", description=f"gates of {node.name}")
     return verdicts

@@ -15,6 +15,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +28,7 @@ from rlhf_core.config import Event, Notify, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.load import given_recipe
 from rlhf_core.recipe.plan import Node
+from rlhf_core.runs.approval import Approval
 from rlhf_core.runs.run_dir import RunDir
 from tasks.served import recipe_of_run
 
@@ -142,9 +144,20 @@ def notify_stage(recipe: Recipe, node: Node) -> None:
 def notify_gates(recipe: Recipe, verdicts: Sequence[Verdict]) -> None:
     """Sends a message for each verdict on a stage."""
     for verdict in verdicts:
-        word = "passed" if verdict.passed else f"failed ({verdict.gate.on_fail})"
+        word = verdict.word if verdict.word != "failed" else f"failed ({verdict.gate.on_fail})"
         record = verdict.record() | {"stage": verdict.stage}
         send(recipe, "gate", f"gate {word}: {verdict.summary}", record)
+
+
+def notify_approval(recipe: Recipe, question: Approval, page: Path) -> None:
+    """Sends the message that a stage waits for a person's approval, with the path of the report."""
+    about = {
+        "stage": question.stage,
+        "until": question.until.isoformat(timespec="seconds"),
+        "page": page.as_uri(),
+        "approve": str(page.parent),
+    }
+    send(recipe, "approval", f"stage {question.stage} {question.told()}", about)
 
 
 def notify_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:

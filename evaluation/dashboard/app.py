@@ -22,7 +22,7 @@ from starlette.routing import Route
 from evaluation.dashboard.folder import Folder, Missing
 from evaluation.dashboard.pages import digest, fill, page_of, whole
 
-STATIC = Path(__file__).parent / "static"
+STATIC = Path(__file__).parent / "templates"
 FILES = {"live.js": "text/javascript", "dashboard.css": "text/css"}
 LOOK_SECONDS, SLOW_SECONDS = 1.0, 15.0  # between two looks at the files; between two makings of all parts
 GRACE_SECONDS = 2.0  # for streams to end with the server

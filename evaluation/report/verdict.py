@@ -8,6 +8,7 @@ from typing import NamedTuple
 from evaluation.report.summary import Evaluated, Evidence, trend
 from evaluation.report.template import interval, number, percent
 from rlhf_core.config import KINDS
+from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.gates import holding
 
 
@@ -93,8 +94,14 @@ def _answer(stage: Evidence) -> tuple[bool | None, str]:
         return None, "Not known: it was not run." if stage.view.status == "not run" else "Not known: it did not finish."
     if not gates:
         return None, "Not known: it has no gates."
-    failed = [gate for gate in gates if not gate.passed]
-    values = ", ".join(f"{v.gate.metric} {'is missing' if v.value is None else f'{v.value:.3g}'} ({v.gate.bound})" for v in failed or gates)
+    failed = [gate for gate in gates if not gate.passed and not gate.waits]
+    values = ", ".join(map(_told, failed or gates))
     if failed:
         return True, f"Yes: {values}. {failed[0].meaning}".strip()
     return False, f"No, by its gates: {values}."
+
+
+def _told(verdict: Verdict) -> str:
+    if verdict.gate.approve:
+        return verdict.said
+    return f"{verdict.gate.metric} {'is missing' if verdict.value is None else f'{verdict.value:.3g}'} ({verdict.gate.bound})"

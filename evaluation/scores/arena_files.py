@@ -51,7 +51,7 @@ def read_judgments(folder: Path) -> list[Judgment]:
     Raises ValueError for a line that is no judgment, for two different judgments of one battle by one judge, and when there is none.
     """
     found: dict[tuple[str, ...], Judgment] = {}
-    for where, row in _lines(folder):
+    for where, row in rows_of(folder):
         try:
             judgment = to_judgment(row)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -90,7 +90,7 @@ def read_styles(folder: Path, count_tokens: TokenCount | None = None) -> dict[tu
     Raises ValueError for a line that is no answer, and when a length is missing and there is no `count_tokens`.
     """
     styles: dict[tuple[str, str], Style] = {}
-    for where, row in _lines(folder):
+    for where, row in rows_of(folder):
         try:
             old = "choices" in row
             model, uid = (row["model_id"], row["question_id"]) if old else (row["model"], row["uid"])
@@ -142,7 +142,8 @@ def _game(game: Any) -> Game:
     )
 
 
-def _lines(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def rows_of(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the rows of all .jsonl files below a folder, each with its place. Raises ValueError for a line that is none."""
     for file in sorted(folder.rglob("*.jsonl")):
         try:
             text = file.read_text(encoding="utf-8")

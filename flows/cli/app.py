@@ -1,7 +1,7 @@
 """Runs the command `alignflow`: maps names to commands and exceptions to exit codes.
 
 Exit codes: 0 ok; 1 a stage or a gate failed; 2 wrong input (recipe, overrides, files, data); 3 the machine or environment is not
-enough (CPUs, GPUs, keys, packages, a folder that cannot be written to); 130 interrupted; 143 terminated.
+enough (CPUs, GPUs, keys, packages, a folder that cannot be written to); 4 a person must approve a stage; 130 interrupted; 143 terminated.
 Commands import flows when they run them: `validate` and `--dry-run` do not import Prefect.
 """
 
@@ -15,16 +15,18 @@ from typing import Any
 
 from cyclopts import App, CycloptsError
 
+from flows.cli import approve as cli_approve
 from flows.cli import artifacts as cli_artifacts
 from flows.cli import dashboard as cli_dashboard
 from flows.cli import feedback as cli_feedback
+from flows.cli import label as cli_label
 from flows.cli import loops as cli_loops
 from flows.cli import prepare as cli_prepare
 from flows.cli import run as cli_run
 from flows.cli import start as cli_start
-from flows.cli.show import FAILED, INTERRUPTED, OK, errors
+from flows.cli.show import FAILED, INTERRUPTED, OK, WAITS, errors
 from rlhf_core.preflight.inputs import MachineLacks
-from rlhf_core.recipe.gates import GateFailed
+from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
 from rlhf_core.runs.launch import SeveralFailed, StageFailed
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.system.machine import disk_problem
@@ -42,6 +44,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "migrate": cli_prepare.migrate,
     "doctor": cli_prepare.doctor,
     "dashboard": cli_dashboard.dashboard,
+    "approve": cli_approve.approve,
     "report": cli_artifacts.report,
     "stages": cli_artifacts.stages,
     "diff": cli_artifacts.diff,
@@ -49,11 +52,12 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "gc": cli_artifacts.gc,
     "serve-reward": cli_artifacts.serve_reward,
     "leaderboard": cli_artifacts.leaderboard,
+    "label": cli_label.label,
     "config-docs": cli_prepare.config_docs,
 }
 
 
-TOLD = (MachineLacks, StoreFault, StageFailed, GateFailed)  # errors whose sentence is for the user
+TOLD = (MachineLacks, StoreFault, StageFailed, GateFailed, ApprovalAwaited)  # errors whose sentence is for the user
 
 
 def installed_version() -> str:
@@ -67,7 +71,8 @@ def installed_version() -> str:
 app = App(
     name="alignflow",
     help="Aligns a language model by a recipe: SFT, reward model, PPO, iterative DPO, evaluation, publication.\n\n"
-    "Exit codes: 0 ok, 1 a stage or a gate failed, 2 wrong input, 3 machine or environment is not enough, 130 interrupted.",
+    "Exit codes: 0 ok, 1 a stage or a gate failed, 2 wrong input, 3 machine or environment is not enough, 4 a person must approve a stage, "
+    "130 interrupted.",
     version=installed_version,
 )
 app.command(cli_loops.loop_app)
@@ -83,6 +88,8 @@ def code_of(error: Exception) -> int:
         return code_of(error.errors[0])
     if isinstance(error, StageFailed):
         return error.code if error.code in (WRONG_INPUT, ENVIRONMENT) else FAILED
+    if isinstance(error, ApprovalAwaited):
+        return WAITS
     return ENVIRONMENT if isinstance(error, MachineLacks | StoreFault) else FAILED
 
 
@@ -104,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         errors.print(f"{error.filename or 'the artifacts folder'} cannot be written to: {reason}, then run again", markup=False)
         return ENVIRONMENT
-    except (MachineLacks, StoreFault, StageFailed, GateFailed, SeveralFailed) as error:
+    except (MachineLacks, StoreFault, StageFailed, GateFailed, ApprovalAwaited, SeveralFailed) as error:
         if isinstance(error, SeveralFailed) and (strange := next((one for one in error.errors if not isinstance(one, TOLD)), None)):
             raise strange from error
         errors.print(str(error), markup=False)

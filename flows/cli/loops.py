@@ -165,6 +165,8 @@ def next_of(found: LoopState, running: bool) -> str:
         return f"Round {found.number} is being trained; {part}."
     if found.failed:
         return f"Round {found.number} is stopped by a gate ({found.failed[0].summary}): change the recipe, its data or the gate."
+    if found.waiting:
+        return f"Round {found.number}: {found.waiting[0].summary}: alignflow approve {found.plan.folder}"
     if found.record.begun:
         when = f"{found.record.begun.at:%Y-%m-%d %H:%M} UTC"
         return f"Round {found.number} was begun {when} and is not finished; {part}. The next run continues it."

@@ -14,7 +14,7 @@ import httpx
 from flows.cli.show import OK, TERMINATED, Override, RecipePlace, console, show_end, show_pins, show_plan
 from rlhf_core.preflight.inputs import MachineLacks, require_here
 from rlhf_core.recipe.dry_run import outlook
-from rlhf_core.recipe.gates import GateFailed
+from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.launch import SeveralFailed, StageFailed
@@ -134,7 +134,7 @@ def _without_trace(record: logging.LogRecord) -> bool:
     """
     if "ook 'notify_state'" in record.getMessage():
         return record.levelno > logging.INFO
-    told = StageFailed | GateFailed | SeveralFailed | StoreFault | MachineLacks | httpx.HTTPError
+    told = StageFailed | GateFailed | ApprovalAwaited | SeveralFailed | StoreFault | MachineLacks | httpx.HTTPError
     if record.exc_info and isinstance(record.exc_info[1], told):
         record.exc_info = None
     return True

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # imports scipy, which most commands do not need
     from evaluation.scores.leaderboard import Board
     from rlhf_core.migrate.script import Migrated
 
-OK, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143  # WRONG_INPUT and ENVIRONMENT, 2 and 3, are also those of a stage's process
+OK, FAILED, WAITS, INTERRUPTED, TERMINATED = 0, 1, 4, 130, 143  # WRONG_INPUT and ENVIRONMENT, 2 and 3, are also those of a stage's process
 RecipePlace = Annotated[str, Parameter(help="YAML file, or its URI (https://, or what fsspec knows, such as s3://).")]
 Override = Annotated[str, Parameter(help="STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.")]
 COLOURS = dict.fromkeys(("skip", "fetch", "done", "skipped"), "green") | {"run": "cyan", "failed": "red", "not run": "dim"}
@@ -85,6 +85,7 @@ def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
     console.print(table)
     for verdict in (verdict for node in plan.nodes for verdict in gates_of(node)):
         mark = "[green]gate passed[/]" if verdict.passed else f"[red]gate failed ({verdict.gate.on_fail})[/]"
+        mark = "[yellow]gate waits[/]" if verdict.waits else mark
         console.print(f"{mark} {escape(verdict.summary)}", highlight=False)
     console.print(f"report: {plan.folder / 'report.html'}")
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 else:
     StageConfig = Annotated[reduce(or_, (kind.config for kind in KINDS.values())), Field(discriminator="stage")]
 
-Event = Literal["scheduled", "running", "completed", "failed", "crashed", "cancelled", "stage", "gate"]
+Event = Literal["scheduled", "running", "completed", "failed", "crashed", "cancelled", "stage", "gate", "approval"]
 EVENTS: tuple[Event, ...] = get_args(Event)
 
 
@@ -67,7 +67,9 @@ class Notify(Config):
         pattern=r"^[A-Za-z_]\w*$",
     )
     events: tuple[Event, ...] = Field(
-        EVENTS, description="states of the run, and `stage` and `gate` for each stage that ends and each gate", min_length=1
+        EVENTS,
+        description="states of the run; `stage`, `gate` and `approval`: a stage ended, a gate was checked, a person is asked",
+        min_length=1,
     )
     timeout: Rate = Field(10.0, description="seconds the receiver may take for one message")
 

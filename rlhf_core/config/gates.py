@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -15,10 +16,24 @@ from rlhf_core.records import Config, Frozen, NotInDigest, check
 OnFail = Literal["stop", "warn", "branch"]
 
 
-class Gate(Config, allow_inf_nan=True):
-    """A bound on one metric of a stage's result. A metric that is missing or not finite fails it."""
+class Approve(Config):
+    """A person's decision on a stage's result: docs/how-to/approval.md."""
 
-    metric: str = Field(description="metric of the stage's result, such as eval/loss")
+    by: Literal["human"] = Field("human", description="who decides")
+    within: str = Field("48h", description="time to decide, from the first question: 30m, 48h, 7d, 2w", pattern=r"^[1-9]\d{0,3}[mhdw]$")
+
+    @property
+    def time(self) -> timedelta:
+        """The time to decide."""
+        unit = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}[self.within[-1]]
+        return timedelta(**{unit: int(self.within[:-1])})
+
+
+class Gate(Config, allow_inf_nan=True):
+    """A bound on one metric of a stage's result, or a person's approval. A metric that is missing or not finite fails it."""
+
+    metric: str = Field("", description="metric of the stage's result, such as eval/loss")
+    approve: Approve | None = Field(None, description="in place of a metric: what depends on the stage waits until a person approves it")
     min: float | None = Field(None, description="the metric must be at least this")
     max: float | None = Field(None, description="the metric must be at most this")
     on_fail: OnFail = Field(
@@ -28,7 +43,15 @@ class Gate(Config, allow_inf_nan=True):
 
     @check
     def _check_bounds(self) -> Iterator[str]:
-        if self.min is None and self.max is None:
+        if self.approve is not None:
+            if self.metric or self.min is not None or self.max is not None:
+                yield "a gate has a metric with a bound, or approve: write two gates"
+            if self.on_fail == "warn":
+                yield "on_fail: warn makes an approval void: leave on_fail out, or set branch"
+            return
+        if not self.metric:
+            yield "a gate needs a metric with a bound, or approve"
+        elif self.min is None and self.max is None:
             yield f"a gate on {self.metric} needs a bound: set min, max or both"
         if any(bound is not None and not math.isfinite(bound) for bound in (self.min, self.max)):
             yield f"a bound of the gate on {self.metric} is not a finite number: correct min or max"
@@ -36,7 +59,14 @@ class Gate(Config, allow_inf_nan=True):
             yield f"min={self.min:g} is above max={self.max:g}: nothing could pass the gate on {self.metric}"
 
     @property
+    def what(self) -> str:
+        """What it is about, for tables."""
+        return "approval" if self.approve else self.metric
+
+    @property
     def bound(self) -> str:
+        if self.approve:
+            return f"a person approves within {self.approve.within}"
         bounds = [f"at least {self.min:g}" if self.min is not None else "", f"at most {self.max:g}" if self.max is not None else ""]
         return " and ".join(filter(None, bounds))
 
@@ -47,23 +77,38 @@ class Gate(Config, allow_inf_nan=True):
 
 
 class Verdict(Frozen):
-    """The result of a gate. `value` None: the result has no such metric. `meaning` is empty unless the gate failed."""
+    """The result of a gate. `value` None: the result has no such metric. `meaning` is empty unless the gate failed.
+
+    Of an approval, `said` is the decision in words; `waits`: a person may still decide.
+    """
 
     stage: str
     gate: Gate
     value: float | None
     passed: bool
     meaning: str = ""
+    said: str = ""
+    waits: bool = False
+
+    @property
+    def word(self) -> Literal["passed", "waits", "failed"]:
+        """The result in a word."""
+        return "passed" if self.passed else "waits" if self.waits else "failed"
 
     @property
     def summary(self) -> str:
         """Returns the metric, its value and the bound as one sentence without a full stop."""
+        if self.gate.approve:
+            return f"stage {self.stage}: {self.said}"
         found = f"{self.gate.metric} is {self.value:.6g}" if self.value is not None else f"its result has no metric {self.gate.metric}"
         return f"stage {self.stage}: {found}, and the gate requires {self.gate.bound}"
 
     def record(self) -> dict[str, Any]:
         """Returns a flat, JSON-ready record for `summary.json`."""
-        return {**self.gate.model_dump(), "value": self.value, "passed": self.passed, "meaning": self.meaning}
+        gate = self.gate.model_dump(exclude={"approve"} if self.gate.approve is None else None)
+        if self.gate.approve:
+            return {**gate, "value": None, "passed": self.passed, "waits": self.waits, "said": self.said, "meaning": self.meaning}
+        return {**gate, "value": self.value, "passed": self.passed, "meaning": self.meaning}
 
 
 class Key(NamedTuple):

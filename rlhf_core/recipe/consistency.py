@@ -63,7 +63,7 @@ def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig])
     gated = [c for stage, c in stages.items() if stage == name or (isinstance(config, Loop) and stage.startswith(f"{name}.round1."))]
     known = [metric for planned in gated if not isinstance(planned, Loop) for metric in metrics_of(planned)]
     for i, gate in enumerate(config.gates if isinstance(config, Loop) else stages[name].gates):
-        if not any(fnmatchcase(gate.metric, metric) for metric in known):
+        if gate.approve is None and not any(fnmatchcase(gate.metric, metric) for metric in known):
             field = "eval_prompts" if hasattr(config, "eval_prompts") else "eval_data"
             missing = getattr(config, field, True) is None or isinstance(config, Loop)
             why = f"; there is no {field}, and eval/... is measured on it" if missing and gate.metric.startswith("eval/") else ""

@@ -33,7 +33,8 @@ def _action(plan: Plan, node: Node) -> tuple[Literal["skip", "fetch", "resume", 
     run = RunDir(node.run_dir)
     result = run.result()
     if result is not None:
-        failed = [f"{verdict.gate.metric} fails its gate ({verdict.gate.on_fail})" for verdict in gates_of(node) if not verdict.passed]
+        open_gates = [verdict for verdict in gates_of(node) if not verdict.passed]
+        failed = [v.said if v.gate.approve else f"{v.gate.metric} fails its gate ({v.gate.on_fail})" for v in open_gates]
         return "skip", ", ".join([f"done in {result.seconds:.0f} s", *failed])
     store = store_of(plan.recipe)
     if store is not None and store.has(run.path.name):

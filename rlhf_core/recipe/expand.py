@@ -78,7 +78,7 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
             slice_of_prompts = {"first_prompt": k * config.prompts_per_round, "num_prompts": config.prompts_per_round}
             sampling = Preferences(**_shared(config, Preferences), policy=policy, **slice_of_prompts)
             training = _training(config, policy, f"{title}.preferences")
-            ours = tuple(gate for gate in config.gates if has_metric(training, gate.metric))
+            ours = tuple(gate for gate in config.gates if gate.approve or has_metric(training, gate.metric))
             theirs = tuple(gate for gate in config.gates if gate not in ours and has_metric(sampling, gate.metric))
             stages[f"{title}.preferences"] = sampling.model_copy(update={"gates": theirs})
             aliases[title] = policy = f"{title}.{training.stage}"

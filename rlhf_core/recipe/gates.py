@@ -13,6 +13,8 @@ from rlhf_core.config.gates import Verdict
 from rlhf_core.config.metrics import ANY
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.records import StageResult
+from rlhf_core.runs.approval import FILE as APPROVAL
+from rlhf_core.runs.approval import Approval
 from rlhf_core.runs.run_dir import RunDir
 
 
@@ -27,10 +29,29 @@ class GateFailed(RuntimeError):
         return "\n".join(f"{verdict.summary}: what depends on it was not started. {verdict.meaning}".rstrip() for verdict in self.verdicts)
 
 
-def check(name: str, config: StageConfig, result: StageResult) -> tuple[Verdict, ...]:
-    """Returns a verdict for each gate of a stage. A metric that is missing, nan or infinite does not pass."""
+class ApprovalAwaited(RuntimeError):
+    """Raised when stages wait for a person's approval, so that what depends on them was not started."""
+
+    def __init__(self, verdicts: Sequence[Verdict], folder: str):
+        self.verdicts, self.folder = tuple(verdicts), folder
+        super().__init__(self.verdicts, folder)
+
+    def __str__(self) -> str:
+        waiting = "\n".join(verdict.summary for verdict in self.verdicts)
+        return f"{waiting}\nlook at {self.folder}/report.html, then: alignflow approve {self.folder} (or --refuse), and run this again"
+
+
+def check(name: str, config: StageConfig, result: StageResult, approval: Approval | None = None) -> tuple[Verdict, ...]:
+    """Returns a verdict for each gate of a stage. A metric that is missing, nan or infinite does not pass; without a question about the
+    stage an approval waits."""
     verdicts = []
     for gate in config.gates:
+        if gate.approve is not None:
+            state = approval.state() if approval else "asked"
+            said = approval.told() if approval else "waits for a person"
+            passed, waits = state == "approved", state == "asked"
+            verdicts.append(Verdict(stage=name, gate=gate, value=None, passed=passed, said=said, waits=waits))
+            continue
         value = result.metrics.get(gate.metric)
         passed = gate.passes(value)
         meaning = "" if passed else meaning_of(config.stage, gate.metric)
@@ -41,7 +62,7 @@ def check(name: str, config: StageConfig, result: StageResult) -> tuple[Verdict,
 def gates_of(node: Node) -> tuple[Verdict, ...]:
     """Returns the verdicts on a stage of a plan; empty when it is not done or has no gates."""
     result = RunDir(node.run_dir).result() if node.config.gates else None
-    return check(node.name, node.config, result) if result else ()
+    return check(node.name, node.config, result, Approval.read(node.run_dir / APPROVAL)) if result else ()
 
 
 def gates_behind(planned: Plan, node: Node) -> tuple[Verdict, ...]:
@@ -57,8 +78,8 @@ def uncheckable(planned: Plan, nodes: Sequence[Node]) -> list[Node]:
 
 
 def holding(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Returns the failed gates that stop dependent stages (all but `on_fail: warn`)."""
-    return [verdict for verdict in verdicts if not verdict.passed and verdict.gate.on_fail != "warn"]
+    """Returns the failed gates that stop dependent stages (all but `on_fail: warn`), without approvals that wait."""
+    return [verdict for verdict in verdicts if not verdict.passed and not verdict.waits and verdict.gate.on_fail != "warn"]
 
 
 def meaning_of(kind: str, metric: str) -> str:

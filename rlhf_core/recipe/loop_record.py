@@ -84,6 +84,16 @@ class LoopState:
     waits: str = ""
 
     @property
+    def turned_down(self) -> bool:
+        """Whether a person refused the round in progress, or did not approve it in time."""
+        return self.record.begun is not None and any(verdict.gate.approve for verdict in self.failed)
+
+    @property
+    def waiting(self) -> tuple[Verdict, ...]:
+        """The gates that wait for a person's approval."""
+        return _waiting(self.plan)
+
+    @property
     def renewed(self) -> bool:
         """Whether a gate failed in the round in progress, and its inboxes have rows for another one."""
         loop, taken = self.record.loop, self.plan.taken
@@ -189,7 +199,7 @@ def loop_state(recipe: Recipe, loop: str) -> LoopState:
     while planned[f"{loop}.round{number}"].done:
         following = plan(with_rounds(recipe, loop, number + 1), kept, taken, record.refused)
         moved_on = following[f"{loop}.round{number + 1}"].done
-        if not moved_on and not (all(node.done for node in planned.nodes) and not _failed(planned)):
+        if not moved_on and not (all(node.done for node in planned.nodes) and not _failed(planned) and not _waiting(planned)):
             break
         kept |= stages_of_round(planned, loop, number)
         record = record.model_copy(update={"rounds": (*record.rounds, _adopted(planned, loop, number)), "begun": None})
@@ -286,6 +296,10 @@ def _publishes(planned: Plan, name: str, loop: str, number: int) -> bool:
 
 def _failed(planned: Plan) -> tuple[Verdict, ...]:
     return tuple(verdict for node in planned.nodes for verdict in holding(gates_of(node)))
+
+
+def _waiting(planned: Plan) -> tuple[Verdict, ...]:
+    return tuple(verdict for node in planned.nodes for verdict in gates_of(node) if verdict.waits)
 
 
 def _adopted(planned: Plan, loop: str, number: int) -> Round:

@@ -21,7 +21,7 @@ from rlhf_core.recipe.sentences import models_in
 from tests.support.allowed_values import allows, beyond
 
 NAME = "org/name"  # a model, a data set, or any other text
-SAMPLES = (NAME, "name", "file.py:function", "http://host", 1, 2, 0.25, True)  # values that are right for some type and bound
+SAMPLES = (NAME, "name", "file.py:function", "http://host", 1, 2, 0.25, True, "48h")  # values that are right for some type and bound
 VALUES: dict[str, Any] = {
     "null": None,
     "boolean": True,
@@ -135,7 +135,7 @@ def _inside(place: Place, field: str) -> Iterator[Place]:
     for model in models_in(annotation):
         inner, held = minimal(model), _sample(annotation, [])
         if model is Gate:  # its metric is checked against those of its stage
-            inner["metric"] = next(iter(metrics_of(place.model.model_validate(minimal(place.model)))), NAME)
+            inner = {"metric": next(iter(metrics_of(place.model.model_validate(minimal(place.model)))), NAME), "min": 1}
         step: Path = (0,) if isinstance(held, list) else (NAME,) if NAME in held else ()
         whole = place.having(field, [inner] if step == (0,) else {NAME: inner} if step else inner)
         if _accepts(Recipe, whole):

@@ -35,7 +35,7 @@ def gate_section(gates: Sequence[Verdict]) -> list[str]:
     rows = [
         (
             verdict.stage,
-            verdict.gate.metric,
+            verdict.gate.what,
             verdict.value,
             verdict.gate.bound,
             "passed" if verdict.passed else f"**failed**: {verdict.meaning}".rstrip(": "),

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[3]
 PACKAGES = ("flows", "tasks", "evaluation", "rlhf_core")
 TORCH_FREE = [  # and all of flows/ and tasks/
     "evaluation.dashboard.app",
+    "evaluation.labelling.app",
+    "evaluation.labelling.items",
     "evaluation.report.index",
     "evaluation.scores.leaderboard",
     "evaluation.report.page",

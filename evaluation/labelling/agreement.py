@@ -1,0 +1,193 @@
+"""Measures how far annotators agree, with each other and with themselves. Pure functions of labels and a seed.
+
+Cohen's kappa of two annotators (Cohen 1960) and, with squared weights for the five degrees, weighted kappa (Cohen 1968); Krippendorff's
+alpha of all (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"), nominal for the winner and ordinal for the degrees, which
+takes any number of annotators for each pair. Intervals are 95 % percentile bootstrap ones over pairs of answers; annotators are not
+resampled, so the numbers are about these annotators. Where all agree, every resample is the same: the interval then follows from Wilson's
+for the share of agreement.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from statistics import median
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from evaluation.labelling.records import LABELS, HumanLabel, in_force
+from evaluation.scores.arena_hard import Estimate
+from evaluation.scores.scoring import CELLS, Floats, rate_interval, sums_of
+
+WINNERS = 3  # A, tie, B
+ROUNDS, LEVEL = 1000, 0.95
+Metric = Literal["nominal", "ordinal"]
+Statistic = Callable[[Floats], Floats]  # of tables (R, C, C) -> (R,)
+
+
+class TwoAnnotators(NamedTuple):
+    """Agreement on the `pairs` that both labelled. `same`: share with the same winner; kappas are None where they are not defined."""
+
+    one: str
+    other: str
+    pairs: int
+    same: Estimate
+    kappa: Estimate | None
+    weighted_kappa: Estimate | None
+
+
+class OneAnnotator(NamedTuple):
+    """`first_side`: share of verdicts with a winner that name the answer shown first, 0.5 without a bias. `consistent`: share of the
+    `repeats` pairs shown twice that got the same winner again. `seconds`: median time of a verdict."""
+
+    name: str
+    labels: int
+    skipped: int
+    ties: float
+    first_side: Estimate | None
+    repeats: int
+    consistent: Estimate | None
+    seconds: float
+
+
+class Agreement(NamedTuple):
+    """`pairs`: with a verdict; `shared`: of two or more annotators. Alphas are None where they are not defined."""
+
+    pairs: int
+    shared: int
+    alpha: Estimate | None
+    ordinal_alpha: Estimate | None
+    between: list[TwoAnnotators]
+    annotators: list[OneAnnotator]
+
+
+def agreement(labels: Sequence[HumanLabel], rounds: int = ROUNDS, seed: int = 0) -> Agreement:
+    """Returns the agreement in all lines of a labels file; labels that were taken back do not count."""
+    rows = in_force(labels)
+    given: dict[str, dict[str, HumanLabel]] = defaultdict(dict)  # by key and annotator
+    for row in rows:
+        if row.verdict is not None and row.repeat_of is None:
+            given[row.key][row.annotator] = row
+    shared = [by_annotator for by_annotator in given.values() if len(by_annotator) > 1]
+    names = sorted({row.annotator for row in rows})
+    return Agreement(
+        len(given),
+        len(shared),
+        krippendorff([[label.winner for label in one.values()] for one in shared], WINNERS, "nominal", rounds, seed),
+        krippendorff([[label.strength for label in one.values()] for one in shared], len(LABELS), "ordinal", rounds, seed),
+        [found for pair in combinations(names, 2) if (found := _two_annotators(*pair, shared, rounds, seed)) is not None],
+        [_one_annotator(name, [row for row in rows if row.annotator == name], rounds, seed) for name in names],
+    )
+
+
+def cohen(ratings: Sequence[tuple[int, int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0) -> Estimate | None:
+    """Returns Cohen's kappa of two annotators' ratings, 0 to `count` - 1; `ordinal`: with weights of squared distance.
+
+    None without ratings, or where chance alone gives full agreement: each of the two always gave the same rating.
+    """
+    places = np.arange(count, dtype=np.float64)
+    distance = (places[:, None] != places) * 1.0 if metric == "nominal" else (places[:, None] - places) ** 2
+
+    def kappa(tables: Floats) -> Floats:
+        expected = tables.sum(2)[:, :, None] * tables.sum(1)[:, None, :] / tables.sum((1, 2))[:, None, None]
+        return 1 - _ratio((tables * distance).sum((1, 2)), (expected * distance).sum((1, 2)))
+
+    cells = np.zeros((len(ratings), count, count))
+    for row, (one, other) in enumerate(ratings):
+        cells[row, one, other] = 1
+    return _estimate(cells, kappa, rounds, seed)
+
+
+def krippendorff(ratings: Sequence[Sequence[int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0) -> Estimate | None:
+    """Returns Krippendorff's alpha of the ratings of each unit, 0 to `count` - 1, by any number of annotators; units with one are left out.
+
+    None without a unit, or where all ratings are the same.
+    """
+    units = [unit for unit in ratings if len(unit) > 1]
+    cells = np.zeros((len(units), count, count))  # coincidences: each ordered pair of a unit's ratings, 1 / (ratings - 1)
+    for row, unit in enumerate(units):
+        counts = np.bincount(unit, minlength=count).astype(np.float64)
+        cells[row] = (np.outer(counts, counts) - np.diag(counts)) / (len(unit) - 1)
+
+    def alpha(tables: Floats) -> Floats:
+        totals = tables.sum(2)  # (R, C)
+        distance = _distances(totals, metric)
+        expected = totals[:, :, None] * totals[:, None, :] / np.maximum(totals.sum(1) - 1, 1)[:, None, None]
+        return 1 - _ratio((tables * distance).sum((1, 2)), (expected * distance).sum((1, 2)))
+
+    return _estimate(cells, alpha, rounds, seed)
+
+
+def _distances(totals: Floats, metric: Metric) -> Floats:
+    """Returns Krippendorff's squared differences of ratings (R, C, C). Ordinal: the ratings between two, themselves by half, squared."""
+    count = totals.shape[1]
+    if metric == "nominal":
+        return np.broadcast_to(1 - np.eye(count), (len(totals), count, count))
+    middle = totals.cumsum(1) - totals / 2
+    return (middle[:, :, None] - middle[:, None, :]) ** 2
+
+
+def _ratio(observed: Floats, expected: Floats) -> Floats:
+    """Returns observed / expected disagreement, NaN where none is expected."""
+    return np.divide(observed, expected, out=np.full_like(observed, np.nan), where=expected > 1e-12)
+
+
+def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> Estimate | None:
+    """Returns the statistic of the sum of `cells` (units, C, C) and its interval over resampled units; None when it is not defined."""
+    if not len(cells):
+        return None
+    table = cells.sum(0)
+    value = float(statistic(table[None])[0])
+    if not np.isfinite(value):
+        return None
+    units, flat = len(cells), cells.reshape(len(cells), -1)
+    if not (table - np.diag(np.diag(table))).any():
+        low, _ = rate_interval(sums_of([(str(unit), 1.0, 1.0) for unit in range(units)]), 1, seed, LEVEL)
+        shares = table.sum(1) / table.sum()
+        return Estimate(value, float(1 - (1 - low) / (1 - (shares**2).sum())), 1.0)
+    generator, found = np.random.default_rng(seed), []
+    step = max(1, CELLS // units)
+    for start in range(0, rounds, step):
+        times = generator.multinomial(units, np.full(units, 1 / units), size=min(step, rounds - start))  # of each unit, (R, units)
+        found.append(statistic((times @ flat).reshape(-1, *table.shape)))
+    values = np.concatenate(found)
+    low, high = np.quantile(values[np.isfinite(values)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(value, float(low), float(high))
+
+
+def _two_annotators(one: str, other: str, shared: Sequence[dict[str, HumanLabel]], rounds: int, seed: int) -> TwoAnnotators | None:
+    both = [(by_annotator[one], by_annotator[other]) for by_annotator in shared if one in by_annotator and other in by_annotator]
+    same = _share([(a.key, a.winner == b.winner) for a, b in both], rounds, seed)
+    if same is None:
+        return None
+    kappa = cohen([(a.winner, b.winner) for a, b in both], WINNERS, "nominal", rounds, seed)
+    weighted = cohen([(a.strength, b.strength) for a, b in both], len(LABELS), "ordinal", rounds, seed)
+    return TwoAnnotators(one, other, len(both), same, kappa, weighted)
+
+
+def _one_annotator(name: str, rows: Sequence[HumanLabel], rounds: int, seed: int) -> OneAnnotator:
+    decided = [row for row in rows if row.verdict is not None]
+    firsts = [row for row in decided if row.repeat_of is None]
+    by_id = {row.id: row for row in firsts}
+    repeats = [(by_id[row.repeat_of], row) for row in decided if row.repeat_of in by_id]
+    won = [(row.key, row.winner == (0 if row.shown_first == "a" else 2)) for row in decided if row.winner != 1]
+    return OneAnnotator(
+        name,
+        len(firsts),
+        sum(row.verdict is None for row in rows),
+        sum(row.winner == 1 for row in firsts) / max(1, len(firsts)),
+        _share(won, rounds, seed),
+        len(repeats),
+        _share([(again.key, first.winner == again.winner) for first, again in repeats], rounds, seed),
+        median(row.seconds for row in decided) if decided else 0.0,
+    )
+
+
+def _share(rows: Sequence[tuple[str, bool]], rounds: int, seed: int) -> Estimate | None:
+    """Returns the share of true rows, and its interval over keys of pairs; None without a row."""
+    if not rows:
+        return None
+    sums = sums_of([(key, float(value), 1.0) for key, value in rows])
+    return Estimate(sums.score, *rate_interval(sums, rounds, seed, LEVEL))

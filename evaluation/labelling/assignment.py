@@ -1,0 +1,217 @@
+"""Gives pairs to annotators, and turns their choices into labels.
+
+A pair is given until `per_item` annotators have labelled it, before a new one begins. The answer shown on the left is drawn for each pair
+and annotator. A share of an annotator's pairs comes a second time, with the sides swapped, after GAP others. What was given follows from
+the labels, so that a server that was killed goes on; only reservations of what a page shows at the moment are lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import time
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import NamedTuple
+
+from evaluation.labelling.records import LABELS, ComparedPair, HumanLabel, Side, in_force
+from evaluation.labelling.store import LabelFile
+from rlhf_core.system.files import digest
+
+GAP = 10  # labels of other pairs before a pair is shown again
+HOLD_SECONDS = 900.0  # for which a pair that a page shows is reserved
+NAME_LENGTH = 40
+
+
+class Stale(Exception):
+    """A page shows a pair that its annotator has labelled already, or that this server did not give."""
+
+
+class Task(NamedTuple):
+    """A pair as one annotator sees it. `id` tells a page nothing about the pair, its models or its sides."""
+
+    id: str
+    pair: ComparedPair
+    shown_first: Side
+    repeat_of: str | None
+
+
+class Progress(NamedTuple):
+    """Counts of one annotator's pairs; `left`: those that are still to be given."""
+
+    labelled: int
+    skipped: int
+    left: int
+
+
+class _Hold(NamedTuple):
+    key: str
+    until: float
+
+
+@dataclass(frozen=True)
+class Rules:
+    """`per_item`: annotators for each pair; `repeat`: share of pairs shown to an annotator twice; `seed`: of sides and repeats."""
+
+    per_item: int = 2
+    repeat: float = 0.05
+    seed: int = 0
+
+
+class Assignment:
+    """Knows who labelled what. Not for several threads: the server calls it from its event loop."""
+
+    def __init__(
+        self, pairs: Sequence[ComparedPair], file: LabelFile, rules: Rules, secret: str, clock: Callable[[], float] = time.monotonic
+    ):
+        """`secret`: keeps ids of tasks from being computed from texts and names."""
+        self.pairs = {pair.key: pair for pair in pairs}
+        self.file, self.rules = file, rules
+        self._secret, self._clock = secret.encode(), clock
+        self._firsts: defaultdict[str, dict[str, HumanLabel]] = defaultdict(dict)  # by annotator and key, in the order of labels
+        self._repeats: defaultdict[str, dict[str, HumanLabel]] = defaultdict(dict)
+        self._decided: Counter[str] = Counter()  # by key: who gave a verdict
+        self._holds: dict[str, _Hold] = {}
+        for label in in_force(file.labels):
+            self._count(label)
+
+    @property
+    def annotators(self) -> list[str]:
+        """The names in the file and of open pages, sorted."""
+        return sorted({*(label.annotator for label in self.file.labels), *self._holds})
+
+    @property
+    def finished(self) -> int:
+        """The number of pairs with enough labels."""
+        return sum(self._decided[key] >= self.rules.per_item for key in self.pairs)
+
+    def known_name(self, text: str) -> str:
+        """Returns an annotator's name, in the spelling of earlier labels. Raises ValueError when it cannot be one."""
+        name = " ".join(unicodedata.normalize("NFC", text).split())
+        if not name or len(name) > NAME_LENGTH or not name.isprintable():
+            raise ValueError(f"give a name of 1 to {NAME_LENGTH} letters")
+        return next((known for known in self.annotators if known.casefold() == name.casefold()), name)
+
+    def progress(self, annotator: str) -> Progress:
+        mine = self._firsts[annotator]
+        skipped = sum(label.verdict is None for label in mine.values())
+        return Progress(len(mine) - skipped, skipped, len(self._open(annotator)))
+
+    def next(self, annotator: str) -> Task | None:
+        """Returns what an annotator should label next, and reserves it; None: nothing is left. Asked again, returns the same."""
+        held = self._holds.get(annotator)
+        if held is not None and held.key in self.pairs and (task := self._task(annotator, held.key)) is not None:
+            return self._given(annotator, task)
+        for first in list(self._firsts[annotator].values())[:-GAP]:
+            if self._comes_again(annotator, first) and (task := self._task(annotator, first.key)) is not None:
+                return self._given(annotator, task)
+        open_keys = self._open(annotator)
+        if not open_keys:
+            self._holds.pop(annotator, None)
+            return None
+        others = self._held_by_others(annotator)
+        key = max(open_keys, key=lambda key: self._decided[key] + others[key])  # the first of those with most labels
+        task = self._task(annotator, key)
+        assert task is not None, "an open pair has no label of this annotator"
+        return self._given(annotator, task)
+
+    def label(self, annotator: str, task_id: str, choice: int | None, seconds: float, note: str | None = None) -> HumanLabel:
+        """Writes the verdict on a task. `choice`: the place in LABELS with the left answer as A; None: skipped.
+
+        Raises Stale when the task is not open for this annotator, and OSError when the label cannot be written.
+        """
+        task = self._by_id(annotator, task_id)
+        if task is None:
+            raise Stale("this pair is labelled already, or was not given by this server")
+        place = choice if choice is None or task.shown_first == "a" else len(LABELS) - 1 - choice
+        label = HumanLabel(
+            **task.pair.model_dump(),
+            id=secrets.token_hex(8),
+            verdict=None if place is None else LABELS[place],
+            shown_first=task.shown_first,
+            annotator=annotator,
+            at=_now(),
+            seconds=round(seconds, 3),
+            note=note or None,
+            repeat_of=task.repeat_of,
+        )
+        self.file.append(label)
+        self._count(label)
+        self._holds.pop(annotator, None)
+        return label
+
+    def undo(self, annotator: str) -> HumanLabel | None:
+        """Takes back an annotator's last label and reserves its pair, so that `next` gives it again; None: there is no such label."""
+        mine = [label for table in (self._firsts, self._repeats) for label in table[annotator].values() if label.key in self.pairs]
+        if not mine:
+            return None
+        places = {label.id: place for place, label in enumerate(self.file.labels)}
+        last = max(mine, key=lambda label: places[label.id])
+        own = {"id": secrets.token_hex(8), "undone": last.id, "verdict": None, "note": None, "seconds": 0.0, "at": _now()}
+        self.file.append(last.model_copy(update=own))
+        del self._table(last)[annotator][last.key]
+        self._decided[last.key] -= last.verdict is not None and last.repeat_of is None
+        self._holds[annotator] = _Hold(last.key, self._clock() + HOLD_SECONDS)
+        return last
+
+    def _count(self, label: HumanLabel) -> None:
+        self._table(label)[label.annotator][label.key] = label
+        self._decided[label.key] += label.verdict is not None and label.repeat_of is None
+
+    def _table(self, label: HumanLabel) -> defaultdict[str, dict[str, HumanLabel]]:
+        return self._firsts if label.repeat_of is None else self._repeats
+
+    def _open(self, annotator: str) -> list[str]:
+        """Returns the keys of pairs that this annotator may begin, in the order in which they were drawn."""
+        others, mine = self._held_by_others(annotator), self._firsts[annotator]
+        return [key for key in self.pairs if key not in mine and self._decided[key] + others[key] < self.rules.per_item]
+
+    def _held_by_others(self, annotator: str) -> Counter[str]:
+        now = self._clock()
+        holds = {name: hold for name, hold in self._holds.items() if name != annotator and hold.until > now}
+        return Counter(hold.key for name, hold in holds.items() if hold.key not in self._firsts[name])
+
+    def _given(self, annotator: str, task: Task) -> Task:
+        self._holds[annotator] = _Hold(task.pair.key, self._clock() + HOLD_SECONDS)
+        return task
+
+    def _comes_again(self, annotator: str, first: HumanLabel) -> bool:
+        decided = first.verdict is not None and first.key in self.pairs
+        return decided and _drawn(self.rules.seed, "repeat", annotator, first.key) < self.rules.repeat
+
+    def _task(self, annotator: str, key: str) -> Task | None:
+        """Returns the task of an annotator on a pair: the first, else the repeat where the pair comes again; None when all is labelled."""
+        first = self._firsts[annotator].get(key)
+        if first is None:
+            side: Side = "a" if _drawn(self.rules.seed, "side", annotator, key) < 0.5 else "b"
+            return Task(self._id(annotator, key, side, ""), self.pairs[key], side, None)
+        if key in self._repeats[annotator] or not self._comes_again(annotator, first):
+            return None
+        other: Side = "b" if first.shown_first == "a" else "a"
+        return Task(self._id(annotator, key, other, first.id), self.pairs[key], other, first.id)
+
+    def _by_id(self, annotator: str, task_id: str) -> Task | None:
+        held = self._holds.get(annotator)
+        keys = [held.key, *self.pairs] if held is not None and held.key in self.pairs else list(self.pairs)  # the likely one first
+        tasks = (self._task(annotator, key) for key in keys)
+        return next((task for task in tasks if task is not None and task.id == task_id), None)
+
+    def _id(self, annotator: str, key: str, side: Side, repeat_of: str) -> str:
+        text = json.dumps([annotator, key, side, repeat_of])
+        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()[:24]
+
+
+@lru_cache(1 << 17)
+def _drawn(seed: int, what: str, annotator: str, key: str) -> float:
+    """Returns a number in [0, 1) that is the same after a restart."""
+    return int(digest([seed, what, annotator, key])[:8], 16) / 2**32
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,69 @@
+"""Defines pairs of answers and the labels that annotators give them, one line of a file each (docs/reference/data-formats.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Literal
+
+from rlhf_core.records import Frozen, Label
+from rlhf_core.system.files import digest
+
+Side = Literal["a", "b"]  # of the two answers
+LABELS: tuple[Label, ...] = ("A>>B", "A>B", "A=B", "B>A", "B>>A")
+
+
+class ComparedPair(Frozen):
+    """Two answers to one prompt. `uid`: of the question; `model_...`: who answered, None where unknown; `source`: the file or run.
+
+    The texts hold no half of a character: what reads them from elsewhere puts U+FFFD in its place.
+    """
+
+    uid: str
+    prompt: tuple[dict[str, str], ...]
+    answer_a: str
+    answer_b: str
+    model_a: str | None = None
+    model_b: str | None = None
+    source: str = ""
+
+    @cached_property
+    def key(self) -> str:
+        """The same for all labels of this pair, whatever file it was read from."""
+        return digest([self.uid, list(self.prompt), self.answer_a, self.answer_b, self.model_a, self.model_b])
+
+
+class HumanLabel(ComparedPair):
+    """One annotator's verdict on a pair; None: skipped. `at`: ISO time, UTC; `seconds`: from its display to the verdict.
+
+    The verdict is about `answer_a` and `answer_b`, whichever of them was shown first (on the left). `repeat_of`: the id of this annotator's
+    first label of the pair. A line with `undone` takes back the label of that id; its verdict is None.
+    """
+
+    id: str
+    verdict: Label | None
+    shown_first: Side
+    annotator: str
+    at: str
+    seconds: float
+    note: str | None = None
+    repeat_of: str | None = None
+    undone: str | None = None
+
+    @property
+    def strength(self) -> int:
+        """The place of the verdict in LABELS: 0 (A is much better) to 4 (B is). The label must not be a skipped one."""
+        assert self.verdict is not None, "a skipped pair has no verdict"
+        return LABELS.index(self.verdict)
+
+    @property
+    def winner(self) -> int:
+        """0 for A, 1 for a tie, 2 for B."""
+        return (self.strength > 1) + (self.strength > 2)
+
+
+def in_force(labels: Iterable[HumanLabel]) -> list[HumanLabel]:
+    """Returns the labels that were not taken back, in their order; also skipped ones."""
+    rows = list(labels)
+    undone = {row.undone for row in rows}
+    return [row for row in rows if row.undone is None and row.id not in undone]

@@ -1,0 +1,59 @@
+"""Command `alignflow approve`: a person's decision on stages that wait for one."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from pathlib import Path
+
+from flows.cli.show import OK, console
+from rlhf_core.runs.approval import Approval, asked_in, decide
+
+
+def approve(
+    folder: Path, *, stage: str | None = None, refuse: bool = False, reason: str = "", by: str | None = None, late: bool = False
+) -> int:
+    """Approve (or refuse) the stages of a recipe that wait for a person; a suspended run of a server goes on.
+
+    Args:
+        folder: the recipe's folder, ARTIFACTS/NAME, which has its report.
+        stage: this one alone, as it is named in the report.
+        refuse: what depends on it is not started; a loop goes on from the model before.
+        reason: kept with the decision.
+        by: who decides; default: the user of this machine.
+        late: decide although the time of the gate is over.
+    """
+    asked = asked_in(folder.absolute())
+    if stage is not None and stage not in {question.stage for _, question in asked}:
+        named = ", ".join(dict.fromkeys(question.stage for _, question in asked)) or "none"
+        raise ValueError(f"{folder}: no approval of {stage} was asked for; stages with one: {named}")
+    wanted = ("asked", "late") if late or stage is not None else ("asked",)
+    chosen = [(run_dir, question) for run_dir, question in asked if stage in (None, question.stage)]
+    chosen = [item for item in chosen if item[1].state() in wanted] or (chosen[-1:] if stage is not None else [])
+    if not chosen:
+        told = "; ".join(f"{question.stage}: {question.told()}" for _, question in asked) or "its gates have asked nobody yet"
+        raise ValueError(f"{folder}: no stage waits for an approval ({told})")
+    for run_dir, _ in chosen:
+        made = decide(run_dir, not refuse, by or getpass.getuser(), reason, late)
+        console.print(f"{made.stage}: {made.told()}", markup=False, highlight=False)
+        console.print(_going_on(made), markup=False, highlight=False)
+    return OK
+
+
+def _going_on(made: Approval) -> str:
+    """Lets the suspended run go on where a server knows it; returns what happens next."""
+    if made.run is None or "PREFECT_API_URL" not in os.environ:
+        return "run the recipe again to go on" if made.run is None else "its run goes on when the loop or the recipe is run again"
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import PrefectException
+    from prefect.flow_runs import resume_flow_run
+
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(made.run).state  # type: ignore[arg-type]
+        if state is not None and state.is_paused():
+            resume_flow_run(made.run, run_input={"approve": made.decision == "approved", "reason": made.reason, "by": made.by})  # type: ignore[arg-type,unused-ignore]
+            return "its suspended run goes on"
+    except (PrefectException, OSError, RuntimeError) as error:
+        return f"its suspended run could not be reached ({type(error).__name__}): it is started again by the loop's next run"
+    return "its run has ended: run the recipe again to go on"

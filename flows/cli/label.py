@@ -1,0 +1,120 @@
+"""The command `alignflow label`: people compare pairs of answers on a local page."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+
+from flows.cli.show import OK, console, table_of
+from rlhf_core.system.secret_file import kept_secret
+
+if TYPE_CHECKING:  # imports scipy, which most commands do not need
+    from evaluation.labelling.agreement import Agreement
+    from evaluation.scores.arena_hard import Estimate
+
+
+def label(
+    source: str | None = None,
+    *,
+    out: Path | None = None,
+    agreement: Path | None = None,
+    sample: int = 200,
+    seed: int = 0,
+    per_item: int = 2,
+    repeat: float = 0.05,
+    models: str = "",
+    artifacts: Path = Path("artifacts"),
+    host: str = "127.0.0.1",
+    port: int = 8020,
+    allow_host: str = "",
+    home: Path = Path(".alignflow"),
+) -> int:
+    """Let people compare pairs of answers on a local page, blind and by keyboard, or show how far they agree. Ends with Ctrl-C.
+
+    Args:
+        source: an evaluation (its directory, its name, or the name of a recipe), or a .jsonl of preferences or of answer_a and answer_b.
+        out: file that labels are appended to.
+        agreement: a file of labels; show how far its annotators agree, and serve nothing.
+        sample: pairs to label, drawn by the seed.
+        seed: of the pairs, the side of each answer, and the pairs that come twice.
+        per_item: annotators for each pair.
+        repeat: share of an annotator's pairs that come a second time, with the sides swapped.
+        models: two models of the evaluation, with a comma; without it, all pairs that its judges compared.
+        artifacts: folder in which names of evaluations and recipes are looked up.
+        host: 0.0.0.0 listens to other machines too; the token passes the network as it is, without TLS.
+        port: 0 takes a free one and prints it.
+        allow_host: more names of this machine that annotators use, with commas.
+        home: folder of the token that the page asks for, in the file label-token.
+    """
+    if agreement is not None:
+        from evaluation.labelling.agreement import agreement as measured
+        from evaluation.labelling.store import read_labels
+
+        show_agreement(console, measured(read_labels(agreement)))
+        return OK
+    pair = tuple(name for name in models.split(",") if name)
+    wrong = {
+        "give what to label: alignflow label SOURCE --out labels.jsonl": source is None,
+        "give --out, the file that labels are appended to": out is None,
+        f"--sample {sample} --per-item {per_item}: give 1 or more of each": sample < 1 or per_item < 1,
+        f"--repeat {repeat}: give a share from 0 to 1": not 0 <= repeat <= 1,
+        f"--models {models}: give two different models, with a comma": len(set(pair)) != 2 and models != "",
+        f"there is no port {port}: give 1 to 65535, or 0 for a free one": not 0 <= port <= 65535,
+    }
+    if faults := [sentence for sentence, is_so in wrong.items() if is_so]:
+        raise ValueError("\n".join(faults))
+    assert source is not None and out is not None
+    import uvicorn
+
+    from evaluation.labelling.app import application
+    from evaluation.labelling.assignment import Assignment, Rules
+    from evaluation.labelling.items import draw
+    from evaluation.labelling.store import opened
+    from flows.serve import EVERYWHERE, listen
+    from rlhf_core.system.page_server import Protected
+
+    drawn = draw(source, sample, seed, artifacts, pair)
+    with listen(host, port) as listener, opened(out) as file:
+        token = kept_secret(home / "label-token")
+        assignment = Assignment(drawn.pairs, file, Rules(per_item, repeat, seed), token)
+        names = [host, *([socket.gethostname()] if host == EVERYWHERE else []), *(name for name in allow_host.split(",") if name)]
+        shown = socket.gethostname() if host == EVERYWHERE else host
+        address = f"http://{shown}:{listener.getsockname()[1]}"
+        same = f", {drawn.same} with equal answers left out" if drawn.same else ""
+        console.print(f"{len(drawn.pairs)} of {drawn.found} pairs{same}; {len(file.labels)} lines in {out}", markup=False, highlight=False)
+        console.print(f"all annotators: {address}/?token={token}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"one annotator:  {address}/label?annotator=NAME&token={token}", markup=False, highlight=False, soft_wrap=True)
+        config = uvicorn.Config(Protected(application(assignment), token, names), log_level="error", lifespan="off")
+        uvicorn.Server(config).run([listener])
+    return OK
+
+
+def show_agreement(console: Console, found: Agreement) -> None:
+    """Prints the agreement of annotators with each other and with themselves, with 95 % intervals."""
+    console.print(f"{found.pairs} pairs have a verdict, {found.shared} of them by two or more annotators (in brackets: 95 % intervals)")
+    console.print(f"Krippendorff's alpha: winner {_kappa(found.alpha)}, degree {_kappa(found.ordinal_alpha)}", markup=False)
+    if found.between:
+        numbers = ("pairs", "same winner", "Cohen's kappa", "weighted kappa")
+        table = table_of("annotators", *numbers, right=numbers)
+        for row in found.between:
+            cells = (_share(row.same), _kappa(row.kappa), _kappa(row.weighted_kappa))
+            table.add_row(escape(f"{row.one}, {row.other}"), str(row.pairs), *cells)
+        console.print(table)
+    columns = ("labels", "skipped", "ties", "prefers the left", "shown twice", "same winner again", "median seconds")
+    table = table_of("annotator", *columns, right=columns)
+    for annotator in found.annotators:
+        sides = (_share(annotator.first_side), str(annotator.repeats), _share(annotator.consistent), f"{annotator.seconds:.1f}")
+        table.add_row(escape(annotator.name), str(annotator.labels), str(annotator.skipped), f"{100 * annotator.ties:.0f} %", *sides)
+    console.print(table)
+
+
+def _share(value: Estimate | None) -> str:
+    return "–" if value is None else f"{100 * value.value:.0f} % ({100 * value.low:.0f}–{100 * value.high:.0f})"
+
+
+def _kappa(value: Estimate | None) -> str:
+    return "–" if value is None else f"{value.value:.2f} ({value.low:.2f} to {value.high:.2f})"

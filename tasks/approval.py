@@ -1,0 +1,64 @@
+"""Asks a person about a stage whose gate wants an approval.
+
+A run of a deployment is suspended: its process ends, Prefect's page of the run has a form, and the decision starts it again. Any other run
+ends with ApprovalAwaited and goes on when it is run again, after `alignflow approve`.
+"""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from prefect import get_run_logger, runtime
+from prefect.flow_runs import suspend_flow_run
+from prefect.input import RunInput
+
+from rlhf_core.config.gates import Verdict
+from rlhf_core.recipe.gates import ApprovalAwaited
+from rlhf_core.recipe.plan import Plan
+from rlhf_core.runs.approval import FILE, Approval, ask, decide
+from tasks.notify import notify_approval
+
+
+class Decision(RunInput):
+    """The form on Prefect's page of a suspended run."""
+
+    approve: bool
+    reason: str = ""
+    by: str = ""
+
+
+def await_approvals(planned: Plan, verdicts: Sequence[Verdict]) -> None:
+    """Asks about the stages of these verdicts, which wait. Returns when a person has decided about one of them in this run.
+
+    Raises Prefect's signal that suspends a run of a deployment; ApprovalAwaited in other runs, and where another run has asked.
+    """
+    ours = str(runtime.flow_run.id) if runtime.deployment.id else None
+    asked = []
+    for verdict in verdicts:
+        assert verdict.gate.approve is not None
+        node = planned[verdict.stage]
+        new = not (node.run_dir / FILE).exists()
+        question = ask(node.run_dir, node.name, planned.folder, verdict.gate.approve.time, ours)
+        if new:
+            notify_approval(planned.recipe, question, planned.folder / "report.html")
+        asked.append((node.run_dir, question))
+    mine = [(run_dir, question) for run_dir, question in asked if ours is not None and question.run == ours]
+    if not mine:
+        told = [v.model_copy(update={"said": question.told()}) for v, (_, question) in zip(verdicts, asked, strict=True)]
+        raise ApprovalAwaited(told, str(planned.folder))
+    run_dir, question = mine[0]
+    given = _suspended(question, run_dir.name, f"{planned.folder}/report.html")
+    made = decide(run_dir, given.approve, given.by or getpass.getuser(), given.reason, late=True)
+    get_run_logger().info("stage %s: %s", question.stage, made.told())
+
+
+def _suspended(question: Approval, key: str, page: str) -> Decision:
+    """Suspends this run; in the run that goes on, returns what the person decided."""
+    about = f"Publish what depends on **{question.stage}**? Its report: {page}"
+    form = Decision.with_initial_data(description=about, approve=False)
+    seconds = max(1, int((question.until - datetime.now(UTC)).total_seconds()))
+    given = suspend_flow_run(wait_for_input=form, timeout=seconds, key=f"approval-{key}")
+    assert isinstance(given, Decision)
+    return given
