@@ -6,6 +6,7 @@ on); not begun. On another machine no lock can be seen: there a stage counts as 
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -19,6 +20,8 @@ from evaluation.dashboard.folder import FRESH, Folder, Missing, identity_of
 from evaluation.dashboard.growing import Attempt, is_number
 from rlhf_core.config import KINDS
 from rlhf_core.config.gates import Gate
+from rlhf_core.runs.approval import FILE as APPROVAL
+from rlhf_core.runs.approval import Approval
 from rlhf_core.runs.run_dir import HOLDER, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
 from rlhf_core.runs.run_records import RunRecord
 
@@ -31,7 +34,8 @@ class Stage(NamedTuple):
     """A stage at one moment. `folder`: the name of its run directory; `told`: why it is in its state, a sentence or ''.
 
     `steps`: (done, all) of a running one; `left`: seconds that it probably still takes; `seconds`: of the process that finished it;
-    `changed`: when its files were last written, in seconds since 1970; `parents`: names of stages; `gates`: failed ones.
+    `changed`: when its files were last written, in seconds since 1970; `parents`: names of stages; `gates`: those that it
+    does not pass, in words.
     """
 
     folder: str
@@ -58,7 +62,7 @@ def stage_of(folder: Folder, run_dir: Path, name: str = "", kind: str = "", pare
     metrics = numbers(result.get("metrics"))
     found = found._replace(changed=folder.changed(run_dir))
     if is_number(result.get("seconds")):
-        gates = tuple(failed_gates(config, metrics))
+        gates = tuple(open_gates(config, metrics, folder.json(run_dir / APPROVAL)))
         return found._replace(state="done", seconds=float(result["seconds"]), metric=main_metric(config, metrics), gates=gates)
     holder, attempts = folder.tail(run_dir / HOLDER)[:400], folder.attempts(run_dir)
     last = attempts.attempts[-1] if attempts.attempts else None
@@ -122,18 +126,22 @@ def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
     return told
 
 
-def failed_gates(config: Mapping[str, Any], metrics: Mapping[str, float]) -> list[str]:
-    """Returns a sentence for each gate of a finished stage that it does not pass."""
+def open_gates(config: Mapping[str, Any], metrics: Mapping[str, float], approval: Mapping[str, Any]) -> list[str]:
+    """Returns a part of a sentence for each gate of a finished stage that it does not pass. `approval`: what a person decided."""
     found: list[str] = []
     gates = config.get("gates")
     for given in gates if isinstance(gates, list) else ():
         try:
             gate = Gate.model_validate(given)
+            asked = Approval.model_validate_json(json.dumps(approval)) if gate.approve and approval else None
         except ValidationError:
             continue
         value = metrics.get(gate.metric)
-        if not gate.passes(value):
-            found.append(f"{gate.metric} is {'missing' if value is None else f'{value:.4g}'}, {gate.bound} ({gate.on_fail})")
+        if gate.approve:
+            found += [] if asked and asked.state() == "approved" else [asked.told() if asked else "waits for a person"]
+        elif not gate.passes(value):
+            said = "missing" if value is None else f"{value:.4g}"
+            found.append(f"does not pass a gate: {gate.metric} is {said}, {gate.bound} ({gate.on_fail})")
     return found
 
 
@@ -154,5 +162,5 @@ def numbers(found: object) -> dict[str, float]:
 
 def watched(folder: Folder, run_dir: Path) -> tuple[object, ...]:
     """Returns a value that is equal while nothing changes in a run directory."""
-    names = (REQUEST, METRICS, LOG, RESULT, HOLDER, ROLLOUTS)
+    names = (REQUEST, METRICS, LOG, RESULT, HOLDER, ROLLOUTS, APPROVAL)
     return (folder.held(run_dir), *(identity_of(run_dir / name) for name in names))

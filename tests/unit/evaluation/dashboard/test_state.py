@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from filelock import FileLock
 
 from evaluation.dashboard.folder import FRESH, Folder, Missing
 from evaluation.dashboard.locks import Locks
-from evaluation.dashboard.state import Stage, run_stages, stage_of
+from evaluation.dashboard.state import Stage, run_stages, stage_of, watched
+from rlhf_core.runs.approval import ask, decide
 from rlhf_core.runs.run_dir import HOLDER, LOCK, LOG, METRICS, REQUEST, RESULT, RunDir
 from tests.unit.evaluation.dashboard.conftest import Artifacts
 
@@ -48,7 +50,26 @@ def test_a_finished_stage(artifacts: Artifacts) -> None:
     request = json.loads((artifacts.stage("ppo") / REQUEST).read_text())
     request["config"]["gates"] = [{"metric": "kl/mean", "max": 0.1}, {"metric": "absent", "min": 0, "on_fail": "warn"}, {"metric": 3}]
     (artifacts.stage("ppo") / REQUEST).write_text(json.dumps(request))
-    assert look(artifacts).gates == ("kl/mean is 0.3399, at most 0.1 (stop)", "absent is missing, at least 0 (warn)")
+    assert look(artifacts).gates == (
+        "does not pass a gate: kl/mean is 0.3399, at most 0.1 (stop)",
+        "does not pass a gate: absent is missing, at least 0 (warn)",
+    )
+
+
+def test_a_stage_that_waits_for_a_person(artifacts: Artifacts) -> None:
+    run_dir = artifacts.stage("ppo")
+    request = json.loads((run_dir / REQUEST).read_text())
+    request["config"]["gates"] = [{"approve": {"within": "48h"}}]
+    (run_dir / REQUEST).write_text(json.dumps(request))
+    assert look(artifacts).gates == ("waits for a person",)
+    ask(run_dir, "ppo", artifacts.path / "demo", timedelta(hours=48))
+    assert look(artifacts).gates[0].startswith("waits for a person until ")
+    folder = Folder(artifacts.path)
+    before = watched(folder, run_dir)
+    decide(run_dir, True, "ann")
+    assert look(artifacts).gates == () and watched(folder, run_dir) != before, "an open page shows the decision"
+    (run_dir / "approval.json").write_text('{"stage": 3}')
+    assert look(artifacts).state == "done"
 
 
 @pytest.mark.parametrize(
