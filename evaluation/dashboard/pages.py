@@ -101,7 +101,11 @@ def overview(folder: Folder) -> Page:
         dirs = {folder.path / stage.run_dir for run in found if run.state == "running" for stage in run.stages}
         return [(run.file, run.state, identity_of(run.file)) for run in found], [state.watched(folder, path) for path in sorted(dirs)]
 
-    return Page("Runs", {"now": now, "runs": runs, "others": others}, frozenset({"others"}), watched)
+    def questions() -> str:
+        return fill("overview.questions", questions=state.questions(folder))
+
+    parts = {"questions": questions, "now": now, "runs": runs, "others": others}
+    return Page("Runs", parts, frozenset({"questions", "others"}), watched)
 
 
 def run_page(folder: Folder, recipe: str, identity: str) -> Page:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from evaluation.dashboard.folder import FRESH, Folder, Missing, identity_of
+from evaluation.dashboard.folder import FRESH, STAGES, Folder, Missing, identity_of, inside
 from evaluation.dashboard.growing import Attempt, is_number
 from rlhf_core.config import KINDS
 from rlhf_core.config.gates import Gate
@@ -62,7 +62,7 @@ def stage_of(folder: Folder, run_dir: Path, name: str = "", kind: str = "", pare
     metrics = numbers(result.get("metrics"))
     found = found._replace(changed=folder.changed(run_dir))
     if is_number(result.get("seconds")):
-        gates = tuple(open_gates(config, metrics, folder.json(run_dir / APPROVAL)))
+        gates = tuple(open_gates(config, metrics, approval_of(folder, run_dir)))
         return found._replace(state="done", seconds=float(result["seconds"]), metric=main_metric(config, metrics), gates=gates)
     holder, attempts = folder.tail(run_dir / HOLDER)[:400], folder.attempts(run_dir)
     last = attempts.attempts[-1] if attempts.attempts else None
@@ -126,14 +126,36 @@ def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
     return told
 
 
-def open_gates(config: Mapping[str, Any], metrics: Mapping[str, float], approval: Mapping[str, Any]) -> list[str]:
-    """Returns a part of a sentence for each gate of a finished stage that it does not pass. `approval`: what a person decided."""
+class Question(NamedTuple):
+    """A stage that waits for a person's approval. `recipe`: its folder in the artifacts, for `alignflow approve`."""
+
+    folder: str
+    recipe: str
+    told: str
+
+
+def questions(folder: Folder) -> list[Question]:
+    """Returns the stages that somebody may still approve or refuse, the oldest question first."""
+    read = ((file.parent.name, approval_of(folder, file.parent)) for file in inside(folder.path, f"{STAGES}/*/{APPROVAL}"))
+    asked = sorted(((one.asked, name, one) for name, one in read if one and one.state() == "asked"), key=lambda found: found[:2])
+    return [Question(name, Path(one.recipe).name, one.told()) for _, name, one in asked]
+
+
+def approval_of(folder: Folder, run_dir: Path) -> Approval | None:
+    """Returns the question to a person about a stage; None when there is none, or it is damaged."""
+    try:
+        return Approval.model_validate_json(json.dumps(folder.json(run_dir / APPROVAL)))
+    except ValidationError:
+        return None
+
+
+def open_gates(config: Mapping[str, Any], metrics: Mapping[str, float], asked: Approval | None) -> list[str]:
+    """Returns a part of a sentence for each gate of a finished stage that it does not pass. `asked`: the question to a person."""
     found: list[str] = []
     gates = config.get("gates")
     for given in gates if isinstance(gates, list) else ():
         try:
             gate = Gate.model_validate(given)
-            asked = Approval.model_validate_json(json.dumps(approval)) if gate.approve and approval else None
         except ValidationError:
             continue
         value = metrics.get(gate.metric)

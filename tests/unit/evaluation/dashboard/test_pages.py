@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from starlette.testclient import TestClient
 from evaluation.dashboard import app
 from evaluation.dashboard.app import changes, dashboard
 from evaluation.dashboard.folder import Folder
+from rlhf_core.runs.approval import ask
 from rlhf_core.runs.run_dir import LOCK, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
 from rlhf_core.system.page_server import Protected
 from tests.support.finished_run import DIGESTS
@@ -161,6 +163,7 @@ def test_hostile_texts_are_inert(client: TestClient, artifacts: Artifacts) -> No
     texts = dict.fromkeys(("recipe", "name", "host", "source"), bad)
     artifacts.record("second", bad, STARTED + 1, stages=stages, overrides=[bad], **texts)
     artifacts.record("third", HOSTILE, STARTED + 1, recipe=HOSTILE)
+    ask(ppo, bad, artifacts.path / bad.replace("/", ""), timedelta(hours=1))
     (artifacts.path / "demo" / "loop.json").write_text(json.dumps({"loop": HOSTILE, "rounds": [{"ended": HOSTILE, "win_rate": HOSTILE}]}))
     for path in ("/", "/run/demo/second", PPO, f"{PAGES[3]}", "/compare?a=demo/first&b=demo/second", f"/stage/{quote(bad)}"):
         answer = client.get(path)

@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from evaluation.dashboard.folder import FRESH, Folder, Missing
 from evaluation.dashboard.locks import Locks
-from evaluation.dashboard.state import Stage, run_stages, stage_of, watched
+from evaluation.dashboard.state import Stage, questions, run_stages, stage_of, watched
 from rlhf_core.runs.approval import ask, decide
 from rlhf_core.runs.run_dir import HOLDER, LOCK, LOG, METRICS, REQUEST, RESULT, RunDir
 from tests.unit.evaluation.dashboard.conftest import Artifacts
@@ -65,11 +65,14 @@ def test_a_stage_that_waits_for_a_person(artifacts: Artifacts) -> None:
     ask(run_dir, "ppo", artifacts.path / "demo", timedelta(hours=48))
     assert look(artifacts).gates[0].startswith("waits for a person until ")
     folder = Folder(artifacts.path)
+    ((name, recipe, told),) = questions(folder)
+    assert (name, recipe) == (run_dir.name, "demo") and told.startswith("waits for a person until ")
     before = watched(folder, run_dir)
     decide(run_dir, True, "ann")
+    assert questions(folder) == []
     assert look(artifacts).gates == () and watched(folder, run_dir) != before, "an open page shows the decision"
     (run_dir / "approval.json").write_text('{"stage": 3}')
-    assert look(artifacts).state == "done"
+    assert look(artifacts).state == "done" and questions(Folder(artifacts.path)) == []
 
 
 @pytest.mark.parametrize(
