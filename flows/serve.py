@@ -35,6 +35,7 @@ START_SECONDS, STOP_SECONDS = 120.0, 20.0
 PLACE, LOCK, LOG = "serve.json", "serve.lock", "serve.log"
 AUTH, SERVED, FEEDBACK_TOKEN = "auth-string", "served.json", "feedback-token"
 EVERYWHERE = "0.0.0.0"
+PAGE = "live page of"
 LOG_BYTES = 20_000_000  # on SQLite Prefect 3.7 logs a traceback at each poll of a worker, ten megabytes an hour
 
 
@@ -90,6 +91,15 @@ class Servants:
         self._start("feedback", [*command, "--home", str(self.home), "--host", host, "--port", str(port)], self.environment())
         return f"{self.ui.rpartition(':')[0]}:{port}/feedback"
 
+    def start_dashboard(self, artifacts: Path, port: int) -> str:
+        """Starts the live page of an artifacts folder, beside the server's address. Returns its address. When it ends, `serve` goes on."""
+        host = self._address[0]
+        port = port or free_port(host)
+        artifacts.mkdir(parents=True, exist_ok=True)
+        own = ["--home", str(self.home), "--host", host, "--port", str(port), "--allow-host", ",".join(self._hosts)]
+        self._start(f"{PAGE} {artifacts}", [sys.executable, "-P", "-m", "flows.cli", "dashboard", str(artifacts), *own], self.environment())
+        return f"{self.ui.rpartition(':')[0]}:{port}/"
+
     def record(self, deployments: Mapping[Any, Mapping[str, Any]]) -> None:
         """Saves the parameters of deployments by id; tasks/served.py compares those of runs with them."""
         known = read_json(self.home / SERVED) | {str(identity): dict(own) for identity, own in deployments.items()}
@@ -98,7 +108,7 @@ class Servants:
     def check(self) -> None:
         """Raises MachineLacks when one of them has ended."""
         for name, process in self._running.items():
-            if process.poll() is not None:
+            if process.poll() is not None and not name.startswith(PAGE):
                 whose = "the endpoint for feedback" if name == "feedback" else f"Prefect's {name}"
                 raise MachineLacks(
                     f"{whose} ended with code {process.returncode}, so serve ends too (log: {self.home / LOG}): start it again, "

@@ -18,6 +18,7 @@ from cyclopts import App, CycloptsError
 from flows.cli import approve as cli_approve
 from flows.cli import artifacts as cli_artifacts
 from flows.cli import champion as cli_champion
+from flows.cli import dashboard as cli_dashboard
 from flows.cli import feedback as cli_feedback
 from flows.cli import label as cli_label
 from flows.cli import loops as cli_loops
@@ -44,6 +45,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "data": cli_prepare.data,
     "migrate": cli_prepare.migrate,
     "doctor": cli_prepare.doctor,
+    "dashboard": cli_dashboard.dashboard,
     "approve": cli_approve.approve,
     "champion": cli_champion.champion,
     "promote": cli_champion.promote,

@@ -13,6 +13,7 @@ from cyclopts import App
 from httpx import HTTPError
 from rich.console import Console
 
+from flows.cli.dashboard import TOKEN, show_address
 from flows.cli.show import Override, RecipePlace, table_of
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.recipe.inboxes import inboxes_of
@@ -20,6 +21,7 @@ from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.loop_record import LOCK, LoopState, folder_of, loop_of, loop_state
 from rlhf_core.system.files import is_locked
 from rlhf_core.system.machine import MachineLacks
+from rlhf_core.system.secret_file import kept_secret
 
 CHECK_SECONDS, SWEEP_SECONDS = 0.5, 15.0
 loop_app = App(name="loop", help="A recipe's loop (iterative_dpo, iterative), one round at a time.")
@@ -38,6 +40,7 @@ def serve(
     max_rounds: int | None = None,
     min_gain: float | None = None,
     feedback_port: int = 4300,
+    dashboard_port: int = 0,
 ) -> int:
     """Start a Prefect server, a worker and the deployments of recipes on this machine; Ctrl-C ends it all.
 
@@ -53,6 +56,7 @@ def serve(
         every: seconds; an interval in place of the cron schedule.
         max_rounds: loops of the recipes end after so many rounds.
         min_gain: loops end when the win rate of their last round is not more than this above the round before it.
+        dashboard_port: of the live page of the recipes' artifacts; 0 takes a free one.
         feedback_port: of the endpoint that takes feedback, where a recipe has an inbox; 0 takes a free one.
     """
     if not 0 <= port <= 65535:
@@ -99,6 +103,10 @@ def serve(
                     f"schedule: {timing if when else 'none'}\nserving on {servants.ui} (Ctrl-C ends it)", markup=False, highlight=False
                 )
                 show_auth(console, servants.api, servants.auth, servants.home / AUTH)
+                token = kept_secret(servants.home / TOKEN)
+                for nth, artifacts in enumerate(dict.fromkeys(Path(one.recipe.artifacts).absolute() for one in recipes)):
+                    address = servants.start_dashboard(artifacts, 0 if nth else dashboard_port)
+                    show_address(console, artifacts, address, token, servants.home / TOKEN)
                 swept = time.monotonic()
                 while True:
                     time.sleep(CHECK_SECONDS)

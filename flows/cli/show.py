@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.cli.history import Difference, Found, Item
+from flows.cli.history import Found, Item
 from rlhf_core.config import KINDS, Recipe
 from rlhf_core.config.kinds import metrics_of
 from rlhf_core.hub.revisions import PINS
@@ -26,6 +26,7 @@ from rlhf_core.recipe.dry_run import Outlook
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.recipe.sentences import models_in
+from rlhf_core.runs.differences import Difference
 from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.runs.run_records import RunRecord

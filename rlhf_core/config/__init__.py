@@ -87,6 +87,13 @@ class Wandb(Config):
     group: str | None = Field(None, description="group of the runs; default: the recipe's name", min_length=1, max_length=128)
 
 
+class Cost(Config):
+    """What a GPU costs, for the dashboard (docs/how-to/dashboard.md)."""
+
+    gpu_hour: Rate = Field(description="price of one GPU for an hour")
+    currency: str = Field("USD", description="currency of the price; prices of judges and endpoints are in USD", pattern=r"^[A-Z]{3}$")
+
+
 class Recipe(Config):
     """A base model, its stages, and the folders of their artifacts."""
 
@@ -111,6 +118,7 @@ class Recipe(Config):
     trust_remote_code: bool = Field(False, description="allow model code from the Hub", json_schema_extra=RECIPE_ONLY)
     notify: Notify | None = Field(None, description="webhook that receives the events of a run")
     wandb: Wandb | None = Field(None, description="Weights & Biases project for the metrics of every stage")
+    cost: Cost | None = Field(None, description="price of a GPU, from which the dashboard computes what runs cost")
     stages: dict[str, StageConfig] = Field(description="stages by name; a stage named like its kind needs no `stage:`", min_length=1)
 
     @field_validator("name")
