@@ -21,7 +21,7 @@ from rlhf_core.recipe.sentences import models_in
 from tests.support.allowed_values import allows, beyond
 
 NAME = "org/name"  # a model, a data set, or any other text
-SAMPLES = (NAME, "name", "file.py:function", "http://host", 1, 2, 0.25, True, "48h")  # values that are right for some type and bound
+SAMPLES = (NAME, "name", "file.py:function", "http://host", 1, 2, 0.25, True, "48h", "USD")  # values that are right for some type and bound
 VALUES: dict[str, Any] = {
     "null": None,
     "boolean": True,
