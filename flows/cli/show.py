@@ -233,10 +233,13 @@ def config_docs() -> str:
 def _section(title: str, model: type[BaseModel], parts: dict[str, type[BaseModel]]) -> str:
     about = [_text(model.__doc__), ""] if model.__doc__ else []
     bases = [base for base in model.__bases__ if issubclass(base, BaseModel) and base.model_fields]
+    stages = {kind.config: name for name, kind in KINDS.items()}  # they have sections of their own
     for base in bases:
-        parts.setdefault(base.__name__, base)
+        if base not in stages:
+            parts.setdefault(base.__name__, base)
     if bases:
-        about += [f"Takes the fields of {', '.join(f'[{base.__name__}](#{base.__name__.lower()})' for base in bases)} as well.", ""]
+        links = (f"[{base.__name__}](#{f'stage-{stages[base]}' if base in stages else base.__name__.lower()})" for base in bases)
+        about += [f"Takes the fields of {', '.join(links)} as well.", ""]
     rows = []
     for name, info in model.model_fields.items():
         if name not in model.__annotations__:
