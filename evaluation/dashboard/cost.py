@@ -23,7 +23,7 @@ from rlhf_core.runs.run_dir import RESULT
 from rlhf_core.runs.run_records import RunRecord
 
 CONFIG: TypeAdapter[StageConfig] = TypeAdapter(StageConfig)
-FEES = ("judge_cost/", "answer_cost/")  # US dollars, in the result of an evaluation
+FEES = ("judge_cost", "answer_cost")  # US dollars, in results of evaluations and calibrations
 
 
 class Line(NamedTuple):
@@ -97,7 +97,7 @@ def _line(folder: Folder, run: RunRecord, stage: Stage, run_dir: Path) -> Line:
     if attempts and attempts[-1].seconds is None and stage.state == "running":
         seconds, unended = seconds + max(0.0, time.time() - attempts[-1].started), unended - 1
     metrics = numbers(folder.json(run_dir / RESULT).get("metrics")) if attempts else {}
-    fees = sum(value for name, value in metrics.items() if name.startswith(FEES) and math.isfinite(value))
+    fees = sum(value for name, value in metrics.items() if name.partition("/")[0] in FEES and math.isfinite(value))
     return Line(stage.name, len(attempts), unended, seconds, gpus_of(folder.request(run_dir).get("config", {})), fees)
 
 

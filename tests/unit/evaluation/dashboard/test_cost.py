@@ -93,7 +93,7 @@ def test_money_with_the_fees_of_judges(artifacts: Artifacts, price: object, mone
     evaluation = artifacts.stage("evaluation")
     ran(evaluation, 1900, 10)
     result = json.loads((evaluation / RESULT).read_text())
-    result["metrics"] |= {"judge_cost/gpt": 0.75, "answer_cost/remote": 0.25, "judge_cost/bad": None}
+    result["metrics"] |= {"judge_cost/gpt": 0.5, "judge_cost": 0.25, "answer_cost/remote": 0.25, "judge_cost/bad": None, "judge_costly": 9}
     (evaluation / RESULT).write_text(json.dumps(result))
     found = of(artifacts, "priced")
     assert found.money == money and found.fees == 1.0
