@@ -33,6 +33,7 @@ COLOURS = {
     "done": "#2e8b6f",
     "running": "#2563a8",
     "waiting": "#b7791f",
+    "waits": "#b7791f",
     "failed": "#c0392b",
     "gate failed": "#c0392b",
     "killed": "#c0392b",

@@ -17,6 +17,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 from rlhf_core.config import Publication
 from rlhf_core.hub.api import RETRIES, Retries, client_options, with_retries, write_refusal
 from rlhf_core.records import Frozen
+from rlhf_core.runs.lineage import stage_of
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.runs.store import Store
 from rlhf_core.stages.publication.run import read_token
@@ -74,13 +75,15 @@ def promote(
     """
     run = RunDir(run_dir)
     result = run.result()
-    config = run.request().config if result else None
-    if result is None or not isinstance(config, Publication) or config.model is None:
+    request = run.request() if result else None
+    config = request.config if request else None
+    if result is None or request is None or not isinstance(config, Publication) or config.model is None:
         raise ValueError(f"{run_dir.name} is no finished publication of a model: give the name of one")
     receipt = read_json(run / RECEIPT) if "hub" in result.outputs else {}
+    made = stage_of(request.inputs[config.model])
     new = Reign(
         run=run.path.name,
-        model=config.model,
+        model=str(made[1]["name"]) if made else config.model,
         repo_id=receipt.get("repo_id"),
         commit=receipt.get("commit"),
         at=datetime.now(UTC),
