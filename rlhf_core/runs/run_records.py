@@ -43,7 +43,8 @@ class RecordedStage(BaseModel):
 
 class RunRecord(BaseModel):
     """A recorded run. Earlier layouts lack fields. `state`: done, waits (for a person), failed, gate failed, interrupted, running,
-    killed (it wrote no end, and its process is gone), damaged (its record cannot be read), or unfinished (of earlier layouts); times in seconds since 1970."""
+    killed (it wrote no end, and its process is gone), damaged (its record cannot be read), or unfinished (of earlier layouts); times in
+    seconds since 1970."""
 
     file: Path = Path()
     id: str = ""
