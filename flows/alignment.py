@@ -28,7 +28,7 @@ from rlhf_core.runs.launch import SeveralFailed
 from rlhf_core.runs.run_dir import StageRequest
 from rlhf_core.runs.store import store_of
 from rlhf_core.system import orphan_watcher
-from tasks.approval import await_approvals
+from tasks.approval import ask_about, await_approvals
 from tasks.champion import promote_published, roll_back
 from tasks.gates import check_gates
 from tasks.keys import provided, variables
@@ -176,6 +176,8 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
             raise
         order = [node.name for node in planned.nodes]
         roll_back(planned, failed_gates)
+        if waiting and not failures and goes_on():
+            ask_about(planned, waiting)  # also where a failed branch ends the run
         failures += [GateFailed(sorted(failed_gates, key=lambda verdict: order.index(verdict.stage)))] if failed_gates else []
         if failures:
             raise failures[0] if len(failures) == 1 else SeveralFailed(failures)

@@ -16,6 +16,7 @@ from rlhf_core.config import Recipe
 from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
 from rlhf_core.recipe.loop_record import alone, begin, check_judged, finish, folder_of, loop_of, loop_state, refuse
 from rlhf_core.runs.store import store_of
+from tasks.approval import asked_by_this_run
 from tasks.keys import provided, variables
 from tasks.served import recipe_of_run
 
@@ -46,8 +47,9 @@ def loop(
         fetched, store = False, store_of(loaded)
         while True:
             found = loop_state(loaded, name)
-            if found.renewed or found.turned_down:
-                gate = found.failed[0]
+            asked = any(asked_by_this_run(found.plan[verdict.stage].run_dir) for verdict in found.held)
+            if (found.renewed or found.turned_down) and not asked:
+                gate = found.held[0]
                 get_run_logger().warning("%s: round %d is refused, and left out: %s", name, found.number, gate.summary)
                 found = refuse(loaded, found, gate.summary)
             if why := found.why_not(max_rounds, min_gain, None if fetched else due):
@@ -61,10 +63,12 @@ def loop(
             except ApprovalAwaited as error:
                 return _completed(f"{name} of {loaded.name}: round {found.number}: {error}")
             except GateFailed as error:
-                if not all(verdict.gate.approve for verdict in error.verdicts):
+                state = loop_state(loaded, name)
+                held = {verdict.stage for verdict in state.held if verdict.gate.approve}
+                if not all(verdict.gate.approve and verdict.stage in held for verdict in error.verdicts):
                     raise
                 why = error.verdicts[0].summary
-                refuse(loaded, loop_state(loaded, name), why)
+                refuse(loaded, state, why)
                 return _completed(f"{name} of {loaded.name}: round {found.number} is left out: {why}")
             done = finish(found)
             if not fetched:  # on an empty disk rounds of the store come first

@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 from prefect import get_run_logger, runtime
 from prefect.flow_runs import suspend_flow_run
@@ -17,7 +18,7 @@ from prefect.input import RunInput
 from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.gates import ApprovalAwaited
 from rlhf_core.recipe.plan import Plan
-from rlhf_core.runs.approval import FILE, Approval, ask, decide
+from rlhf_core.runs.approval import FILE, Approval, ask, decide, mark_told
 from tasks.notify import notify_approval
 
 
@@ -29,21 +30,34 @@ class Decision(RunInput):
     by: str = ""
 
 
+def asked_by_this_run(run_dir: Path) -> bool:
+    """Whether this run of a deployment has asked about a stage: its form may have been answered before the time was over."""
+    question = Approval.read(run_dir / FILE)
+    return bool(runtime.deployment.id and question and question.decision is None and question.run == str(runtime.flow_run.id))
+
+
+def ask_about(planned: Plan, verdicts: Sequence[Verdict]) -> list[tuple[Path, Approval]]:
+    """Asks about the stages of these verdicts, once each, and sends a message; returns run directories and questions."""
+    ours = str(runtime.flow_run.id) if runtime.deployment.id else None
+    asked = []
+    for verdict in verdicts:
+        assert verdict.gate.approve is not None
+        node = planned[verdict.stage]
+        question = ask(node.run_dir, node.name, planned.folder, verdict.gate.approve.time, ours)
+        if not question.told_of:
+            notify_approval(planned.recipe, question, planned.folder / "report.html")
+            question = mark_told(node.run_dir)
+        asked.append((node.run_dir, question))
+    return asked
+
+
 def await_approvals(planned: Plan, verdicts: Sequence[Verdict]) -> None:
     """Asks about the stages of these verdicts, which wait. Returns when a person has decided about one of them in this run.
 
     Raises Prefect's signal that suspends a run of a deployment; ApprovalAwaited in other runs, and where another run has asked.
     """
     ours = str(runtime.flow_run.id) if runtime.deployment.id else None
-    asked = []
-    for verdict in verdicts:
-        assert verdict.gate.approve is not None
-        node = planned[verdict.stage]
-        new = not (node.run_dir / FILE).exists()
-        question = ask(node.run_dir, node.name, planned.folder, verdict.gate.approve.time, ours)
-        if new:
-            notify_approval(planned.recipe, question, planned.folder / "report.html")
-        asked.append((node.run_dir, question))
+    asked = ask_about(planned, verdicts)
     mine = [(run_dir, question) for run_dir, question in asked if ours is not None and question.run == ours]
     if not mine:
         told = [v.model_copy(update={"said": question.told()}) for v, (_, question) in zip(verdicts, asked, strict=True)]

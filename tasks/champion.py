@@ -6,6 +6,7 @@ rlhf_core/stages/publication/champion.py keeps the record and moves the branch o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from prefect import get_run_logger
 
@@ -30,7 +31,8 @@ def promote_published(planned: Plan, node: Node) -> None:
         return
     store = store_of(planned.recipe)
     try:
-        complete(planned.folder, store)
+        with suppress(ValueError):  # a move that the Hub refused for good: the next one takes its place
+            complete(planned.folder, store)
         if node.run_dir.name in {reign.run for reign in champions_of(planned.folder).reigns}:
             return
         passed = [verdict.summary for verdict in gates_behind(planned, node) if verdict.passed]

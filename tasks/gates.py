@@ -12,12 +12,15 @@ from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.plan import Node
 from rlhf_core.system.markdown_table import table
+from tasks.approval import asked_by_this_run
 from tasks.stages import artifact_key
 
 
 def check_gates(node: Node) -> tuple[Verdict, ...]:
     """Returns the verdicts on a stage, and shows them; empty when it is not done or has no gates."""
     verdicts = gates_of(node)
+    if asked_by_this_run(node.run_dir):  # its form is read before the time counts
+        verdicts = tuple(v.model_copy(update={"waits": True}) if v.gate.approve and not v.passed else v for v in verdicts)
     if not verdicts:
         return ()
     logger = get_run_logger()

@@ -49,6 +49,7 @@ def keep(store: Store, run: RunDir, log: Callable[..., None]) -> None:
     """Copies a finished stage to the store, unless it is there, and removes its resume states there. Raises StoreFault."""
     if store.put(run):
         log("%s was copied to %s", run.path.name, store.files.url)
+    store.put_approval(run)
     if store.checkpoints:
         store.drop_states(run)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from flows.cli.show import OK, console, table_of
 from rlhf_core.preflight.inputs import MachineLacks
+from rlhf_core.runs.run_records import RUN, RUNS
 from rlhf_core.runs.store import Store
-from rlhf_core.stages.publication import champion as record
+from rlhf_core.system.files import read_json
 
 
 def champion(folder: Path) -> int:
@@ -19,6 +20,8 @@ def champion(folder: Path) -> int:
     Args:
         folder: the recipe's folder, ARTIFACTS/NAME, which has its report.
     """
+    from rlhf_core.stages.publication import champion as record  # imports the Hub's client
+
     found = record.champions_of(folder.absolute())
     if found.now is None and found.moving is None:
         raise ValueError(f"{folder} has no champion: a publication with champion: true makes one, or alignflow promote")
@@ -46,9 +49,11 @@ def promote(folder: Path, publication: str, *, reason: str = "promoted by hand",
         reason: kept with the champion.
         by: who decides; default: the user of this machine.
     """
+    from rlhf_core.stages.publication import champion as record  # imports the Hub's client
+
     folder = folder.absolute()
     stages = folder.parent / "stages"
-    there = sorted(stages.glob(f"{publication}-*/result.json"), key=lambda file: file.stat().st_mtime)
+    there = sorted(_results(folder, publication), key=lambda file: file.stat().st_mtime)
     run_dir = stages / publication if (stages / publication).is_dir() or not there else there[-1].parent
     with _reached():
         new = record.promote(folder, run_dir, reason, by or getpass.getuser(), _store(folder))
@@ -64,6 +69,8 @@ def rollback(folder: Path, *, reason: str = "rolled back by hand", by: str | Non
         reason: kept with both champions.
         by: who decides; default: the user of this machine.
     """
+    from rlhf_core.stages.publication import champion as record  # imports the Hub's client
+
     folder = folder.absolute()
     with _reached():
         new = record.rollback(folder, reason, by or getpass.getuser(), _store(folder))
@@ -71,7 +78,16 @@ def rollback(folder: Path, *, reason: str = "rolled back by hand", by: str | Non
     return OK
 
 
+def _results(folder: Path, stage: str) -> Iterator[Path]:
+    """Yields the results of a stage of this recipe; the artifacts folder may have a stage of the same name of another one."""
+    runs = [read_json(file) for file in [folder / RUN, *(folder / RUNS).glob("*.json")]]
+    ours = {Path(entry.get("run_dir", "")).name for run in runs for entry in run.get("stages", []) if entry.get("name") == stage}
+    yield from (file for name in sorted(ours) if (file := folder.parent / "stages" / name / "result.json").is_file())
+
+
 def _store(folder: Path) -> Store | None:
+    from rlhf_core.stages.publication import champion as record  # imports the Hub's client
+
     place = record.champions_of(folder).store
     return Store(place) if place else None
 

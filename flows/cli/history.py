@@ -176,6 +176,11 @@ def _claims(artifacts: Path, keeping: Keeping, locks: bool = True) -> tuple[dict
     for file in sorted(artifacts.glob(f"*/{loop_record.FILE}")):
         rounds = [(artifacts / STAGES / name).resolve() for name in loop_record.directories(file.parent)]
         claims.append((f"the loop of {file.parent.name}", True, rounds))
+    for file in sorted(artifacts.glob("*/champion.json")):
+        from rlhf_core.stages.publication.champion import runs_kept  # imports the Hub's client
+
+        reigns = [(artifacts / STAGES / name).resolve() for name in runs_kept(file.parent)]
+        claims.append((f"the champions of {file.parent.name}", True, reigns))
     if locks:
         claims += [("a process that works on it", True, [folder]) for folder, _ in _stages(artifacts) if is_locked(folder / LOCK)]
     keepers, former = defaultdict[Path, list[str]](list), defaultdict[Path, list[str]](list)

@@ -10,12 +10,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.take import FOLDER
-from rlhf_core.records import FileInfo
+from rlhf_core.records import FileInfo, StageResult
 from rlhf_core.runs.run_dir import LOCK, METRICS, REQUEST, RESULT, STATE, RunDir
 from rlhf_core.runs.store import Store
 from rlhf_core.system.files import file_digest, is_locked, read_json, write_text
@@ -34,12 +35,22 @@ class Forgotten(NamedTuple):
 
 def forget(inbox: Inbox, annotator: str, artifacts: Sequence[Path] = (), stores: Sequence[Store] = ()) -> Forgotten:
     """Deletes the rows of one person. Raises ValueError while a stage that reads them runs; StoreFault when a store cannot be used."""
+    with inbox.changing() if inbox.exists else nullcontext(True) as ours:  # no stage takes rows meanwhile
+        if not ours:
+            raise ValueError(f"{inbox.folder}: another process takes or deletes rows of it: try again when it has ended")
+        return _forget(inbox, annotator, artifacts, stores)
+
+
+def _forget(inbox: Inbox, annotator: str, artifacts: Sequence[Path], stores: Sequence[Store]) -> Forgotten:
     rows = [stored for stored in inbox.rows(ALL_KINDS) if stored.row.annotator == annotator]
     gone = {stored.seq for stored in rows}
     texts = {json.dumps([message["content"] for message in stored.row.prompt]) for stored in rows}
+    for cut_off in (inbox.folder / FOLDER).glob(".*"):  # of a `take` that was killed
+        cut_off.unlink(missing_ok=True)
     taken = [file for file in sorted((inbox.folder / FOLDER).glob("*.jsonl")) if _holds(file, gone)]
     runs = [RunDir(folder) for place in artifacts for folder in sorted((place / "stages").glob("*")) if (folder / REQUEST).is_file()]
-    readers = [run for run in runs if any(str(file) in (run / REQUEST).read_text() for file in taken)]
+    real = {file.resolve() for file in taken}
+    readers = [run for run in runs if real & {Path(place).resolve() for place in _sources(read_json(run / REQUEST).get("config"))}]
     if busy := next((run for run in readers if is_locked(run / LOCK)), None):
         raise ValueError(f"stage {busy.path.name} is running on these rows: cancel its run, or wait until it ends")
     families = _descendants(readers, runs)
@@ -71,21 +82,33 @@ def _descendants(readers: Sequence[RunDir], runs: Sequence[RunDir]) -> list[RunD
 def _clean(run: RunDir, prompts: Collection[str], stores: Sequence[Store], reader: bool) -> Iterator[Path]:
     """Removes rows with these prompts from the JSON lines of a run directory, and tokenised rows of an unfinished stage; yields changed
     files. The manifest in its result, and the copies in stores, follow."""
-    result = run.result()
+    result = StageResult.read(run / RESULT)
     if result is None and reader and (run / STATE).is_dir():
         shutil.rmtree(run / STATE)  # it begins anew: its state has seen the rows
         yield run / STATE
-    changed = []
     for file in sorted(run.path.rglob("*.jsonl")):
         if file.name != METRICS and _filter(file, lambda line: _prompt_of(line) not in prompts):
-            changed.append(file)
             yield file
-    if result is not None and changed:
-        new = {name: _info(run / name) if run / name in changed else info for name, info in result.files.items()}
-        write_text(run / RESULT, result.model_copy(update={"files": new}).model_dump_json(indent=2))
+    changed = {name: _info(run / name) for name, info in result.files.items() if _is_shorter(run / name, info)} if result else {}
+    if result is not None and changed:  # also where a deletion was cut off before
+        write_text(run / RESULT, result.model_copy(update={"files": {**result.files, **changed}}).model_dump_json(indent=2))
     for store in stores:
-        if changed and store.has(run.path.name):
-            store.put(run)
+        if store.differs(run):
+            store.replace(run)
+
+
+def _is_shorter(file: Path, info: FileInfo) -> bool:
+    return file.suffix == ".jsonl" and file.is_file() and file.stat().st_size < info.size
+
+
+def _sources(config: Any) -> Iterator[str]:
+    """Yields the paths of the data sources in a stage's config."""
+    if isinstance(config, dict):
+        if isinstance(config.get("path"), str):
+            yield config["path"]
+        config = list(config.values())
+    for part in config if isinstance(config, list) else ():
+        yield from _sources(part)
 
 
 def _prompt_of(line: str) -> str:

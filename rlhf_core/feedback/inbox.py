@@ -7,17 +7,19 @@ add rows; each row is on disk before `add` returns.
 from __future__ import annotations
 
 import os
+import secrets
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.feedback.records import Feedback
 from rlhf_core.system.files import locked
 
-SUFFIX, FILE = ".inbox", "feedback.sqlite"
+SUFFIX, FILE, LOCK = ".inbox", "feedback.sqlite", ".lock"
 WAIT_SECONDS = 60.0  # for another process that writes
 TABLES = """
 CREATE TABLE rows (
@@ -25,6 +27,7 @@ CREATE TABLE rows (
 );
 CREATE INDEX by_about ON rows (about, opinion);
 CREATE INDEX by_annotator ON rows (annotator);
+CREATE TABLE about (id TEXT NOT NULL);
 """
 
 
@@ -43,16 +46,30 @@ class Stored(NamedTuple):
 
 
 class Inbox:
-    """The rows in one folder, which is made with the first row. Raises ValueError when the database cannot be read."""
+    """The rows in one folder, which is made with the first row, for its owner alone. Raises ValueError when the database cannot be read.
+
+    `folder` is the real path, which is the same from every working directory.
+    """
 
     def __init__(self, folder: Path):
         if folder.suffix != SUFFIX:
             raise ValueError(f"{folder}: an inbox is a folder whose name ends with {SUFFIX}: give one, such as {folder}{SUFFIX}")
-        self.folder, self._file = folder, folder.absolute() / FILE
+        self.folder = Path(os.path.realpath(folder))
+        self._file = self.folder / FILE
 
     @property
     def exists(self) -> bool:
         return self._file.is_file()
+
+    @cached_property
+    def id(self) -> str:
+        """16 hex digits, made with the inbox: another one in its place has another id, and its numbers begin anew."""
+        with closing(self._open()) as database:
+            return str(database.execute("SELECT id FROM about").fetchone()[0])
+
+    def changing(self) -> AbstractContextManager[bool]:
+        """Holds the lock of those who write or delete copies of rows; yields whether it was had within WAIT_SECONDS."""
+        return locked(self.folder / LOCK, WAIT_SECONDS)
 
     def add(self, rows: Sequence[Feedback]) -> Added:
         """Adds rows in one transaction; those whose identity is there are left out."""
@@ -125,8 +142,11 @@ class Inbox:
 
     def _make(self) -> None:
         """Makes the database. It gets its name when it is complete, so no other process sees a part of one."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder / ".lock", WAIT_SECONDS) as ours:
+        if self.exists:
+            return
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        with self.changing() as ours:
             if not ours or self.exists:
                 return
             new = self._file.with_name(f".{FILE}.{os.getpid()}")
@@ -134,6 +154,8 @@ class Inbox:
             with closing(sqlite3.connect(new)) as database:
                 database.execute("PRAGMA journal_mode = WAL")
                 database.executescript(TABLES)
+                with database:
+                    database.execute("INSERT INTO about VALUES (?)", (secrets.token_hex(8),))
             os.replace(new, self._file)
 
     def _open(self) -> sqlite3.Connection:
@@ -141,7 +163,7 @@ class Inbox:
             database = sqlite3.connect(f"{self._file.as_uri()}?mode=rw", timeout=WAIT_SECONDS, uri=True)
             database.execute("PRAGMA synchronous = FULL")
             database.execute("PRAGMA secure_delete = ON")
-            database.execute("SELECT 1 FROM rows LIMIT 1")
+            database.execute("SELECT 1 FROM rows, about LIMIT 1")
         except sqlite3.DatabaseError as error:
             raise ValueError(
                 f"{self._file}: cannot be read ({error}): restore it from a copy, or move it away to begin a new inbox"

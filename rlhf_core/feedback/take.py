@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,28 +39,54 @@ def take(inbox: Inbox, rows: Rows, after: int, until: int, questions: Callable[[
     file = file_of(inbox, rows, after, until, key)
     if file.is_file():
         return file
-    file.parent.mkdir(parents=True, exist_ok=True)
-    seen, asked = set[str](), questions()
+    with inbox.changing() as ours:  # no deletion of a person's rows meanwhile
+        if not ours:
+            raise ValueError(f"{inbox.folder}: another process deletes rows of it: try again when it has ended")
+        if not file.is_file():
+            _write(file, inbox, rows, after, until, questions())
+    return file
+
+
+def _write(file: Path, inbox: Inbox, rows: Rows, after: int, until: int, asked: Questions) -> None:
+    file.parent.mkdir(mode=0o700, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with temporary.open("w") as out:
-        for stored in inbox.rows(VIEWS[rows], after, until):
-            if any(asked.met_by(message["content"]) for message in stored.row.prompt if message["role"] == "user"):
-                continue
-            for row in MAKERS[rows](stored.row):
-                if rows == "prompt":
-                    if (known := digest(row["prompt"])) in seen:
-                        continue
-                    seen.add(known)
-                out.write(json.dumps({**row, "feedback": stored.seq}) + "\n")
+        out.writelines(json.dumps(row) + "\n" for row in _rows(inbox, rows, after, until, asked))
         out.flush()
         os.fsync(out.fileno())
     os.replace(temporary, file)
-    return file
+
+
+def usable(inbox: Inbox, rows: Rows, after: int, questions: Callable[[], Questions] = NO_QUESTIONS, most: int | None = None) -> int:
+    """Returns how many rows of feedback above `after` a stage can train on, without those that meet questions; counts to `most`."""
+    raw = inbox.count(VIEWS[rows], after)
+    if raw == 0 or (most is not None and raw < most):
+        return raw
+    asked = questions()
+    kept = (stored for stored in inbox.rows(VIEWS[rows], after) if not _meets(stored.row, asked))
+    return sum(1 for _ in islice(kept, most))
+
+
+def _rows(inbox: Inbox, rows: Rows, after: int, until: int, asked: Questions) -> Iterator[dict[str, Any]]:
+    seen: set[str] = set()
+    for stored in inbox.rows(VIEWS[rows], after, until):
+        if _meets(stored.row, asked):
+            continue
+        for row in MAKERS[rows](stored.row):
+            if rows == "prompt":
+                if (known := digest(row["prompt"])) in seen:
+                    continue
+                seen.add(known)
+            yield {**row, "feedback": stored.seq}
+
+
+def _meets(row: Feedback, asked: Questions) -> bool:
+    return any(asked.met_by(message["content"]) for message in row.prompt if message["role"] == "user")
 
 
 def file_of(inbox: Inbox, rows: Rows, after: int, until: int, key: str) -> Path:
     """Returns the path of the file that `take` writes."""
-    return inbox.folder / FOLDER / f"{rows}-{after}-{until}{f'-{digest(key)[:8]}' if key else ''}.jsonl"
+    return inbox.folder / FOLDER / f"{rows}-{after}-{until}-{inbox.id[:8]}{f'-{digest(key)[:8]}' if key else ''}.jsonl"
 
 
 def _pairs(row: Feedback) -> Iterator[dict[str, Any]]:

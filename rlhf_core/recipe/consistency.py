@@ -87,7 +87,9 @@ def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig],
     if not config.gates:
         return
     own = variants[0] if variants else name
-    gated = [c for stage, c in stages.items() if stage == own or (isinstance(config, Loop) and stage.startswith(f"{name}.round1."))]
+    gated = [c for stage, c in stages.items() if stage == own or (isinstance(config, Loop) and stage.startswith(f"{name}.round"))]
+    if isinstance(config, Loop) and all(isinstance(planned, Loop) for planned in gated):
+        return  # all its rounds are refused
     known = [metric for planned in gated if not isinstance(planned, Loop) for metric in metrics_of(planned)]
     for i, gate in enumerate(config.gates if isinstance(config, Loop) else stages[own].gates):
         if gate.approve is None and not any(fnmatchcase(gate.metric, metric) for metric in known):

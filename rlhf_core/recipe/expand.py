@@ -12,7 +12,7 @@ them; no other stage may name S.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -59,10 +59,20 @@ def expand(recipe: Recipe, refused: Collection[str] = ()) -> Expanded:
         if isinstance(config, Select):
             models = tuple(model for named in config.of for model in expanded.variants.get(named, (named,)))
             expanded.stages[name] = config.model_copy(update={"of": models, "simplest": config.simplest or models[0]})
-    for name, config in expanded.stages.items():
+    for name, config in list(expanded.stages.items()):
+        if isinstance(config, Publication) and config.model in refused:
+            del expanded.stages[name]
         if isinstance(config, Evaluation):
-            expanded.stages[name] = _judging(name, config, expanded)
+            expanded.stages[name] = _judging(name, _without(config, refused), expanded)
     return expanded
+
+
+def _without(config: Evaluation, refused: Collection[str]) -> Evaluation:
+    """Returns the evaluation without the models of refused rounds, and without gates on them."""
+    models = tuple(model for model in config.models if model not in refused)
+    gates = tuple(gate for gate in config.gates if gate.metric.partition("/")[2] not in refused)
+    parents = {model: parent for model, parent in (config.parents or {}).items() if model not in refused}
+    return config.model_copy(update={"models": models, "gates": gates, "parents": None if config.parents is None else parents})
 
 
 def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
@@ -83,6 +93,7 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
             aliases |= {f"{name}.iteration{n}": name for n in config.export_at} if isinstance(config, PPO) else {}
             continue
         titles = [(k, f"{name}.round{k + 1}") for k in range(config.rounds)]
+        left_out = [title for _, title in titles if title in refused]
         titles = [(k, title) for k, title in titles if title not in refused]
         rounds[name] = tuple(title for _, title in titles)
         policy = config.policy
@@ -94,7 +105,8 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
                 stages |= _publications_of_round(recipe, name, k + 1)
                 continue
             assert isinstance(config, SampledLoop)
-            slice_of_prompts = {"first_prompt": k * config.prompts_per_round, "num_prompts": config.prompts_per_round}
+            fresh = any(source.is_inbox for source in config.prompts.sources)  # each round has prompts of its own
+            slice_of_prompts = {"first_prompt": 0 if fresh else k * config.prompts_per_round, "num_prompts": config.prompts_per_round}
             sampling = Preferences(**_shared(config, Preferences), policy=policy, **slice_of_prompts)
             training = _training(config, policy, f"{title}.preferences")
             ours = tuple(gate for gate in config.gates if gate.approve or has_metric(training, gate.metric))
@@ -104,7 +116,15 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
             stages[policy] = training.model_copy(update={"gates": ours})
             stages |= _publications_of_round(recipe, name, k + 1)
         aliases[name] = policy
+        before = {title: _before(title, rounds[name], config.policy) for title in left_out}
+        aliases |= {title: aliases.get(other, other) for title, other in before.items() if other != "base"}
     return Expanded(stages, aliases, rounds, swept)
+
+
+def _before(title: str, used: Sequence[str], policy: str) -> str:
+    """Returns the model that a refused round started from: that of the round before it which is used, else the loop's first policy."""
+    number = int(title.rpartition("round")[2])
+    return next((other for other in reversed(used) if int(other.rpartition("round")[2]) < number), policy)
 
 
 def _publications_of_round(recipe: Recipe, loop: str, number: int) -> dict[str, StageConfig]:

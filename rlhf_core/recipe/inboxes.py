@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,21 +19,22 @@ from rlhf_core.config.data import Rows
 from rlhf_core.data.questions import load_questions
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions
-from rlhf_core.feedback.take import VIEWS, file_of, take
+from rlhf_core.feedback.take import VIEWS, file_of, take, usable
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.revisions import Pins
 from rlhf_core.system.files import Digests, digest
 
-Taken = Mapping[str, Mapping[str, int]]  # round of a loop -> inbox -> number of its newest row in that round
+Taken = Mapping[str, Mapping[str, int]]  # round of a loop -> id of an inbox -> number of its newest row in that round
 ROUND = re.compile(r"(?P<loop>.+)\.round(?P<number>\d+)(\.|$)")
 Value = TypeVar("Value")
 
 
 class Inboxes:
-    """The inboxes of a recipe's stages. `settled`: the rounds with inboxes whose rows are known."""
+    """The inboxes of a recipe's stages. `settled`: the rounds with inboxes whose rows are known. `taken`: of rounds that have begun; with
+    `pin` other rounds go up to the newest row, which is stored, else they are left open."""
 
-    def __init__(self, recipe: Recipe, pins: Pins, digests: Digests, taken: Taken | None):
-        self._recipe, self._pins, self._digests, self._taken = recipe, pins, digests, taken
+    def __init__(self, recipe: Recipe, pins: Pins, digests: Digests, taken: Taken, pin: bool):
+        self._recipe, self._pins, self._digests, self._taken, self._pin = recipe, pins, digests, taken, pin
         self.settled: dict[str, dict[str, int]] = {}
 
     def with_files(self, name: str, config: StageConfig) -> StageConfig:
@@ -48,7 +49,7 @@ class Inboxes:
     def _file(self, name: str, source: Source, rows: Rows | None, field: str) -> Source:
         if rows is None or rows not in VIEWS:
             raise ValueError(f"stages.{name}.{field}: {source.path} is an inbox, which has no rows for it: name a file")
-        inbox = Inbox(Path(source.path).absolute())
+        inbox = Inbox(Path(source.path))
         if not inbox.exists:
             return source
         after, until = self._range(name, inbox)
@@ -63,18 +64,17 @@ class Inboxes:
         """Returns the number after which, and up to which, a stage takes rows; None: its round has not begun."""
         title = ROUND.match(name)
         if title is None:
-            return 0, self._end("", inbox, pin=True)
+            return 0, self._end("", inbox, pin=True) or 0
         number = int(title["number"])
-        before = self._end(f"{title['loop']}.round{number - 1}", inbox, pin=self._taken is None) if number > 1 else 0
-        return before or 0, self._end(f"{title['loop']}.round{number}", inbox, pin=self._taken is None)
+        before = self._end(f"{title['loop']}.round{number - 1}", inbox, self._pin) if number > 1 else 0
+        return before or 0, self._end(f"{title['loop']}.round{number}", inbox, self._pin)
 
     def _end(self, title: str, inbox: Inbox, pin: bool) -> int | None:
-        place = str(inbox.folder)
-        end = (self._taken or {}).get(title, {}).get(place)
-        if end is None:
-            end = self._pins.kept(f"inbox:{place}@{title}", place, inbox.end if pin else lambda: None)
+        end = self._taken.get(title, {}).get(inbox.id)
+        if end is None and pin:
+            end = self._pins.kept(pin_of(inbox, title), str(inbox.folder), lambda: inbox.end() or None)
         if title and end is not None:
-            self.settled.setdefault(title, {})[place] = end
+            self.settled.setdefault(title, {})[inbox.id] = end
         return end
 
     @cached_property
@@ -103,28 +103,45 @@ def evaluation_texts(recipe: Recipe) -> list[str]:
 
 def inboxes_of(recipe: Recipe) -> list[Path]:
     """Returns the folders of the inboxes that stages of a recipe name."""
-    sources = (source for config in recipe.stages.values() for text in config.texts for source in text.data.sources)
-    return list(dict.fromkeys(Path(source.path).absolute() for source in sources if source.is_inbox))
+    return list(dict.fromkeys(inbox.folder for config in recipe.stages.values() for inbox, _ in _named(config)))
 
 
 def ends_of(config: StageConfig) -> dict[str, int]:
-    """Returns the newest row of each inbox in the data sources of a stage or loop."""
-    places = [Path(source.path).absolute() for text in config.texts for source in text.data.sources if source.is_inbox]
-    return {str(place): Inbox(place).end() for place in places if Inbox(place).exists}
+    """Returns the newest row of each inbox in the data sources of a stage or loop, by the inbox's id."""
+    return {inbox.id: inbox.end() for inbox, _ in _named(config) if inbox.exists}
+
+
+def pin_of(inbox: Inbox, title: str) -> str:
+    """Returns the key of the pin of an inbox in a round ("": outside of rounds)."""
+    return f"inbox:{inbox.id}@{title}"
+
+
+def pinned_ends(recipe: Recipe, loop: str, title: str, pins: Pins) -> dict[str, int]:
+    """Returns up to which rows another command has planned a round of a loop."""
+    found = {inbox.id: pins.kept(pin_of(inbox, title), "", lambda: None) for inbox, _ in _named(recipe.stages[loop]) if inbox.exists}
+    return {identity: end for identity, end in found.items() if end is not None}
 
 
 def rows_awaited(recipe: Recipe, loop: str, number: int, taken: Taken) -> str:
-    """Returns why round `number` of a loop on feedback cannot begin for want of new rows; '' when it can."""
+    """Returns why round `number` of a loop cannot begin for want of new rows in its inboxes; '' when it can."""
     config = recipe.stages[loop]
-    if not isinstance(config, IterativeFeedback) or f"{loop}.round{number}" in taken:
+    named = _named(config)
+    if not named:
         return ""
-    kinds, before = VIEWS[config.texts[0].rows or "preference"], taken.get(f"{loop}.round{number - 1}", {})
-    places = [Path(source.path).absolute() for source in config.feedback.sources if source.is_inbox]
-    new = sum(Inbox(place).count(kinds, before.get(str(place), 0)) for place in places)
-    if new >= config.min_new_rows:
+    before = taken.get(f"{loop}.round{number - 1}", {})
+    wanted = config.min_new_rows if isinstance(config, IterativeFeedback) else 1
+    questions = cache(lambda: Questions(evaluation_texts(recipe)))
+    new = sum(usable(inbox, rows, before.get(inbox.id, 0), questions, wanted) for inbox, rows in named if inbox.exists)
+    if new >= wanted:
         return ""
-    named = " and ".join(place.name for place in places)
-    return f"round {number} waits for feedback: {named} has {new} new rows for {config.method}, and min_new_rows is {config.min_new_rows}"
+    places = " and ".join(inbox.folder.name for inbox, _ in named)
+    return f"round {number} waits for feedback: {places} has {new} new rows that it can use, and it begins with {wanted}"
+
+
+def _named(config: StageConfig) -> list[tuple[Inbox, Rows]]:
+    """Returns the inboxes in the data sources of a stage or loop, and what its rows must hold."""
+    texts = [(text.data.sources, text.rows) for text in config.texts if text.rows in VIEWS]
+    return [(Inbox(Path(source.path)), rows) for sources, rows in texts if rows for source in sources if source.is_inbox]
 
 
 def replaced(value: Value, files: Mapping[Source, Source]) -> Value:

@@ -18,8 +18,9 @@ from pydantic import Field, ValidationError
 
 from rlhf_core.config import Evaluation, Loop, Publication, Recipe
 from rlhf_core.config.gates import Verdict
+from rlhf_core.hub.revisions import Pins
 from rlhf_core.recipe.gates import gates_of, holding
-from rlhf_core.recipe.inboxes import ends_of, rows_awaited
+from rlhf_core.recipe.inboxes import ends_of, pinned_ends, rows_awaited
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.recipe.sentences import unknown
 from rlhf_core.records import Frozen
@@ -84,9 +85,18 @@ class LoopState:
     waits: str = ""
 
     @property
+    def held(self) -> tuple[Verdict, ...]:
+        """The failed gates that are about the round in progress: of its stages, and of those that depend on them."""
+        ours = {node.name for node in self.plan.stages_of(f"{self.record.loop}.round{self.number}")}
+        for node in self.plan.nodes:  # parents first
+            if ours.intersection(node.parents):
+                ours.add(node.name)
+        return tuple(verdict for verdict in self.failed if verdict.stage in ours)
+
+    @property
     def turned_down(self) -> bool:
         """Whether a person refused the round in progress, or did not approve it in time."""
-        return self.record.begun is not None and any(verdict.gate.approve for verdict in self.failed)
+        return self.record.begun is not None and any(verdict.gate.approve for verdict in self.held)
 
     @property
     def waiting(self) -> tuple[Verdict, ...]:
@@ -96,10 +106,9 @@ class LoopState:
     @property
     def renewed(self) -> bool:
         """Whether a gate failed in the round in progress, and its inboxes have rows for another one."""
-        loop, taken = self.record.loop, self.plan.taken
-        return bool(self.failed and self.record.begun and self.record.begun.taken) and not rows_awaited(
-            self.plan.recipe, loop, self.number + 1, taken
-        )
+        taken = self.record.begun.taken if self.record.begun else {}
+        title = f"{self.record.loop}.round{self.number}"
+        return bool(self.held and taken) and not rows_awaited(self.plan.recipe, self.record.loop, self.number + 1, {title: taken})
 
     def done(self) -> tuple[str, ...]:
         """Returns the names of stages of the next round that are done."""
@@ -112,15 +121,15 @@ class LoopState:
         began after `due`, the scheduled time of this run: that round replaces it.
         """
         rounds = self.record.rounds
-        if max_rounds is not None and len(rounds) >= max_rounds:
-            return f"{len(rounds)} rounds are done, and --max-rounds (parameter max_rounds of the flow) is {max_rounds}"
         used = self.record.used
+        if max_rounds is not None and len(rounds) >= max_rounds:
+            refused = f" ({len(rounds) - len(used)} of them refused)" if len(used) < len(rounds) else ""
+            return f"{len(rounds)} rounds are done{refused}, and --max-rounds (parameter max_rounds of the flow) is {max_rounds}"
         if min_gain is not None and len(used) > 1:
             last, before = used[-1].win_rate, used[-2].win_rate if used[-1].before is None else used[-1].before
             if before is not None and last is not None and last - before <= min_gain:
-                return (
-                    f"the win rate went from {before:.3f} to {last:.3f} in round {len(rounds)}: it does not rise by more than {min_gain:g}"
-                )
+                change = f"from {before:.3f} to {last:.3f} in round {rounds.index(used[-1]) + 1}"
+                return f"the win rate went {change}: it does not rise by more than {min_gain:g}"
         if due is not None and rounds and rounds[-1].begun is not None and rounds[-1].begun > due:
             return f"round {len(rounds)} was begun and finished after {due:%Y-%m-%d %H:%M:%S} UTC, when this run was due"
         return self.waits
@@ -195,8 +204,10 @@ def loop_state(recipe: Recipe, loop: str) -> LoopState:
         held = _failed(plan(with_rounds(recipe, loop, number), kept | begun, taken, record.refused))
         # Trained, but not yet evaluated or published: keep its digests. A round that failed a gate may be trained again.
         kept |= {} if held else begun
+    taken |= _rows_of_done(recipe, record, number, kept, taken)
     planned = plan(with_rounds(recipe, loop, number), kept, taken, record.refused)
     while planned[f"{loop}.round{number}"].done:
+        taken |= _rows_of_done(recipe, record, number + 1, kept, taken)
         following = plan(with_rounds(recipe, loop, number + 1), kept, taken, record.refused)
         moved_on = following[f"{loop}.round{number + 1}"].done
         if not moved_on and not (all(node.done for node in planned.nodes) and not _failed(planned) and not _waiting(planned)):
@@ -204,8 +215,25 @@ def loop_state(recipe: Recipe, loop: str) -> LoopState:
         kept |= stages_of_round(planned, loop, number)
         record = record.model_copy(update={"rounds": (*record.rounds, _adopted(planned, loop, number)), "begun": None})
         number, planned = number + 1, following
-    waits = "" if record.begun else rows_awaited(recipe, loop, number, planned.taken)
+    waits = rows_awaited(recipe, loop, number, taken) if _is_fresh(planned, loop, number) else ""
     return LoopState(record, number, planned, _failed(planned), waits)
+
+
+def _rows_of_done(
+    recipe: Recipe, record: Record, number: int, kept: Mapping[str, str], taken: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, int]]:
+    """Returns the rows of a round that another command has trained: those that it was planned with, when its result is there."""
+    title = f"{record.loop}.round{number}"
+    pinned = pinned_ends(recipe, record.loop, title, Pins(folder_of(recipe))) if title not in taken else {}
+    if not pinned:
+        return {}
+    as_planned = plan(with_rounds(recipe, record.loop, number), kept, {**taken, title: pinned}, record.refused)
+    return {title: pinned} if as_planned[title].done else {}
+
+
+def _is_fresh(planned: Plan, loop: str, number: int) -> bool:
+    """Whether nothing of a round has been started."""
+    return not any(node.run_dir.exists() for node in planned.stages_of(f"{loop}.round{number}"))
 
 
 def stages_of_round(planned: Plan, loop: str, number: int) -> dict[str, str]:
@@ -219,7 +247,7 @@ def begin(recipe: Recipe, state: LoopState) -> LoopState:
     """Records in `loop.json` that the next round is in progress, and up to which row of its inboxes it goes. Returns the loop's state."""
     loop = state.record.loop
     title = f"{loop}.round{state.number}"
-    if title not in state.plan.taken and (ends := ends_of(recipe.stages[loop])):
+    if _is_fresh(state.plan, loop, state.number) and (ends := ends_of(recipe.stages[loop])):
         _write(state.plan, state.record.model_copy(update={"begun": Begun(stages={}, at=datetime.now(UTC), taken=ends)}))
         state = loop_state(recipe, loop)
     stages = {node.name: node.digest for node in state.plan.stages_of(title)}
@@ -305,8 +333,9 @@ def _waiting(planned: Plan) -> tuple[Verdict, ...]:
 def _adopted(planned: Plan, loop: str, number: int) -> Round:
     title = f"{loop}.round{number}"
     ended = (planned[title].run_dir / RESULT).stat().st_mtime
-    earlier = [name for name in planned.aliases if name.startswith(f"{loop}.round")]
-    metric, before = f"win_rate/{title}", f"win_rate/{earlier[-2]}" if len(earlier) > 1 else ""
+    used = [name for name, stage in planned.aliases.items() if name.startswith(f"{loop}.round") and stage.startswith(f"{name}.")]
+    earlier = used[: used.index(title)]
+    metric, before = f"win_rate/{title}", f"win_rate/{earlier[-1]}" if earlier else ""
     results = [RunDir(node.run_dir).result() for node in planned.nodes if isinstance(node.config, Evaluation)]
     judged = next((result.metrics for result in results if result and metric in result.metrics), {})
     stages, when = stages_of_round(planned, loop, number), datetime.fromtimestamp(ended, UTC)

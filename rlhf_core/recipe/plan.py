@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from rlhf_core.config import KINDS, PPO, Preferences, Recipe, StageConfig
 from rlhf_core.hub.ids import is_remote
@@ -20,7 +21,7 @@ from rlhf_core.recipe.inboxes import Inboxes, Taken
 from rlhf_core.recipe.references import references
 from rlhf_core.recipe.sentences import unknown
 from rlhf_core.runs.run_dir import EXPORTS, RunDir, StageRequest
-from rlhf_core.system.files import Digests
+from rlhf_core.system.files import Digests, read_json
 
 # The expected path of an output while its stage is not done, where it differs from the output's name.
 OUTPUT_PATHS = {"pairs": "pairs.jsonl", "answers": "answers.jsonl"}
@@ -117,15 +118,18 @@ class Plan:
         )
 
 
-def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({}), taken: Taken | None = None, refused: Collection[str] = ()) -> Plan:
+def plan(
+    recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({}), taken: Taken | None = None, refused: Collection[str] | None = None
+) -> Plan:
     """Expands, resolves, orders and digests all stages. Also saves the digests of local files and the pins.
 
     `kept` maps stages to digests that they keep although the recipe has changed (finished rounds of a loop). `taken`: up to which row of
-    an inbox the rounds of a loop go; a round that is not there has not begun, and the rows of its inboxes are left open. None: each round
-    goes up to the newest row. `refused`: rounds that are left out.
+    an inbox the rounds of a loop go; a round that is not there has not begun, and the rows of its inboxes are left open. None: as
+    `loop.json` has it, and other rounds go up to the newest row. `refused`: rounds that are left out; None: those of `loop.json`.
     Raises ValueError: one sentence (a line) for each inconsistency.
     """
-    expanded = expand(recipe, refused)
+    recorded = _recorded(recipe)
+    expanded = expand(recipe, recorded.refused if refused is None else refused)
     if problems := inconsistencies(recipe, expanded):
         raise ValueError("\n".join(problems))
     stages, aliases, *_ = expanded
@@ -136,7 +140,7 @@ def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({}), taken: 
     artifacts = Path(recipe.artifacts).absolute()
     digests, pins = Digests(artifacts), Pins(artifacts / recipe.name)
     nodes: dict[str, Node] = {}
-    inboxes = Inboxes(recipe, pins, digests, taken)
+    inboxes = Inboxes(recipe, pins, digests, recorded.taken if taken is None else taken, pin=taken is None)
     for name in _ordered(parents):
         config = pinned_sources(inboxes.with_files(name, stages[name]), pins)
         models = {r.name: _place(recipe, r.name, pins) for r in references(config) if r.name not in parents[name]}
@@ -147,6 +151,22 @@ def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({}), taken: 
     digests.save()
     pins.save()
     return Plan(recipe, tuple(nodes.values()), aliases, tuple(Pin(*item) for item in pins.used.items()), inboxes.settled)
+
+
+class _Recorded(NamedTuple):
+    taken: dict[str, dict[str, int]]
+    refused: frozenset[str]
+
+
+def _recorded(recipe: Recipe) -> _Recorded:
+    """Returns what `loop.json` says of the rounds of a loop of this recipe: rows of inboxes, and which are refused."""
+    record = read_json(Path(recipe.artifacts).absolute() / recipe.name / "loop.json")
+    loop, rounds = record.get("loop"), record.get("rounds") or []
+    if loop not in recipe.stages or not isinstance(rounds, list):
+        return _Recorded({}, frozenset())
+    named = [(f"{loop}.round{number}", done) for number, done in enumerate([*rounds, record.get("begun")], start=1) if done]
+    taken = {title: done["taken"] for title, done in named if done.get("taken")}
+    return _Recorded(taken, frozenset(title for title, done in named if done.get("refused")))
 
 
 def _ordered(parents: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import Literal
 
 from rlhf_core.records import Frozen
-from rlhf_core.system.files import locked, write_text
+from rlhf_core.system.files import locked, read_json, write_text
 
 FILE, LOCK = "approval.json", ".approval.lock"
 
 
 class Approval(Frozen):
-    """A question to a person. `recipe`: folder of the recipe's report; `run`: id of the flow run that asked and is suspended, if any."""
+    """A question to a person. `recipe`: folder of the recipe's report; `run`: id of the flow run that asked and is suspended, if any;
+    `told_of`: the webhook has the message."""
 
     stage: str
     recipe: str
     asked: datetime
     until: datetime
     run: str | None = None
+    told_of: bool = False
     decision: Literal["approved", "refused"] | None = None
     by: str = ""
     reason: str = ""
@@ -56,6 +58,16 @@ def ask(run_dir: Path, stage: str, recipe: Path, within: timedelta, run: str | N
         return made
 
 
+def mark_told(run_dir: Path) -> Approval:
+    """Stores that the message about a question was sent."""
+    with locked(run_dir / LOCK, 60.0):
+        found = Approval.read(run_dir / FILE)
+        assert found is not None
+        found = found.model_copy(update={"told_of": True})
+        write_text(run_dir / FILE, found.model_dump_json(indent=2))
+        return found
+
+
 def decide(run_dir: Path, approved: bool, by: str, reason: str = "", late: bool = False) -> Approval:
     """Stores a decision. Raises ValueError when nobody asked, when another decision is there, or when it is too late and not `late`."""
     with locked(run_dir / LOCK, 60.0):
@@ -77,5 +89,6 @@ def asked_in(recipe: Path) -> list[tuple[Path, Approval]]:
     """Returns the run directories with questions of a recipe, given the folder of its report, the oldest question first."""
     stages = recipe.parent / "stages"
     found = [(file.parent, read) for file in stages.glob(f"*/{FILE}") if (read := Approval.read(file)) is not None]
-    ours = [(folder, read) for folder, read in found if Path(read.recipe).name == recipe.name]
+    last = {Path(stage.get("run_dir", "")).name for stage in read_json(recipe / "run.json").get("stages", [])}  # shared with another recipe
+    ours = [(folder, read) for folder, read in found if Path(read.recipe).name == recipe.name or folder.name in last]
     return sorted(ours, key=lambda item: item[1].asked)

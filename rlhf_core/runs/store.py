@@ -19,10 +19,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.config import Recipe
 from rlhf_core.records import FileInfo, StageResult
+from rlhf_core.runs.approval import FILE as APPROVAL
+from rlhf_core.runs.approval import Approval
 from rlhf_core.runs.remote_files import RemoteFiles, StoreFault
 from rlhf_core.runs.resume_state import LOOP
 from rlhf_core.runs.run_dir import EXPORTS, METRICS, REQUEST, RESULT, ROLLOUTS, STATE, VALIDATION, RunDir, StageRequest
-from rlhf_core.system.files import file_digest, sync_to_disk, write_text
+from rlhf_core.system.files import file_digest, sync_to_disk, write_bytes, write_text
 
 FILES, FETCHING = "files.json", ".fetching"
 LISTING = TypeAdapter(dict[str, FileInfo])
@@ -55,9 +57,31 @@ class Store:
         if self.files.read(f"stages/{name}/{RESULT}") == (run / RESULT).read_bytes():
             return False
         inside = (file.relative_to(run.path) for file in run.path.rglob("*") if file.is_file())
-        files = sorted(file.as_posix() for file in inside if file.parts[0] not in (STATE, RESULT) and not file.parts[0].startswith("."))
+        own = (STATE, RESULT, APPROVAL)  # an approval is copied when it is decided
+        files = sorted(file.as_posix() for file in inside if file.parts[0] not in own and not file.parts[0].startswith("."))
         self._put(f"stages/{name}", run.path, files, RESULT, result.files if result else {})
         return True
+
+    def put_approval(self, run: RunDir) -> None:
+        """Copies a person's decision on a stage whose copy is complete."""
+        found, place = Approval.read(run / APPROVAL), f"stages/{run.path.name}/{APPROVAL}"
+        if found is not None and found.decision is not None and self.has(run.path.name):
+            content = (run / APPROVAL).read_bytes()
+            if self.files.read(place) != content:
+                self.files.write(content, place)
+
+    def differs(self, run: RunDir) -> bool:
+        """Whether a copy of a run directory has files of other sizes than it."""
+        try:
+            listing = LISTING.validate_json(self.files.read(f"stages/{run.path.name}/{FILES}") or b"")
+        except ValidationError:
+            return False
+        return any((run / name).is_file() and (run / name).stat().st_size != info.size for name, info in listing.items())
+
+    def replace(self, run: RunDir) -> None:
+        """Copies a finished run directory again, all of it."""
+        self.files.remove(f"stages/{run.path.name}/{RESULT}")
+        self.put(run)
 
     def fetch(self, run: RunDir, request: StageRequest) -> bool:
         """Fetches a finished run directory. Returns False when the store has no complete copy.
@@ -72,6 +96,8 @@ class Store:
         record = json.loads((folder / REQUEST).read_text())
         write_text(folder / REQUEST, json.dumps(record | {"inputs": request.inputs}, indent=2))
         _move(folder, run.path, RESULT)
+        if decided := self.files.read(f"stages/{run.path.name}/{APPROVAL}"):
+            write_bytes(run / APPROVAL, decided)
         return True
 
     def put_state(self, run: RunDir, step: str) -> None:

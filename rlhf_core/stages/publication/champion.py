@@ -8,6 +8,7 @@ command or run. The Hub moves a branch in one request (a tag cannot be moved, on
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -93,9 +94,10 @@ def promote(
     with locked(folder / LOCK, WAIT_SECONDS) as ours:
         if not ours:
             raise ValueError(f"another process moves the champion of {folder.name}: try again when it has ended")
-        _complete(folder, store, retries)
         if new.commit:
             read_token(new.repo_id)
+        with suppress(ValueError):  # a move that the Hub refused for good: this one takes its place
+            _complete(folder, store, retries)
         record = champions_of(folder)
         if ended and record.now is not None:
             last = record.now.model_copy(update={"ended": ended})
@@ -109,7 +111,8 @@ def promote(
 def rollback(folder: Path, why: str, by: str = "", store: Store | None = None, retries: Retries = RETRIES) -> Reign:
     """Makes the last champion before the present one, which was not rolled back itself, the champion again. Raises ValueError when there is
     none, and as `promote`."""
-    complete(folder, store, retries)
+    with suppress(ValueError):  # a move that the Hub refused for good: this one takes its place
+        complete(folder, store, retries)
     record = champions_of(folder)
     if record.now is None:
         raise ValueError(f"{folder} has no champion to roll back")
@@ -119,6 +122,13 @@ def rollback(folder: Path, why: str, by: str = "", store: Store | None = None, r
         raise ValueError(f"{record.now.run} is the only champion of {folder.name} there was: there is none to go back to")
     run_dir = folder.parent / "stages" / before.run
     return promote(folder, run_dir, f"in place of {record.now.run}: {why}", by, store, retries, ended=why)
+
+
+def runs_kept(folder: Path) -> list[str]:
+    """Returns the names of the run directories that the record needs: of the champion, of those to go back to, and of a move."""
+    record = champions_of(folder)
+    kept = [reign.run for reign in record.reigns if not reign.ended or reign == record.now]
+    return list(dict.fromkeys(kept + ([record.moving.run] if record.moving else [])))
 
 
 def complete(folder: Path, store: Store | None = None, retries: Retries = RETRIES) -> None:

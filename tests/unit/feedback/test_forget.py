@@ -14,6 +14,7 @@ from rlhf_core.feedback.forget import Forgotten, forget
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of
 from rlhf_core.recipe.plan import plan
+from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.run_dir import Outcome, RunDir
 from rlhf_core.runs.store import Store
 from rlhf_core.system.files import locked
@@ -105,3 +106,30 @@ def test_a_deletion_cut_off_is_done_again(recipe: Recipe, tmp_path: Path, monkey
 def test_an_unknown_person_has_no_rows(recipe: Recipe, tmp_path: Path) -> None:
     do(recipe)
     assert forget(Inbox(tmp_path / "all.inbox"), "eve", [tmp_path / "artifacts"]) == (0, [], [])
+
+
+def test_a_deletion_that_the_store_cut_off_is_done_again_there(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(str(tmp_path / "store"))
+    do(recipe, store)
+
+    def unreachable(*given: Any) -> None:
+        raise StoreFault("the store is away")
+
+    with monkeypatch.context() as patched, pytest.raises(StoreFault):
+        patched.setattr(Store, "replace", unreachable)
+        forgotten(recipe, tmp_path, store)
+    assert forgotten(recipe, tmp_path, store).rows == 2 and holding(tmp_path) == []
+    (answers,) = (tmp_path / "artifacts" / "stages").glob("answers-*")
+    assert RunDir(answers).result() is not None and store.has(answers.name)
+
+
+def test_a_path_of_the_inbox_with_dots_and_what_a_killed_stage_left(recipe: Recipe, tmp_path: Path) -> None:
+    do(recipe)
+    (tmp_path / "below").mkdir()
+    (tmp_path / "all.inbox" / "taken" / ".preference-0-3.jsonl.1").write_text(SECRET)
+    found = forget(Inbox(tmp_path / "below" / ".." / "all.inbox"), "ann", [tmp_path / "artifacts"])
+    assert found.rows == 2 and len(found.trained) == 3 and holding(tmp_path) == []
+
+
+def test_nobody_else_reads_an_inbox(recipe: Recipe, tmp_path: Path) -> None:
+    assert (tmp_path / "all.inbox").stat().st_mode & 0o077 == 0

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_core.config import Recipe
+from rlhf_core.config import Gate, Recipe
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of
 from rlhf_core.preflight.inputs import check_inputs
-from rlhf_core.recipe.loop_record import LoopState, begin, directories, finish, folder_of, loop_state, refuse
+from rlhf_core.recipe.loop_record import LoopState, begin, directories, finish, folder_of, loop_state, refuse, with_rounds
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.run_dir import Outcome, RunDir
 
@@ -53,7 +54,7 @@ def do(planned: Plan, accuracy: float = 1.0) -> None:
         if run.result() is None:
             run.prepare(planned.request(node))
             (run / "checkpoint").write_text(node.digest)
-            run.finish(planned.request(node), Outcome({"accuracy": accuracy}, {"checkpoint": "checkpoint"}), 1.0)
+            run.finish(planned.request(node), Outcome({"accuracy": accuracy, "loss": 1 - accuracy}, {"checkpoint": "checkpoint"}), 1.0)
 
 
 def one_round(of: Recipe, accuracy: float = 1.0) -> LoopState:
@@ -69,12 +70,13 @@ def test_each_round_takes_the_rows_that_are_new(tmp_path: Path, inbox: Inbox) ->
     assert rows(one_round(recipe(tmp_path)).plan["loop.round1"]) == ["a", "b"]
     say(inbox, "c")
     assert rows(one_round(recipe(tmp_path)).plan["loop.round2"]) == ["c"]
-    assert "round 3 waits for feedback: night.inbox has 0 new rows for dpo" in loop_state(recipe(tmp_path), "loop").why_not()
+    assert "round 3 waits for feedback: night.inbox has 0 new rows that it can use" in loop_state(recipe(tmp_path), "loop").why_not()
 
 
 def test_a_round_that_has_begun_keeps_its_rows(tmp_path: Path, inbox: Inbox) -> None:
     say(inbox, "a")
     begun = begin(recipe(tmp_path), loop_state(recipe(tmp_path), "loop"))
+    RunDir(begun.plan["loop.round1"].run_dir).prepare(begun.plan.request(begun.plan["loop.round1"]))
     say(inbox, "b")
     again = begin(recipe(tmp_path), loop_state(recipe(tmp_path), "loop"))
     assert again.plan["loop.round1"].digest == begun.plan["loop.round1"].digest and rows(again.plan["loop.round1"]) == ["a"]
@@ -94,7 +96,7 @@ def test_a_look_at_the_loop_takes_no_rows(tmp_path: Path, inbox: Inbox) -> None:
 
 def test_a_round_waits_for_enough_rows_of_its_method(tmp_path: Path, inbox: Inbox) -> None:
     wants = recipe(tmp_path, min_new_rows=2)
-    assert "has 0 new rows for dpo, and min_new_rows is 2" in loop_state(wants, "loop").why_not()
+    assert "has 0 new rows that it can use, and it begins with 2" in loop_state(wants, "loop").why_not()
     say(inbox, "a")
     inbox.add([feedback_of({"prompt": f"q{i}", "response": "x", "thumb": "up"}) for i in range(5)])
     assert "has 1 new rows" in loop_state(wants, "loop").why_not()
@@ -174,3 +176,91 @@ def test_what_is_missing_is_told(tmp_path: Path, inbox: Inbox) -> None:
 def test_wrong_loops(tmp_path: Path, loop: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         recipe(tmp_path, **loop)
+
+
+def test_a_round_that_was_not_started_takes_the_rows_that_came_since(tmp_path: Path, inbox: Inbox) -> None:
+    say(inbox, QUESTIONS[0])  # a row that the round cannot use
+    assert "has 0 new rows that it can use" in loop_state(recipe(tmp_path), "loop").why_not()
+    begin(recipe(tmp_path), loop_state(recipe(tmp_path), "loop"))  # whoever begins all the same
+    say(inbox, "a")
+    assert rows(one_round(recipe(tmp_path)).plan["loop.round1"]) == ["a"]
+
+
+def test_a_plan_that_is_not_run_takes_no_rows_from_the_loop(tmp_path: Path, inbox: Inbox) -> None:
+    say(inbox, "a")
+    plan(recipe(tmp_path))  # as serve, a dry run, or a report does
+    say(inbox, "b")
+    wants = recipe(tmp_path, min_new_rows=2)
+    assert loop_state(wants, "loop").why_not() == ""
+    assert rows(one_round(wants).plan["loop.round1"]) == ["a", "b"]
+
+
+def test_the_first_round_may_be_refused(tmp_path: Path, inbox: Inbox) -> None:
+    gated = recipe(tmp_path, gate=0.5)
+    say(inbox, "poison")
+    one_round(gated, accuracy=0.1)
+    say(inbox, "b")
+    found = refuse(gated, loop_state(gated, "loop"), "poisoned")
+    assert found.number == 2
+    done = one_round(gated)
+    assert rows(done.plan["loop.round2"]) == ["b"] and done.plan["loop.round2"].stages == {"sft": "sft"}
+    assert plan(gated).aliases["loop"] == "sft", "one run has the recipe's one round, which is refused"
+
+
+def test_a_gate_that_is_not_about_the_round_refuses_none(tmp_path: Path, inbox: Inbox) -> None:
+    of = recipe(tmp_path)
+    stages = of.stages | {"sft": of.stages["sft"].model_copy(update={"gates": (Gate(metric="loss", max=0.5),)})}
+    of = of.model_copy(update={"stages": stages})
+    say(inbox, "a")
+    found = begin(of, loop_state(of, "loop"))
+    do(found.plan, accuracy=0.1)
+    say(inbox, "b")
+    state = loop_state(of, "loop")
+    assert [verdict.stage for verdict in state.failed][:1] == ["sft"] and not state.held and not state.renewed and not state.turned_down
+
+
+def test_a_recipe_may_name_a_refused_round(tmp_path: Path, inbox: Inbox) -> None:
+    of = recipe(tmp_path)
+    evaluation = of.stages["evaluation"].model_copy(update={"models": ("loop.round1", "loop.round2", "loop")})
+    of = of.model_copy(update={"stages": of.stages | {"evaluation": evaluation}})
+    say(inbox, "a")
+    planned = plan(with_rounds(of, "loop", 2), {}, {}, {"loop.round1"})
+    assert planned["evaluation"].config.models == ("loop.round2",)  # type: ignore[attr-defined]
+    assert planned.aliases["loop.round1"] == "sft"
+
+
+def test_one_run_after_nights_goes_by_the_loops_record(tmp_path: Path, inbox: Inbox) -> None:
+    say(inbox, "a")
+    first = one_round(recipe(tmp_path)).plan["loop.round1"].digest
+    say(inbox, "b")
+    one_round(recipe(tmp_path))
+    assert plan(recipe(tmp_path))["loop.round1"].digest == first and all(
+        node.done for node in plan(recipe(tmp_path, rounds=2)).stages_of("loop")
+    )
+
+
+def test_an_inbox_is_the_same_by_every_path_and_another_one_in_its_place_is_not(tmp_path: Path, inbox: Inbox) -> None:
+    say(inbox, "a")
+    one_round(recipe(tmp_path))
+    (tmp_path / "below").mkdir()
+    other = recipe(tmp_path, feedback={"sources": f"{tmp_path}/below/../night.inbox"})
+    say(inbox, "b")
+    assert rows(one_round(other).plan["loop.round2"]) == ["b"]
+    shutil.rmtree(inbox.folder)
+    replaced = Inbox(inbox.folder)
+    say(replaced, "n1", "n2", "n3", "n4")
+    assert rows(one_round(recipe(tmp_path)).plan["loop.round3"]) == ["n1", "n2", "n3", "n4"]
+
+
+def test_prompts_of_a_sampled_loop_are_new_in_each_round(tmp_path: Path, inbox: Inbox) -> None:
+    loop = {"stage": "iterative_dpo", "reward": "org/r", "policy": "base", "prompts": {"sources": str(inbox.folder)}, "rounds": 1}
+    of = Recipe(name="night", base_model="org/base", artifacts=str(tmp_path / "artifacts"), stages={"loop": loop})
+    say(inbox, "a")
+    found = begin(of, loop_state(of, "loop"))
+    do(found.plan)
+    finish(found)
+    assert "round 2 waits for feedback" in loop_state(of, "loop").why_not()
+    say(inbox, "b")
+    found = begin(of, loop_state(of, "loop"))
+    config: Any = found.plan["loop.round2.preferences"].config
+    assert config.first_prompt == 0 and "prompt-1-2" in config.prompts.sources[0].path

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import flows.cli
+from flows.cli.history import survey
 from rlhf_core.config import Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.plan import plan
@@ -172,10 +173,14 @@ def test_a_missing_token_is_told_before_anything_moves(folder: Path, hub: Hub, m
 
 def test_the_commands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [published(folder, number) for number in (1, 2)]
+    stages = [{"name": "publication", "run_dir": f"stages/{run.name}"} for run in runs]
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"stages": stages}))
+    other = published(folder.with_name("other"), 3)  # of another recipe, and newer
     assert flows.cli.main(["champion", str(folder)]) == 2 and "has no champion" in capsys.readouterr().err
     assert flows.cli.main(["promote", str(folder), runs[0].name, "--by", "ann"]) == 0
     assert flows.cli.main(["promote", str(folder), "publication", "--reason", "polite", "--by", "bob"]) == 0  # the newest
-    assert here(folder) == "2"
+    assert here(folder) == "2" and other.name not in champions_of(folder).model_dump_json()
     assert flows.cli.main(["rollback", str(folder), "--reason", "rude", "--by", "ann"]) == 0
     assert flows.cli.main(["promote", str(folder), "nothing"]) == 2
     told = capsys.readouterr()
@@ -220,3 +225,23 @@ def test_a_gate_on_the_champion_goes_back_and_one_on_another_model_does_not(fold
     assert here(folder) == "1" and "win_rate/loop.round2 is 0" in champions_of(folder).reigns[1].ended
     task.promote_published(night(2), night(2)["publication"])
     assert here(folder) == "1", "a model that was rolled back is not promoted by the next night"
+
+
+def test_a_move_that_the_hub_refuses_for_good_gives_way_to_the_next(folder: Path, hub: Hub) -> None:
+    runs = [published(folder, number, hub) for number in (1, 2, 3)]
+    promote(folder, runs[0], "first", retries=ONCE)
+    gone = hub.repositories[REPO].commits.pop(json.loads((runs[1] / "hub.json").read_text())["commit"])
+    with pytest.raises(ValueError, match="has no|refused|does not see"):
+        promote(folder, runs[1], "deleted on the Hub", retries=ONCE)
+    assert gone and on_hub(hub) == here(folder) == "1"
+    promote(folder, runs[2], "third", retries=ONCE)
+    assert (on_hub(hub), here(folder)) == ("3", "3")
+    assert [reign.run for reign in champions_of(folder).reigns] == [runs[0].name, runs[2].name]
+
+
+def test_gc_keeps_the_champion_and_those_to_go_back_to(folder: Path) -> None:
+    runs = [published(folder, number) for number in (1, 2, 3)]
+    for run in runs[:2]:
+        promote(folder, run, "better")
+    used, garbage = survey(folder.parent)
+    assert {item.path.name for item in used} == {run.name for run in runs[:2]} and [item.path.name for item in garbage] == [runs[2].name]
