@@ -231,7 +231,7 @@ def test_a_move_that_the_hub_refuses_for_good_gives_way_to_the_next(folder: Path
     runs = [published(folder, number, hub) for number in (1, 2, 3)]
     promote(folder, runs[0], "first", retries=ONCE)
     gone = hub.repositories[REPO].commits.pop(json.loads((runs[1] / "hub.json").read_text())["commit"])
-    with pytest.raises(ValueError, match="has no|refused|does not see"):
+    with pytest.raises(ValueError, match=r"has no|refused|does not see"):
         promote(folder, runs[1], "deleted on the Hub", retries=ONCE)
     assert gone and on_hub(hub) == here(folder) == "1"
     promote(folder, runs[2], "third", retries=ONCE)
