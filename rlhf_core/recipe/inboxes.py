@@ -118,13 +118,18 @@ def rows_awaited(recipe: Recipe, loop: str, number: int, taken: Taken) -> str:
     config = recipe.stages[loop]
     if not isinstance(config, IterativeFeedback) or f"{loop}.round{number}" in taken:
         return ""
-    kinds, before = VIEWS[config.texts[0].rows or "preference"], taken.get(f"{loop}.round{number - 1}", {})
-    places = [Path(source.path).absolute() for source in config.feedback.sources if source.is_inbox]
-    new = sum(Inbox(place).count(kinds, before.get(str(place), 0)) for place in places)
+    new = new_rows(config, taken.get(f"{loop}.round{number - 1}", {}))
     if new >= config.min_new_rows:
         return ""
-    named = " and ".join(place.name for place in places)
+    named = " and ".join(Path(source.path).name for source in config.feedback.sources if source.is_inbox)
     return f"round {number} waits for feedback: {named} has {new} new rows for {config.method}, and min_new_rows is {config.min_new_rows}"
+
+
+def new_rows(config: IterativeFeedback, after: Mapping[str, int]) -> int:
+    """Returns how many rows of a loop's method its inboxes have after these numbers."""
+    kinds = VIEWS[config.texts[0].rows or "preference"]
+    places = [Path(source.path).absolute() for source in config.feedback.sources if source.is_inbox]
+    return sum(Inbox(place).count(kinds, after.get(str(place), 0)) for place in places)
 
 
 def replaced(value: Value, files: Mapping[Source, Source]) -> Value:

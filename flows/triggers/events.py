@@ -1,0 +1,71 @@
+"""Tells a Prefect server of new feedback by the event `alignflow.feedback.new`, on which a deployment may start.
+
+Best effort: what cannot be told is one warning, and never stops an import. The server is that of PREFECT_API_URL.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from httpx import HTTPError
+from prefect.client.orchestration import get_client
+from prefect.events.schemas.events import Event, Resource
+from prefect.exceptions import PrefectException
+
+from flows.triggers.feedback import LOOK_SECONDS, Watch
+from rlhf_core.feedback.inbox import SUFFIX
+from rlhf_core.recipe.inboxes import inboxes_of
+from tasks.served import SERVED_ENV
+
+NEW = "alignflow.feedback.new"
+ANSWER_SECONDS = 10.0
+logger = logging.getLogger(__name__)
+
+
+def names_a_server() -> bool:
+    """Whether to tell a server: the environment names one, and it is not that of `alignflow serve`, which looks at inboxes itself."""
+    return bool(os.environ.get("PREFECT_API_URL")) and SERVED_ENV not in os.environ
+
+
+def tell(inboxes: Sequence[Path]) -> bool:
+    """Sends the event for each inbox, with the resource `alignflow.inbox.NAME`. Returns whether the server took it."""
+    events = [
+        Event(event=NEW, resource=Resource({"prefect.resource.id": f"alignflow.inbox.{inbox.name.removesuffix(SUFFIX)}"}))
+        for inbox in inboxes
+    ]
+    try:
+        with get_client(sync_client=True, httpx_settings={"timeout": ANSWER_SECONDS}) as client:
+            client.request("POST", "/events", json=[event.model_dump(mode="json") for event in events]).raise_for_status()
+    except (PrefectException, HTTPError, RuntimeError, OSError) as error:
+        logger.debug("the event was not taken", exc_info=error)
+        return False
+    return True
+
+
+def keep_telling(watches: Sequence[Watch]) -> None:
+    """Tells the server in a thread of this process when a loop has rows for a round; an event that it did not take is sent again."""
+    threading.Thread(target=_keep_telling, args=(watches,), name="feedback events", daemon=True).start()
+
+
+def _keep_telling(watches: Sequence[Watch]) -> None:
+    warned = ""
+    while True:
+        time.sleep(LOOK_SECONDS)
+        for watch in watches:
+            fault = ""
+            try:
+                if watch.due():
+                    if tell(inboxes_of(watch.recipe)):
+                        watch.started()
+                    else:
+                        fault = "Prefect's server (PREFECT_API_URL) was not told of new feedback; trying again"
+            except (ValueError, OSError) as error:
+                fault = f"{watch.recipe.name}: {error}"
+            if fault and fault != warned:
+                logger.warning("%s", fault)
+                warned = fault
