@@ -71,11 +71,15 @@ class Inboxes:
     def _end(self, title: str, inbox: Inbox, pin: bool) -> int | None:
         place = str(inbox.folder)
         end = (self._taken or {}).get(title, {}).get(place)
-        if end is None:
+        if end is None and (not title or self._taken is None or self._has_begun(title)):
             end = self._pins.kept(f"inbox:{place}@{title}", place, inbox.end if pin else lambda: None)
         if title and end is not None:
             self.settled.setdefault(title, {})[place] = end
         return end
+
+    def _has_begun(self, title: str) -> bool:
+        """Whether a command other than the loop has worked on a round: a plan alone, as of a check of the recipe, fixes no rows of it."""
+        return any((Path(self._recipe.artifacts).absolute() / "stages").glob(f"{title}.*"))
 
     @cached_property
     def _asked(self) -> list[Evaluation]:
