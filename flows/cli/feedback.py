@@ -153,11 +153,11 @@ def serve(
     token = kept_secret(home.absolute() / FEEDBACK_TOKEN)
     named = by_name(folders, lambda: questions)
     if os.environ.get("PREFECT_API_URL"):
-        from flows.triggers.events import keep_telling, names_a_server
+        from flows.triggers.events import Teller, names_a_server
         from flows.triggers.feedback import Watch, takes_feedback
 
         if names_a_server():
-            keep_telling([Watch(one) for one in loaded if takes_feedback(one)])
+            Teller([Watch(one) for one in loaded if takes_feedback(one)]).start()
     with listen(host, port or free_port(host)) as listener:
         address = f"http://{'127.0.0.1' if host == EVERYWHERE else host}:{listener.getsockname()[1]}"
         for name in named:

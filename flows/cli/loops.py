@@ -58,8 +58,9 @@ def serve(
         trigger_port: of an endpoint that starts runs on requests with a token (webhooks), such as 4301; 0 takes a free one; default: none.
         starts_an_hour: the most runs of a deployment that such requests start in an hour.
     """
-    if not 0 <= port <= 65535:
-        raise ValueError(f"there is no port {port}: give 1 to 65535, or 0 for a free one")
+    for number in (port, feedback_port, trigger_port or 0):
+        if not 0 <= number <= 65535:
+            raise ValueError(f"there is no port {number}: give 1 to 65535, or 0 for a free one")
     if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
         raise ValueError(f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas")
     from prefect.client.orchestration import get_client

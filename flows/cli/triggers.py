@@ -12,6 +12,7 @@ from flows.cli.show import OK
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.system.machine import MachineLacks
 
+STOP_SECONDS = 5  # for requests that are being answered
 console = Console(soft_wrap=True)
 
 
@@ -56,7 +57,9 @@ def serve_triggers(
             console.print(f"the bearer token is in {home.absolute() / TRIGGER_TOKEN} (Ctrl-C ends it)", markup=False, highlight=False)
             hosts = (host, socket.gethostname(), *(name for name in allow_host.split(",") if name))
             app = application(lambda name: ask(client, name, "webhook", starts_an_hour), deployments, token, hosts)
-            server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+            server = uvicorn.Server(
+                uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS)
+            )
             server.run(sockets=[listener])
     except (PrefectException, RuntimeError) as error:
         raise MachineLacks(f"Prefect's server (PREFECT_API_URL) did not answer: {error}") from None

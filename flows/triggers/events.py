@@ -47,25 +47,34 @@ def tell(inboxes: Sequence[Path]) -> bool:
     return True
 
 
-def keep_telling(watches: Sequence[Watch]) -> None:
-    """Tells the server in a thread of this process when a loop has rows for a round; an event that it did not take is sent again."""
-    threading.Thread(target=_keep_telling, args=(watches,), name="feedback events", daemon=True).start()
+class Teller:
+    """Tells the server when a loop has rows for a round; an event that it did not take is sent again."""
 
+    def __init__(self, watches: Sequence[Watch]):
+        self._watches, self._warned = watches, set[str]()
 
-def _keep_telling(watches: Sequence[Watch]) -> None:
-    warned = ""
-    while True:
-        time.sleep(LOOK_SECONDS)
-        for watch in watches:
-            fault = ""
+    def start(self) -> None:
+        """Looks every few seconds, in a thread that ends with the process."""
+        threading.Thread(target=self._keep_looking, name="feedback events", daemon=True).start()
+
+    def look(self) -> None:
+        for watch in self._watches:
             try:
                 if watch.due():
                     if tell(inboxes_of(watch.recipe)):
                         watch.started()
                     else:
-                        fault = "Prefect's server (PREFECT_API_URL) was not told of new feedback; trying again"
+                        self._warn("Prefect's server (PREFECT_API_URL) was not told of new feedback: it is told later")
             except (ValueError, OSError) as error:
-                fault = f"{watch.recipe.name}: {error}"
-            if fault and fault != warned:
-                logger.warning("%s", fault)
-                warned = fault
+                self._warn(f"recipe {watch.recipe.name}: {error}")
+
+    def _keep_looking(self) -> None:
+        while True:
+            time.sleep(LOOK_SECONDS)
+            self.look()
+
+    def _warn(self, sentence: str) -> None:
+        """Logs a sentence once."""
+        if sentence not in self._warned:
+            logger.warning("%s", sentence)
+            self._warned.add(sentence)

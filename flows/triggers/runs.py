@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import DeploymentFilter, FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Scheduled
 
@@ -43,7 +44,9 @@ def ask(client: SyncPrefectClient, name: str, tag: str, an_hour: int | None = No
         recent = {"tags": {"all_": [tag]}, "expected_start_time": {"after_": now - timedelta(hours=1)}}
         if len(_runs(client, [own.id], recent, an_hour)) >= an_hour:
             return Asked(None, False)
-    return Asked(client.create_flow_run_from_deployment(own.id, state=Scheduled(scheduled_time=now), tags=[tag]), True)
+    once = str(uuid4())  # the client repeats a request that the server was too busy to answer
+    state = Scheduled(scheduled_time=now)
+    return Asked(client.create_flow_run_from_deployment(own.id, state=state, tags=[tag], idempotency_key=once), True)
 
 
 def _deployments(client: SyncPrefectClient, name: str) -> tuple[DeploymentResponse, list[UUID]]:
@@ -60,7 +63,7 @@ def _deployments(client: SyncPrefectClient, name: str) -> tuple[DeploymentRespon
 
 def _runs(client: SyncPrefectClient, deployments: list[UUID], more: dict[str, object], limit: int) -> list[FlowRun]:
     wanted = FlowRunFilter.model_validate({"deployment_id": {"any_": deployments}, **more})
-    return client.read_flow_runs(flow_run_filter=wanted, limit=limit)
+    return client.read_flow_runs(flow_run_filter=wanted, limit=limit, sort=FlowRunSort.EXPECTED_START_TIME_ASC)
 
 
 class FeedbackTrigger:

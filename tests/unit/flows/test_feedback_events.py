@@ -10,8 +10,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 import flows.triggers.events as events
 from flows.cli.app import main
+from flows.triggers.feedback import Watch
 from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.config import Recipe
 from rlhf_core.feedback.inbox import Inbox
+from rlhf_core.feedback.parse import feedback_of
 from tasks.served import SERVED_ENV
 
 ROW = '{"prompt": "hello", "response": "hi", "thumb": "up"}\n'
@@ -48,3 +51,19 @@ def test_nothing_is_told_without_a_server_of_ones_own(imported: Any, monkeypatch
         monkeypatch.setenv(SERVED_ENV, "served.json")
     monkeypatch.setattr(events, "tell", lambda inboxes: pytest.fail("told"))
     assert "1 new" in imported()
+
+
+def test_the_endpoint_tells_when_a_round_can_begin_and_repeats_what_was_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox, told, taken = Inbox(tmp_path / "chat.inbox"), list[list[Path]](), [False, False, True]
+    loop = {"stage": "iterative_feedback", "method": "kto", "feedback": {"sources": str(inbox.folder)}, "rounds": 1, "min_new_rows": 2}
+    watch = Watch(Recipe(name="n", base_model="org/base", artifacts=str(tmp_path), stages={"loop": loop}))
+    monkeypatch.setattr(events, "tell", lambda inboxes: told.append(inboxes) or taken.pop(0))
+    teller = events.Teller([watch])
+    teller.look()
+    inbox.add([feedback_of({"prompt": "p", "response": "r", "thumb": "up"})])
+    teller.look()
+    assert told == []
+    inbox.add([feedback_of({"prompt": "q", "response": "r", "thumb": "up"})])
+    for _ in range(9):
+        teller.look()
+    assert told == [[inbox.folder]] * 3
