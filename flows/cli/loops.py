@@ -7,8 +7,9 @@ import re
 import shlex
 import signal
 from pathlib import Path
+from typing import Annotated
 
-from cyclopts import App
+from cyclopts import App, Parameter
 from rich.console import Console
 
 from flows.cli.show import Override, RecipePlace, table_of
@@ -20,6 +21,11 @@ from rlhf_core.system.files import is_locked
 from rlhf_core.system.machine import MachineLacks
 
 loop_app = App(name="loop", help="A recipe's loop (iterative_dpo, iterative), one round at a time.")
+
+
+OnFeedback = Annotated[
+    bool, Parameter(negative=(), help="loops of kind iterative_feedback also train a round when their inbox has min_new_rows new rows.")
+]
 
 
 def serve(
@@ -35,7 +41,7 @@ def serve(
     max_rounds: int | None = None,
     min_gain: float | None = None,
     feedback_port: int = 4300,
-    on_feedback: bool = False,
+    on_feedback: OnFeedback = False,
     trigger_port: int | None = None,
     starts_an_hour: int = 12,
 ) -> int:
@@ -54,7 +60,6 @@ def serve(
         max_rounds: loops of the recipes end after so many rounds.
         min_gain: loops end when the win rate of their last round is not more than this above the round before it.
         feedback_port: of the endpoint that takes feedback, where a recipe has an inbox; 0 takes a free one.
-        on_feedback: loops of kind iterative_feedback also train a round when their inbox has `min_new_rows` new rows.
         trigger_port: of an endpoint that starts runs on requests with a token (webhooks), such as 4301; 0 takes a free one; default: none.
         starts_an_hour: the most runs of a deployment that such requests start in an hour.
     """
