@@ -29,6 +29,7 @@ from rlhf_core.runs.run_dir import StageRequest
 from rlhf_core.runs.store import store_of
 from rlhf_core.system import orphan_watcher
 from tasks.approval import await_approvals
+from tasks.champion import promote_published, roll_back
 from tasks.gates import check_gates
 from tasks.keys import provided, variables
 from tasks.notify import notify_gates, notify_stage, notify_state
@@ -146,6 +147,7 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
             raise
         if statuses[node.name] == "done":
             notify_stage(planned.recipe, node)
+        promote_published(planned, node)
         pass_gates(node)
 
     def work(call: Callable[..., Any], node: Node) -> Any:
@@ -173,6 +175,7 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
             statuses |= {name: found(planned[name].run_dir) for name in stages.starts}
             raise
         order = [node.name for node in planned.nodes]
+        roll_back(planned, failed_gates)
         failures += [GateFailed(sorted(failed_gates, key=lambda verdict: order.index(verdict.stage)))] if failed_gates else []
         if failures:
             raise failures[0] if len(failures) == 1 else SeveralFailed(failures)

@@ -83,8 +83,8 @@ class Threads:
             future.set_exception(error)
         finally:
             allotment.reset(token)
+        future.add_done_callback(lambda _: self._end(node.name))  # first: `__exit__` waits for this of each future
         self._futures[node.name], self.starts[node.name] = future, start
-        future.add_done_callback(lambda _: self._end(node.name))
 
     def ended(self) -> Ended:
         """Waits until a stage ends."""

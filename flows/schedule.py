@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -78,12 +78,14 @@ def _whole_gpus(layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stages of a run, parents first, what each takes, and how many may run at once."""
+    """The stages of a run, parents first, what each takes, and how many may run at once. `skipped`: those that are done, which take
+    nothing."""
 
     machine: Machine
     at_most: int
     costs: Mapping[str, Cost]
     parents: Mapping[str, tuple[str, ...]]
+    skipped: frozenset[str] = frozenset()
 
     def starts(self, done: Iterable[str], running: Mapping[str, Start], held: Iterable[str] = ()) -> list[Start]:
         """Returns the stages to start. `done`: finished ones of the plan, whose dependents may start; `held`: those that do not start."""
@@ -96,12 +98,15 @@ class Schedule:
 
     def _place(self, name: str, running: Mapping[str, Start]) -> Start | None:
         """Returns where a stage runs beside others; None when it does not fit."""
-        cost, taken = self.costs[name], {gpu for start in running.values() for gpu in start.gpus}
-        cpus = sum(self.costs[other].cpus for other in running)
+        cost, taken = self._cost(name), {gpu for start in running.values() for gpu in start.gpus}
+        cpus = sum(self._cost(other).cpus for other in running)
         free = [gpu for gpu in self.machine.gpus if gpu not in taken]
         if len(running) >= self.at_most or cost.gpus > len(free) or cpus + cost.cpus > self.machine.cpus + 1e-6:
             return None
         return Start(name, tuple(free[: cost.gpus]))
+
+    def _cost(self, name: str) -> Cost:
+        return Cost(0, 0) if name in self.skipped else self.costs[name]
 
     @cached_property
     def _order(self) -> list[str]:
@@ -132,9 +137,9 @@ class Schedule:
 
     @cached_property
     def peak(self) -> int:
-        """The most stages at once if all take as long as each other."""
+        """The most stages at once if none was done and all took as long as each other."""
         outside = {parent for parents in self.parents.values() for parent in parents if parent not in self.costs}
-        spans = self.spans(dict.fromkeys(self.costs, 1.0), outside)
+        spans = replace(self, skipped=frozenset()).spans(dict.fromkeys(self.costs, 1.0), outside)
         return max((sum(other.start == span.start for other in spans) for span in spans), default=1)
 
     def variables(self, start: Start) -> dict[str, str]:
@@ -152,4 +157,6 @@ def schedule_of(planned: Plan, nodes: Sequence[Node], machine: Machine) -> Sched
     several = bool(machine.gpus) if wanted is None else wanted
     at_most = len(nodes) if several is True else int(several) or 1
     costs = {node.name: cost_of(node.config, machine) for node in nodes}
-    return Schedule(machine, max(1, at_most), costs, {node.name: node.parents for node in nodes})
+    skipped = frozenset(node.name for node in nodes if node.done)
+    schedule = Schedule(machine, at_most, costs, {node.name: node.parents for node in nodes}, skipped)
+    return schedule if schedule.peak > 1 else replace(schedule, at_most=1)

@@ -36,6 +36,7 @@ PLACE, LOCK, LOG = "serve.json", "serve.lock", "serve.log"
 AUTH, SERVED, FEEDBACK_TOKEN, TRIGGER_TOKEN = "auth-string", "served.json", "feedback-token", "trigger-token"
 ENDPOINTS = {"feedback": "the endpoint for feedback", "triggers": "the endpoint for triggers"}
 EVERYWHERE = "0.0.0.0"
+PAGE = "live page of"
 LOG_BYTES = 20_000_000  # on SQLite Prefect 3.7 logs a traceback at each poll of a worker, ten megabytes an hour
 
 
@@ -99,6 +100,12 @@ class Servants:
         self._start(name, [sys.executable, "-P", "-m", "flows.cli", *command, *place], self.environment())
         return f"{self.ui.rpartition(':')[0]}:{port}"
 
+    def start_dashboard(self, artifacts: Path, port: int) -> str:
+        """Starts the live page of an artifacts folder, beside the server's address. Returns its address. When it ends, `serve` goes on."""
+        artifacts.mkdir(parents=True, exist_ok=True)
+        command = ["dashboard", str(artifacts), "--allow-host", ",".join(self._hosts)]
+        return self._start_endpoint(f"{PAGE} {artifacts}", command, port) + "/"
+
     def record(self, deployments: Mapping[Any, Mapping[str, Any]]) -> None:
         """Saves the parameters of deployments by id; tasks/served.py compares those of runs with them."""
         known = read_json(self.home / SERVED) | {str(identity): dict(own) for identity, own in deployments.items()}
@@ -107,7 +114,7 @@ class Servants:
     def check(self) -> None:
         """Raises MachineLacks when one of them has ended."""
         for name, process in self._running.items():
-            if process.poll() is not None:
+            if process.poll() is not None and not name.startswith(PAGE):
                 whose = ENDPOINTS.get(name, f"Prefect's {name}")
                 raise MachineLacks(
                     f"{whose} ended with code {process.returncode}, so serve ends too (log: {self.home / LOG}): start it again, "

@@ -160,6 +160,11 @@ def notify_approval(recipe: Recipe, question: Approval, page: Path) -> None:
     send(recipe, "approval", f"stage {question.stage} {question.told()}", about)
 
 
+def notify_champion(recipe: Recipe, model: str, run: str, why: str) -> None:
+    """Sends the message that another published model is the champion."""
+    send(recipe, "champion", f"{model} is the champion: {why}", {"model": model, "publication": run, "why": why})
+
+
 def notify_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Sends the state of a flow run; a hook of Prefect. Before `running` a scheduled run also sends `scheduled`, with its time."""
     recipe = _notifying(flow_run)

@@ -77,7 +77,8 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
             except Exception:  # must not replace the exception that ended the run
                 logging.getLogger(__name__).exception("the report of %s could not be written", plan.recipe.name)
             raise
-        page = write(plan, statuses, run, "done")
+        waits = any(verdict.waits for node in plan.nodes for verdict in gates_of(node))
+        page = write(plan, statuses, run, "waits" if waits else "done")
     create_link_artifact(page.as_uri(), link_text=page.name, key="report", description=f"report of {plan.recipe.name}")
 
 

@@ -19,11 +19,13 @@ from prefect.artifacts import create_image_artifact, create_link_artifact, creat
 from prefect.cache_policies import NO_CACHE
 
 from evaluation.alignment_tax.report import TAX, TaxReport
+from evaluation.calibration.records import CALIBRATION, CalibrationReport, calibration_tables
+from evaluation.regression.records import REGRESSION, RegressionReport, regression_table
 from evaluation.report.summary import curves_of
 from rlhf_core.config import KINDS
 from rlhf_core.data.report import MARKDOWN as DATA_REPORT
 from rlhf_core.records import EvalReport, StageResult
-from rlhf_core.runs.allotment import check_stop
+from rlhf_core.runs.allotment import check_stop, variables
 from rlhf_core.runs.launch import StageFailed, launch
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.runs.store import Store
@@ -69,7 +71,8 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
             keep(store, run, logger.info)
         return "skipped"
     run.prepare(request)
-    logger.info("%s starts in %s", request.name, run.path)
+    gpus = variables().get("CUDA_VISIBLE_DEVICES")
+    logger.info("%s starts in %s%s", request.name, run.path, f" on GPU {gpus}" if gpus else "")
     with machine(), states_kept(store, run, logger.warning):
         result = launch(KINDS[request.config.stage].package, run.path, request.name, Throttle(logger.info))
     keep_server()  # the next lines send requests to it
@@ -102,7 +105,7 @@ class Throttle:
 
 
 def show(result: StageResult, run_dir: Path) -> None:
-    """Creates the artifacts of a finished stage: metrics, outputs, curves, data report, and the table of an evaluation or tax."""
+    """Creates the artifacts of a finished stage: metrics, outputs, curves, data report, and the tables of evaluations."""
     key = artifact_key(result.name)
     title = f"{result.name} ({result.stage}, {result.seconds:.0f} s)"
     texts = {"metrics": f"## {title}\n\n{table(('metric', 'value'), sorted(result.metrics.items()))}"}
@@ -113,6 +116,10 @@ def show(result: StageResult, run_dir: Path) -> None:
             texts["win-rates"] = evaluation_table(report)
         if tax := TaxReport.read(run_dir / result.outputs["report"] / TAX):
             texts["tax"] = tax_table(tax)
+        if regression := RegressionReport.read(run_dir / result.outputs["report"] / REGRESSION):
+            texts["regression"] = regression_table(regression)
+        if calibration := CalibrationReport.read(run_dir / result.outputs["report"] / CALIBRATION):
+            texts["calibration"] = calibration_tables(calibration)
     for name, text in texts.items():
         create_markdown_artifact(text, key=f"{key}-{name}", description=f"{name} of {title}")
     for name, path in result.outputs.items():

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rlhf_core.models.scoring import RewardScorer
 
 CACHE, LOGS = "judge_cache", "servers"
+JudgingStage = configs.Evaluation | configs.Calibration  # the config of a stage that judges
 
 
 def judge_names(judges: Sequence[configs.Judge]) -> dict[str, configs.Judge]:
@@ -44,7 +45,7 @@ def _name(judge: configs.Judge) -> str:
     return shown(judge.model) if isinstance(judge, configs.VllmJudge) else judge.model
 
 
-def make_judge(name: str, judge: configs.Judge, request: StageRequest, config: configs.Evaluation, run: RunDir, stack: ExitStack) -> Judge:
+def make_judge(name: str, judge: configs.Judge, request: StageRequest, config: JudgingStage, run: RunDir, stack: ExitStack) -> Judge:
     """Makes the judge of one judge config. A local server starts with the judge's first request and ends with `stack`.
 
     Raises ValueError when a local judge's model is too short or has no chat template.
@@ -83,7 +84,7 @@ def make_judge(name: str, judge: configs.Judge, request: StageRequest, config: c
     return OpenAIJudge(name, client, cache, identity, judge.max_failed)
 
 
-def load_reward_model(name: str, request: StageRequest, config: configs.Evaluation, template: str) -> tuple[RewardScorer, Renderer]:
+def load_reward_model(name: str, request: StageRequest, config: JudgingStage, template: str) -> tuple[RewardScorer, Renderer]:
     """Loads a reward model to the device, and returns it with the renderer of its texts."""
     from rlhf_core.models.scoring import RewardScorer  # imports torch's model code, so only when there is something to score
 

@@ -1,4 +1,4 @@
-"""Collects the report's tables and charts of models: win rates, judges, remote models, reward models, alignment tax, rounds of loops."""
+"""Collects the report's tables and charts of models: win rates, judges, alignment tax, regression suites, rounds of loops."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from evaluation.alignment_tax.report import TAX, TaxReport
+from evaluation.regression.records import REGRESSION, QuestionResult, RegressionReport
 from evaluation.report.charts import rounds_chart, tax_chart
 from evaluation.report.summary import Evaluated, Evidence
 from rlhf_core.config import KINDS, Evaluation
@@ -17,6 +18,7 @@ JUDGE_DESCRIPTIONS = {
     "reward": "A reward model prefers the answer that it scores higher.",
     "openai": "A chat model compares the answers with Arena-Hard's prompt, twice for each question.",
 }
+SHOWN_QUESTIONS = 200  # questions on the page; the stage's regression.md has all
 
 
 class Tax(NamedTuple):
@@ -25,6 +27,15 @@ class Tax(NamedTuple):
     name: str
     report: TaxReport
     svg: Markup | None
+
+
+class Suite(NamedTuple):
+    """A finished regression stage. `rows`: what changed and the question, first those that the final model does not pass."""
+
+    name: str
+    report: RegressionReport
+    passed: dict[str, float]
+    rows: list[tuple[str, QuestionResult]]
 
 
 def judge_descriptions(evaluated: Evaluated | None) -> str:
@@ -40,6 +51,18 @@ def taxes(stages: Sequence[Evidence]) -> list[Tax]:
     for stage in stages:
         if stage.report and (report := TaxReport.read(stage.report / TAX)):
             found.append(Tax(stage.view.name, report, Markup(tax_chart(report)) if report.main else None))
+    return found
+
+
+def suites(stages: Sequence[Evidence]) -> list[Suite]:
+    """Returns every finished regression stage."""
+    found = []
+    for stage in stages:
+        report = RegressionReport.read(stage.report / REGRESSION) if stage.report else None
+        if stage.result is None or report is None:
+            continue
+        passed = {model: stage.result.metrics.get(f"passed/{model}", float("nan")) for model in report.models}
+        found.append(Suite(stage.view.name, report, passed, report.rows[:SHOWN_QUESTIONS]))
     return found
 
 

@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from evaluation.report import models as page_models
 from evaluation.report import stages as page_stages
+from evaluation.report.calibrations import calibrations, judge_belief
 from evaluation.report.charts import calibration_chart, over_optimisation_chart, win_rate_chart
 from evaluation.report.dag import HEIGHT, WIDTH, draw
 from evaluation.report.example_battles import examples
@@ -48,6 +49,9 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         stages=stages,
         evaluated=evaluated,
         verdict=verdict(evaluated, stages),
+        judge_belief=judge_belief(evaluated, stages),
+        calibrations=calibrations(stages),
+        suites=page_models.suites(stages),
         tiles=tiles(stages, evaluated),
         dag=draw({stage.view.name: stage.view.parents for stage in stages}),
         size=(WIDTH, HEIGHT),

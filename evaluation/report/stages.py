@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from markupsafe import Markup
 
 from evaluation.report.charts import Run, stage_chart
 from evaluation.report.dag import family_svg
+from evaluation.report.iterations import WAIT, Phase, Rollout, phases_of, rollouts
 from evaluation.report.summary import Evidence
 from rlhf_core.config import KINDS, Publication
 from rlhf_core.data.report import stored_warnings
-from rlhf_core.data.rows.columns import written
 from rlhf_core.runs.lineage import data_of, lineage
-from rlhf_core.runs.run_dir import ROLLOUTS
 from rlhf_core.system.redaction import without_passwords
-
-SHOWN_ROLLOUTS = 4  # of each iteration
 
 
 class Chart(NamedTuple):
@@ -57,33 +54,6 @@ def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> 
         shown = rollouts(chain[-1].view.run_dir)
         found.append(Chart(title, seconds, Markup(svg) if svg else None, when, final, phases_of(final), waits, shown))
     return found
-
-
-class Rollout(NamedTuple):
-    """A sampled answer or episode: its messages as (role, text), its rewards by source (None: failed), and why it has none."""
-
-    messages: list[tuple[str, str]]
-    rewards: dict[str, float | None]
-    failure: str
-
-
-def rollouts(run_dir: Path) -> list[tuple[int, list[Rollout]]]:
-    """Returns a few rollouts of PPO's first and last logged iteration; none of other stages, or where they cannot be read."""
-    files = {int(file.stem.removeprefix("iteration")): file for file in (run_dir / ROLLOUTS).glob("iteration*.jsonl")}
-    found = []
-    for iteration in sorted({min(files), max(files)}) if files else ():
-        try:
-            rows = [json.loads(line) for line in files[iteration].read_text().splitlines()[:SHOWN_ROLLOUTS]]
-            found.append((iteration, [_rollout(row) for row in rows]))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return found
-
-
-def _rollout(row: dict[str, Any]) -> Rollout:
-    messages = row.get("messages") or [*row["prompt"], {"role": "assistant", "content": row["response"]}]
-    texts = [(str(message["role"]), written(message)) for message in messages]
-    return Rollout(texts, dict(row["rewards"]), str(row.get("failure", "")))
 
 
 def data(stages: Sequence[Evidence]) -> tuple[list[str], dict[str, dict[str, float]]]:
@@ -154,28 +124,3 @@ def config_text(stage: Evidence) -> str | None:
         return None
     config = {"seed": stage.request.seed, **stage.request.config.model_dump(mode="json")}
     return without_passwords(json.dumps(config, indent=2, ensure_ascii=False))
-
-
-PHASE, FLOOR, WAIT = "phase/", "floor/", "wait/"
-
-
-class Phase(NamedTuple):
-    """Seconds of one phase, and its floor: the time of its operations and bytes at the rates measured on the GPU; None if unknown."""
-
-    name: str
-    seconds: float
-    share: float
-    floor: float | None
-
-    @property
-    def times(self) -> float | None:
-        """Seconds divided by the floor; None without a floor."""
-        return self.seconds / self.floor if self.floor else None
-
-
-def phases_of(metrics: Mapping[str, float]) -> list[Phase]:
-    """Returns the phases of an iteration, the longest first."""
-    seconds = {name.removeprefix(PHASE): value for name, value in metrics.items() if name.startswith(PHASE)}
-    whole = sum(seconds.values()) or 1.0
-    phases = [Phase(name, value, value / whole, metrics.get(FLOOR + name)) for name, value in seconds.items()]
-    return sorted(phases, key=lambda phase: -phase.seconds)

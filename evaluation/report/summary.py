@@ -121,7 +121,7 @@ def read(view: StageView) -> Evidence:
 def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
     """Returns the recipe's last finished evaluation; None when there is none."""
     for stage in reversed(stages):
-        report = EvalReport.read(stage.report / "eval.json") if stage.report else None
+        report = EvalReport.read(stage.report / "eval.json") if stage.report and stage.view.kind != "regression" else None
         models = [rate.model for rate in report.win_rates if rate.judge == report.judge] if report else []
         config = stage.request.config if stage.request else None
         named = config.models[-1] if isinstance(config, Evaluation) else None

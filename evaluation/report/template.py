@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 
 import jinja2
@@ -15,17 +16,23 @@ MAX_TEXT = 1500  # characters of a prompt or an answer
 
 def fill(template: str, **values: object) -> str:
     """Returns the text of a template with its values. Raises jinja2.UndefinedError when one is missing."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+    page = environment(Path(__file__).parent / "templates").get_template(template).render(**values)
+    return page.encode("utf-8", "replace").decode()  # replaces unpaired surrogates in answers
+
+
+@cache
+def environment(folder: Path) -> jinja2.Environment:
+    """Returns what fills in the templates of a folder; they can use the functions below as filters."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     filters = (percent, duration, number, interval, controlled, without_passwords, cut)
-    environment.filters.update({function.__name__: function for function in filters})
-    page = environment.get_template(template).render(**values)
-    return page.encode("utf-8", "replace").decode()  # replaces unpaired surrogates in answers
+    made.filters.update({function.__name__: function for function in filters})
+    return made
 
 
 def percent(value: float | None, digits: int = 0) -> str:

@@ -17,12 +17,15 @@ from cyclopts import App, CycloptsError
 
 from flows.cli import approve as cli_approve
 from flows.cli import artifacts as cli_artifacts
+from flows.cli import champion as cli_champion
+from flows.cli import dashboard as cli_dashboard
 from flows.cli import feedback as cli_feedback
 from flows.cli import label as cli_label
 from flows.cli import loops as cli_loops
 from flows.cli import prepare as cli_prepare
 from flows.cli import run as cli_run
 from flows.cli import start as cli_start
+from flows.cli import suite as cli_suite
 from flows.cli import triggers as cli_triggers
 from flows.cli.show import FAILED, INTERRUPTED, OK, WAITS, errors
 from rlhf_core.preflight.inputs import MachineLacks
@@ -44,7 +47,11 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "data": cli_prepare.data,
     "migrate": cli_prepare.migrate,
     "doctor": cli_prepare.doctor,
+    "dashboard": cli_dashboard.dashboard,
     "approve": cli_approve.approve,
+    "champion": cli_champion.champion,
+    "promote": cli_champion.promote,
+    "rollback": cli_champion.rollback,
     "report": cli_artifacts.report,
     "stages": cli_artifacts.stages,
     "diff": cli_artifacts.diff,
@@ -78,6 +85,7 @@ app = App(
 app.command(cli_loops.loop_app)
 app.command(cli_artifacts.runs_app)
 app.command(cli_feedback.feedback_app)
+app.command(cli_suite.suite_app)
 for name, command in COMMANDS.items():
     app.command(command, name=name)
 

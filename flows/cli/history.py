@@ -5,7 +5,6 @@ Records are read as plain JSON, not with the config classes, so that those of ot
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +17,11 @@ import yaml
 
 from rlhf_core.config import KINDS
 from rlhf_core.recipe import loop_record
-from rlhf_core.recipe.dry_run import changes
+from rlhf_core.runs.differences import Difference, changed, stage_differences
 from rlhf_core.runs.lineage import Ancestor, lineage, stage_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, RunDir
 from rlhf_core.runs.run_records import RUN, RunRecord, kept, read, records
 from rlhf_core.system.files import is_locked, locked, read_json
-from rlhf_core.system.redaction import without_passwords
 
 STAGES, RECIPE = "stages", "recipe.yaml"
 
@@ -39,16 +37,6 @@ class Found(NamedTuple):
     when: datetime
     seconds: float | None
     metric: str
-
-
-class Difference(NamedTuple):
-    """One difference of two runs. `part`: stages, recipe, configuration, inputs, versions, metrics or digest."""
-
-    stage: str
-    part: str
-    key: str
-    before: str
-    after: str
 
 
 class Item(NamedTuple):
@@ -80,7 +68,7 @@ def differences(before: Path, after: Path) -> list[Difference]:
     ]:
         raise ValueError("\n".join(problems))
     (first, record), (second, _) = (stage for stage in stages if stage is not None)
-    return list(_stage_differences(record["name"], first, second))
+    return list(stage_differences(record["name"], first, second))
 
 
 def _why_no_stage(folder: Path) -> str:
@@ -167,51 +155,14 @@ def _found(folder: Path, record: Mapping[str, Any]) -> Found:
 
 def _recipe_differences(before: Path, after: Path) -> Iterator[Difference]:
     old, new = ({stage.name: stage for stage in read(folder / RUN).require_whole().stages} for folder in (before, after))
-    yield from (Difference("", "recipe", *change) for change in _changed(_top(before), _top(after)))
+    yield from (Difference("", "recipe", *change) for change in changed(_top(before), _top(after)))
     for name in {**old, **new}:
         if name not in old or name not in new:
             yield Difference(name, "stages", "", *("there" if name in side else "not there" for side in (old, new)))
             continue
         paths = [folder.absolute().parent / stages[name].run_dir for folder, stages in ((before, old), (after, new))]
         if paths[0].resolve() != paths[1].resolve():
-            yield from _stage_differences(name, *paths)
-
-
-def _stage_differences(name: str, before: Path, after: Path) -> Iterator[Difference]:
-    old, new = (read_json(folder / REQUEST) for folder in (before, after))
-    results = [read_json(folder / RESULT) for folder in (before, after)]
-    parts = {
-        "configuration": [{"seed": request.get("seed"), **request.get("config", {})} for request in (old, new)],
-        "inputs": [{key: _content(place) for key, place in request.get("inputs", {}).items()} for request in (old, new)],
-        "versions": [result.get("environment", {}) for result in results],
-        "metrics": [result.get("metrics", {}) for result in results],
-    }
-    changes = [Difference(name, part, *change) for part, (first, second) in parts.items() for change in _changed(first, second)]
-    digests = [request.get("digest", folder.name.rpartition("-")[2]) for request, folder in ((old, before), (new, after))]
-    if digests[0] != digests[1]:
-        explained = any(change.part in ("configuration", "inputs") for change in changes)
-        yield Difference(name, "digest", "" if explained else "its data, its base model or the stage's code", *digests)
-    yield from changes
-    for side, result in zip(("before", "after"), results, strict=True):
-        if not result:
-            yield Difference(name, "metrics", f"no result {side}", *(("not done", "") if side == "before" else ("", "not done")))
-
-
-def _changed(old: object, new: object) -> Iterator[tuple[str, str, str]]:
-    yield from ((key, _text(before), _text(after)) for key, before, after in changes(old, new))
-
-
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    text = value if isinstance(value, str) else json.dumps(value)
-    return without_passwords(text)
-
-
-def _content(place: str) -> str:
-    """Returns an input for comparison: `<name>-<digest>` of a stage, else its path or Hub id."""
-    stage = stage_of(place)
-    return f"{stage[1]['name']}-{stage[1]['digest']}" if stage else place
+            yield from stage_differences(name, *paths)
 
 
 def _claims(artifacts: Path, keeping: Keeping, locks: bool = True) -> tuple[dict[Path, list[str]], dict[Path, list[str]]]:

@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.console import Console
 
+from flows.cli.dashboard import TOKEN, show_address
 from flows.cli.show import Override, RecipePlace, table_of
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.recipe.inboxes import inboxes_of
@@ -19,6 +20,7 @@ from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.loop_record import LOCK, LoopState, folder_of, loop_of, loop_state
 from rlhf_core.system.files import is_locked
 from rlhf_core.system.machine import MachineLacks
+from rlhf_core.system.secret_file import kept_secret
 
 loop_app = App(name="loop", help="A recipe's loop (iterative_dpo, iterative), one round at a time.")
 
@@ -41,6 +43,7 @@ def serve(
     max_rounds: int | None = None,
     min_gain: float | None = None,
     feedback_port: int = 4300,
+    dashboard_port: int = 0,
     on_feedback: OnFeedback = False,
     trigger_port: int | None = None,
     starts_an_hour: int = 12,
@@ -59,11 +62,12 @@ def serve(
         every: seconds; an interval in place of the cron schedule.
         max_rounds: loops of the recipes end after so many rounds.
         min_gain: loops end when the win rate of their last round is not more than this above the round before it.
+        dashboard_port: of the live page of the recipes' artifacts; 0 takes a free one.
         feedback_port: of the endpoint that takes feedback, where a recipe has an inbox; 0 takes a free one.
         trigger_port: of an endpoint that starts runs on requests with a token (webhooks), such as 4301; 0 takes a free one; default: none.
         starts_an_hour: the most runs of a deployment that such requests start in an hour.
     """
-    for number in (port, feedback_port, trigger_port or 0):
+    for number in (port, feedback_port, dashboard_port, trigger_port or 0):
         if not 0 <= number <= 65535:
             raise ValueError(f"there is no port {number}: give 1 to 65535, or 0 for a free one")
     if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
@@ -120,6 +124,10 @@ def serve(
                 timing = (timing if when else "none") + (" and on new feedback" if watches else "")
                 console.print(f"schedule: {timing}\nserving on {servants.ui} (Ctrl-C ends it)", markup=False, highlight=False)
                 show_auth(console, servants.api, servants.auth, servants.home / AUTH)
+                token = kept_secret(servants.home / TOKEN)
+                for nth, artifacts in enumerate(dict.fromkeys(Path(one.recipe.artifacts).absolute() for one in recipes)):
+                    address = servants.start_dashboard(artifacts, 0 if nth else dashboard_port)
+                    show_address(console, artifacts, address, token, servants.home / TOKEN)
                 triggers = [FeedbackTrigger(client, f"loop/{feedback_name(name)}", watch) for name, watch in watches.items()]
                 supervise(console, client, servants, triggers)
         finally:

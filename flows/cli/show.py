@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.cli.history import Difference, Found, Item
+from flows.cli.history import Found, Item
 from rlhf_core.config import KINDS, Recipe
 from rlhf_core.config.kinds import metrics_of
 from rlhf_core.hub.revisions import PINS
@@ -26,6 +26,7 @@ from rlhf_core.recipe.dry_run import Outlook
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.recipe.sentences import models_in
+from rlhf_core.runs.differences import Difference
 from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.runs.run_records import RunRecord
@@ -232,10 +233,13 @@ def config_docs() -> str:
 def _section(title: str, model: type[BaseModel], parts: dict[str, type[BaseModel]]) -> str:
     about = [_text(model.__doc__), ""] if model.__doc__ else []
     bases = [base for base in model.__bases__ if issubclass(base, BaseModel) and base.model_fields]
+    stages = {kind.config: name for name, kind in KINDS.items()}  # they have sections of their own
     for base in bases:
-        parts.setdefault(base.__name__, base)
+        if base not in stages:
+            parts.setdefault(base.__name__, base)
     if bases:
-        about += [f"Takes the fields of {', '.join(f'[{base.__name__}](#{base.__name__.lower()})' for base in bases)} as well.", ""]
+        links = (f"[{base.__name__}](#{f'stage-{stages[base]}' if base in stages else base.__name__.lower()})" for base in bases)
+        about += [f"Takes the fields of {', '.join(links)} as well.", ""]
     rows = []
     for name, info in model.model_fields.items():
         if name not in model.__annotations__:

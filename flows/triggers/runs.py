@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import DeploymentFilter, FlowFilter, FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
@@ -45,7 +45,7 @@ def ask(client: SyncPrefectClient, name: str, tag: str, an_hour: int | None = No
         if len(_runs(client, [own.id], recent, an_hour)) >= an_hour:
             return Asked(None, False)
     once = str(uuid4())  # the client repeats a request that the server was too busy to answer
-    state = Scheduled(scheduled_time=now)
+    state: State[Any] = Scheduled(scheduled_time=now)
     return Asked(client.create_flow_run_from_deployment(own.id, state=state, tags=[tag], idempotency_key=once), True)
 
 

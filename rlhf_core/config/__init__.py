@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from fsspec.registry import known_implementations
 from pydantic import Field, field_validator
 
+from rlhf_core.config.calibration import Calibration, FallibleJudge
 from rlhf_core.config.data import Data, Source
 from rlhf_core.config.evaluation import (
     AlignmentTax,
@@ -24,6 +25,7 @@ from rlhf_core.config.evaluation import (
     Judge,
     OpenAIJudge,
     Publication,
+    Regression,
     Remote,
     RewardEvaluation,
     RewardJudge,
@@ -47,6 +49,7 @@ from rlhf_core.config.loops import (
 )
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
 from rlhf_core.config.processes import Vllm
+from rlhf_core.config.sweep import Select
 from rlhf_core.config.training import DPO, KTO, REFERENCE_FREE, SFT, Lora, Optimised, PreferenceLoss, RewardModel, Trainable, UnpairedLoss
 from rlhf_core.records import RECIPE_ONLY, Config, Frozen, Positive, Ranks, Rate
 
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
 else:
     StageConfig = Annotated[reduce(or_, (kind.config for kind in KINDS.values())), Field(discriminator="stage")]
 
-Event = Literal["scheduled", "running", "completed", "failed", "crashed", "cancelled", "stage", "gate", "approval"]
+Event = Literal["scheduled", "running", "completed", "failed", "crashed", "cancelled", "stage", "gate", "approval", "champion"]
 EVENTS: tuple[Event, ...] = get_args(Event)
 
 
@@ -68,7 +71,8 @@ class Notify(Config):
     )
     events: tuple[Event, ...] = Field(
         EVENTS,
-        description="states of the run; `stage`, `gate` and `approval`: a stage ended, a gate was checked, a person is asked",
+        description="states of the run; `stage`, `gate`, `approval`, `champion`: a stage ended, a gate was checked, a person is asked, "
+        "another model is the champion",
         min_length=1,
     )
     timeout: Rate = Field(10.0, description="seconds the receiver may take for one message")
@@ -81,6 +85,13 @@ class Wandb(Config):
     project: str = Field(description="project of the runs", pattern=r"^[^/\\#?%:]{1,128}$")
     entity: str | None = Field(None, description="user or team of the project; default: the key's own", min_length=1)
     group: str | None = Field(None, description="group of the runs; default: the recipe's name", min_length=1, max_length=128)
+
+
+class Cost(Config):
+    """What a GPU costs, for the dashboard (docs/how-to/dashboard.md)."""
+
+    gpu_hour: Rate = Field(description="price of one GPU for an hour")
+    currency: str = Field("USD", description="currency of the price; prices of judges and endpoints are in USD", pattern=r"^[A-Z]{3}$")
 
 
 class Recipe(Config):
@@ -107,6 +118,7 @@ class Recipe(Config):
     trust_remote_code: bool = Field(False, description="allow model code from the Hub", json_schema_extra=RECIPE_ONLY)
     notify: Notify | None = Field(None, description="webhook that receives the events of a run")
     wandb: Wandb | None = Field(None, description="Weights & Biases project for the metrics of every stage")
+    cost: Cost | None = Field(None, description="price of a GPU, from which the dashboard computes what runs cost")
     stages: dict[str, StageConfig] = Field(description="stages by name; a stage named like its kind needs no `stage:`", min_length=1)
 
     @field_validator("name")
@@ -114,6 +126,13 @@ class Recipe(Config):
     def _is_free(cls, value: str) -> str:
         if value in ("stages", "index.html"):
             raise ValueError(f"{value!r} is what the artifacts folder has of all recipes: give this one another name")
+        return value
+
+    @field_validator("side_by_side", mode="before")
+    @classmethod
+    def _is_some(cls, value: Any) -> Any:
+        if value == 0 and value is not False:  # pydantic would read it as false
+            raise ValueError("give a number of stages from 1, true or false")
         return value
 
     @field_validator("store")

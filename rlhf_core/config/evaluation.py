@@ -1,4 +1,4 @@
-"""Judges, battles, reward-model evaluation, publication."""
+"""Judges, battles, reward-model evaluation, regression suites, publication."""
 
 from __future__ import annotations
 
@@ -151,6 +151,9 @@ class Evaluation(Gated, Sampling):
         None, description="counts answers' lengths: gpt-4o (tiktoken, a download), a folder or a Hub id; default: each model's own"
     )
     reward_evaluation: RewardEvaluation | None = Field(None, description="reward models to evaluate on held-out pairs")
+    calibration: Annotated[str | None, NotInDigest] = Field(
+        None, description="calibration stage of the first judge: the evaluation waits for it and for its gates"
+    )
     proxy: str | None = Field(
         None,
         description="reward model that was optimised: its mean score and the judge's win rate over the KL from the baseline make the "
@@ -206,6 +209,24 @@ class Evaluation(Gated, Sampling):
         return [Key(name, one.api_key_env, "api.openai.com" in one.base_url) for name, one in (*judges, *endpoints)]
 
 
+class Regression(Evaluation):
+    """A suite of questions that models lost or people reported, judged as in an evaluation: which pass, newly fail or recover, and whether
+    the final model's share is within the band of earlier trusted results."""
+
+    stage: Literal["regression"] = "regression"  # type: ignore[assignment]
+    questions: Source = Field(description="the suite: a file that `alignflow suite add` writes, or rows with uid, prompt and reason")
+    parents: dict[str, str] | None = Field({}, description="model: the model it is also judged against; default: none")
+    history: int = Field(
+        5, ge=0, description="this many earlier results of the stage, those whose gates passed, make the band; 0: there is none"
+    )
+    band: Rate = Field(3.0, description="half width of the band, in standard deviations")
+
+    @check
+    def _check_judges(self) -> Iterator[str]:
+        if any(isinstance(judge, ChatJudge) and judge.interval_width is not None for judge in self.judges):
+            yield "a regression suite judges all its questions: leave interval_width out of its judges"
+
+
 class Publication(Gated):
     """Publishes a model with its card and scores, or a data set, to a folder and, with `repo_id`, to the Hub."""
 
@@ -221,6 +242,9 @@ class Publication(Gated):
     branch: str = Field("main", description="branch of the repository; one that is not there is made")
     round_branch: str | None = Field(
         None, description="of a loop: every round is published too, to a branch of this name with the round's number for {} (round-{})"
+    )
+    champion: Annotated[bool, NotInDigest] = Field(
+        False, description="once published, the model is the recipe's champion, until a gate on it fails: docs/how-to/champion.md"
     )
     base_repo: str | None = Field(None, description="of an adapter whose base is a folder: Hub repository with that base")
     private: bool = Field(
@@ -251,6 +275,13 @@ class Publication(Gated):
         if value is not None and not re.fullmatch(r"(?![0-9a-f]{40}$)[A-Za-z0-9](\.?[\w-])*", value.replace("{}", "1")):
             raise ValueError(f"{value!r} is no name of a branch: use letters, digits, - and _, with single dots between them")
         return value
+
+    @check
+    def _check_champion(self) -> Iterator[str]:
+        if self.champion and self.model is None:
+            yield "champion is for a model: leave it out for a data set"
+        if self.champion and self.branch == "champion":
+            yield "the branch champion is moved to the champion's commit: publish to another branch"
 
     @check
     def _check_round_branch(self) -> Iterator[str]:

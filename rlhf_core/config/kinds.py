@@ -11,12 +11,14 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from rlhf_core.config import metrics
-from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication
+from rlhf_core.config.calibration import Calibration
+from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication, Regression
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Iterative, IterativeDPO, IterativeFeedback, PostProcessor, Preferences
 from rlhf_core.config.metrics import Panel
 from rlhf_core.config.ppo import PPO
+from rlhf_core.config.sweep import Select
 from rlhf_core.config.training import DPO, KTO, SFT, RewardModel
 
 
@@ -144,10 +146,32 @@ KINDS = {
         "evaluation.stage",
         makes="report",
         start="baseline",
-        names={"models": ("policy",), "baseline": ("policy",), "proxy": ("reward",)},
+        names={"models": ("policy",), "baseline": ("policy",), "proxy": ("reward",), "calibration": ("calibration",)},
         metrics=metrics.judged,
         main_of=lambda config: (f"win_rate/{config['models'][-1]}",),
         means=metrics.EVALUATION_MEANS,
+        charts=None,
+    ),
+    "regression": Kind(
+        Regression,
+        "evaluation.regression.stage",
+        makes="report",
+        start="baseline",
+        names={"models": ("policy",), "baseline": ("policy",), "proxy": ("reward",), "calibration": ("calibration",)},
+        metrics=metrics.regressed,
+        main_of=lambda config: (f"passed/{config['models'][-1]}",),
+        means=metrics.REGRESSION_MEANS,
+        charts=None,
+    ),
+    "calibration": Kind(
+        Calibration,
+        "evaluation.calibration.stage",
+        makes="report",
+        start="judge",
+        names={"judge": ("reward", "policy")},
+        metrics=metrics.calibrated,
+        main=("kappa", "agreement"),
+        means=metrics.CALIBRATION_MEANS,
         charts=None,
     ),
     "alignment_tax": Kind(
@@ -159,6 +183,17 @@ KINDS = {
         metrics=metrics.taxed,
         main_of=lambda config: (f"tax/{task_name(task)}" for task in config["tasks"]),
         means=metrics.ALIGNMENT_TAX_MEANS,
+        charts=None,
+    ),
+    "select": Kind(
+        Select,
+        "evaluation.select",
+        makes="policy",
+        start="simplest",
+        names={"of": ("policy",), "by": ("evaluation",), "simplest": ("policy",)},
+        metrics=metrics.selected,
+        main=("win_rate",),
+        means=metrics.SELECT_MEANS,
         charts=None,
     ),
     "publication": Kind(

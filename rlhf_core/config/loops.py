@@ -117,6 +117,11 @@ class Loop(Trainable, Routed):
     rounds: Positive = Field(2, le=1000, description="rounds, at most 1000")
     learning_rate: Rate = Field(5e-7, description="peak learning rate of each round")
 
+    @check
+    def _check_no_sweep(self) -> Iterator[str]:
+        if self.sweep:
+            yield "sweep: a loop has rounds, and no variants: sweep a stage before it, or write a loop for each value"
+
 
 class SampledLoop(Rounds, Loop):
     """Rounds of sampling and of training on the answers."""

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from itertools import permutations
 from typing import Any, NamedTuple
 
-from rlhf_core.config.evaluation import AlignmentTax, ChatJudge, Evaluation, RuleJudge
+from rlhf_core.config.calibration import Calibration
+from rlhf_core.config.evaluation import AlignmentTax, ChatJudge, Evaluation, Regression, RuleJudge
 from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Preferences
 from rlhf_core.config.ppo import PPO
 from rlhf_core.config.rewards import RewardSources
+from rlhf_core.config.sweep import Select
 
 DATA = tuple(f"data/{name}" for name in ("rows", "kept", "truncated", "dropped", "tokens"))
 PAIRS = ("loss", "accuracy", "margin", "rewards/chosen", "rewards/rejected")
@@ -29,6 +31,9 @@ RATES = ("win_rate", "ci_low", "ci_high", "length_controlled", "swap_consistency
 OVER_OPTIMISATION = ("kl", "proxy", "over_optimised")
 JUDGING = ("judge_input_tokens/*", "judge_output_tokens/*", "judge_failed_games/*", "judge_cost/*")
 ANSWERING = ("requests", "failed", "input_tokens", "output_tokens")
+CALIBRATED = ("agreement", "agreement_decided", "kappa", "position_bias", "swap_consistency", "length_bias", "markdown_bias")
+ERROR_GAPS = ("length_error_gap", "markdown_error_gap")
+PEOPLE = ("human_agreement", "human_kappa", "human_repeat")
 REWARD_MODEL = ("accuracy", "ci_low", "ci_high", "calibration_error", "longer_preferred", "longer_chosen")
 
 
@@ -124,6 +129,22 @@ def judged(config: Evaluation) -> Iterator[str]:
         yield from (f"reward_agreement/{first}/{second}" for first, second in permutations(models, 2))
 
 
+def regressed(config: Regression) -> Iterator[str]:
+    """An evaluation's without its rates, and what became of the suite's questions."""
+    yield from (name for name in judged(config) if name.partition("/")[0].removesuffix("_vs_parent") not in RATES)
+    for model in (model for model in config.models if model != config.baseline):
+        yield from (f"{name}/{model}" for name in ("passed", "unjudged", "newly_failed", "recovered"))
+    yield from ("history", "deviation", "out_of_band")
+
+
+def calibrated(config: Calibration) -> Iterator[str]:
+    yield from ("pairs", "uids", "labels", "annotators", "unjudged", "failed_games")
+    for name in (*CALIBRATED, *ERROR_GAPS, *PEOPLE):
+        yield from (name, f"{name}/ci_low", f"{name}/ci_high")
+    if isinstance(config.judge, ChatJudge):
+        yield from (f"judge_{name}" for name in ("input_tokens", "output_tokens", "cost"))
+
+
 def taxed(config: AlignmentTax) -> Iterator[str]:
     """Of each task's main metric. `tax/TASK` is the largest loss of any model, `tax_low/TASK` the largest lower bound of one."""
     tasks = [task_name(task) for task in config.tasks]
@@ -133,6 +154,12 @@ def taxed(config: AlignmentTax) -> Iterator[str]:
         yield from (f"{name}/{task}/{model}" for model in models for name in ("tax", "tax_low", "tax_high"))
         yield from (f"score/{task}/{model}" for model in (config.baseline, *models))
         yield f"documents/{task}"
+
+
+def selected(config: Select) -> Iterator[str]:
+    """`clear` is 1 when the best model is better than each other, else 0; `chosen` the number of the chosen one, from 1."""
+    yield from ("win_rate", "clear", "chosen", "questions")
+    yield from (f"{name}/{model}" for model in config.of for name in ("win_rate", "difference", "difference_low", "difference_high"))
 
 
 class Panel(NamedTuple):
@@ -244,11 +271,35 @@ EVALUATION_MEANS = {
     "reward_calibration_error": "The reward model is badly calibrated: its confidence is not its accuracy.",
     "reward_longer_preferred": "The reward model has a length bias: it prefers the longer answer more often than the labels do.",
 }
+REGRESSION_MEANS = {
+    "passed": "The model loses questions of the suite: `report/regression.md` of the stage has them with their reasons.",
+    "newly_failed": "The model loses questions that an earlier one passed: `report/regression.md` has them with their reasons.",
+    "unjudged": "The judge gave no verdict on questions of the suite: look at its answers and limits.",
+    "out_of_band": "The final model's share is far from that of earlier results: too low is a regression, too high may be a leaked suite.",
+    "deviation": "The final model's share is far from that of earlier results: too low is a regression, too high may be a leaked suite.",
+    "history": "There are too few earlier results whose gates passed for a band.",
+}
+CALIBRATION_MEANS = {
+    "agreement": "The judge names another winner than people too often: compare it with human_agreement, and try another judge or prompt.",
+    "kappa": "The judge agrees with people little more than by chance: do not let it decide. Few labels make the interval wide.",
+    "position_bias": "The judge favours a position: each pair is judged in both orders, but such verdicts become ties; try another judge.",
+    "swap_consistency": "The judge changes its mind with the order of the answers: it is unsure or weak.",
+    "length": "The judge prefers long answers more than people do: read length_controlled/MODEL, or take another judge.",
+    "markdown": "The judge prefers headers, lists and bold text more than people do: distrust wins of models that use them.",
+    "human": "People do not agree with each other or with themselves: make the labelling instructions clearer before you blame a judge.",
+    "failed_games": "The judge gave no verdict in too many games: look at its answers and limits.",
+    "unjudged": "The judge gave no verdict on too many pairs: look at its answers and limits.",
+    "pairs": "There are too few labelled pairs: label more.",
+}
 ALIGNMENT_TAX_MEANS = {
     "tax": "Alignment cost the model what it could do before: look at its KL to the reference, and at the data it was trained on.",
     "tax_low": "It is sure that alignment cost the model what it could do before: look at its KL to the reference first.",
     "tax_high": "It is not sure that the model kept what it could do before: more documents narrow the interval.",
     "score": "A model scores otherwise than expected on this task: compare it with the baseline's score.",
+}
+SELECT_MEANS = {
+    "clear": "No model is better than all others by this evaluation: more questions narrow the intervals, or keep the simplest model.",
+    "win_rate": "The chosen model loses to the baseline too often: look at the stages it was trained by.",
 }
 ANY = {
     "response/truncated": "Answers are cut at generate_max_len: raise it, or the policy never learned to stop (a bad SFT).",

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from rlhf_core.config.data import Data, Rows, Text, template_mistakes
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.processes import Groups
+from rlhf_core.config.sweep import Value, sweep_mistakes
 from rlhf_core.records import Config, Momentum, NotInDigest, Positive, Ranks, Rate, Share, check
 
 Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]
@@ -67,6 +68,9 @@ class Optimised(Gated):
         "the lowest that fits their GPUs, of ppo without GPUs 3",
     )
     lora: Lora | None = Field(None, description="train low-rank adapters (of ppo: of actor and critic); default: all weights")
+    sweep: Annotated[dict[str, tuple[Value, ...]], NotInDigest] = Field(
+        {}, description="fields with lists of values: the stage is run once for each combination, as STAGE.FIELD=VALUE; not of a loop"
+    )
 
     @property
     def trained_ranks(self) -> dict[str, Ranks]:
@@ -87,6 +91,11 @@ class Optimised(Gated):
                     f"train_batch_size={self.train_batch_size} must be a multiple of micro_train_batch_size x ranks = "
                     f"{micro} x {ranks.world_size} = {whole}: every rank makes the same number of full forward passes"
                 )
+
+    @check
+    def _check_sweep(self) -> Iterator[str]:
+        if self.sweep:
+            yield from sweep_mistakes(self, self.sweep)
 
     @check
     def _check_zero(self) -> Iterator[str]:

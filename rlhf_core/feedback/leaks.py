@@ -38,6 +38,8 @@ class Questions:
 
     def met_by(self, text: str) -> bool:
         """Whether a prompt meets a question."""
+        if not self._whole:
+            return False
         words = words_of(text)
         if " ".join(words) in self._whole or (self._runs and any(run in self._runs for run in _runs(words, RUN))):
             return True

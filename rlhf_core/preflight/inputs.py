@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import KINDS, PPO, AlignmentTax, Data, Evaluation, Preferences, Publication, Ranks, Rewarded, StageConfig
+from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Data, Evaluation, Preferences, Publication, Ranks, Rewarded, StageConfig
 from rlhf_core.config.lm_eval_tasks import is_path, read_task
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.documents import check_limit
@@ -29,7 +29,7 @@ from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.preflight.family import family_problems
 from rlhf_core.preflight.lengths import length_problems
 from rlhf_core.preflight.models import model_problem, sampling_problems, unfit_models, unlike_vocabulary, vocabulary_problems
-from rlhf_core.preflight.questions import question_problems, shared_questions
+from rlhf_core.preflight.questions import question_problems, selecting_questions, shared_questions
 from rlhf_core.preflight.template_length import frame_lengths
 from rlhf_core.preflight.weights import weight_problem
 from rlhf_core.recipe.plan import Node, Plan
@@ -108,7 +108,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         if isinstance(node.config, AlignmentTax):
             for task in filter(is_path, node.config.tasks):
                 problems += _refused(f"stages.{node.name}.tasks", read_task, task, node.config.trust_task_code)
-    problems += shared_questions(plan) if todo else []
+    problems += [*shared_questions(plan), *selecting_questions(plan)] if todo else []
     return list(dict.fromkeys(problems))
 
 
@@ -214,6 +214,8 @@ def tokenizer_of(plan: Plan, node: Node) -> str | None:
     """The folder or Hub id that a stage's chain of models starts from: its tokenizer is the stage's. None: all its models are remote."""
     data_set = node.config.dataset if isinstance(node.config, Publication) else None
     name = data_set or getattr(node.config, KINDS[node.kind].start, None)
+    if isinstance(node.config, Calibration):
+        name = node.config.local_judge
     if isinstance(node.config, Evaluation):
         ours = (model for model in (node.config.baseline, *node.config.models) if model not in node.config.endpoints)
         name = next(ours, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlhf_core.config import KINDS, PPO, AlignmentTax, Evaluation, Preferences, VllmJudge
+from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Evaluation, Preferences, RewardJudge, VllmJudge
 from rlhf_core.hub.positions import require_positions, stored_config
 from rlhf_core.recipe.plan import Node
 
@@ -26,6 +26,12 @@ def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[s
                 if isinstance(judge, VllmJudge) and judge.max_model_len
             }
         asked |= {("", name): both for name in names}
+    elif isinstance(config, Calibration):
+        if isinstance(config.judge, VllmJudge) and config.judge.max_model_len:
+            asked = {(".judge", config.judge.model): (config.judge.max_model_len, "max_model_len")}
+        elif isinstance(config.judge, RewardJudge):
+            both = config.prompt_max_len + config.generate_max_len, "prompt_max_len + generate_max_len"
+            asked = {("", config.judge.reward): both}
     elif isinstance(config, AlignmentTax) and config.max_model_len:
         asked = {("", name): (config.max_model_len, "max_model_len") for name in (config.baseline, *config.models)}
     stage, problems = node.name.partition(".")[0], []  # the stage as the recipe has it, once for all rounds of a loop

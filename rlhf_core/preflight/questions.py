@@ -1,11 +1,12 @@
-"""Whether an evaluation can use its questions. Torch-free; of a Hub data set only the first rows are read."""
+"""Whether an evaluation can use its questions, and a calibration its labels. Torch-free; of a Hub data set only the first rows are read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core.config import PPO, Data, Evaluation, RuleJudge
+from rlhf_core.config import PPO, Calibration, Data, Evaluation, RuleJudge, Select
 from rlhf_core.data.documents import as_text
+from rlhf_core.data.labels import load_labels
 from rlhf_core.data.questions import Question, load_questions
 from rlhf_core.data.rows.columns import prompt_of
 from rlhf_core.data.rows.mixture import check_columns, placed_rows
@@ -16,6 +17,8 @@ from rlhf_core.recipe.plan import Node, Plan
 def question_problems(node: Node, seed: int) -> list[str]:
     """Says when questions lack a prompt or repeat an id, as the stage does, or have no known answer for a rule judge."""
     config = node.config
+    if isinstance(config, Calibration):
+        return _refused_labels(config, f"stages.{node.name}.labels")
     if not isinstance(config, Evaluation):
         return []
     source, where = config.questions, f"stages.{node.name}.questions"
@@ -28,6 +31,14 @@ def question_problems(node: Node, seed: int) -> list[str]:
         return [f"{where}: {error}"]
     lacking = (_without_answer(questions, judge.answer_key) for judge in config.judges if isinstance(judge, RuleJudge))
     return [f"{where}: {told}" for told in lacking if told]
+
+
+def _refused_labels(config: Calibration, where: str) -> list[str]:
+    try:
+        load_labels(config.labels.path, config.max_labels)
+    except ValueError as error:
+        return [f"{where}: {error}"]
+    return []
 
 
 def shared_questions(plan: Plan) -> list[str]:
@@ -49,6 +60,25 @@ def shared_questions(plan: Plan) -> list[str]:
                 problems.append(
                     f"stages.{node.name}.eval_prompts: {shared} of {len(asked)} prompts are questions of {name}, by which the model that "
                     "they choose is judged: leave them out of one of the two"
+                )
+    return problems
+
+
+def selecting_questions(plan: Plan) -> list[str]:
+    """Says where an evaluation asks a selected model what it was selected by: its win rate would be that of the luckiest one. Of Hub data
+    sets nothing is read."""
+    judged = {node.name: node.config for node in plan.nodes if isinstance(node.config, Evaluation)}
+    problems = []
+    for node in plan.nodes:
+        for behind in plan.ancestors((node,)) if node.name in judged and not node.done else ():
+            by = behind.stages.get(behind.config.by) if isinstance(behind.config, Select) else None
+            if by is None or by == node.name:
+                continue
+            ours, theirs = (_asked(judged[name], plan.recipe.seed) for name in (node.name, by))
+            if shared := len(ours & theirs):
+                problems.append(
+                    f"stages.{node.name}.questions: {shared} of {len(ours)} questions are those of {by}, by which {behind.name} chose its "
+                    "model: ask others here, or the win rate is too high"
                 )
     return problems
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from rlhf_core.config import Evaluation, Loop, Preferences, Publication, Recipe, StageConfig
+from rlhf_core.config import Calibration, Evaluation, Loop, Preferences, Publication, Recipe, Select, StageConfig
+from rlhf_core.config.calibration import judge_identity
 from rlhf_core.config.kinds import KINDS, metrics_of, named
 from rlhf_core.recipe.expand import Expanded
 from rlhf_core.recipe.references import references
@@ -15,13 +16,20 @@ from rlhf_core.recipe.sentences import unknown
 
 def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:
     """Lists what is wrong between the stages of a recipe and with their gates: one sentence each, naming field and correction."""
-    stages, aliases, rounds = expanded
-    problems = [problem for name, config in stages.items() for problem in _misnamed(name, config, stages, aliases)]
-    problems += [problem for name, config in recipe.stages.items() for problem in _misgated(name, config, stages)]
+    stages, rounds, variants = expanded.stages, expanded.rounds, expanded.variants
+    problems = [problem for name, config in stages.items() for problem in _misnamed(name, config, expanded)]
+    problems += [problem for name, config in recipe.stages.items() for problem in _misgated(name, config, stages, variants.get(name, ()))]
+    problems += [problem for name, config in stages.items() if isinstance(config, Select) for problem in _misselected(name, config, stages)]
     problems += [
         f"stages.{name}.models: {config.baseline} is the baseline, and there is no other model to compare with it: name one"
         for name, config in recipe.stages.items()
         if isinstance(config, Evaluation) and config.judges and set(config.models) <= {config.baseline}
+    ]
+    problems += [
+        f"stages.{name}.calibration: {config.calibration} calibrates another judge than the first of judges, which decides: make them equal"
+        for name, config in stages.items()
+        if isinstance(config, Evaluation) and isinstance(calibration := stages.get(config.calibration or ""), Calibration)
+        if judge_identity(calibration.judge, {}) != judge_identity(config.judges[0], {})
     ]
     return problems + [
         f"stages.{name}.round_branch: {config.model} has no rounds: name {' or '.join(rounds) or 'an iterative stage'} as model"
@@ -30,7 +38,8 @@ def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:
     ]
 
 
-def _misnamed(stage: str, config: StageConfig, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]) -> Iterator[str]:
+def _misnamed(stage: str, config: StageConfig, expanded: Expanded) -> Iterator[str]:
+    stages, aliases, _, variants = expanded
     endpoints = tuple(config.endpoints) if isinstance(config, Evaluation) else ()
     for name in endpoints:
         if name in ("base", *stages, *aliases):
@@ -46,6 +55,9 @@ def _misnamed(stage: str, config: StageConfig, stages: Mapping[str, StageConfig]
                 yield f"{where}: {name} is of kind {found.stage}, but {needed} is needed here; name one"
             elif made and isinstance(found, Preferences) and found.post_processor not in made:
                 yield f"{where}: {name} has post_processor {found.post_processor!r}; set it to {' or '.join(made)}"
+        elif name in variants:
+            models = variants[name]
+            yield f"{where}: {name} is swept, it has {len(models)} models: name a select stage, or one of {', '.join(models)}"
         elif only_stages or (name == "base" and kinds == reward_models):
             valid = [other for other, found in stages.items() if found.stage in kinds]
             yield f"{where}: {unknown(name, valid, 'stage')}; {needed} is needed here"
@@ -56,13 +68,28 @@ def _misnamed(stage: str, config: StageConfig, stages: Mapping[str, StageConfig]
             yield f"{where}: {unknown(name, valid, 'name')}; name base, a stage{remote}, a folder or a Hub id (owner/model)"
 
 
-def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+def _misselected(name: str, config: Select, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+    """Yields a sentence for each model that a select stage cannot choose."""
+    judged = stages.get(config.by)
+    for model in dict.fromkeys((*config.of, *([config.simplest] if config.simplest else []))):
+        if model not in stages:
+            yield f"stages.{name}.of: {model} is no stage of the recipe: name the swept stage, or stages that make the models"
+        elif isinstance(judged, Evaluation) and (model not in judged.models or model == judged.baseline):
+            yield f"stages.{name}.of: {config.by} does not compare {model} with its baseline: add it to stages.{config.by}.models"
+        elif model not in config.of:
+            yield f"stages.{name}.simplest: {unknown(model, config.of, 'model')}"
+    if len(set(config.of)) < 2:
+        yield f"stages.{name}.of: give two models or more, there is nothing to choose from"
+
+
+def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig], variants: Sequence[str]) -> Iterator[str]:
     """Yields a sentence for each gate on a metric its stage will not have; a loop's gates may name metrics of both stages of a round."""
     if not config.gates:
         return
-    gated = [c for stage, c in stages.items() if stage == name or (isinstance(config, Loop) and stage.startswith(f"{name}.round1."))]
+    own = variants[0] if variants else name
+    gated = [c for stage, c in stages.items() if stage == own or (isinstance(config, Loop) and stage.startswith(f"{name}.round1."))]
     known = [metric for planned in gated if not isinstance(planned, Loop) for metric in metrics_of(planned)]
-    for i, gate in enumerate(config.gates if isinstance(config, Loop) else stages[name].gates):
+    for i, gate in enumerate(config.gates if isinstance(config, Loop) else stages[own].gates):
         if gate.approve is None and not any(fnmatchcase(gate.metric, metric) for metric in known):
             field = "eval_prompts" if hasattr(config, "eval_prompts") else "eval_data"
             missing = getattr(config, field, True) is None or isinstance(config, Loop)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.runs.differences import changes
 from rlhf_core.runs.run_dir import REQUEST, RESULT, RunDir, StageRequest
 from rlhf_core.runs.store import store_of
 
@@ -70,14 +70,3 @@ def _differences(old: StageRequest, new: StageRequest) -> str:
         return "its data, its base model or the stage's code changed"
     more = f" and {len(changed) - MOST_CHANGES} more" if len(changed) > MOST_CHANGES else ""
     return "changed: " + ", ".join(changed[:MOST_CHANGES]) + more
-
-
-def changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields (key, before, after) of all leaves of two records that differ; '-' for a missing one."""
-    if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
-        old, new = dict(enumerate(old)), dict(enumerate(new))
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in {**old, **new}:
-            yield from changes(old.get(name, "-"), new.get(name, "-"), f"{key}.{name}" if key else str(name))
-    elif old != new:
-        yield key, old, new

@@ -5,6 +5,9 @@ model and X of the last round's. An evaluation that names X judges the model of 
 one. An `iterative` stage does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft.
 A publication P of X with `round_branch` also becomes P.round1, P.round2, ...; each depends on its round alone. P.iteration10 is the
 name of the actor of a `ppo` stage P after iteration 10.
+
+A stage S with `sweep: {beta: [0.1, 0.3]}` becomes S.beta=0.1 and S.beta=0.3. An evaluation or a select stage that names S means all of
+them; no other stage may name S.
 """
 
 from __future__ import annotations
@@ -23,23 +26,27 @@ from rlhf_core.config import (
     Gate,
     IterativeFeedback,
     Loop,
+    Optimised,
     Preferences,
     Publication,
     Recipe,
     SampledLoop,
+    Select,
     StageConfig,
 )
 from rlhf_core.config.kinds import KINDS, has_metric
+from rlhf_core.config.sweep import variants
 from rlhf_core.recipe.sentences import unknown
 
 
 class Expanded(NamedTuple):
     """The stages by name. `aliases` maps names of loops, rounds and iterations to the stage that makes their model; `rounds` maps a loop
-    to the names of its rounds."""
+    to the names of its rounds, `variants` a swept stage to those of its variants."""
 
     stages: dict[str, StageConfig]
     aliases: dict[str, str]
     rounds: dict[str, tuple[str, ...]]
+    variants: dict[str, tuple[str, ...]]
 
 
 def expand(recipe: Recipe, refused: Collection[str] = ()) -> Expanded:
@@ -48,6 +55,10 @@ def expand(recipe: Recipe, refused: Collection[str] = ()) -> Expanded:
     Raises ValueError when `parents` of an evaluation names a model that it does not judge.
     """
     expanded = _without_loops(recipe, refused)
+    for name, config in expanded.stages.items():
+        if isinstance(config, Select):
+            models = tuple(model for named in config.of for model in expanded.variants.get(named, (named,)))
+            expanded.stages[name] = config.model_copy(update={"of": models, "simplest": config.simplest or models[0]})
     for name, config in expanded.stages.items():
         if isinstance(config, Evaluation):
             expanded.stages[name] = _judging(name, config, expanded)
@@ -58,7 +69,15 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
     stages: dict[str, StageConfig] = {}
     aliases: dict[str, str] = {}
     rounds: dict[str, tuple[str, ...]] = {}
+    swept: dict[str, tuple[str, ...]] = {}
     for name, config in recipe.stages.items():
+        if isinstance(config, Optimised) and config.sweep and not isinstance(config, Loop):
+            found = {f"{name}.{suffix}": variant for suffix, variant in variants(config, config.sweep).items()}
+            swept[name] = tuple(found)
+            stages |= found
+            exported = config.export_at if isinstance(config, PPO) else ()
+            aliases |= {f"{variant}.iteration{n}": variant for variant in found for n in exported}
+            continue
         if not isinstance(config, Loop):
             stages[name] = config.model_copy(update={"round_branch": None}) if isinstance(config, Publication) else config
             aliases |= {f"{name}.iteration{n}": name for n in config.export_at} if isinstance(config, PPO) else {}
@@ -85,7 +104,7 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
             stages[policy] = training.model_copy(update={"gates": ours})
             stages |= _publications_of_round(recipe, name, k + 1)
         aliases[name] = policy
-    return Expanded(stages, aliases, rounds)
+    return Expanded(stages, aliases, rounds, swept)
 
 
 def _publications_of_round(recipe: Recipe, loop: str, number: int) -> dict[str, StageConfig]:
@@ -93,7 +112,8 @@ def _publications_of_round(recipe: Recipe, loop: str, number: int) -> dict[str, 
     found: dict[str, StageConfig] = {}
     for name, config in recipe.stages.items():
         if isinstance(config, Publication) and config.round_branch and config.model == loop:
-            place = {"model": f"{loop}.round{number}", "branch": config.round_branch.format(number), "round_branch": None}
+            place: dict[str, Any] = {"model": f"{loop}.round{number}", "branch": config.round_branch.format(number), "round_branch": None}
+            place["champion"] = False
             found[f"{name}.round{number}"] = config.model_copy(update=place)
     return found
 
@@ -117,8 +137,8 @@ def _training(loop: SampledLoop, policy: str, answers: str) -> DPO | KTO | SFT:
 
 def _judging(name: str, config: Evaluation, expanded: Expanded) -> Evaluation:
     """Returns the evaluation with each loop replaced by its rounds, and with the model that each judged model was trained from."""
-    stages, aliases, rounds = expanded
-    judged = [model for named in config.models for model in rounds.get(named, (named,))]
+    stages, aliases, rounds, swept = expanded
+    judged = [model for named in config.models for model in (rounds | swept).get(named, (named,))]
     last_mention = tuple(dict.fromkeys(reversed(judged)))[::-1]
     against = _parents(last_mention, config.baseline, stages, aliases) if config.parents is None else config.parents
     if strange := [model for model in against if model not in last_mention]:
@@ -139,6 +159,8 @@ def _parents(models: tuple[str, ...], baseline: str, stages: Mapping[str, StageC
     found = {}
     for model in models:
         config = stages.get(aliases.get(model, model))
+        if isinstance(config, Select):  # all of its models were trained alike
+            config = stages.get(config.simplest or "")
         if model != baseline and config is not None and KINDS[config.stage].makes == "policy":
             named = getattr(config, KINDS[config.stage].start)
             parent = aliases.get(named, named)

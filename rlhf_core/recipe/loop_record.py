@@ -143,7 +143,7 @@ def loop_of(recipe: Recipe, name: str | None = None) -> str:
 
 def check_judged(recipe: Recipe, loop: str) -> None:
     """Raises ValueError when `min_gain` is used and no evaluation judges rounds of the loop."""
-    judged = [model for config in recipe.stages.values() if isinstance(config, Evaluation) for model in config.models]
+    judged = [model for config in recipe.stages.values() if type(config) is Evaluation for model in config.models]
     if not any(model == loop or model.startswith(f"{loop}.round") for model in judged):
         raise ValueError(
             f"recipe {recipe.name}: --min-gain (parameter min_gain of the flow) needs an evaluation that judges {loop}: "

@@ -79,7 +79,7 @@ class Plan:
         return next(node for node in self.nodes if node.name == name)
 
     def stages_of(self, name: str) -> tuple[Node, ...]:
-        """Returns the stage called `name` with those expanded from it: all of a loop, of a round, of a publication with rounds.
+        """Returns the stage called `name` with those expanded from it: all of a loop, of a round, of a sweep, of a publication with rounds.
 
         Raises ValueError when there is none.
         """
@@ -128,7 +128,7 @@ def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({}), taken: 
     expanded = expand(recipe, refused)
     if problems := inconsistencies(recipe, expanded):
         raise ValueError("\n".join(problems))
-    stages, aliases, _ = expanded
+    stages, aliases, *_ = expanded
     parents = {
         name: {r.name: aliases.get(r.name, r.name) for r in references(config) if aliases.get(r.name, r.name) in stages}
         for name, config in stages.items()
@@ -140,7 +140,8 @@ def plan(recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({}), taken: 
     for name in _ordered(parents):
         config = pinned_sources(inboxes.with_files(name, stages[name]), pins)
         models = {r.name: _place(recipe, r.name, pins) for r in references(config) if r.name not in parents[name]}
-        made_from = {named: nodes[parent].digest for named, parent in parents[name].items()}
+        waited = {r.name for r in references(config) if not r.decides}
+        made_from = {named: nodes[parent].digest for named, parent in parents[name].items() if named not in waited}
         key = kept.get(name) or stage_digest(recipe, config, made_from, models, digests)
         nodes[name] = Node(name, config, parents[name], models, key, artifacts / "stages" / f"{name}-{key}")
     digests.save()

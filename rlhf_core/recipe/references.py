@@ -9,7 +9,18 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rlhf_core.config import AlignmentTax, Evaluation, Recipe, RewardEvaluation, RewardJudge, Source, StageConfig, VllmJudge
+from rlhf_core.config import (
+    AlignmentTax,
+    Calibration,
+    Evaluation,
+    Judge,
+    Recipe,
+    RewardEvaluation,
+    RewardJudge,
+    Source,
+    StageConfig,
+    VllmJudge,
+)
 from rlhf_core.config.kinds import KINDS, named
 from rlhf_core.config.lm_eval_tasks import is_path
 from rlhf_core.config.rewards import Environment, FunctionReward, ModelReward
@@ -35,6 +46,11 @@ class Reference(NamedTuple):
     name: str
     kinds: tuple[str, ...]
 
+    @property
+    def decides(self) -> bool:
+        """Whether its result decides that of the stage; a calibration is only waited for."""
+        return self.kinds != ("calibration",)
+
 
 def references(config: StageConfig) -> Iterator[Reference]:
     """The names in a config that stand for models or other stages."""
@@ -54,10 +70,16 @@ def references(config: StageConfig) -> Iterator[Reference]:
         for i, name in enumerate(config.reward_evaluation.models if config.reward_evaluation else ()):
             yield Reference(f"reward_evaluation.models.{i}", name, named("reward"))
         for i, judge in enumerate(config.judges):
-            if isinstance(judge, RewardJudge):
-                yield Reference(f"judges.{i}.reward", judge.reward, named("reward"))
-            elif isinstance(judge, VllmJudge):
-                yield Reference(f"judges.{i}.model", judge.model, named("policy"))
+            yield from _judge_model(f"judges.{i}", judge)
+    if isinstance(config, Calibration):
+        yield from _judge_model("judge", config.judge)
+
+
+def _judge_model(place: str, judge: Judge) -> Iterator[Reference]:
+    if isinstance(judge, RewardJudge):
+        yield Reference(f"{place}.reward", judge.reward, named("reward"))
+    elif isinstance(judge, VllmJudge):
+        yield Reference(f"{place}.model", judge.model, named("policy"))
 
 
 def beside(recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: bool = False) -> tuple[dict[str, Any], list[str]]:

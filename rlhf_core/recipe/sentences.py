@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf_core.config import KINDS, Data, Judge, Recipe, Source
+from rlhf_core.config import KINDS, Data, FallibleJudge, Judge, Recipe, Source
 from rlhf_core.config.rewards import RewardSource
 
 ANYTHING = "placeholder"  # a value of a required field that is missing, for the checks behind it
@@ -38,7 +38,7 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
             case "union_tag_not_found" if names[:1] == ["stages"] and len(names) == 2:
                 found.append(f"{where}: say which stage it is with `stage:`, one of {', '.join(KINDS)}")
             case "union_tag_invalid":
-                valid = tuple(KINDS) if len(names) == 2 else TAGS[str(names[-2])]
+                valid = tuple(KINDS) if len(names) == 2 else TAGS[str(names[-2] if isinstance(names[-1], int) else names[-1])]
                 key = "stage" if len(names) == 2 else "kind"
                 found.append(f"{where}: {key}: {unknown(str(item['ctx']['tag']), valid, 'value')}")
             case "model_type" | "model_attributes_type" | "dict_type":
@@ -117,7 +117,7 @@ def _without_faults(error: ValidationError, raw: object) -> tuple[Any, set[str]]
 
 def _start_field(names: list[int | str], raw: Any) -> str | None:
     """Returns what to write for the field that names the start model in another kind of stage, such as `model` in a dpo stage."""
-    if len(names) != 3 or names[0] != "stages" or names[2] not in {kind.start for kind in KINDS.values()}:
+    if len(names) != 3 or names[0] != "stages" or names[2] not in {kind.start for kind in KINDS.values()} - {"judge"}:
         return None
     stage = _part(_part(raw, "stages"), names[1])
     kind = KINDS.get(str(stage.get("stage", names[1])))
@@ -139,7 +139,7 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 # Fields that hold a union of records, and the kinds of each.
-UNIONS = {"judges": Judge, "reward": RewardSource}
+UNIONS = {"judges": Judge, "judge": FallibleJudge, "reward": RewardSource}
 TAGS = {field: tuple(model.model_fields["kind"].default for model in models_in(union)) for field, union in UNIONS.items()}
 
 
@@ -148,9 +148,12 @@ def _place(loc: tuple[int | str, ...]) -> list[int | str]:
     parts = list(loc)
     if len(parts) > 2 and parts[0] == "stages" and parts[2] in KINDS:
         del parts[2]
-    return [
-        part for i, part in enumerate(parts) if not (i >= 2 and part in TAGS.get(str(parts[i - 2]), ()) and isinstance(parts[i - 1], int))
-    ]
+    return [part for i, part in enumerate(parts) if not (i >= 2 and part in TAGS.get(str(_union_of(parts[:i])), ()))]
+
+
+def _union_of(before: list[int | str]) -> int | str:
+    """Returns the field that holds the union: `judges` of judges.0, and `judge`, which is no list."""
+    return before[-2] if isinstance(before[-1], int) else before[-1] if before[-1] == "judge" else ""
 
 
 def _fields(names: list[int | str], raw: Any) -> dict[Any, Any]:

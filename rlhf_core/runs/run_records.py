@@ -7,7 +7,7 @@ separate files, so that only the run writes its record. A recipe's `run.json` co
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
@@ -32,16 +32,19 @@ asked: ContextVar[Asked | None] = ContextVar("asked", default=None)  # set by th
 
 
 class RecordedStage(BaseModel):
-    """A stage of a recorded run. `run_dir` is relative to the artifacts; `status`: what the run did with it."""
+    """A stage of a recorded run. `run_dir` is relative to the artifacts; `status`: what the run did with it; `parents`: other stages."""
 
     name: str
     run_dir: str = Field(pattern=r"^stages/[^/\x00]+$")
     status: str = ""
+    kind: str = ""
+    parents: tuple[str, ...] = ()
 
 
 class RunRecord(BaseModel):
-    """A recorded run. Earlier layouts lack fields. `state`: done, failed, gate failed, interrupted, running, killed (it wrote no end, and
-    its process is gone), damaged (its record cannot be read), or unfinished (of earlier layouts); times in seconds since 1970."""
+    """A recorded run. Earlier layouts lack fields. `state`: done, waits (for a person), failed, gate failed, interrupted, running,
+    killed (it wrote no end, and its process is gone), damaged (its record cannot be read), or unfinished (of earlier layouts); times in
+    seconds since 1970."""
 
     file: Path = Path()
     id: str = ""
@@ -76,11 +79,12 @@ def check_name(name: str | None) -> None:
         raise ValueError(f"--name {name[:80]!r}: give 1 to 64 letters, digits, dots, dashes or underscores, first a letter or digit")
 
 
-def records(artifacts: Path) -> list[RunRecord]:
-    """Returns the recorded runs, the newest first."""
-    found = [read(file) for file in artifacts.glob(f"*/{RUNS}/*.json")]
+def records(artifacts: Path, read_one: Callable[[Path], RunRecord] | None = None) -> list[RunRecord]:
+    """Returns the recorded runs, the newest first. `read_one`: reads a record; default: `read`."""
+    read_one = read_one or read
+    found = [read_one(file) for file in artifacts.glob(f"*/{RUNS}/*.json")]
     known = {(run.recipe, run.started) for run in found}
-    last = [read(file) for file in artifacts.glob(f"*/{RUN}")]
+    last = [read_one(file) for file in artifacts.glob(f"*/{RUN}")]
     found += [run for run in last if (run.recipe, run.started) not in known]
     return sorted(found, key=lambda run: (run.started, run.id), reverse=True)
 
@@ -112,12 +116,12 @@ def kept(runs: Sequence[RunRecord], keep_runs: int | None = None, not_before: fl
     return newest | young | {run.id for run in runs if run.pinned or run.state == "running"}
 
 
-def read(file: Path) -> RunRecord:
-    """Reads a record, also `run.json`. One that cannot be read has the state `damaged`."""
+def read(file: Path, held: Callable[[Path], bool] = is_locked) -> RunRecord:
+    """Reads a record, also `run.json`. One that cannot be read has the state `damaged`. `held`: whether a process holds a lock file."""
     recipe, identity = (file.parent.name, f"{file.parent.name}/{RUN}") if file.name == RUN else (file.parents[1].name, file.stem)
     own = {"file": file, "id": identity, "recipe": recipe, "pinned": file.with_suffix(PIN).exists()}
     own["started"] = file.stat().st_mtime if file.exists() else 0.0
-    running = is_locked(file.with_suffix(LOCK))  # looked at first: a run writes its end before it lets go
+    running = held(file.with_suffix(LOCK))  # looked at first: a run writes its end before it lets go
     try:
         run = RunRecord.model_validate_json(file.read_bytes())
     except (OSError, ValueError):

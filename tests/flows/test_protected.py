@@ -6,6 +6,7 @@ import http.client
 import http.server
 import json
 import queue
+import re
 import shutil
 import stat
 import subprocess
@@ -170,6 +171,23 @@ def test_it_listens_on_loopback_alone_also_while_a_run_goes_on(serve: Serve, api
     while serve.state(api, run) == "RUNNING":
         assert listening(serve.process.pid) and not beyond_loopback(serve.process.pid)
     assert ended(serve, api, run)["type"] == "COMPLETED"
+
+
+def test_the_live_page_needs_its_token(serve: Serve, api: str) -> None:
+    found = re.search(r"artifacts is shown at http://(127\.0\.0\.1:\d+)/\?token=\.\.\. \(", (serve.folder / "serve.txt").read_text())
+    assert found, serve.told()
+    page = f"http://{found[1]}/api/api"  # of `answer`
+
+    def status(**headers: str) -> int:
+        try:
+            return answer(page, "", method="GET", **headers).status
+        except ConnectionRefusedError:
+            return 0
+
+    wait_until(lambda: status() == 401, "the live page to start", 60, serve.told)
+    token = (serve.folder / "home" / "dashboard-token").read_text().strip()
+    assert status(Authorization=f"Bearer {token}") == 404 and status(Authorization=f"Bearer {AUTH[api]}") == 401
+    assert status(Authorization=f"Bearer {token}", Host="evil.example") == 421
 
 
 @as_root

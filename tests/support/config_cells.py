@@ -21,7 +21,7 @@ from rlhf_core.recipe.sentences import models_in
 from tests.support.allowed_values import allows, beyond
 
 NAME = "org/name"  # a model, a data set, or any other text
-SAMPLES = (NAME, "name", "file.py:function", "http://host", 1, 2, 0.25, True, "48h")  # values that are right for some type and bound
+SAMPLES = (NAME, "name", "file.py:function", "http://host", 1, 2, 0.25, True, "48h", "USD")  # values that are right for some type and bound
 VALUES: dict[str, Any] = {
     "null": None,
     "boolean": True,
@@ -70,7 +70,11 @@ def places() -> list[Place]:
     """Returns each config class with its first place in a recipe."""
     found: dict[type[BaseModel], Place] = {}
     for kind in KINDS:
-        recipe = _complete({"name": "r", "base_model": NAME, "stages": {kind: minimal(KINDS[kind].config)}})
+        stages = {kind: minimal(KINDS[kind].config)}
+        if kind == "select":  # it chooses among stages that an evaluation judges
+            stages[kind]["of"] = ["sft", "dpo"]
+            stages["evaluation"] = minimal(KINDS["evaluation"].config) | {"models": ["sft", "dpo"], "baseline": NAME}
+        recipe = _complete({"name": "r", "base_model": NAME, "stages": stages})
         left = [Place(Recipe, (), recipe), Place(KINDS[kind].config, ("stages", kind), recipe)]
         while left:
             place = left.pop(0)

@@ -286,7 +286,15 @@ class Handler(BaseHTTPRequestHandler):
                 return self._commit(repository, name, revision, [json.loads(line) for line in body.splitlines()])
             case _:
                 refs = repository.tags if verb == "tag" else repository.branches
-                ref = json.loads(body)["tag"] if verb == "tag" else revision
+                asked = json.loads(body)
+                ref = asked["tag"] if verb == "tag" else revision
+                start = repository.resolve(asked["startingPoint"]) if asked.get("startingPoint") else sha
+                if start is None:
+                    return Answer(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+                if verb == "branch" and asked.get("overwrite"):
+                    refs[ref] = start
+                    return Answer(200, {})
+                sha = start
                 if ref in refs:
                     return Answer(409, {"error": f"{verb} {ref} already exists"})
                 refs[ref] = sha

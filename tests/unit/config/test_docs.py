@@ -20,7 +20,7 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "tests").rglob("*.md"))]
 OURS = "flows|tasks|evaluation|rlhf_core|deployments|requirements|tests|docs|\\.ci"
 WORDS, README_WORDS = 1200, 1200
-NAMES = ("pairs-on-the-hub", "gpt", "top_p")
+NAMES = ("pairs-on-the-hub", "gpt", "top_p", "trial", "best")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -110,7 +110,7 @@ def test_commands_and_targets_that_pages_name_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     spans = [span for page in PAGES for pair in re.findall(r"```\w*\n(.*?)```|`([^`\n]+)`", page.read_text(), re.DOTALL) for span in pair]
     commands, made = (set(re.findall(rf"^{word} ([a-z][a-z-]*)", "\n".join(spans), re.MULTILINE)) for word in ("alignflow", "make"))
-    assert len(commands) > 15 and commands - {*COMMANDS, "loop", "runs", "feedback"} == set()
+    assert len(commands) > 15 and commands - {*COMMANDS, "loop", "runs", "feedback", "suite"} == set()
     assert len(made) > 4 and made - targets == set()
 
 

@@ -34,5 +34,5 @@ def test_the_names_of_an_entry_exist(kind: Kind) -> None:
 
 
 def test_other_kinds_may_name_the_output_of_a_kind() -> None:
-    assert named("policy") == ("sft", "dpo", "kto", "ppo") and named("reward") == ("reward_model",)
-    assert named("policy", "evaluation") == ("sft", "dpo", "kto", "ppo", "evaluation")
+    assert named("policy") == ("sft", "dpo", "kto", "ppo", "select") and named("reward") == ("reward_model",)
+    assert named("policy", "evaluation") == ("sft", "dpo", "kto", "ppo", "evaluation", "select")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config import DPO, KTO, PPO, SFT, AlignmentTax, Evaluation, Preferences, Publication, RewardModel
+from rlhf_core.config import DPO, KTO, PPO, SFT, AlignmentTax, Calibration, Evaluation, Preferences, Publication, Regression, RewardModel
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.kinds import metrics_of
 
@@ -34,6 +34,8 @@ CONFIGS: list[Gated] = [
     Evaluation.model_validate(JUDGED | {"models": ["MODEL"], "parents": {"MODEL": "MODEL"}, "proxy": "x", "temperature": 1}),
     Evaluation.model_validate(JUDGED | {"models": ["ENDPOINT"], "judges": CHAT, "endpoints": {"ENDPOINT": ENDPOINT}}),
     Evaluation.model_validate(JUDGED | {"models": ["MODEL"], "reward_evaluation": {"models": ["MODEL"], "data": ROWS}}),
+    Regression.model_validate(JUDGED | {"models": ["MODEL"]}),
+    Calibration.model_validate({"judge": CHAT[1], "labels": "labels.jsonl"}),
     AlignmentTax.model_validate({"models": ["MODEL"], "baseline": "BASE", "tasks": ["TASK"]}),
     Publication.model_validate({"model": "MODEL"}),
 ]

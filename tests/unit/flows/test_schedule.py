@@ -89,6 +89,14 @@ def test_the_longest_chain_is_first_and_what_fits_passes_what_does_not() -> None
     assert planned.starts([], {}, held=["long", "short", "large"]) == [Start("small", ("0",))], "no stage starts before its parents"
 
 
+def test_a_stage_that_is_done_waits_for_no_gpu() -> None:
+    costs = {"long": Cost(1, 1), "done": Cost(1, 4), "after": Cost(1, 3)}
+    planned = Schedule(FOUR, 9, costs, {"long": (), "done": (), "after": ("done",)}, skipped=frozenset({"done"}))
+    assert planned.starts([], {"long": Start("long", ("0",))}) == [Start("done", ())]
+    assert planned.starts(["done"], {"long": Start("long", ("0",))}) == [Start("after", ("1", "2", "3"))]
+    assert planned.peak == schedule(costs, {"after": ("done",)}).peak == 2, "what is done changes no share of the cores"
+
+
 def test_one_at_a_time_is_the_recipe_s_order() -> None:
     costs = dict.fromkeys(("short", "long", "after"), Cost(1, 0))
     planned = schedule(costs, {"after": ("long",)}, at_most=1)

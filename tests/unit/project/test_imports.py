@@ -17,6 +17,7 @@ from rlhf_core.system.gc_pause import uncollected
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("flows", "tasks", "evaluation", "rlhf_core")
 TORCH_FREE = [  # and all of flows/ and tasks/
+    "evaluation.dashboard.app",
     "evaluation.labelling.app",
     "evaluation.labelling.items",
     "evaluation.report.index",

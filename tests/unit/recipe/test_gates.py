@@ -147,14 +147,17 @@ def test_every_meaning_belongs_to_a_metric_that_exists(planned: Planned) -> None
         "pairs": {"stage": "preferences", "prompts": {"sources": "p.jsonl"}},
         "judged": {
             "stage": "evaluation",
-            "models": ["ppo"],
+            "models": ["ppo", "dpo"],
             "questions": questions,
             "judges": judges,
             "reward_evaluation": {"data": {"sources": "p.jsonl"}},
         },
         "alignment_tax": {"models": ["ppo"], "tasks": ["gsm8k"]},
+        "regression": {"models": ["ppo"], "questions": questions},
+        "calibration": {"judge": {"kind": "reward"}, "labels": "l.jsonl"},
         "kto": {"data": {"sources": "p.jsonl"}, "eval_data": {"sources": "p.jsonl"}},
         "rl": {"stage": "ppo", "prompts": {"sources": "p.jsonl"}, "eval_prompts": {"sources": "q.jsonl"}},
+        "select": {"of": ["dpo", "ppo"], "by": "judged"},
         "publication": {"model": "sft"},
     }
     recipe = planned().recipe.model_dump()

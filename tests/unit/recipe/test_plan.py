@@ -289,7 +289,7 @@ def test_a_plan_needs_no_files(planned: Planned, tmp_path: Path) -> None:
         ("ppo.reward=[reward_model, rm]", "stages.ppo.reward.1: unknown name 'rm'"),
         (
             "sft.model=reward_model",
-            "stages.sft.model: reward_model is of kind reward_model, but a stage of kind sft or dpo or kto or ppo is needed here",
+            "stages.sft.model: reward_model is of kind reward_model, but a stage of kind sft or dpo or kto or ppo or select is needed here",
         ),
         ("publication.evaluation=evaluatio", "stages.publication.evaluation: unknown stage 'evaluatio'; did you mean evaluation?"),
         ("evaluation.judges.1.reward=rm", "stages.evaluation.judges.1.reward: unknown name 'rm'"),

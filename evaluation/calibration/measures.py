@@ -1,0 +1,170 @@
+"""Measures how far a judge can be believed: agreement with people, and biases, with intervals. Pure functions of arrays and seeds.
+
+Signs are 1 (answer A is better), 0 (a tie) and -1 (B). A judge's sign of a pair is that of the mean of its two games, as in an evaluation:
+games that name different winners make a tie. Every measure is a function of sums over pairs, so a bootstrap resample is a weighted sum.
+
+agreement           share of pairs with the same sign: a tie of one alone is a disagreement
+agreement_decided   the same over pairs that neither calls a tie (Zheng et al. 2023, arXiv:2306.05685, setup S2)
+kappa               (p - e) / (1 - e): p is the agreement, e that of two who draw from their own shares of A, tie, B (Cohen 1960)
+position_bias       share of games won by the answer shown first minus that shown second (Zheng et al. 2023, section 3.3)
+swap_consistency    share of pairs whose two games name the same winner
+length_bias         P(judge prefers the longer answer) - P(people do), pairs of different length, a tie counts one half
+length_error_gap    P(judge prefers the longer | people the shorter) - P(judge prefers the shorter | people the longer), ties as above:
+                    0 also of a judge that errs often, but either way alike (equalized odds: Hardt et al. 2016, arXiv:1610.02413)
+markdown_bias, markdown_error_gap   the same of the answer with more headers, list items and bold text for its length
+human_agreement     share of two annotators of a pair who give the same sign, mean over pairs
+human_kappa         Fleiss' kappa (1971) of the annotators of pairs with several
+human_repeat        share of repeated labels with the sign that the annotator gave first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evaluation.calibration.records import Estimate
+from evaluation.scores.scoring import CELLS, Floats
+
+Signs = NDArray[np.int64]
+Z95 = 1.959964
+STYLES = ("length", "markdown")
+OVER = {  # the term that counts the pairs (or labels) which a measure is about
+    "agreement": "judged",
+    "agreement_decided": "decided",
+    "kappa": "judged",
+    "position_bias": "both",
+    "swap_consistency": "both",
+    "length_bias": "length_pairs",
+    "length_error_gap": "length_pairs",
+    "markdown_bias": "markdown_pairs",
+    "markdown_error_gap": "markdown_pairs",
+    "human_agreement": "several",
+    "human_kappa": "several",
+    "human_repeat": "repeats",
+}
+
+
+class Observed(NamedTuple):
+    """N pairs. `games` (N, 2): who won game 0 (A shown first) and 1 (B shown first), 1 the answer shown first, -1 the second, 0 a tie, nan
+    no verdict. `human`, `longer`, `marked` (N,): signs of people, of length and of markdown. `votes` (N, 3): annotators who said A, tie,
+    B. `repeats` (N, 2): repeated labels, and those with the sign of the first."""
+
+    uids: Sequence[str]
+    games: Floats
+    human: Signs
+    longer: Signs
+    marked: Signs
+    votes: Floats
+    repeats: Floats
+
+
+def judge_signs(games: Floats) -> Floats:
+    """Returns the judge's sign of each pair, (N,); nan where no game has a verdict."""
+    of_a = games * (1, -1)
+    played = np.isfinite(of_a)
+    signs = np.sign(np.where(played, of_a, 0).sum(1))
+    return np.where(played.any(1), signs, np.nan)
+
+
+def confusion(observed: Observed) -> NDArray[np.int64]:
+    """Returns the (3, 3) counts of judged pairs: people's A, tie, B in rows, the judge's in columns."""
+    judge = judge_signs(observed.games)
+    held = np.isfinite(judge)
+    cells = np.zeros((3, 3), np.int64)
+    np.add.at(cells, (1 - observed.human[held], 1 - judge[held].astype(int)), 1)
+    return cells
+
+
+def measure(observed: Observed, resamples: int, seed: int) -> dict[str, Estimate]:
+    """Returns each measure with its 95 % percentile bootstrap interval over uids (Efron & Tibshirani 1993); without those that no pair
+    defines.
+
+    Where all resamples are equal the interval gets the half width of Wilson's (1927) for a share of 0 or 1 of the uids that the measure is
+    about, so that a few equal verdicts are not taken as proof.
+    """
+    _, index = np.unique(np.array(observed.uids, dtype=object).astype(str), return_inverse=True)
+    terms = _terms(observed)
+    count = int(index.max()) + 1
+    sums = np.zeros((count, len(terms)))
+    np.add.at(sums, index, np.stack(list(terms.values()), axis=1))
+    names, generator = list(terms), np.random.default_rng(seed)
+    drawn: list[dict[str, Floats]] = []
+    step = max(1, CELLS // count)
+    for start in range(0, resamples, step):
+        weights = generator.multinomial(count, np.full(count, 1 / count), size=min(step, resamples - start))
+        drawn.append(_measures(names, weights @ sums))
+    found = {}
+    for name, (value,) in _measures(names, sums.sum(0, keepdims=True)).items():
+        values = np.concatenate([part[name] for part in drawn])
+        values = values[np.isfinite(values)]
+        if not np.isfinite(value) or not len(values):
+            continue
+        low, high = np.quantile(values, [0.025, 0.975])
+        if np.ptp(values) < 1e-12:
+            about = (sums[:, names.index(OVER[name])] > 0).sum()
+            half = Z95**2 / (about + Z95**2)
+            low, high = value - half, value + half
+        least = -1.0 if name.endswith(("kappa", "bias", "gap")) else 0.0
+        found[name] = Estimate(value=float(value), ci_low=max(least, float(low)), ci_high=min(1.0, float(high)))
+    return found
+
+
+def _terms(observed: Observed) -> dict[str, Floats]:
+    """Returns what each pair adds to the sums, by name, (N,) each."""
+    judge, human = judge_signs(observed.games), observed.human
+    held = np.isfinite(judge)
+    judge = np.where(held, judge, 0)
+    terms = {f"cell{h}{j}": held * (human == 1 - h) * (judge == 1 - j) * 1.0 for h in range(3) for j in range(3)}
+    terms |= {"judged": held * 1.0, "decided": held * (human != 0) * (judge != 0) * 1.0}
+    both = np.isfinite(observed.games).sum(1) == 2
+    first, second = np.where(both[:, None], observed.games, 0).T
+    terms |= {"both": both * 1.0, "first": (first + second) / 2, "consistent": both * (first == -second) * 1.0}
+    for name, sign in zip(STYLES, (observed.longer, observed.marked), strict=True):
+        uneven = held & (sign != 0)
+        longer = (judge * sign + 1) / 2  # whether the judge prefers the longer (or more marked-up) answer
+        terms |= {
+            f"{name}_pairs": uneven * 1.0,
+            f"{name}_judge": uneven * longer,
+            f"{name}_human": uneven * (human * sign + 1) / 2,
+            f"{name}_less": uneven * (human * sign == -1) * 1.0,
+            f"{name}_more": uneven * (human * sign == 1) * 1.0,
+            f"{name}_for": uneven * (human * sign == -1) * longer,
+            f"{name}_against": uneven * (human * sign == 1) * (1 - longer),
+        }
+    given = observed.votes.sum(1)
+    several = given > 1
+    same = (observed.votes * (observed.votes - 1)).sum(1) / np.maximum(given * (given - 1), 1)
+    terms |= {"several": several * 1.0, "same": several * same}
+    terms |= {f"vote{k}": several * observed.votes[:, k] for k in range(3)}
+    return terms | {"repeats": observed.repeats[:, 0], "repeated": observed.repeats[:, 1]}
+
+
+def _measures(names: Sequence[str], sums: Floats) -> dict[str, Floats]:
+    """Returns the measures of (R, K) sums, (R,) each; nan where nothing defines one."""
+    of = {name: sums[:, k] for k, name in enumerate(names)}
+    cells = np.stack([of[f"cell{h}{j}"] for h in range(3) for j in range(3)], axis=1).reshape(-1, 3, 3)
+    votes = np.stack([of[f"vote{k}"] for k in range(3)], axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        agreement = np.trace(cells, axis1=1, axis2=2) / of["judged"]
+        chance = (cells.sum(2) * cells.sum(1)).sum(1) / of["judged"] ** 2
+        among, by_chance = of["same"] / of["several"], ((votes / votes.sum(1, keepdims=True)) ** 2).sum(1)
+        return {
+            "agreement": agreement,
+            "agreement_decided": np.trace(cells[:, ::2, ::2], axis1=1, axis2=2) / of["decided"],
+            "kappa": _beyond(agreement, chance),
+            "position_bias": of["first"] / of["both"],
+            "swap_consistency": of["consistent"] / of["both"],
+            **{f"{name}_bias": (of[f"{name}_judge"] - of[f"{name}_human"]) / of[f"{name}_pairs"] for name in STYLES},
+            **{f"{name}_error_gap": of[f"{name}_for"] / of[f"{name}_less"] - of[f"{name}_against"] / of[f"{name}_more"] for name in STYLES},
+            "human_agreement": among,
+            "human_kappa": _beyond(among, by_chance),
+            "human_repeat": of["repeated"] / of["repeats"],
+        }
+
+
+def _beyond(agreement: Floats, chance: Floats) -> Floats:
+    """Returns the agreement beyond chance as a share of what is possible; nan where chance alone agrees always."""
+    return np.where(chance < 1 - 1e-12, (agreement - chance) / (1 - chance), np.nan)

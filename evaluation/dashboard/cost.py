@@ -1,0 +1,111 @@
+"""Adds up GPU-hours and money of a run: the GPUs that its stages reserve times the time of their processes, and the fees of judges.
+
+GPUs of a stage: as it reserves them in Ray, the most of its parts that run one after the other. An attempt whose starter was killed has
+no recorded end: its time is left out, so sums are then "at least". Stages that a run found finished cost it nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+
+from evaluation.dashboard.folder import Folder, Missing
+from evaluation.dashboard.state import Stage, numbers
+from rlhf_core.cluster.layout import arrange
+from rlhf_core.config import Cost, StageConfig
+from rlhf_core.runs.run_dir import RESULT
+from rlhf_core.runs.run_records import RunRecord
+
+CONFIG: TypeAdapter[StageConfig] = TypeAdapter(StageConfig)
+FEES = ("judge_cost", "answer_cost")  # US dollars, in results of evaluations and calibrations
+
+
+class Line(NamedTuple):
+    """What one stage used in a run. `gpus` None: not known; `unended`: attempts without a recorded end, which are not in `seconds`."""
+
+    stage: str
+    attempts: int
+    unended: int
+    seconds: float
+    gpus: float | None
+    fees: float
+
+    @property
+    def gpu_hours(self) -> float:
+        return (self.gpus or 0.0) * self.seconds / 3600
+
+
+class Bill(NamedTuple):
+    """The sum of a run. `price`: of a GPU; None: the recipe gives none."""
+
+    lines: list[Line]
+    price: Cost | None
+
+    @property
+    def gpu_hours(self) -> float:
+        return sum(line.gpu_hours for line in self.lines)
+
+    @property
+    def fees(self) -> float:
+        return sum(line.fees for line in self.lines)
+
+    @property
+    def at_least(self) -> bool:
+        """Whether something is not counted."""
+        return any(line.unended or line.gpus is None for line in self.lines)
+
+    @property
+    def money(self) -> str:
+        """The price of the GPUs and the fees, as text; '' when neither is known."""
+        sums: dict[str, float] = {}
+        if self.price:
+            sums[self.price.currency] = self.gpu_hours * self.price.gpu_hour
+        if self.fees:
+            sums["USD"] = sums.get("USD", 0.0) + self.fees
+        return " + ".join(f"{value:,.2f} {currency}" for currency, value in sums.items())
+
+
+def bill(folder: Folder, run: RunRecord, stages: Sequence[Stage]) -> Bill:
+    """Returns what a run used."""
+    lines = []
+    for stage in stages:
+        with suppress(Missing):  # it has not begun, or was removed
+            lines.append(_line(folder, run, stage, folder.stage(stage.folder)))
+    return Bill(lines, price_of(folder, run))
+
+
+def price_of(folder: Folder, run: RunRecord) -> Cost | None:
+    """Returns the price in the recipe as it was run; None when it has none, or cannot be read."""
+    config = folder.json(run.file).get("config")
+    try:
+        return Cost.model_validate(config["cost"]) if isinstance(config, dict) and config.get("cost") else None
+    except ValidationError:
+        return None
+
+
+def _line(folder: Folder, run: RunRecord, stage: Stage, run_dir: Path) -> Line:
+    until = run.ended if run.ended is not None else math.inf
+    attempts = [one for one in folder.attempts(run_dir).attempts if int(run.started) <= one.started <= until]
+    seconds = sum(one.seconds for one in attempts if one.seconds is not None)
+    unended = sum(one.seconds is None for one in attempts)
+    if attempts and attempts[-1].seconds is None and stage.state == "running":
+        seconds, unended = seconds + max(0.0, time.time() - attempts[-1].started), unended - 1
+    metrics = numbers(folder.json(run_dir / RESULT).get("metrics")) if attempts else {}
+    fees = sum(value for name, value in metrics.items() if name.partition("/")[0] in FEES and math.isfinite(value))
+    return Line(stage.name, len(attempts), unended, seconds, gpus_of(folder.request(run_dir).get("config", {})), fees)
+
+
+def gpus_of(config: Mapping[str, Any]) -> float | None:
+    """Returns the GPUs that a stage reserves; None when its configuration is of another version."""
+    try:
+        checked = CONFIG.validate_python(config)
+        layouts = [arrange(groups, checked.together) for groups in checked.turns]
+    except (ValueError, LookupError):
+        return None
+    return max((sum(bundle.get("GPU", 0.0) for bundle in layout.bundles) for layout in layouts), default=0.0)

@@ -1,0 +1,188 @@
+"""Says what goes on in a run directory and in a run: its state, why it waits or ended, its progress. By files and held locks alone.
+
+States of a stage: done; running (a process holds its lock); failed; killed (its process is gone without an end); waiting (its run goes
+on); not begun. On another machine no lock can be seen: there a stage counts as running while its files are less than FRESH seconds old.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from evaluation.dashboard.folder import FRESH, STAGES, Folder, Missing, identity_of, inside
+from evaluation.dashboard.growing import Attempt, is_number
+from rlhf_core.config import KINDS
+from rlhf_core.config.gates import Gate
+from rlhf_core.runs.approval import FILE as APPROVAL
+from rlhf_core.runs.approval import Approval
+from rlhf_core.runs.run_dir import HOLDER, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
+from rlhf_core.runs.run_records import RunRecord
+
+PARENTS = "waits for "  # names of stages before it
+HOST = re.compile(r" on (\S+) since ")
+STOPPED = {128 + number: signal.Signals(number).name for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)}
+
+
+class Stage(NamedTuple):
+    """A stage at one moment. `folder`: the name of its run directory; `told`: why it is in its state, a sentence or ''.
+
+    `steps`: (done, all) of a running one; `left`: seconds that it probably still takes; `seconds`: of the process that finished it;
+    `changed`: when its files were last written, in seconds since 1970; `parents`: names of stages; `gates`: those that it
+    does not pass, in words.
+    """
+
+    folder: str
+    name: str
+    kind: str
+    state: str
+    told: str = ""
+    steps: tuple[int, int] | None = None
+    left: float | None = None
+    seconds: float | None = None
+    changed: float | None = None
+    metric: str = ""
+    parents: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
+
+
+def stage_of(folder: Folder, run_dir: Path, name: str = "", kind: str = "", parents: tuple[str, ...] = ()) -> Stage:
+    """Returns a stage's state by its run directory. `name`, `kind`: where it has no request yet."""
+    request, result = folder.request(run_dir), folder.json(run_dir / RESULT)
+    config = request.get("config", {})
+    found = Stage(run_dir.name, request.get("name", name) or run_dir.name, config.get("stage", kind), "not begun", parents=parents)
+    if not request:
+        return found
+    metrics = numbers(result.get("metrics"))
+    found = found._replace(changed=folder.changed(run_dir))
+    if is_number(result.get("seconds")):
+        gates = tuple(open_gates(config, metrics, approval_of(folder, run_dir)))
+        return found._replace(state="done", seconds=float(result["seconds"]), metric=main_metric(config, metrics), gates=gates)
+    holder, attempts = folder.tail(run_dir / HOLDER)[:400], folder.attempts(run_dir)
+    last = attempts.attempts[-1] if attempts.attempts else None
+    host = HOST.search(holder)
+    elsewhere = host is not None and host[1] != socket.gethostname()
+    if folder.held(run_dir) or (elsewhere and folder.fresh(run_dir)):
+        curves = folder.curves(run_dir)
+        steps = attempts.progress
+        left = (steps[1] - steps[0]) * curves.pace if steps and curves.pace else None
+        metric = main_metric(config, curves.last)
+        return found._replace(state="running", told=holder, steps=steps, left=left, metric=metric)
+    how, why = _ended(holder, last, elsewhere)
+    return found._replace(state=how, told=why, steps=attempts.progress)
+
+
+def _ended(holder: str, last: Attempt | None, elsewhere: bool) -> tuple[str, str]:
+    """Returns state and reason of a stage that nobody works on and that has no result."""
+    goes_on = "the next run goes on from its last checkpoint"
+    if elsewhere:
+        return "killed", f"no news for {FRESH:.0f} s from {holder}"
+    if last is not None and last.code is not None:
+        if last.code in STOPPED:
+            return "killed", f"ended by {STOPPED[last.code]}; {goes_on}"
+        return "failed", f"exit code {last.code}; the log says why"
+    if holder or last is not None:
+        return "killed", f"its process is gone; {goes_on}"
+    return "not begun", "it was asked for, and no process has started"
+
+
+def run_stages(folder: Folder, run: RunRecord) -> list[Stage]:
+    """Returns the stages of a run: as recorded when it has ended, else as their run directories are."""
+    found: list[Stage] = []
+    for recorded in run.stages:
+        try:
+            run_dir = folder.stage(recorded.run_dir.partition("/")[2])
+            stage = stage_of(folder, run_dir, recorded.name, recorded.kind, recorded.parents)
+        except Missing:
+            stage = Stage(recorded.run_dir.partition("/")[2], recorded.name, recorded.kind, "not begun", parents=recorded.parents)
+        if run.ended is not None and recorded.status in ("failed", "not run") and stage.state != "done":
+            stage = stage._replace(state="failed" if recorded.status == "failed" else "not begun")
+        found.append(stage._replace(name=recorded.name))
+    return _waiting(run, found) if run.state == "running" else found
+
+
+def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
+    """Says of the stages of a run in progress what they wait for."""
+    done = {stage.name for stage in stages if stage.state == "done"}
+    others = [stage.name for stage in stages if stage.state == "running"]
+    told = []
+    for stage in stages:
+        if stage.state == "done":
+            told.append(stage)
+        elif stage.state == "running":
+            ours = not stage.told.startswith("run ") or (run.label in stage.told and f"process {run.pid}," in stage.told)
+            told.append(stage if ours else stage._replace(state="waiting", told=f"another run works on it: {stage.told}"))
+        elif missing := [name for name in stage.parents if name not in done]:
+            told.append(stage._replace(state="waiting", told=f"{PARENTS}{', '.join(missing)}"))
+        else:
+            why = f"waits while {', '.join(others)} runs" if others else "starts, or waits for another run's stage on this machine"
+            told.append(stage._replace(state="waiting", told=why))
+    return told
+
+
+class Question(NamedTuple):
+    """A stage that waits for a person's approval. `recipe`: its folder in the artifacts, for `alignflow approve`."""
+
+    folder: str
+    recipe: str
+    told: str
+
+
+def questions(folder: Folder) -> list[Question]:
+    """Returns the stages that somebody may still approve or refuse, the oldest question first."""
+    read = ((file.parent.name, approval_of(folder, file.parent)) for file in inside(folder.path, f"{STAGES}/*/{APPROVAL}"))
+    asked = sorted(((one.asked, name, one) for name, one in read if one and one.state() == "asked"), key=lambda found: found[:2])
+    return [Question(name, Path(one.recipe).name, one.told()) for _, name, one in asked]
+
+
+def approval_of(folder: Folder, run_dir: Path) -> Approval | None:
+    """Returns the question to a person about a stage; None when there is none, or it is damaged."""
+    try:
+        return Approval.model_validate_json(json.dumps(folder.json(run_dir / APPROVAL)))
+    except ValidationError:
+        return None
+
+
+def open_gates(config: Mapping[str, Any], metrics: Mapping[str, float], asked: Approval | None) -> list[str]:
+    """Returns a part of a sentence for each gate of a finished stage that it does not pass. `asked`: the question to a person."""
+    found: list[str] = []
+    gates = config.get("gates")
+    for given in gates if isinstance(gates, list) else ():
+        try:
+            gate = Gate.model_validate(given)
+        except ValidationError:
+            continue
+        value = metrics.get(gate.metric)
+        if gate.approve:
+            found += [] if asked and asked.state() == "approved" else [asked.told() if asked else "waits for a person"]
+        elif not gate.passes(value):
+            said = "missing" if value is None else f"{value:.4g}"
+            found.append(f"does not pass a gate: {gate.metric} is {said}, {gate.bound} ({gate.on_fail})")
+    return found
+
+
+def main_metric(config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
+    """Returns the stage's main metric and its value, such as `eval/loss 0.434`; '' when it has none."""
+    kind = KINDS.get(config.get("stage", ""))
+    try:
+        names = () if kind is None else tuple(kind.main_of(config)) if kind.main_of else kind.main
+    except (LookupError, TypeError, ValueError):  # a config of another version
+        names = ()
+    return next((f"{name} {metrics[name]:.4g}" for name in names if name in metrics), "")
+
+
+def numbers(found: object) -> dict[str, float]:
+    """Returns the numbers of a JSON object by name."""
+    return {name: float(value) for name, value in found.items() if is_number(value)} if isinstance(found, dict) else {}
+
+
+def watched(folder: Folder, run_dir: Path) -> tuple[object, ...]:
+    """Returns a value that is equal while nothing changes in a run directory."""
+    names = (REQUEST, METRICS, LOG, RESULT, HOLDER, ROLLOUTS, APPROVAL)
+    return (folder.held(run_dir), *(identity_of(run_dir / name) for name in names))

@@ -1,0 +1,67 @@
+"""Reads what PPO records of its iterations: sampled answers, and the seconds of each phase beside their floors. Imports no matplotlib."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_core.data.rows.columns import written
+from rlhf_core.runs.run_dir import ROLLOUTS
+
+SHOWN_ROLLOUTS = 4  # of each iteration
+
+
+class Rollout(NamedTuple):
+    """A sampled answer or episode: its messages as (role, text), its rewards by source (None: failed), and why it has none."""
+
+    messages: list[tuple[str, str]]
+    rewards: dict[str, float | None]
+    failure: str
+
+
+def rollouts(run_dir: Path) -> list[tuple[int, list[Rollout]]]:
+    """Returns a few rollouts of PPO's first and last logged iteration; none of other stages, or where they cannot be read."""
+    named = {file.stem.removeprefix("iteration"): file for file in (run_dir / ROLLOUTS).glob("iteration*.jsonl") if not file.is_symlink()}
+    files = {int(number): file for number, file in named.items() if number.isascii() and number.isdigit()}
+    found = []
+    for iteration in sorted({min(files), max(files)}) if files else ():
+        try:
+            rows = [json.loads(line) for line in files[iteration].read_text().splitlines()[:SHOWN_ROLLOUTS]]
+            found.append((iteration, [_rollout(row) for row in rows]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return found
+
+
+def _rollout(row: dict[str, Any]) -> Rollout:
+    messages = row.get("messages") or [*row["prompt"], {"role": "assistant", "content": row["response"]}]
+    texts = [(str(message["role"]), written(message)) for message in messages]
+    rewards = {str(source): None if reward is None else float(reward) for source, reward in row["rewards"].items()}
+    return Rollout(texts, rewards, str(row.get("failure", "")))
+
+
+PHASE, FLOOR, WAIT = "phase/", "floor/", "wait/"
+
+
+class Phase(NamedTuple):
+    """Seconds of one phase, and its floor: the time of its operations and bytes at the rates measured on the GPU; None if unknown."""
+
+    name: str
+    seconds: float
+    share: float
+    floor: float | None
+
+    @property
+    def times(self) -> float | None:
+        """Seconds divided by the floor; None without a floor."""
+        return self.seconds / self.floor if self.floor else None
+
+
+def phases_of(metrics: Mapping[str, float]) -> list[Phase]:
+    """Returns the phases of an iteration, the longest first."""
+    seconds = {name.removeprefix(PHASE): value for name, value in metrics.items() if name.startswith(PHASE)}
+    whole = sum(seconds.values()) or 1.0
+    phases = [Phase(name, value, value / whole, metrics.get(FLOOR + name)) for name, value in seconds.items()]
+    return sorted(phases, key=lambda phase: -phase.seconds)

@@ -1,0 +1,84 @@
+"""Chooses the best of several models by the questions of one evaluation. Pure functions of scores and a seed.
+
+The difference of two models is compared on the same questions: its interval is a paired percentile bootstrap over questions (Efron &
+Tibshirani 1993, ch. 13), at a level of 1 - 0.05 / (models - 1), as the best is compared with each other model (Bonferroni).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from evaluation.scores.scoring import CELLS, Floats
+from rlhf_core.records import Frozen
+
+ERROR_RATE = 0.05  # of any of the comparisons with the best
+
+
+class Difference(Frozen):
+    """The best model's win rate minus that of `model`, with its interval."""
+
+    model: str
+    win_rate: float
+    difference: float
+    low: float
+    high: float
+
+
+class Choice(Frozen):
+    """The chosen model. `clear`: the best is better than each other model; else the first in order of `equal` was chosen, which are the
+    best and those that are not shown to be worse. `questions`: those that all models have a verdict on."""
+
+    chosen: str
+    best: str
+    clear: bool
+    equal: tuple[str, ...]
+    questions: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def sentence(self) -> str:
+        rates = {one.model: one.win_rate for one in self.differences}
+        if self.clear:
+            return f"{self.chosen} is chosen: it wins {rates[self.chosen]:.3f}, more than each of the {len(rates) - 1} others"
+        others = ", ".join(f"{one.model} {one.difference:+.3f} [{one.low:+.3f}, {one.high:+.3f}]" for one in self._open)
+        return (
+            f"no model is better than all others on {self.questions} questions: {self.best} wins most, {rates[self.best]:.3f}, and its "
+            f"lead may be chance over {others}; {self.chosen} is chosen, the simplest of these"
+        )
+
+    @property
+    def _open(self) -> list[Difference]:
+        return [one for one in self.differences if one.model in self.equal and one.model != self.best]
+
+
+def choose(scores: Mapping[str, Mapping[str, float]], order: Sequence[str], resamples: int, seed: int) -> Choice:
+    """Returns the best of the models in `order`, or the first of those that are not shown to be worse. `scores`: model -> question ->
+    0 to 1. Raises ValueError when no question has a verdict on all of them."""
+    common = sorted(set.intersection(*(set(scores[model]) for model in order)))
+    if not common:
+        raise ValueError("no question has a verdict on all models, so they cannot be compared: look at the judgments for the reason")
+    table = np.array([[scores[model][uid] for model in order] for uid in common])  # (Q, M)
+    rates = table.mean(0)
+    best = int(rates.argmax())  # the first of equals
+    leads = table[:, [best]] - table  # (Q, M)
+    resampled = _resampled(leads, resamples, seed)
+    tail = ERROR_RATE / max(1, len(order) - 1) / 2
+    low, high = np.quantile(resampled, [tail, 1 - tail], axis=0)
+    differences = tuple(
+        Difference(model=model, win_rate=float(rates[i]), difference=float(leads[:, i].mean()), low=float(low[i]), high=float(high[i]))
+        for i, model in enumerate(order)
+    )
+    equal = tuple(model for i, model in enumerate(order) if i == best or low[i] <= 0)
+    return Choice(chosen=equal[0], best=order[best], clear=len(equal) == 1, equal=equal, questions=len(common), differences=differences)
+
+
+def _resampled(values: Floats, resamples: int, seed: int) -> Floats:
+    """Returns the means of the columns of `values` (Q, M) over drawn questions, (resamples, M)."""
+    count, generator = len(values), np.random.default_rng(seed)
+    step, found = max(1, CELLS // values.size), list[Floats]()
+    for start in range(0, resamples, step):
+        drawn = generator.integers(count, size=(min(step, resamples - start), count))
+        found.append(values[drawn].mean(1))
+    return np.concatenate(found)

@@ -1,0 +1,85 @@
+"""Commands about the champion of a recipe: the published model in use."""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flows.cli.show import OK, console, table_of
+from rlhf_core.preflight.inputs import MachineLacks
+from rlhf_core.runs.store import Store
+from rlhf_core.stages.publication import champion as record
+
+
+def champion(folder: Path) -> int:
+    """Show which published model of a recipe is in use, since when, why, and those before.
+
+    Args:
+        folder: the recipe's folder, ARTIFACTS/NAME, which has its report.
+    """
+    found = record.champions_of(folder.absolute())
+    if found.now is None and found.moving is None:
+        raise ValueError(f"{folder} has no champion: a publication with champion: true makes one, or alignflow promote")
+    table = table_of("since (UTC)", "model", "publication", "on the Hub", "why", title=f"champions of {folder.absolute().name}")
+    for reign in found.reigns:
+        place = f"{reign.repo_id}@{(reign.commit or '')[:8]}" if reign.repo_id else ""
+        why = f"{reign.why} ({reign.by})" if reign.by else reign.why
+        table.add_row(
+            f"{reign.at:%Y-%m-%d %H:%M}", reign.model, reign.run, place, f"{why}; rolled back: {reign.ended}" if reign.ended else why
+        )
+    console.print(table)
+    if found.now is not None:
+        console.print(f"the champion is {found.now.model}: {folder / record.LINK}", markup=False, highlight=False)
+    if found.moving is not None:
+        console.print(f"a move to {found.moving.model} was cut off: run the recipe, promote or rollback completes it", markup=False)
+    return OK
+
+
+def promote(folder: Path, publication: str, *, reason: str = "promoted by hand", by: str | None = None) -> int:
+    """Make the model of a finished publication the champion.
+
+    Args:
+        folder: the recipe's folder, ARTIFACTS/NAME, which has its report.
+        publication: name of the publication's run directory, or of the stage, whose newest result is taken.
+        reason: kept with the champion.
+        by: who decides; default: the user of this machine.
+    """
+    folder = folder.absolute()
+    stages = folder.parent / "stages"
+    there = sorted(stages.glob(f"{publication}-*/result.json"), key=lambda file: file.stat().st_mtime)
+    run_dir = stages / publication if (stages / publication).is_dir() or not there else there[-1].parent
+    with _reached():
+        new = record.promote(folder, run_dir, reason, by or getpass.getuser(), _store(folder))
+    console.print(f"the champion is {new.model} ({new.run})", markup=False, highlight=False)
+    return OK
+
+
+def rollback(folder: Path, *, reason: str = "rolled back by hand", by: str | None = None) -> int:
+    """Go back to the champion before the present one.
+
+    Args:
+        folder: the recipe's folder, ARTIFACTS/NAME, which has its report.
+        reason: kept with both champions.
+        by: who decides; default: the user of this machine.
+    """
+    folder = folder.absolute()
+    with _reached():
+        new = record.rollback(folder, reason, by or getpass.getuser(), _store(folder))
+    console.print(f"the champion is {new.model} ({new.run}), {new.why}", markup=False, highlight=False)
+    return OK
+
+
+def _store(folder: Path) -> Store | None:
+    place = record.champions_of(folder).store
+    return Store(place) if place else None
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    """Turns a Hub that cannot be reached into MachineLacks, whose sentence the command prints."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise MachineLacks(str(error)) from None

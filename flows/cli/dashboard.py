@@ -1,0 +1,64 @@
+"""Command `alignflow dashboard`: a live page of an artifacts folder, for a browser. Imports neither Prefect nor torch."""
+
+from __future__ import annotations
+
+import re
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from flows.cli.artifacts import Artifacts
+from flows.cli.show import OK
+from rlhf_core.system.secret_file import kept_secret
+
+TOKEN = "dashboard-token"  # noqa: S105 (the name of the file in the home folder)
+
+
+def dashboard(
+    artifacts: Artifacts = Path("artifacts"),
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    allow_host: str = "",
+    home: Path = Path(".alignflow"),
+) -> int:
+    """Show the runs in an artifacts folder as live pages in a browser. Only reads it; ends with Ctrl-C.
+
+    Args:
+        host: 0.0.0.0 listens to other machines too; the token passes the network as it is, without TLS.
+        port: 0 takes a free one and prints it.
+        allow_host: more names of this machine in the addresses of requests, such as a proxy's, with commas.
+        home: folder of the token that requests need, in the file dashboard-token.
+    """
+    if not artifacts.is_dir():
+        raise ValueError(f"{artifacts}: there is no such folder: give the `artifacts` folder of recipes, or a copy of it")
+    if not 0 <= port <= 65535:
+        raise ValueError(f"there is no port {port}: give 1 to 65535, or 0 for a free one")
+    if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
+        raise ValueError(f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas")
+    import uvicorn
+
+    from evaluation.dashboard.app import dashboard as application
+    from flows.serve import EVERYWHERE, listen
+    from rlhf_core.system.page_server import LOOPBACK, Protected
+
+    names = [host, *([socket.gethostname()] if host == EVERYWHERE else []), *(name for name in allow_host.split(",") if name)]
+    file = home.absolute() / TOKEN
+    with listen(host, port) as listener:
+        token = kept_secret(file)
+        address = f"http://{LOOPBACK if host == EVERYWHERE else host}:{listener.getsockname()[1]}/"
+        console = Console(soft_wrap=True)
+        show_address(console, artifacts, address, token, file)
+        console.print("Ctrl-C ends it")
+        config = uvicorn.Config(Protected(application(artifacts), token, names), log_level="error", timeout_graceful_shutdown=4)
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run([listener])
+    return OK
+
+
+def show_address(console: Console, artifacts: Path, address: str, token: str, file: Path) -> None:
+    """Prints the address with its token on a terminal, and elsewhere, where a service manager keeps a log, only the file that holds it."""
+    shown = f"{address}?token={token}" if console.is_terminal else f"{address}?token=... (the token: what is in {file})"
+    console.print(f"{artifacts} is shown at {shown}", markup=False, highlight=False)

@@ -1,0 +1,164 @@
+"""Reads labels that people gave to pairs of answers: a JSON object a line. Torch-free.
+
+{"id", "uid", "prompt": [messages], "answer_a", "answer_b", "verdict": "A>>B" | "A>B" | "A=B" | "B>A" | "B>>A" | null (skipped),
+"annotator", "repeat_of": id | null, "undone": id | null}; further keys are ignored. A verdict is about `answer_a` and `answer_b`, however
+they were shown. A line with `undone` takes back the label of that id and needs nothing else. `repeat_of` asks an annotator once more about
+a pair: it measures whether people agree with themselves, and is no second vote.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ConfigDict, ValidationError
+
+from rlhf_core.data.documents import Message
+from rlhf_core.data.rows.columns import Located, prompt_of
+from rlhf_core.records import POINTS, Frozen, Label
+from rlhf_core.system.files import digest
+
+SHOWN_FAULTS = 20  # of one file in one message
+
+
+class HumanLabel(Frozen):
+    """One label. `sign`: 1 where answer A is better, -1 where B is, 0 for a tie."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: str
+    uid: str
+    prompt: tuple[dict[str, Any], ...]
+    answer_a: str
+    answer_b: str
+    verdict: Label | None
+    annotator: str = ""
+    repeat_of: str | None = None
+
+    @property
+    def sign(self) -> int:
+        assert self.verdict is not None
+        return round(2 * POINTS[self.verdict] - 1)
+
+
+class LabelledPair(NamedTuple):
+    """A pair of answers with the sign (1: A is better, 0: a tie, -1: B) that each annotator gave. `uid`: of its question, shared by other
+    pairs of the same question; `key`: of the pair alone; `repeats`: (first, second) sign where an annotator was asked twice."""
+
+    uid: str
+    key: str
+    messages: tuple[Message, ...]
+    answer_a: str
+    answer_b: str
+    votes: dict[str, int]
+    repeats: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sign(self) -> int:
+        """The sign that most annotators gave; 0, a tie, when no sign has most."""
+        (first, most), *others = Counter(self.votes.values()).most_common()
+        return first if not others or others[0][1] < most else 0
+
+
+def load_labels(path: str | Path, max_labels: int | None = None) -> list[LabelledPair]:
+    """Returns the pairs of a file that somebody decided, in the order of their last labels; the last `max_labels` of them (None: all).
+
+    An annotator's later label of a pair replaces the earlier one. Raises ValueError with the faults of the file, each with its line, and
+    when it has no label that counts.
+    """
+    faults: list[str] = []
+    labels: dict[str, HumanLabel] = {}
+    lines: dict[str, int] = {}
+    undone: dict[str, int] = {}
+    for number, row in _rows(Path(path), faults):
+        if (target := row.get("undone")) is not None:
+            undone[str(target)] = number
+        elif (label := _label(f"line {number}", row, faults)) is not None:
+            if label.id in labels:
+                faults.append(f"line {number}: has the id {label.id!r} of line {lines[label.id]}: give each label an id of its own")
+            labels[label.id], lines[label.id] = label, number
+    if not faults:  # else ids of faulty lines would look missing
+        faults += [f"line {n}: takes back the label {target!r}, which is not here" for target, n in undone.items() if target not in labels]
+        named = [(label.repeat_of, label.id) for label in labels.values() if label.repeat_of is not None]
+        faults += [f"line {lines[own]}: repeats the label {first!r}, which is not here" for first, own in named if first not in labels]
+    if faults:
+        more = [f"and {len(faults) - SHOWN_FAULTS} lines more"] if len(faults) > SHOWN_FAULTS else []
+        raise ValueError(f"{path}: correct or remove these lines: " + "; ".join([*faults[:SHOWN_FAULTS], *more]))
+    pairs = _pairs({name: label for name, label in labels.items() if name not in undone and label.verdict is not None})
+    if not pairs:
+        raise ValueError(f"{path}: has no label that counts (skipped and taken back ones do not): label pairs first")
+    return pairs[-max_labels:] if max_labels else pairs
+
+
+def _rows(path: Path, faults: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file: give the labels as a local .jsonl file")
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode())
+            json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair, which no request can carry
+        except (ValueError, RecursionError) as error:
+            faults.append(f"line {number}: is not JSON in UTF-8 ({str(error)[:100]})")
+            continue
+        if isinstance(row, dict):
+            yield number, row
+        else:
+            faults.append(f"line {number}: is no JSON object")
+
+
+def _label(where: str, row: dict[str, Any], faults: list[str]) -> HumanLabel | None:
+    try:
+        label = HumanLabel.model_validate(row)
+        prompt_of(Located("", {"prompt": list(label.prompt)}))
+        return label
+    except ValidationError as error:
+        wrong = [(".".join(map(str, fault["loc"])), fault["type"], fault["input"]) for fault in error.errors()]
+        told = [f"{field} is missing" if kind == "missing" else _wrong(field, given) for field, kind, given in wrong]
+        faults.append(f"{where}: {', '.join(told)}")
+    except ValueError as error:
+        faults.append(f"{where}: {str(error).removeprefix(': ').removesuffix(': correct or drop the row')}")
+    return None
+
+
+def _wrong(field: str, given: object) -> str:
+    needed = f" (one of {', '.join(POINTS)}, or null)" if field == "verdict" else ""
+    return f"{field} is {str(given)[:40]!r}{needed}"
+
+
+def _pairs(labels: Mapping[str, HumanLabel]) -> list[LabelledPair]:
+    """Collects the labels of each pair, whichever of its answers is A in a line, with one vote of each annotator.
+
+    A repetition of a label that does not count is a vote.
+    """
+    votes: dict[str, dict[str, int]] = {}
+    repeats: dict[str, list[tuple[int, int]]] = {}
+    about: dict[str, HumanLabel] = {}
+    for label in labels.values():
+        key = digest([label.uid, list(label.prompt), *sorted((label.answer_a, label.answer_b))])
+        first = about.setdefault(key, label)
+        sign = _sign_of(label, first)
+        before = labels.get(label.repeat_of) if label.repeat_of is not None else None
+        if before is not None:
+            repeats.setdefault(key, []).append((_sign_of(before, first), sign))
+            continue
+        given = votes.pop(key, {})  # and put back as the last one: pairs are in the order of their last labels
+        votes[key] = given | {label.annotator: sign}
+    uids = Counter(about[key].uid for key in votes)
+    seen: Counter[str] = Counter()
+    pairs = []
+    for key, given in votes.items():
+        one = about[key]
+        seen[one.uid] += 1
+        own = one.uid if uids[one.uid] == 1 else f"{one.uid}#{seen[one.uid]}"
+        pairs.append(LabelledPair(one.uid, own, one.prompt, one.answer_a, one.answer_b, given, tuple(repeats.get(key, ()))))
+    return pairs
+
+
+def _sign_of(label: HumanLabel, first: HumanLabel) -> int:
+    """Returns the sign of a label for the answers as the pair's first label has them."""
+    return label.sign if label.answer_a == first.answer_a else -label.sign

@@ -1,0 +1,110 @@
+"""A regression suite: questions that a model lost or a person reported, a JSON object a line, to which lines are only added. Torch-free.
+
+{"uid", "prompt": text or [messages], "reason", "added": ISO time, "source", "category", and where known "answer" (the right answer, for a
+rule judge) and "reference" (a good answer, for people)}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from rlhf_core.data.documents import Message, as_text
+from rlhf_core.data.rows.columns import Located, prompt_of
+from rlhf_core.records import Frozen
+from rlhf_core.system.files import digest, locked, write_text
+
+WAIT_SECONDS = 30.0  # for another process that adds questions
+
+
+class SuiteQuestion(Frozen):
+    """A question of a suite and why it is there."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    uid: str = ""
+    prompt: str | tuple[dict[str, Any], ...]
+    reason: str = Field(min_length=1)
+    added: str = ""
+    source: str = ""
+    category: str = "all"
+    answer: str | None = None
+    reference: str | None = None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(
+            prompt_of(Located(f"question {self.uid}", {"prompt": self.prompt if isinstance(self.prompt, str) else list(self.prompt)}))
+        )
+
+    @property
+    def text(self) -> str:
+        """The prompt as one text."""
+        return as_text(self.messages)
+
+
+def read_suite(file: Path, reason: str = "") -> list[SuiteQuestion]:
+    """Returns the questions of a file; one without a uid gets the digest of its prompt. `reason`: of those that have none.
+
+    Raises ValueError with all faults, each with its line; for a file that is not there too.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file}: there is no such file: give a file of questions (.jsonl)")
+    questions, faults = list[SuiteQuestion](), list[str]()
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode())
+            if not isinstance(row, dict):
+                raise ValueError("is no JSON object")
+            given = {name: value for name, value in row.items() if value is not None}
+            question = SuiteQuestion.model_validate(({"reason": reason} if reason else {}) | given)
+            uid = question.uid or digest(list(question.messages))
+            json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+            questions.append(question.model_copy(update={"uid": uid}))
+        except ValidationError as error:
+            faults.append(f"line {number}: " + ", ".join(f"{'.'.join(map(str, one['loc'][:1]))}: {one['msg']}" for one in error.errors()))
+        except (ValueError, RecursionError) as error:
+            faults.append(f"line {number}: {error}")
+    if faults:
+        raise ValueError(f"{file}: correct or remove these lines: " + "; ".join(dict.fromkeys(faults)))
+    return questions
+
+
+def add_to_suite(suite: Path, questions: Iterable[SuiteQuestion]) -> list[SuiteQuestion]:
+    """Adds the questions whose prompt the suite has not, with the present time, and returns them. One with the uid of another prompt gets a
+    longer uid.
+
+    The file is replaced as a whole, with its earlier lines as they were. Raises ValueError for a wrong suite, and TimeoutError when
+    another process holds it for 30 seconds.
+    """
+    suite.parent.mkdir(parents=True, exist_ok=True)
+    with locked(suite.with_name(f".{suite.name}.lock"), WAIT_SECONDS) as ours:
+        if not ours:
+            raise TimeoutError(f"another process has been adding questions to {suite} for {WAIT_SECONDS:.0f} s: try again")
+        known = read_suite(suite) if suite.exists() else []
+        uids, texts = {one.uid for one in known}, {one.text for one in known}
+        now, added = datetime.now(UTC).isoformat(timespec="seconds"), list[SuiteQuestion]()
+        for question in questions:
+            if question.text in texts:
+                continue
+            uid = f"{question.uid}-{digest(list(question.messages))[:8]}" if question.uid in uids else question.uid
+            uids.add(uid)
+            texts.add(question.text)
+            added.append(question.model_copy(update={"uid": uid, "added": now}))
+        before = suite.read_text(encoding="utf-8") if suite.exists() else ""
+        before += "\n" if before and not before.endswith("\n") else ""
+        if added:
+            write_text(suite, before + lines(added))
+    return added
+
+
+def lines(questions: Sequence[SuiteQuestion]) -> str:
+    """Returns the lines of questions."""
+    return "".join(question.model_dump_json(exclude_none=True) + "\n" for question in questions)

@@ -1,0 +1,76 @@
+"""Compares two run directories: configuration, inputs, versions, metrics. Reads plain JSON, so that of other versions can be read.
+
+Used by `alignflow diff` and the dashboard.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_core.runs.lineage import stage_of
+from rlhf_core.runs.run_dir import REQUEST, RESULT
+from rlhf_core.system.files import read_json
+from rlhf_core.system.redaction import without_passwords
+
+
+class Difference(NamedTuple):
+    """One difference of two runs. `part`: stages, recipe, configuration, inputs, versions, metrics or digest."""
+
+    stage: str
+    part: str
+    key: str
+    before: str
+    after: str
+
+
+def stage_differences(name: str, before: Path, after: Path) -> Iterator[Difference]:
+    """Yields the differences of two run directories. `name`: what to call the stage."""
+    old, new = (read_json(folder / REQUEST) for folder in (before, after))
+    results = [read_json(folder / RESULT) for folder in (before, after)]
+    parts = {
+        "configuration": [{"seed": request.get("seed"), **request.get("config", {})} for request in (old, new)],
+        "inputs": [{key: _content(place) for key, place in request.get("inputs", {}).items()} for request in (old, new)],
+        "versions": [result.get("environment", {}) for result in results],
+        "metrics": [result.get("metrics", {}) for result in results],
+    }
+    found = [Difference(name, part, *change) for part, (first, second) in parts.items() for change in changed(first, second)]
+    digests = [request.get("digest", folder.name.rpartition("-")[2]) for request, folder in ((old, before), (new, after))]
+    if digests[0] != digests[1]:
+        explained = any(change.part in ("configuration", "inputs") for change in found)
+        yield Difference(name, "digest", "" if explained else "its data, its base model or the stage's code", *digests)
+    yield from found
+    for side, result in zip(("before", "after"), results, strict=True):
+        if not result:
+            yield Difference(name, "metrics", f"no result {side}", *(("not done", "") if side == "before" else ("", "not done")))
+
+
+def changed(old: object, new: object) -> Iterator[tuple[str, str, str]]:
+    """Yields (key, before, after) of all leaves that differ, as texts without passwords."""
+    yield from ((key, _text(before), _text(after)) for key, before, after in changes(old, new))
+
+
+def changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields (key, before, after) of all leaves of two records that differ; '-' for a missing one."""
+    if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in {**old, **new}:
+            yield from changes(old.get(name, "-"), new.get(name, "-"), f"{key}.{name}" if key else str(name))
+    elif old != new:
+        yield key, old, new
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return without_passwords(text)
+
+
+def _content(place: str) -> str:
+    """Returns an input for comparison: `<name>-<digest>` of a stage, else its path or Hub id."""
+    stage = stage_of(place)
+    return f"{stage[1]['name']}-{stage[1]['digest']}" if stage else place

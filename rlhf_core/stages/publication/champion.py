@@ -1,0 +1,173 @@
+"""Keeps which published model of a recipe is in use, the champion: `champion.json` and the link `champion` beside the recipe's report, the
+branch `champion` of its repository on the Hub, and a copy of the record in the store.
+
+A move is first written down, then made on the Hub and in the store, and last counted: what is cut off in between is completed by the next
+command or run. The Hub moves a branch in one request (a tag cannot be moved, only deleted and made again), so it has one champion always.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
+
+from rlhf_core.config import Publication
+from rlhf_core.hub.api import RETRIES, Retries, client_options, with_retries, write_refusal
+from rlhf_core.records import Frozen
+from rlhf_core.runs.lineage import stage_of
+from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.runs.store import Store
+from rlhf_core.stages.publication.run import read_token
+from rlhf_core.stages.publication.upload import RECEIPT
+from rlhf_core.system.files import locked, read_json, write_text
+
+FILE, LOCK, LINK, BRANCH = "champion.json", ".champion.lock", "champion", "champion"
+WAIT_SECONDS = 600.0  # for another process that moves the champion
+
+
+class Reign(Frozen):
+    """A model in use. `run`: name of the publication's run directory; `commit` of `repo_id` on the Hub, None where it is only a folder.
+    `ended`: why it was rolled back, or ''."""
+
+    run: str
+    model: str
+    repo_id: str | None
+    commit: str | None
+    at: datetime
+    why: str
+    by: str = ""
+    ended: str = ""
+
+
+class Champions(Frozen):
+    """The content of `champion.json`: all champions, the newest last, the move not counted yet, and the store's URL."""
+
+    reigns: tuple[Reign, ...] = ()
+    moving: Reign | None = None
+    store: str | None = None
+
+    @property
+    def now(self) -> Reign | None:
+        """The champion."""
+        return self.reigns[-1] if self.reigns else None
+
+
+def champions_of(folder: Path) -> Champions:
+    """Reads the record in the folder of a recipe's report. Raises ValueError when it is damaged."""
+    if not (folder / FILE).exists():
+        return Champions()
+    found = Champions.read(folder / FILE)
+    if found is None:
+        raise ValueError(f"{folder / FILE} cannot be read: restore it from a copy, such as the store's")
+    return found
+
+
+def promote(
+    folder: Path, run_dir: Path, why: str, by: str = "", store: Store | None = None, retries: Retries = RETRIES, ended: str = ""
+) -> Reign:
+    """Makes a published model the champion. `ended`: the champion before is rolled back for this reason.
+
+    Raises ValueError when the run directory has no finished publication of a model, when the Hub refuses or a token is missing, and
+    ConnectionError or StoreFault when Hub or store cannot be reached: the move is then completed by the next call of this or `complete`.
+    """
+    run = RunDir(run_dir)
+    result = run.result()
+    request = run.request() if result else None
+    config = request.config if request else None
+    if result is None or request is None or not isinstance(config, Publication) or config.model is None:
+        raise ValueError(f"{run_dir.name} is no finished publication of a model: give the name of one")
+    receipt = read_json(run / RECEIPT) if "hub" in result.outputs else {}
+    made = stage_of(request.inputs[config.model])
+    new = Reign(
+        run=run.path.name,
+        model=str(made[1]["name"]) if made else config.model,
+        repo_id=receipt.get("repo_id"),
+        commit=receipt.get("commit"),
+        at=datetime.now(UTC),
+        why=why,
+        by=by,
+    )
+    with locked(folder / LOCK, WAIT_SECONDS) as ours:
+        if not ours:
+            raise ValueError(f"another process moves the champion of {folder.name}: try again when it has ended")
+        _complete(folder, store, retries)
+        if new.commit:
+            read_token(new.repo_id)
+        record = champions_of(folder)
+        if ended and record.now is not None:
+            last = record.now.model_copy(update={"ended": ended})
+            record = record.model_copy(update={"reigns": (*record.reigns[:-1], last)})
+        place = {"store": store.files.url} if store else {}
+        _write(folder, record.model_copy(update={"moving": new, **place}))
+        _complete(folder, store, retries)
+    return new
+
+
+def rollback(folder: Path, why: str, by: str = "", store: Store | None = None, retries: Retries = RETRIES) -> Reign:
+    """Makes the last champion before the present one, which was not rolled back itself, the champion again. Raises ValueError when there is
+    none, and as `promote`."""
+    complete(folder, store, retries)
+    record = champions_of(folder)
+    if record.now is None:
+        raise ValueError(f"{folder} has no champion to roll back")
+    gone = {reign.run for reign in record.reigns if reign.ended} | {record.now.run}
+    before = next((reign for reign in reversed(record.reigns) if reign.run not in gone), None)
+    if before is None:
+        raise ValueError(f"{record.now.run} is the only champion of {folder.name} there was: there is none to go back to")
+    run_dir = folder.parent / "stages" / before.run
+    return promote(folder, run_dir, f"in place of {record.now.run}: {why}", by, store, retries, ended=why)
+
+
+def complete(folder: Path, store: Store | None = None, retries: Retries = RETRIES) -> None:
+    """Completes a move that was cut off, if there is one. Errors as `promote`."""
+    if champions_of(folder).moving is not None:
+        with locked(folder / LOCK, WAIT_SECONDS) as ours:
+            if ours:
+                _complete(folder, store, retries)
+
+
+def _complete(folder: Path, store: Store | None, retries: Retries) -> None:
+    record = champions_of(folder)
+    new = record.moving
+    if new is None:
+        return
+    if new.repo_id and new.commit:
+        _move_branch(new.repo_id, new.commit, retries)
+    done = record.model_copy(update={"reigns": (*record.reigns, new), "moving": None})
+    if store is not None:
+        store.files.write(done.model_dump_json(indent=2).encode(), f"champions/{folder.name}.json")
+    _link(folder, folder.parent / "stages" / new.run)
+    _write(folder, done)
+
+
+def _move_branch(repo_id: str, commit: str, retries: Retries) -> None:
+    """Points the branch `champion` at a commit, in one request; `overwrite` is a field of the Hub's API that its Python client lacks."""
+    api = HfApi(**client_options())
+    url = f"{api.endpoint}/api/models/{repo_id}/branch/{BRANCH}"
+
+    def move() -> None:
+        headers = build_hf_headers(token=api.token, library_name=api.library_name)
+        hf_raise_for_status(get_session().post(url, headers=headers, json={"startingPoint": commit, "overwrite": True}))
+        there = str(api.repo_info(repo_id, revision=BRANCH).sha)
+        if there != commit:
+            raise ConnectionError(f"the branch {BRANCH} is at {there}, not at {commit}")
+
+    with_retries("move the branch champion", repo_id, move, retries, write_refusal)
+
+
+def _link(folder: Path, run_dir: Path) -> None:
+    """Lets the link `champion` lead to the published folder."""
+    result = RunDir(run_dir).result()
+    if result is not None:
+        new = folder / f".{LINK}.{os.getpid()}"
+        new.unlink(missing_ok=True)
+        new.symlink_to(os.path.relpath(run_dir / result.outputs["published"], folder), target_is_directory=True)
+        os.replace(new, folder / LINK)
+
+
+def _write(folder: Path, record: Champions) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / FILE, record.model_dump_json(indent=2) + "\n")

@@ -1,0 +1,270 @@
+"""Every address of the dashboard: what it shows, hostile texts, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import anyio
+import pytest
+from filelock import FileLock
+from starlette.testclient import TestClient
+
+from evaluation.dashboard import app
+from evaluation.dashboard.app import changes, dashboard
+from evaluation.dashboard.folder import Folder
+from rlhf_core.runs.approval import ask
+from rlhf_core.runs.run_dir import LOCK, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
+from rlhf_core.system.page_server import Protected
+from tests.support.finished_run import DIGESTS
+from tests.unit.evaluation.dashboard.conftest import STARTED, Artifacts
+
+TOKEN = "a-token-of-thirty-two-characters"
+HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'&{{ 7 * 7 }}\x1b]0;title\x07\x1b[31mred\u202eevil \ud800"
+PPO = f"/stage/ppo-{DIGESTS['ppo']}"
+PAGES = ["/", "/run/demo/first", PPO, f"/compare?a=ppo-{DIGESTS['ppo']}&b=sft-{DIGESTS['sft']}", "/compare?a=demo/first&b=demo/first"]
+ROUTES = [*PAGES, "/report/demo", "/static/live.js", "/static/dashboard.css", "/events/", "/events/run/demo/first"]
+
+
+@pytest.fixture
+def client(artifacts: Artifacts) -> Iterator[TestClient]:
+    with TestClient(Protected(dashboard(artifacts.path), TOKEN), base_url="http://127.0.0.1:8000") as made:
+        made.headers["authorization"] = f"Bearer {TOKEN}"
+        yield made
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
+    """Of a folder without runs, for requests that are refused before anything is read."""
+    made = TestClient(Protected(dashboard(tmp_path_factory.mktemp("empty")), TOKEN), base_url="http://127.0.0.1:8000")
+    made.headers["authorization"] = f"Bearer {TOKEN}"
+    return made
+
+
+class Elements(HTMLParser):
+    """The elements of a page and their attributes."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_nothing_answers_without_the_token(empty: TestClient, path: str) -> None:
+    for given in ("", "Bearer ", "Bearer guessed"):
+        assert empty.get(path, headers={"authorization": given}).status_code == 401
+    assert empty.get(path, headers={"host": "evil.example"}).status_code == 421
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+def test_only_reading_is_answered(empty: TestClient, path: str, method: str) -> None:
+    assert empty.request(method, path, content="x").status_code == 405
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_link_of_a_page_leads_somewhere(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 200 and "cannot be shown" not in answer.text
+    elements = Elements(answer.text).found
+    links = {attrs["href"] for tag, attrs in elements if "href" in attrs} | {attrs["src"] for tag, attrs in elements if "src" in attrs}
+    assert len(links) > 3 and all(str(link).startswith(("/", "data:")) for link in links), "nothing is loaded from elsewhere"
+    assert {client.get(str(link)).status_code for link in links if str(link).startswith("/")} == {200}
+    assert "script-src" not in answer.headers["content-security-policy"] and not re.search(r"<script[^>]*>[^<]", answer.text)
+    assert not [attrs for _, attrs in elements if any(name.startswith("on") for name in attrs)]
+
+
+def test_the_pages_show_what_the_run_did(client: TestClient) -> None:
+    overview, run, stage = (client.get(path).text for path in PAGES[:3])
+    assert "9 of 9" in overview and "No run is in progress" in overview and "/run/demo/first" in overview
+    assert run.count("<rect") == 9 and "0 GPU-hours" in run and "reward/mean" in run
+    for text in ("Reward of the answers", "times the floor", "Share in which a role waits", "generate", "used by", "evaluation-"):
+        assert text in stage, text
+    assert stage.count("<polyline") == 0 and stage.count("<figure") > 9
+
+
+def test_a_run_in_progress_on_the_start_page(client: TestClient, artifacts: Artifacts) -> None:
+    record = artifacts.record("second", status="not run")
+    for name in ("ppo", "evaluation", "publication"):
+        (artifacts.stage(name) / RESULT).unlink()
+    with FileLock(record.with_suffix(".lock")), FileLock(artifacts.stage("ppo") / LOCK):
+        now = client.get("/").text.partition("<h2>Runs")[0]
+    assert "/run/demo/second" in now and "2 stages wait for others" in now
+    assert PPO in now and "evaluation" not in now
+
+
+def test_the_report_of_the_last_run(client: TestClient, artifacts: Artifacts, tmp_path: Path) -> None:
+    assert client.get("/report/demo").status_code == 404 and "/report/" not in client.get("/run/demo/first").text
+    (artifacts.path / "demo" / "report.html").write_text("<h1>evidence</h1>")
+    assert 'href="/report/demo"' in client.get("/run/demo/first").text and "evidence" in client.get("/report/demo").text
+    (artifacts.path / "outside").symlink_to(tmp_path)
+    (tmp_path / "report.html").write_text("secret")
+    assert [client.get(f"/report/{name}").status_code for name in ("outside", "%2e%2e", "..%2f" + tmp_path.name, "stages")] == [404] * 4
+
+
+def test_two_runs_beside_each_other(client: TestClient, artifacts: Artifacts) -> None:
+    views = [view for view in artifacts.views if view.name in ("sft", "ppo")]
+    other = artifacts.path / "stages" / "sft-other"
+    other.mkdir()
+    request = json.loads((artifacts.stage("sft") / REQUEST).read_text())
+    request["config"]["learning_rate"] = 0.125
+    (other / REQUEST).write_text(json.dumps(request | {"digest": "other"}))
+    (other / METRICS).write_text((artifacts.stage("sft") / METRICS).read_text())
+    stages = [{"name": view.name, "run_dir": f"stages/{view.run_dir.name}"} for view in views]
+    stages[0]["run_dir"] = "stages/sft-other"
+    artifacts.record("second", "done", STARTED + 5, stages=stages, config={"seed": 3, "store": "s3://me:secret@host/x"})
+    page = client.get("/compare?a=demo/first&b=demo/second").text
+    for text in ("learning_rate", "0.125", "second training", "first training", "not there", "ppo", "no result after"):
+        assert text in page, text
+    assert ":secret@" not in page
+
+
+def test_lineage_can_be_clicked_also_of_a_copy_of_the_artifacts(client: TestClient, artifacts: Artifacts, tmp_path: Path) -> None:
+    moved = tmp_path / "copy"
+    artifacts.path.rename(moved)
+    with TestClient(dashboard(moved)) as other:
+        page = other.get(PPO).text
+    for name in ("sft", "reward_model", "iterative_dpo.round1.preferences", "evaluation"):
+        assert f'href="/stage/{name}-{DIGESTS[name]}"' in page or name == "iterative_dpo.round1.preferences", name
+    assert "prompts.jsonl" in page and str(tmp_path) not in page.partition("Configuration")[0]
+
+
+def test_hostile_texts_are_inert(client: TestClient, artifacts: Artifacts) -> None:
+    ppo = artifacts.stage("ppo")
+    (ppo / ROLLOUTS).mkdir()
+    row = {"prompt": [{"role": HOSTILE, "content": HOSTILE}], "response": HOSTILE, "rewards": {HOSTILE: 1.0}, "failure": HOSTILE}
+    (ppo / ROLLOUTS / "iteration3.jsonl").write_text(json.dumps(row))
+    (ppo / LOG).write_bytes(HOSTILE.encode("utf-8", "surrogatepass"))
+    with (ppo / METRICS).open("a") as file:
+        for step in (21, 22):
+            file.write(
+                json.dumps({"step": step, HOSTILE: 1.0, f"phase/{HOSTILE}": 1.0, f"wait/{HOSTILE}": 1, f"memory/{HOSTILE}": 1}) + "\n"
+            )
+    request = json.loads((ppo / REQUEST).read_text())
+    request["config"] |= {"note": HOSTILE, "prompts": {"sources": [{"path": HOSTILE}]}}
+    request["inputs"] |= {"odd": HOSTILE}
+    (ppo / REQUEST).write_text(json.dumps(request))
+    result = json.loads((ppo / RESULT).read_text())
+    (ppo / RESULT).write_text(json.dumps(result | {"environment": {HOSTILE: HOSTILE}}))
+    bad = HOSTILE.replace("\ud800", "")  # a record with an unpaired surrogate counts as damaged
+    stages = [{"name": bad, "kind": bad, "parents": [bad], "run_dir": f"stages/{ppo.name}"}]
+    stages += [{"name": "up", "run_dir": "stages/.."}, {"name": "odd", "run_dir": f"stages/{bad.replace('/', '')}"}]
+    texts = dict.fromkeys(("recipe", "name", "host", "source"), bad)
+    artifacts.record("second", bad, STARTED + 1, stages=stages, overrides=[bad], **texts)
+    artifacts.record("third", HOSTILE, STARTED + 1, recipe=HOSTILE)
+    ask(ppo, bad, artifacts.path / bad.replace("/", ""), timedelta(hours=1))
+    (artifacts.path / "demo" / "loop.json").write_text(json.dumps({"loop": HOSTILE, "rounds": [{"ended": HOSTILE, "win_rate": HOSTILE}]}))
+    for path in ("/", "/run/demo/second", PPO, f"{PAGES[3]}", "/compare?a=demo/first&b=demo/second", f"/stage/{quote(bad)}"):
+        answer = client.get(path)
+        html = answer.text
+        assert answer.status_code == (404 if quote(bad) in path else 200) and "cannot be shown" not in html, path
+        assert "&lt;script&gt;alert" in html or answer.status_code == 404, path
+        assert "<script>" not in html and "<img" not in html and "\x1b" not in html and "\u202e" not in html, path
+        elements = Elements(html).found
+        assert {tag for tag, _ in elements} <= ALLOWED and not [a for _, a in elements if any(n.startswith("on") for n in a)], path
+
+
+ALLOWED = set(
+    "html head meta title link script body header a h1 h2 span main section div table tr th td b i p small code pre details summary figure "
+    "figcaption svg g path rect text circle defs marker progress form input label select option button".split()
+)
+TRAVERSALS = [
+    *("/stage/%2e%2e", "/stage/..%2f..%2fetc", "/stage/sft", "/run/../first", "/run/demo/..%2ffirst", "/run/demo/absent"),
+    *("/compare", "/compare?a=..&b=..", "/compare?a=../x/first&b=demo/first", f"/compare?a=demo/first&b=ppo-{DIGESTS['ppo']}"),
+    *("/static/..%2fapp.py", "/static/app.py", "/static/%2e%2e/app.py", "/static/"),
+    *("/stages/x", "//etc/passwd", "/docs", "/openapi.json"),
+]
+
+
+@pytest.mark.parametrize("path", TRAVERSALS)
+def test_addresses_of_nothing(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 404 and "Traceback" not in answer.text
+
+
+def test_a_part_that_cannot_be_made_leaves_the_others(client: TestClient, artifacts: Artifacts) -> None:
+    request = json.loads((artifacts.stage("ppo") / REQUEST).read_text())
+    request["config"] = {"stage": "ppo", "prompts": {"sources": 3}}
+    (artifacts.stage("ppo") / REQUEST).write_text(json.dumps(request | {"inputs": {"sft": ["?"]}}))
+    assert "Reward of the answers" in client.get(PPO).text
+    assert client.get("/run/demo/first").status_code == 200
+
+
+def test_an_empty_folder_is_a_page(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "absent"):
+        page = TestClient(dashboard(place)).get("/").text
+        assert "No run is recorded" in page and "No run is in progress" in page
+
+
+class Stream:
+    """The events of a page's stream, one look after the other."""
+
+    def __init__(self, artifacts: Path, path: str, known: dict[str, str] | None = None):
+        self.events: list[dict[str, str]] = []
+        self.open: set[object] = set()
+        self.ended = anyio.Event()
+        self._made = changes(Folder(artifacts), path, {}, known or {}, self.open, self.ended)
+
+    async def next(self, seconds: float = 5) -> dict[str, Any]:
+        event = await asyncio.wait_for(anext(self._made), seconds)  # type: ignore[arg-type]
+        return {"event": event["event"], "parts": json.loads(event["data"] or "{}")}
+
+
+def test_a_stream_sends_what_changed_and_nothing_else(artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "LOOK_SECONDS", 0.01)
+    run_dir = artifacts.stage("ppo")
+
+    async def watch() -> None:
+        stream = Stream(artifacts.path, PPO)
+        first = await stream.next()
+        assert {"state", "curves", "log", "lineage"} <= set(first["parts"]), "a page without digests gets all"
+        known = {name: part["digest"] for name, part in first["parts"].items()}
+        with pytest.raises(TimeoutError):
+            await Stream(artifacts.path, PPO, known).next(0.5)
+        stream = Stream(artifacts.path, PPO, known)
+        waiting = asyncio.create_task(stream.next())
+        await asyncio.sleep(0.3)
+        with (run_dir / METRICS).open("a") as file:
+            file.write(json.dumps({"step": 21, "reward/mean": 9.0}) + "\n")
+        assert set((await waiting)["parts"]) == {"state", "curves"}, "with the time of the last change"
+        waiting = asyncio.create_task(stream.next())
+        await asyncio.sleep(0.3)
+        with (run_dir / LOG).open("a") as file:
+            file.write("a new line\n")
+        told = await waiting
+        assert "a new line" in told["parts"]["log"]["html"] and "curves" not in told["parts"]
+        assert len(stream.open) == 1
+        stream.ended.set()
+        with pytest.raises(StopAsyncIteration):
+            await stream.next()
+        assert not stream.open
+
+    asyncio.run(watch())
+
+
+def test_a_stream_of_a_stage_that_is_removed_ends(artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "LOOK_SECONDS", 0.01)
+
+    async def watch() -> None:
+        stream = Stream(artifacts.path, PPO)
+        await stream.next()
+        artifacts.stage("ppo").rename(artifacts.path / "elsewhere")
+        assert (await stream.next())["event"] == "gone"
+
+    asyncio.run(watch())
+
+
+def test_streams_are_bounded(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAX_STREAMS", 0)
+    assert client.get("/events/").status_code == 503

@@ -1,0 +1,125 @@
+"""The choice of a model by the questions of an evaluation: by simulated scores, and by a stage from an evaluation's report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evaluation.scores.arena_files import judgment_lines
+from evaluation.scores.selection import choose
+from evaluation.select import run
+from rlhf_core.config import Select
+from rlhf_core.records import EvalReport, Game, Judgment
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from rlhf_core.system import files
+
+ORDER = ("a", "b", "c")
+
+
+def simulated(rates: Mapping[str, float], questions: int, seed: int) -> dict[str, dict[str, float]]:
+    """Scores 0 or 1 that are correlated between the models: a question that is hard is hard for all."""
+    generator = np.random.default_rng(seed)
+    hard = generator.random(questions)
+    return {
+        model: {f"q{i}": float(0.5 * hard[i] + 0.5 * own < rate) for i, own in enumerate(generator.random(questions))}
+        for model, rate in rates.items()
+    }
+
+
+def test_a_clear_winner_is_chosen_and_a_lead_by_chance_is_not() -> None:
+    clear = choose(simulated({"a": 0.4, "b": 0.6, "c": 0.45}, 600, 0), ORDER, 1000, 0)
+    assert (clear.chosen, clear.best, clear.clear, clear.equal) == ("b", "b", True, ("b",))
+    assert clear.sentence.startswith("b is chosen: it wins 0.") and clear.differences[1].low == clear.differences[1].high == 0
+    chance = choose(simulated({"a": 0.5, "b": 0.52, "c": 0.3}, 200, 3), ORDER, 1000, 0)
+    assert chance.best == "b" and chance.chosen == "a" and not chance.clear and chance.equal == ("a", "b"), chance
+    assert "no model is better than all others on 200 questions: b wins most" in chance.sentence
+    assert chance.sentence.endswith("a is chosen, the simplest of these")
+    assert choose(simulated({"a": 0.5, "b": 0.52, "c": 0.3}, 200, 3), ("c", "b", "a"), 1000, 0).chosen == "b", "by the order, of equals"
+
+
+def test_equal_models_are_rarely_told_apart() -> None:
+    """Of 100 sweeps over four models that are equally good, at most one in ten (5 in 100 are expected) excludes any of them."""
+    wrong = [len(choose(simulated(dict.fromkeys("abcd", 0.5), 120, seed), "abcd", 500, seed).equal) < 4 for seed in range(100)]
+    assert sum(wrong) <= 10
+
+
+def test_a_paired_comparison_sees_what_two_intervals_would_not() -> None:
+    """Models that differ on few questions, always in the same direction: their own intervals overlap."""
+    scores = {"a": {f"q{i}": float(i % 2) for i in range(100)}}
+    scores["b"] = {uid: 1.0 if i < 16 else score for i, (uid, score) in enumerate(scores["a"].items())}
+    found = choose(scores, ("a", "b"), 1000, 0)
+    assert found.chosen == "b" and found.clear and found.differences[0].difference == pytest.approx(0.08)
+
+
+def test_only_common_questions_count() -> None:
+    scores = {"a": {"q1": 1.0, "q2": 0.0, "q3": 0.0}, "b": {"q1": 1.0, "q2": 0.0}}
+    assert choose(scores, ("a", "b"), 100, 0).questions == 2
+    with pytest.raises(ValueError, match="no question has a verdict on all models"):
+        choose({"a": {"q1": 1.0}, "b": {"q2": 1.0}}, ("a", "b"), 100, 0)
+
+
+def judgments(scores: Mapping[str, Mapping[str, float]], judge: str) -> list[Judgment]:
+    label = {1.0: ("B>A", "A>B"), 0.0: ("A>B", "B>A"), 0.5: ("A=B", "A=B")}
+    return [
+        Judgment(
+            uid=uid,
+            category="all",
+            judge=judge,
+            model=model,
+            baseline="sft",
+            games=(Game(score=label[score][0], judgment={"answer": ""}), Game(score=label[score][1], judgment={"answer": ""})),  # type: ignore[arg-type]
+        )
+        for model, own in scores.items()
+        for uid, score in own.items()
+    ]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> RunDir:
+    """A select stage beside an evaluation whose two judges disagree, and beside two variants."""
+    report = tmp_path / "stages" / "trial-1" / "report"
+    (report / "judgments").mkdir(parents=True)
+    decides = {"v.1": dict.fromkeys("pqrstuvw", 0.0), "v.2": dict.fromkeys("pqrstuvw", 1.0)}
+    other = {"v.1": dict.fromkeys("pqrstuvw", 1.0), "v.2": dict.fromkeys("pqrstuvw", 0.0)}
+    for judge, scores in (("rule", decides), ("second", other)):
+        (report / "judgments" / f"{judge}.jsonl").write_text(judgment_lines(judgments(scores, judge)))
+    empty = {"win_rates": (), "right": {}, "mean_tokens": {}, "truncated": {}}
+    (report / "eval.json").write_text(EvalReport.model_validate({"baseline": "sft", "judge": "rule", **empty}).model_dump_json())
+    inputs = {"trial": str(report)}
+    for name in ("v.1", "v.2"):
+        folder = tmp_path / "stages" / f"{name}-1" / "checkpoint"
+        (folder / "deep").mkdir(parents=True)
+        (folder / "weights").write_text(name)
+        (folder / "deep" / "more").write_text(name)
+        inputs[name] = str(folder)
+    run_dir = RunDir(tmp_path / "stages" / "best-1")
+    config = Select(of=("v.1", "v.2"), by="trial", simplest="v.1")
+    run_dir.prepare(StageRequest(name="best", digest="d", config=config, inputs=inputs, seed=0))
+    return run_dir
+
+
+def test_a_stage_links_the_winner_by_the_first_judge(stage: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    (stage / "checkpoint").mkdir()
+    (stage / "checkpoint" / "half").write_text("of a killed attempt")
+    result = run_stage(stage.path, run)
+    assert (stage / "checkpoint" / "weights").read_text() == "v.2"
+    assert (stage / "checkpoint" / "weights").stat().st_nlink == 2, "no bytes are copied"
+    assert set(result.files) == {"checkpoint/weights", "checkpoint/deep/more", "choice.json"}
+    assert (result.metrics["clear"], result.metrics["chosen"], result.metrics["win_rate"], result.metrics["questions"]) == (1, 2, 1, 8)
+    assert result.metrics["difference/v.1"] == 1 and result.metrics["difference/v.2"] == 0
+    assert "v.2 is chosen" in capsys.readouterr().out
+    assert json.loads((stage / "choice.json").read_text())["best"] == "v.2"
+    before = {name: info.sha256 for name, info in result.files.items()}
+    files._hashed.clear()
+    assert {name: files.file_digest(stage / name) for name in before} == before
+
+
+def test_a_report_without_its_files_is_a_sentence(stage: RunDir) -> None:
+    (Path(stage.request().inputs["trial"]) / "eval.json").unlink()
+    with pytest.raises(ValueError, match=r"eval.json is missing or damaged: run the stage trial again"):
+        run_stage(stage.path, run)
+    assert stage.result() is None
