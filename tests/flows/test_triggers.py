@@ -93,33 +93,33 @@ def test_new_feedback_starts_one_round_at_a_time_and_none_is_lost(tmp_path: Path
         assert post(url, token, row(2))[0] == 200
         wait_until(lambda: "sft" in micro.begun(folder), "the third row to start a run", 120, serve.told)
         with ThreadPoolExecutor(8) as pool:  # while the run waits for the file `go`
-            codes = list(pool.map(lambda number: post(url, token, row(number))[0], range(3, 203)))
-        assert codes == [200] * 200
+            codes = list(pool.map(lambda number: post(url, token, row(number))[0], range(3, 1003)))
+        assert codes == [200] * 1000
         assert len(runs(api, "loop/micro-feedback")) == 1
         (folder / "go").touch()
         wait_until(lambda: len(rounds(folder)) == 2, "the rows that came meanwhile to be a second round", 120, serve.told)
-        assert rounds(folder) == [3, 203], "each row in one round"
+        assert rounds(folder) == [3, 1003], "each row in one round"
         wait_until(lambda: {run["state_type"] for run in runs(api, "loop/micro-feedback")} == {"COMPLETED"}, "both runs to end", 60)
         assert len(runs(api, "loop/micro-feedback")) == 2
-        assert post(url, token, [row(203), row(204)])[0] == 200
+        assert post(url, token, [row(1003), row(1004)])[0] == 200
     finally:
         kill(serve)
     (folder / "go").unlink()
-    inbox.add([feedback_of(row(205))])  # while there is no serve
+    inbox.add([feedback_of(row(1005))])  # while there is no serve
     serve = Serve(folder, environment, *options)
     try:
         api = serve.ready()
         wait_until(lambda: "loop.round3.dpo" in micro.begun(folder), "rows from before the start to start a run", 120, serve.told)
     finally:
         kill(serve)
-    inbox.add([feedback_of(row(206))])
+    inbox.add([feedback_of(row(1006))])
     (folder / "go").touch()
     serve = Serve(folder, environment, *options)
     try:
         api = serve.ready()
         wait_until(lambda: len(rounds(folder)) == 3, "the round that was cut off to go on", 120, serve.told)
         wait_until(lambda: all(run["state_type"] in FINAL for run in runs(api, "loop/micro-feedback")), "the runs to end", 60)
-        assert rounds(folder) == [3, 203, 206], "it goes up to its first beginning"
+        assert rounds(folder) == [3, 1003, 1006], "it goes up to its first beginning"
         states = [run["state_type"] for run in runs(api, "loop/micro-feedback")]
         assert sorted(states) == ["COMPLETED"] * 3 + ["CRASHED"], "one run for each beginning"
     finally:
