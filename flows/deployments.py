@@ -146,10 +146,13 @@ def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
     return len(gone)
 
 
-def deploy(api: str, one: Served, schedule: Schedule | None, ends: Mapping[str, float] = MappingProxyType({})) -> dict[str, UUID]:
+def deploy(
+    api: str, one: Served, schedule: Schedule | None, ends: Mapping[str, float] = MappingProxyType({}), feedback: bool = False
+) -> dict[str, UUID]:
     """Creates a recipe's deployments and returns their ids by name.
 
-    `schedule`: of its loop, or of the whole recipe when it has no single loop. `ends`: more parameters of its loop.
+    `schedule`: of its loop, or of the whole recipe when it has no single loop. `ends`: more parameters of its loop. `feedback`: its loop
+    has a deployment for runs that new feedback starts.
     """
     made = {KINDS[config.stage].makes for config in one.recipe.stages.values()}
     loops = [config for config in one.recipe.stages.values() if isinstance(config, Loop)]
@@ -160,6 +163,7 @@ def deploy(api: str, one: Served, schedule: Schedule | None, ends: Mapping[str, 
     name, scheduled = one.recipe.name, flows[1 if len(loops) == 1 else 0]
     wanted: list[tuple[Flow[..., Any], str, str, str, Schedule | None]] = [(*flow, name, ASKED, None) for flow in flows]
     wanted += [(*scheduled, f"{name}-scheduled", SCHEDULED, schedule)] if schedule else []
+    wanted += [(loop, "flows.loops.loop", feedback_name(name), SCHEDULED, None)] if feedback else []
     deployed = {}
     with temporary_settings({PREFECT_API_URL: api}):
         for flow, entrypoint, name, queue, when in wanted:
@@ -171,6 +175,11 @@ def deploy(api: str, one: Served, schedule: Schedule | None, ends: Mapping[str, 
             assert isinstance(identity, UUID)
             deployed[f"{flow.name}/{name}"] = identity
     return deployed
+
+
+def feedback_name(recipe: str) -> str:
+    """Returns the name of the deployment whose runs new feedback starts."""
+    return f"{recipe}-feedback"
 
 
 def _is_alive(run: FlowRun) -> bool:

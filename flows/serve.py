@@ -33,7 +33,8 @@ POOL, LIMIT = "alignflow-process", "alignflow-machine"
 SAFELY = ("-P", "-m", "flows.prefect_process")  # Python's arguments before those of a module of Prefect's that imports flows
 START_SECONDS, STOP_SECONDS = 120.0, 20.0
 PLACE, LOCK, LOG = "serve.json", "serve.lock", "serve.log"
-AUTH, SERVED, FEEDBACK_TOKEN = "auth-string", "served.json", "feedback-token"
+AUTH, SERVED, FEEDBACK_TOKEN, TRIGGER_TOKEN = "auth-string", "served.json", "feedback-token", "trigger-token"
+ENDPOINTS = {"feedback": "the endpoint for feedback", "triggers": "the endpoint for triggers"}
 EVERYWHERE = "0.0.0.0"
 PAGE = "live page of"
 LOG_BYTES = 20_000_000  # on SQLite Prefect 3.7 logs a traceback at each poll of a worker, ten megabytes an hour
@@ -84,21 +85,26 @@ class Servants:
 
     def start_feedback(self, recipes: Sequence[str], inboxes: Sequence[Path], port: int) -> str:
         """Starts the endpoint that takes feedback for inboxes, beside the server's address. Returns its address."""
+        places = [part for inbox in inboxes for part in ("--inbox", str(inbox))]
+        return self._start_endpoint("feedback", ["feedback", "serve", *recipes, *places], port) + "/feedback"
+
+    def start_triggers(self, deployments: Sequence[str], port: int, starts_an_hour: int) -> str:
+        """Starts the endpoint that starts runs of deployments on requests, beside the server's address. Returns its address."""
+        command = ["serve-triggers", *deployments, "--allow-host", ",".join(self._hosts), "--starts-an-hour", str(starts_an_hour)]
+        return self._start_endpoint("triggers", command, port) + "/trigger"
+
+    def _start_endpoint(self, name: str, command: list[str], port: int) -> str:
         host = self._address[0]
         port = port or free_port(host)
-        places = [part for inbox in inboxes for part in ("--inbox", str(inbox))]
-        command = [sys.executable, "-P", "-m", "flows.cli", "feedback", "serve", *recipes, *places]
-        self._start("feedback", [*command, "--home", str(self.home), "--host", host, "--port", str(port)], self.environment())
-        return f"{self.ui.rpartition(':')[0]}:{port}/feedback"
+        place = ["--home", str(self.home), "--host", host, "--port", str(port)]
+        self._start(name, [sys.executable, "-P", "-m", "flows.cli", *command, *place], self.environment())
+        return f"{self.ui.rpartition(':')[0]}:{port}"
 
     def start_dashboard(self, artifacts: Path, port: int) -> str:
         """Starts the live page of an artifacts folder, beside the server's address. Returns its address. When it ends, `serve` goes on."""
-        host = self._address[0]
-        port = port or free_port(host)
         artifacts.mkdir(parents=True, exist_ok=True)
-        own = ["--home", str(self.home), "--host", host, "--port", str(port), "--allow-host", ",".join(self._hosts)]
-        self._start(f"{PAGE} {artifacts}", [sys.executable, "-P", "-m", "flows.cli", "dashboard", str(artifacts), *own], self.environment())
-        return f"{self.ui.rpartition(':')[0]}:{port}/"
+        command = ["dashboard", str(artifacts), "--allow-host", ",".join(self._hosts)]
+        return self._start_endpoint(f"{PAGE} {artifacts}", command, port) + "/"
 
     def record(self, deployments: Mapping[Any, Mapping[str, Any]]) -> None:
         """Saves the parameters of deployments by id; tasks/served.py compares those of runs with them."""
@@ -109,7 +115,7 @@ class Servants:
         """Raises MachineLacks when one of them has ended."""
         for name, process in self._running.items():
             if process.poll() is not None and not name.startswith(PAGE):
-                whose = "the endpoint for feedback" if name == "feedback" else f"Prefect's {name}"
+                whose = ENDPOINTS.get(name, f"Prefect's {name}")
                 raise MachineLacks(
                     f"{whose} ended with code {process.returncode}, so serve ends too (log: {self.home / LOG}): start it again, "
                     "finished stages stay finished"

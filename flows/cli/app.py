@@ -26,6 +26,7 @@ from flows.cli import prepare as cli_prepare
 from flows.cli import run as cli_run
 from flows.cli import start as cli_start
 from flows.cli import suite as cli_suite
+from flows.cli import triggers as cli_triggers
 from flows.cli.show import FAILED, INTERRUPTED, OK, WAITS, errors
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
@@ -38,6 +39,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "demo": cli_start.demo,
     "init": cli_start.init,
     "serve": cli_loops.serve,
+    "serve-triggers": cli_triggers.serve_triggers,
     "run": cli_run.run,
     "stage": cli_run.stage,
     "validate": cli_prepare.validate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from cyclopts import App
@@ -38,7 +39,7 @@ def import_(
     if not files:
         raise ValueError("give the files to import: alignflow feedback import FILE... --inbox NAME.inbox")
     box, questions = _opened(inbox, recipe)
-    worst = OK
+    worst, new = OK, 0
     for file in files:
         with console.status(f"reading {file}") as status:
             given = rows_of(file)
@@ -49,8 +50,19 @@ def import_(
 
             done = receive(box, given, questions, shown, annotator, progress)
         tell(file, done)
-        worst = FAILED if done.wrong else worst
+        worst, new = FAILED if done.wrong else worst, new + done.new
+    if new and os.environ.get("PREFECT_API_URL"):
+        _tell_server(box)
     return worst
+
+
+def _tell_server(box: Inbox) -> None:
+    from flows.triggers.events import names_a_server
+    from flows.triggers.events import tell as tell_of
+
+    if names_a_server() and not tell_of([box.folder]):
+        text = "warning: Prefect's server (PREFECT_API_URL) was not told of the new rows: start a run, or wait for the schedule"
+        console.print(text, markup=False, highlight=False)
 
 
 def tell(file: str, done: Receipt) -> None:
@@ -140,6 +152,12 @@ def serve(
     masked(["a@example.org"])  # loads presidio, or says that it is missing
     token = kept_secret(home.absolute() / FEEDBACK_TOKEN)
     named = by_name(folders, lambda: questions)
+    if os.environ.get("PREFECT_API_URL"):
+        from flows.triggers.events import Teller, names_a_server
+        from flows.triggers.feedback import Watch, takes_feedback
+
+        if names_a_server():
+            Teller([Watch(one) for one in loaded if takes_feedback(one)]).start()
     with listen(host, port or free_port(host)) as listener:
         address = f"http://{'127.0.0.1' if host == EVERYWHERE else host}:{listener.getsockname()[1]}"
         for name in named:

@@ -6,11 +6,10 @@ import os
 import re
 import shlex
 import signal
-import time
 from pathlib import Path
+from typing import Annotated
 
-from cyclopts import App
-from httpx import HTTPError
+from cyclopts import App, Parameter
 from rich.console import Console
 
 from flows.cli.dashboard import TOKEN, show_address
@@ -23,8 +22,12 @@ from rlhf_core.system.files import is_locked
 from rlhf_core.system.machine import MachineLacks
 from rlhf_core.system.secret_file import kept_secret
 
-CHECK_SECONDS, SWEEP_SECONDS = 0.5, 15.0
 loop_app = App(name="loop", help="A recipe's loop (iterative_dpo, iterative), one round at a time.")
+
+
+OnFeedback = Annotated[
+    bool, Parameter(negative=(), help="loops of kind iterative_feedback also train a round when their inbox has min_new_rows new rows.")
+]
 
 
 def serve(
@@ -41,6 +44,9 @@ def serve(
     min_gain: float | None = None,
     feedback_port: int = 4300,
     dashboard_port: int = 0,
+    on_feedback: OnFeedback = False,
+    trigger_port: int | None = None,
+    starts_an_hour: int = 12,
 ) -> int:
     """Start a Prefect server, a worker and the deployments of recipes on this machine; Ctrl-C ends it all.
 
@@ -58,23 +64,33 @@ def serve(
         min_gain: loops end when the win rate of their last round is not more than this above the round before it.
         dashboard_port: of the live page of the recipes' artifacts; 0 takes a free one.
         feedback_port: of the endpoint that takes feedback, where a recipe has an inbox; 0 takes a free one.
+        trigger_port: of an endpoint that starts runs on requests with a token (webhooks), such as 4301; 0 takes a free one; default: none.
+        starts_an_hour: the most runs of a deployment that such requests start in an hour.
     """
-    if not 0 <= port <= 65535:
-        raise ValueError(f"there is no port {port}: give 1 to 65535, or 0 for a free one")
+    for number in (port, feedback_port, dashboard_port, trigger_port or 0):
+        if not 0 <= number <= 65535:
+            raise ValueError(f"there is no port {number}: give 1 to 65535, or 0 for a free one")
     if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
         raise ValueError(f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas")
     from prefect.client.orchestration import get_client
-    from prefect.exceptions import PrefectException
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    from flows.deployments import deploy, prepare, schedule_of, served, sweep
-    from flows.serve import AUTH, FEEDBACK_TOKEN, Servants, only_one
+    from flows.deployments import deploy, feedback_name, prepare, schedule_of, served
+    from flows.serve import AUTH, FEEDBACK_TOKEN, TRIGGER_TOKEN, Servants, only_one
+    from flows.supervise import supervise
+    from flows.triggers.feedback import Watch, takes_feedback
+    from flows.triggers.runs import FeedbackTrigger
 
     ends = {key: value for key, value in (("max_rounds", max_rounds), ("min_gain", min_gain)) if value is not None}
     recipes = served([text for text in given if "=" not in text], [text for text in given if "=" in text], ends)
     if not recipes:
         raise ValueError("give the recipes to serve: alignflow serve RECIPE...")
     when = schedule_of(every, cron, timezone) if schedule else None
+    watches = {one.recipe.name: Watch(one.recipe) for one in recipes if on_feedback and takes_feedback(one.recipe)}
+    if on_feedback and not watches:
+        raise ValueError("--on-feedback: no recipe has a loop of kind iterative_feedback: leave it out, or serve a recipe with one")
+    if starts_an_hour < 1:
+        raise ValueError(f"--starts-an-hour {starts_an_hour}: give 1 or more")
     console = Console(soft_wrap=True)
     with only_one(home.absolute()):
         try:
@@ -89,8 +105,10 @@ def serve(
             servants.start_server()
             with ours, get_client(sync_client=True) as client:
                 prepare(client)
+                triggered = []
                 for one in recipes:
-                    made = deploy(servants.api, one, when, ends)
+                    made = deploy(servants.api, one, when, ends, one.recipe.name in watches)
+                    triggered += [name for name in made if name.endswith(f"/{one.recipe.name}")]
                     servants.record({identity: one.parameters for identity in made.values()})
                     for name in made:
                         console.print(f"deployment {name}", markup=False, highlight=False)
@@ -98,26 +116,20 @@ def serve(
                 if inboxes := list(dict.fromkeys(folder for one in recipes for folder in inboxes_of(one.recipe))):
                     told = servants.start_feedback([text for text in given if "=" not in text], inboxes, feedback_port)
                     console.print(f"feedback: POST {told}/NAME (token: {servants.home / FEEDBACK_TOKEN})", markup=False, highlight=False)
+                if trigger_port is not None:
+                    told = servants.start_triggers(triggered, trigger_port, starts_an_hour)
+                    place = servants.home / TRIGGER_TOKEN
+                    console.print(f"triggers: POST {told}/FLOW/NAME (token: {place})", markup=False, highlight=False)
                 timing = f"every {every:g} s" if every is not None else f"'{cron}' {timezone}"
-                console.print(
-                    f"schedule: {timing if when else 'none'}\nserving on {servants.ui} (Ctrl-C ends it)", markup=False, highlight=False
-                )
+                timing = (timing if when else "none") + (" and on new feedback" if watches else "")
+                console.print(f"schedule: {timing}\nserving on {servants.ui} (Ctrl-C ends it)", markup=False, highlight=False)
                 show_auth(console, servants.api, servants.auth, servants.home / AUTH)
                 token = kept_secret(servants.home / TOKEN)
                 for nth, artifacts in enumerate(dict.fromkeys(Path(one.recipe.artifacts).absolute() for one in recipes)):
                     address = servants.start_dashboard(artifacts, 0 if nth else dashboard_port)
                     show_address(console, artifacts, address, token, servants.home / TOKEN)
-                swept = time.monotonic()
-                while True:
-                    time.sleep(CHECK_SECONDS)
-                    servants.check()
-                    if time.monotonic() - swept > SWEEP_SECONDS:
-                        try:
-                            sweep(client)
-                        except (PrefectException, HTTPError) as error:  # the server was busy, or a run was deleted meanwhile
-                            console.print(f"runs were not checked ({type(error).__name__}), again soon", markup=False, highlight=False)
-                        servants.bound_log()
-                        swept = time.monotonic()
+                triggers = [FeedbackTrigger(client, f"loop/{feedback_name(name)}", watch) for name, watch in watches.items()]
+                supervise(console, client, servants, triggers)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the shutdown
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -144,6 +144,11 @@ def _named(config: StageConfig) -> list[tuple[Inbox, Rows]]:
     return [(Inbox(Path(source.path)), rows) for sources, rows in texts if rows for source in sources if source.is_inbox]
 
 
+def new_rows(config: IterativeFeedback, after: Mapping[str, int]) -> int:
+    """Returns how many rows of a loop's method its inboxes have after these numbers (by the inbox's id)."""
+    return sum(inbox.count(VIEWS[rows], after.get(inbox.id, 0)) for inbox, rows in _named(config) if inbox.exists)
+
+
 def replaced(value: Value, files: Mapping[Source, Source]) -> Value:
     """Returns a config with other sources in place of some."""
     new: Any = value

@@ -1,4 +1,5 @@
-"""Protects the HTTP pages of this project (labelling, live page, feedback endpoint): a token for each request, known hosts, own origin.
+"""Protects what this project serves (labelling, live page, endpoints for feedback and triggers): a token for each request, known hosts,
+own origin.
 
 A browser gives the token once, as `/?token=...`, which becomes a cookie of this address; programs send it as a bearer token. A request
 for another host (DNS rebinding) and a write from another server's page are refused. There is no TLS: put a proxy in front.

@@ -25,6 +25,7 @@ import flows.serve
 from flows.cli.app import main
 from flows.deployments import SILENT, deploy, job_template, prepare, schedule_of, served, sweep
 from flows.serve import LOG, POOL, Servants
+from flows.triggers.events import NEW
 from rlhf_core.recipe.load import load_recipe
 from tasks.served import own_recipe
 from tests.support.micro import ROOT, ask, build, wait_until
@@ -32,7 +33,7 @@ from tests.support.micro import ROOT, ask, build, wait_until
 FILE = ROOT / "deployments" / "prefect.yaml"
 
 
-def test_all_deployments_are_created(prefect: str, tmp_path: Path) -> None:
+def test_all_deployments_are_created(prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = build(tmp_path / "here") | {"PREFECT_API_URL": prefect, "ALIGNFLOW_RECIPE": "recipe.yaml", "PWD": str(tmp_path / "here")}
     template = json.loads((FILE.parent / "process-pool.json").read_text())
     assert template == job_template()
@@ -60,6 +61,20 @@ def test_all_deployments_are_created(prefect: str, tmp_path: Path) -> None:
     folders = {name: found[name]["pull_steps"] for name in ("nightly", "on-demand-ray")}
     step = "prefect.deployments.steps.set_working_directory"
     assert folders == {"nightly": [{step: {"directory": str(tmp_path / "here")}}], "on-demand-ray": [{step: {"directory": "/artifacts"}}]}
+    own = found["on-feedback"]["id"]
+    (automation,) = [item for item in ask(prefect, "/automations/filter", {}) if item["actions"][0].get("deployment_id") == own]
+    trigger = automation["trigger"]
+    assert trigger["expect"] == [NEW] and trigger["match"] == {"prefect.resource.id": "alignflow.inbox.*"}
+    assert found["on-feedback"]["concurrency_options"]["collision_strategy"] == "ENQUEUE"
+    monkeypatch.setenv("PREFECT_API_URL", prefect)
+    monkeypatch.chdir(tmp_path / "here")
+    Path("rows.jsonl").write_text('{"prompt": "p", "response": "r", "thumb": "up"}\n')
+    assert main(["feedback", "import", "rows.jsonl", "--inbox", "chat.inbox"]) == 0
+    started = {"flow_runs": {"deployment_id": {"any_": [own]}}}
+    wait_until(lambda: ask(prefect, "/flow_runs/count", started) == 1, "the import to start a run of on-feedback", 90)
+    with SyncPrefectClient(api=prefect) as client:  # other tests use the same server
+        client.delete_automation(UUID(automation["id"]))
+        client.delete_flow_run(UUID(ask(prefect, "/flow_runs/filter", started)[0]["id"]))
     sweep = [entry["parameters"]["overrides"] for entry in found["evaluation-sweep"]["schedules"]]
     assert sorted(sweep) == [["evaluation.temperature=0", "evaluation.proxy=null"], ["evaluation.temperature=1"]]
 

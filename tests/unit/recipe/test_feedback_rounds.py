@@ -73,6 +73,15 @@ def test_each_round_takes_the_rows_that_are_new(tmp_path: Path, inbox: Inbox) ->
     assert "round 3 waits for feedback: night.inbox has 0 new rows that it can use" in loop_state(recipe(tmp_path), "loop").why_not()
 
 
+def test_a_plan_of_the_recipe_begins_no_round(tmp_path: Path, inbox: Inbox) -> None:
+    """`alignflow serve` and `validate` plan the recipe too."""
+    say(inbox, "a", "b")
+    plan(recipe(tmp_path, min_new_rows=3))
+    assert "has 2 new rows for dpo" in loop_state(recipe(tmp_path, min_new_rows=3), "loop").why_not()
+    say(inbox, "c")
+    assert rows(one_round(recipe(tmp_path, min_new_rows=3)).plan["loop.round1"]) == ["a", "b", "c"]
+
+
 def test_a_round_that_has_begun_keeps_its_rows(tmp_path: Path, inbox: Inbox) -> None:
     say(inbox, "a")
     begun = begin(recipe(tmp_path), loop_state(recipe(tmp_path), "loop"))

@@ -1,0 +1,1 @@
+"""Start runs of deployments on new feedback and on requests over HTTP."""

@@ -1,0 +1,80 @@
+"""Tells a Prefect server of new feedback by the event `alignflow.feedback.new`, on which a deployment may start.
+
+Best effort: what cannot be told is one warning, and never stops an import. The server is that of PREFECT_API_URL.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from httpx import HTTPError
+from prefect.client.orchestration import get_client
+from prefect.events.schemas.events import Event, Resource
+from prefect.exceptions import PrefectException
+
+from flows.triggers.feedback import LOOK_SECONDS, Watch
+from rlhf_core.feedback.inbox import SUFFIX
+from rlhf_core.recipe.inboxes import inboxes_of
+from tasks.served import SERVED_ENV
+
+NEW = "alignflow.feedback.new"
+ANSWER_SECONDS = 10.0
+logger = logging.getLogger(__name__)
+
+
+def names_a_server() -> bool:
+    """Whether to tell a server: the environment names one, and it is not that of `alignflow serve`, which looks at inboxes itself."""
+    return bool(os.environ.get("PREFECT_API_URL")) and SERVED_ENV not in os.environ
+
+
+def tell(inboxes: Sequence[Path]) -> bool:
+    """Sends the event for each inbox, with the resource `alignflow.inbox.NAME`. Returns whether the server took it."""
+    events = [
+        Event(event=NEW, resource=Resource({"prefect.resource.id": f"alignflow.inbox.{inbox.name.removesuffix(SUFFIX)}"}))
+        for inbox in inboxes
+    ]
+    try:
+        with get_client(sync_client=True, httpx_settings={"timeout": ANSWER_SECONDS}) as client:
+            client.request("POST", "/events", json=[event.model_dump(mode="json") for event in events]).raise_for_status()
+    except (PrefectException, HTTPError, RuntimeError, OSError) as error:
+        logger.debug("the event was not taken", exc_info=error)
+        return False
+    return True
+
+
+class Teller:
+    """Tells the server when a loop has rows for a round; an event that it did not take is sent again."""
+
+    def __init__(self, watches: Sequence[Watch]):
+        self._watches, self._warned = watches, set[str]()
+
+    def start(self) -> None:
+        """Looks every few seconds, in a thread that ends with the process."""
+        threading.Thread(target=self._keep_looking, name="feedback events", daemon=True).start()
+
+    def look(self) -> None:
+        for watch in self._watches:
+            try:
+                if watch.due():
+                    if tell(inboxes_of(watch.recipe)):
+                        watch.started()
+                    else:
+                        self._warn("Prefect's server (PREFECT_API_URL) was not told of new feedback: it is told later")
+            except (ValueError, OSError) as error:
+                self._warn(f"recipe {watch.recipe.name}: {error}")
+
+    def _keep_looking(self) -> None:
+        while True:
+            time.sleep(LOOK_SECONDS)
+            self.look()
+
+    def _warn(self, sentence: str) -> None:
+        """Logs a sentence once."""
+        if sentence not in self._warned:
+            logger.warning("%s", sentence)
+            self._warned.add(sentence)

@@ -1,0 +1,137 @@
+"""When new feedback starts a run: enough new rows, no round for them yet, and not again and again without a result."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.triggers.feedback import LONGEST_PAUSE, Watch
+from rlhf_core.config import Recipe
+from rlhf_core.feedback.inbox import Inbox
+from rlhf_core.feedback.parse import feedback_of
+from rlhf_core.recipe.loop_record import FILE, LOCK, Begun, Record, Round, folder_of
+from rlhf_core.system.files import locked, write_text
+
+DAY = datetime(2026, 5, 1, tzinfo=UTC)
+
+
+class Bench:
+    """A recipe's loop, its inbox, and a clock."""
+
+    def __init__(self, folder: Path, **loop: Any):
+        self.inbox, self.now = Inbox(folder / "chat.inbox"), 0.0
+        source = {"feedback": {"sources": str(self.inbox.folder)}, "min_new_rows": 3}
+        stages: dict[str, Any] = {"loop": {"stage": "iterative_feedback", "method": "dpo", "rounds": 1, **source, **loop}}
+        self.recipe = Recipe(name="night", base_model="org/base", artifacts=str(folder / "artifacts"), stages=stages)
+        self.watch, self._said = self.watching(), 0
+
+    def watching(self) -> Watch:
+        """As of a new process."""
+        return Watch(self.recipe, lambda: self.now)
+
+    def say(self, count: int) -> None:
+        self.inbox.add([feedback_of({"prompt": f"q{self._said + n}", "chosen": "good", "rejected": "bad"}) for n in range(count)])
+        self._said += count
+
+    def record(self, *taken: int, begun: int | None = None, refused: str = "") -> None:
+        """Writes `loop.json` with rounds, and a round in progress, that go up to these rows."""
+        place = str(self.inbox.folder)
+        rounds = tuple(Round(stages={}, begun=DAY, ended=DAY, taken={place: end}, refused=refused) for end in taken)
+        now = Begun(stages={}, at=DAY, taken={place: begun}) if begun is not None else None
+        folder_of(self.recipe).mkdir(parents=True, exist_ok=True)
+        write_text(folder_of(self.recipe) / FILE, Record(loop="loop", rounds=rounds, begun=now).model_dump_json())
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_enough_new_rows_start_one_run(bench: Bench) -> None:
+    assert not bench.watch.due(), "there is no inbox"
+    bench.say(2)
+    assert not bench.watch.due()
+    bench.say(1)
+    assert bench.watch.due()
+    bench.watch.started()
+    bench.say(2)
+    assert not bench.watch.due(), "the run has not begun a round yet"
+    bench.record(begun=4)
+    bench.say(1)
+    assert not bench.watch.due(), "the round goes up to row 4, and two rows came after it"
+    bench.record(4)
+    bench.say(1)
+    assert bench.watch.due(), "three rows after the round"
+
+
+def test_rows_that_came_while_nothing_watched_are_found(bench: Bench) -> None:
+    bench.say(4)
+    bench.record(4)
+    assert not bench.watching().due()
+    bench.say(3)
+    assert bench.watching().due()
+
+
+def test_an_unfinished_round_is_due_once_for_a_new_process_and_again_after_a_crash(bench: Bench) -> None:
+    bench.say(3)
+    bench.record(begun=3)
+    assert bench.watch.due()
+    bench.watch.started()
+    assert not bench.watch.due(), "it failed: the same rows fail again"
+    bench.watch.again()
+    assert bench.watch.due()
+
+
+def test_a_refused_round_keeps_its_rows(bench: Bench) -> None:
+    bench.say(3)
+    bench.record(3, refused="accuracy 0.1 is below 0.5")
+    assert not bench.watch.due()
+
+
+def test_rows_of_another_kind_do_not_count(bench: Bench) -> None:
+    bench.inbox.add([feedback_of({"prompt": f"t{n}", "response": "x", "thumb": "up"}) for n in range(9)])
+    assert not bench.watch.due(), "thumbs are no pairs"
+
+
+def test_nothing_is_due_while_a_run_works_on_the_loop(bench: Bench) -> None:
+    bench.say(3)
+    folder_of(bench.recipe).mkdir(parents=True)
+    with locked(folder_of(bench.recipe) / LOCK) as ours:
+        assert ours and not bench.watch.due()
+    assert bench.watch.due()
+
+
+def test_starts_that_finish_no_round_become_rare(bench: Bench) -> None:
+    starts = []
+    for _ in range(1000):
+        bench.now += 50
+        bench.say(3) if bench.now % 100 == 0 else None
+        if bench.watch.due():
+            starts.append(bench.now)
+            bench.watch.started()
+    gaps = [later - earlier for earlier, later in pairwise(starts)]
+    assert gaps[0] == 100 and gaps == sorted(gaps) and gaps[-1] >= LONGEST_PAUSE and len(starts) < 24, gaps
+    bench.record(int(bench.inbox.end()))
+    bench.now += LONGEST_PAUSE
+    bench.say(3)
+    assert bench.watch.due()
+    bench.watch.started()
+    bench.say(3)
+    assert bench.watch.due(), "a round was finished, so there is no pause"
+
+
+def test_a_record_that_cannot_be_read_is_told(bench: Bench) -> None:
+    bench.record()
+    (folder_of(bench.recipe) / FILE).write_text("{")
+    with pytest.raises(ValueError, match=r"loop\.json cannot be read"):
+        bench.watch.due()
+
+
+def test_recipes_without_such_a_loop_are_refused(tmp_path: Path) -> None:
+    loop = {"stage": "iterative_dpo", "reward": "org/reward", "prompts": {"sources": "p.jsonl"}, "rounds": 1}
+    with pytest.raises(ValueError, match="its loop loop takes no feedback"):
+        Watch(Recipe(name="x", base_model="org/base", stages={"loop": loop}))
