@@ -8,7 +8,9 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from evaluation.alignment_tax.report import TAX, TaxReport
+from evaluation.drift.records import DRIFT, DriftReport, Earlier
 from evaluation.report.charts import rounds_chart, tax_chart
+from evaluation.report.drift_chart import drift_chart
 from evaluation.report.summary import Evaluated, Evidence
 from rlhf_core.config import KINDS, Evaluation
 
@@ -40,6 +42,27 @@ def taxes(stages: Sequence[Evidence]) -> list[Tax]:
     for stage in stages:
         if stage.report and (report := TaxReport.read(stage.report / TAX)):
             found.append(Tax(stage.view.name, report, Markup(tax_chart(report)) if report.main else None))
+    return found
+
+
+class Drifted(NamedTuple):
+    """A drift stage: its report, the results in its history and itself, newest first, and the curves of its signals (None: no history)."""
+
+    name: str
+    report: DriftReport
+    results: list[Earlier]
+    svg: Markup | None
+
+
+def drifts(stages: Sequence[Evidence]) -> list[Drifted]:
+    """Returns the report and curves of every finished drift stage."""
+    found = []
+    for stage in stages:
+        if stage.report and (report := DriftReport.read(stage.report / DRIFT)):
+            here = Earlier(at=report.at, digest=stage.digest, model=report.model, values=report.values)
+            results = [*report.history, here]
+            svg = Markup(drift_chart(report, results)) if report.history else None
+            found.append(Drifted(stage.view.name, report, results[::-1], svg))
     return found
 
 

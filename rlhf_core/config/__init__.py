@@ -16,6 +16,7 @@ from fsspec.registry import known_implementations
 from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Data, Source
+from rlhf_core.config.drift import Anchors, Drift
 from rlhf_core.config.evaluation import (
     AlignmentTax,
     ChatJudge,

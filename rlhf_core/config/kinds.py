@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from rlhf_core.config import metrics
+from rlhf_core.config.drift import Drift
 from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.lm_eval_tasks import task_name
@@ -159,6 +160,16 @@ KINDS = {
         metrics=metrics.taxed,
         main_of=lambda config: (f"tax/{task_name(task)}" for task in config["tasks"]),
         means=metrics.ALIGNMENT_TAX_MEANS,
+        charts=None,
+    ),
+    "drift": Kind(
+        Drift,
+        "evaluation.drift.stage",
+        makes="report",
+        names={"model": ("policy",), "reference": ("policy",), "evaluation": ("evaluation",)},
+        metrics=metrics.drifted,
+        means=metrics.DRIFT_MEANS,
+        main=("prompts/divergence",),
         charts=None,
     ),
     "publication": Kind(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import permutations
 from typing import Any, NamedTuple
 
+from rlhf_core.config.drift import Drift
 from rlhf_core.config.evaluation import AlignmentTax, ChatJudge, Evaluation, RuleJudge
 from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Preferences
@@ -135,6 +136,21 @@ def taxed(config: AlignmentTax) -> Iterator[str]:
         yield f"documents/{task}"
 
 
+def drifted(config: Drift) -> Iterator[str]:
+    """Each signal with its interval, the p-value of its test where it has one, and its change from the previous result."""
+    tested = ["prompts/divergence", "prompts/length", "refusals/rise"]
+    others = ["answers/length", "refusals/model", "refusals/reference", "judge/reward_correlation"]
+    if config.kl:
+        others.append("kl")
+    if config.anchors:
+        tested.append("anchors/shift")
+        others.append("anchors/changed")
+        yield "anchors/age_days"
+    for signal in (*tested, *others):
+        yield from (signal, f"{signal}_low", f"{signal}_high", f"{signal}/change")
+    yield from (f"{signal}_p" for signal in tested)
+
+
 class Panel(NamedTuple):
     """One small chart. `lines`: metric -> label; `band`: the metric drawn as +- around the first line; `level`: a dashed line."""
 
@@ -249,6 +265,15 @@ ALIGNMENT_TAX_MEANS = {
     "tax_low": "It is sure that alignment cost the model what it could do before: look at its KL to the reference first.",
     "tax_high": "It is not sure that the model kept what it could do before: more documents narrow the interval.",
     "score": "A model scores otherwise than expected on this task: compare it with the baseline's score.",
+}
+DRIFT_MEANS = {
+    "prompts": "Users ask otherwise than the prompts that were trained on: read new prompts, and add such ones to training and evaluation.",
+    "answers/length": "Answers have another length than the reference's: a reward model or judge that likes length is the usual cause.",
+    "refusals": "The model refuses another share of the questions than the reference: look at its refusals, and at the last rounds' pairs.",
+    "judge/reward_correlation": "The judge and the reward model disagree: the rounds may exploit the reward model; train it anew.",
+    "anchors": "The judge gives other verdicts on the same answers than before: its model or prompt has changed, so win rates of different "
+    "weeks do not compare. Calibrate it again.",
+    "kl": "The model is far from the reference: distrust its reward, and look at its answers.",
 }
 ANY = {
     "response/truncated": "Answers are cut at generate_max_len: raise it, or the policy never learned to stop (a bad SFT).",

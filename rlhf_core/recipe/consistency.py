@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
-from rlhf_core.config import Evaluation, Loop, Preferences, Publication, Recipe, StageConfig
+from rlhf_core.config import Drift, Evaluation, Loop, Preferences, Publication, Recipe, StageConfig
 from rlhf_core.config.kinds import KINDS, metrics_of, named
 from rlhf_core.recipe.expand import Expanded
 from rlhf_core.recipe.references import references
@@ -22,6 +22,9 @@ def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:
         f"stages.{name}.models: {config.baseline} is the baseline, and there is no other model to compare with it: name one"
         for name, config in recipe.stages.items()
         if isinstance(config, Evaluation) and config.judges and set(config.models) <= {config.baseline}
+    ]
+    problems += [
+        problem for name, config in recipe.stages.items() if isinstance(config, Drift) for problem in _unjudged(name, config, expanded)
     ]
     return problems + [
         f"stages.{name}.round_branch: {config.model} has no rounds: name {' or '.join(rounds) or 'an iterative stage'} as model"
@@ -54,6 +57,22 @@ def _misnamed(stage: str, config: StageConfig, stages: Mapping[str, StageConfig]
             remote = ", an endpoint" if isinstance(config, Evaluation) and not place.startswith("judges") else ""
             valid += endpoints if remote else ()
             yield f"{where}: {unknown(name, valid, 'name')}; name base, a stage{remote}, a folder or a Hub id (owner/model)"
+
+
+def _unjudged(name: str, config: Drift, expanded: Expanded) -> Iterator[str]:
+    """Yields a sentence for each model of a drift stage that does not answer in its evaluation, and for a KL that it cannot measure."""
+    evaluation = expanded.stages.get(config.evaluation)
+    if not isinstance(evaluation, Evaluation):
+        return  # told as a wrong name
+    answering = {
+        expanded.aliases.get(model, model) for model in (evaluation.baseline, *evaluation.models) if model not in evaluation.endpoints
+    }
+    for field in ("model", "reference"):
+        model = getattr(config, field)
+        if expanded.aliases.get(model, model) not in answering:
+            yield f"stages.{name}.{field}: {model} does not answer in {config.evaluation}: add it to that stage's models"
+    if config.kl and evaluation.temperature != 1:
+        yield f"stages.{name}.kl needs samples of the model: set temperature of {config.evaluation} to 1, or leave kl out"
 
 
 def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rlhf_core.config import AlignmentTax, Evaluation, Recipe, RewardEvaluation, RewardJudge, Source, StageConfig, VllmJudge
+from rlhf_core.config import AlignmentTax, Drift, Evaluation, Judge, Recipe, RewardEvaluation, RewardJudge, Source, StageConfig, VllmJudge
 from rlhf_core.config.kinds import KINDS, named
 from rlhf_core.config.lm_eval_tasks import is_path
 from rlhf_core.config.rewards import Environment, FunctionReward, ModelReward
@@ -54,10 +54,16 @@ def references(config: StageConfig) -> Iterator[Reference]:
         for i, name in enumerate(config.reward_evaluation.models if config.reward_evaluation else ()):
             yield Reference(f"reward_evaluation.models.{i}", name, named("reward"))
         for i, judge in enumerate(config.judges):
-            if isinstance(judge, RewardJudge):
-                yield Reference(f"judges.{i}.reward", judge.reward, named("reward"))
-            elif isinstance(judge, VllmJudge):
-                yield Reference(f"judges.{i}.model", judge.model, named("policy"))
+            yield from _of_judge(f"judges.{i}", judge)
+    if isinstance(config, Drift) and config.anchors:
+        yield from _of_judge("anchors.judge", config.anchors.judge)
+
+
+def _of_judge(where: str, judge: Judge) -> Iterator[Reference]:
+    if isinstance(judge, RewardJudge):
+        yield Reference(f"{where}.reward", judge.reward, named("reward"))
+    elif isinstance(judge, VllmJudge):
+        yield Reference(f"{where}.model", judge.model, named("policy"))
 
 
 def beside(recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: bool = False) -> tuple[dict[str, Any], list[str]]:

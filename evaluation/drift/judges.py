@@ -1,0 +1,88 @@
+"""Measures drift of judges: agreement of the judge with the reward model, and verdicts that the judge gave in the past. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from evaluation.drift.answers import difference_interval, share_interval, sign_test
+from evaluation.drift.records import Signal
+from evaluation.drift.resampling import Floats, spearman, spearman_interval
+from evaluation.judges.offline import Judge, battles, score_gap
+from rlhf_core.config import Data, Source
+from rlhf_core.data.questions import Question, to_question
+from rlhf_core.data.rows.mixture import load_rows
+from rlhf_core.records import Judgment
+
+FEWEST = 8  # questions of a rank correlation
+POINTS = {"A": 0.0, "tie": 0.5, "B": 1.0}  # of answer B
+
+
+def agreement(judged: Sequence[Judgment], rewarded: Sequence[Judgment], rounds: int, seed: int) -> Signal | None:
+    """Returns `judge/reward_correlation`: Spearman's correlation, over questions, of the judge's score of the model (0 to 1) with the
+    difference of the reward model's scores of model and baseline.
+
+    None with fewer than FEWEST questions that both judged, or when one of them gives all questions the same.
+    """
+    wins = {judgment.uid: judgment.score for judgment in judged if judgment.score is not None}
+    gaps = {judgment.uid: gap for judgment in rewarded if (gap := score_gap(judgment.games[1])) is not None}
+    common = [uid for uid in wins if uid in gaps]
+    if len(common) < FEWEST:
+        return None
+    one, other = (np.array([values[uid] for uid in common], dtype=np.float64) for values in (wins, gaps))
+    value = float(spearman(one[None], other[None])[0])
+    if not np.isfinite(value):
+        return None
+    low, high = spearman_interval(one, other, rounds, seed)
+    return Signal(name="judge/reward_correlation", value=value, low=low, high=high, count=len(common))
+
+
+class Pairs(NamedTuple):
+    """Anchors: N questions, two answers to each, and the points of answer B by the past verdict, (N,)."""
+
+    questions: list[Question]
+    answers: dict[str, list[str]]
+    points: Floats
+
+
+def load_anchors(source: Source, seed: int) -> Pairs:
+    """Reads anchors. Raises ValueError that names the row without a prompt, an answer or a verdict."""
+    rows = load_rows(Data(sources=(source,)), seed)
+    questions = [to_question({**row, "uid": f"anchor {number}"}, source, number) for number, row in enumerate(rows, 1)]
+    return Pairs(
+        questions,
+        {side: [_text(row, question.where, f"answer_{side}") for row, question in zip(rows, questions, strict=True)] for side in "ab"},
+        np.array([_points(row, question.where) for row, question in zip(rows, questions, strict=True)]),
+    )
+
+
+def judge_anchors(judge: Judge, anchors: Pairs, rounds: int, seed: int) -> list[Signal]:
+    """Returns `anchors/changed`, the share of anchors with another winner than in the past, and `anchors/shift`, the change of answer B's
+    win rate; its test is an exact sign test on the anchors whose points rose or fell. Raises ValueError when no game has a verdict."""
+    judged = battles(judge, anchors.questions, anchors.answers, [("b", "a")])
+    scores = np.array([np.nan if judgment.score is None else judgment.score for judgment in judged], dtype=np.float64)
+    held = np.isfinite(scores)
+    if not held.any():
+        raise ValueError(f"anchors: {judge.name} gave no verdict on any of {len(scores)} anchors: look at the judge's log")
+    points, scores = anchors.points[held], scores[held]
+    changed = (np.sign(scores - 0.5) != np.sign(points - 0.5)).astype(np.float64)
+    low, high = share_interval(changed, rounds, seed)
+    share = Signal(name="anchors/changed", value=float(changed.mean()), low=low, high=high, count=len(points))
+    difference = scores - points
+    low, high = difference_interval(difference, rounds, seed)
+    shift = Signal(name="anchors/shift", value=float(difference.mean()), low=low, high=high, count=len(points), p=sign_test(difference))
+    return [share, shift]
+
+
+def _text(row: Mapping[str, Any], where: str, column: str) -> str:
+    if not isinstance(row.get(column), str):
+        raise ValueError(f"{where}: an anchor needs the text column {column!r}; its columns are {', '.join(row)}: add it")
+    return str(row[column])
+
+
+def _points(row: Mapping[str, Any], where: str) -> float:
+    if row.get("verdict") not in POINTS:
+        raise ValueError(f"{where}: the verdict of an anchor is A, B or tie, and here it is {row.get('verdict')!r}: correct it")
+    return POINTS[row["verdict"]]
