@@ -42,7 +42,7 @@ def answer_signals(model: Sequence[str], reference: Sequence[str], rounds: int, 
     refused = [np.array([refuses(text) for text in side], dtype=np.float64) for side in (model, reference)]
     found = []
     if lengths[1].any():
-        low, high = paired_ratio(*lengths, rounds, seed)
+        low, high = paired_ratio(lengths[0], lengths[1], rounds, seed)
         value = float(lengths[0].mean() / lengths[1].mean())
         found.append(Signal(name="answers/length", value=value, low=low, high=high, count=len(model)))
     for name, shares in zip(("refusals/model", "refusals/reference"), refused, strict=True):

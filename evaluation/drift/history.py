@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from evaluation.drift.records import DRIFT, DriftReport, Earlier, Signal
+from rlhf_core.config import Drift
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 KEPT = 60  # earlier results in a report
@@ -25,7 +26,7 @@ class Found(NamedTuple):
         return Earlier(at=self.report.at, digest=self.digest, model=self.report.model, values=self.report.values)
 
 
-def earlier_results(request: StageRequest, run: RunDir) -> list[Found]:
+def earlier_results(request: StageRequest, config: Drift, run: RunDir) -> list[Found]:
     """Returns the earlier results, oldest first; those that are damaged or unfinished are left out."""
     found = []
     for folder in run.path.parent.glob(f"{request.name}-*"):
@@ -33,7 +34,7 @@ def earlier_results(request: StageRequest, run: RunDir) -> list[Found]:
         result = other.result() if folder != run.path else None
         if result and result.stage == "drift" and result.name == request.name and "report" in result.outputs:
             report = DriftReport.read(other / result.outputs["report"] / DRIFT)
-            if report and report.reference == request.config.reference:  # type: ignore[union-attr]
+            if report and report.reference == config.reference:
                 found.append(Found(result.digest, report))
     return sorted(found, key=lambda one: (one.report.at, one.digest))[-KEPT:]
 

@@ -3,7 +3,8 @@
 Words: the Jensen-Shannon divergence (Lin 1991) in bits, from 0 to 1, of two distributions of hashed words (Weinberger et al. 2009). Each
 prompt has the same weight. The divergence of two finite samples of one distribution is above 0: its mean under permutations, in which
 present and past are the same by construction, is subtracted. The test is a permutation test over prompts (Phipson & Smyth 2010), exact when
-prompts are exchangeable: write related turns of one person as one prompt.
+prompts are independent of each other. The interval has the spread of bootstrap resamples around the result; it is wide, so gates use the
+test.
 Lengths: ratio of the means in characters, tested with the two-sample Kolmogorov-Smirnov test.
 """
 
@@ -30,8 +31,8 @@ def prompt_signals(present: Sequence[str], past: Sequence[str], rounds: int, see
     """Returns `prompts/divergence` and `prompts/length`. Texts are whole prompts; each side has at least one."""
     count = len(present) + len(past)
     lengths = [np.array([len(text) for text in side], dtype=np.float64) for side in (present, past)]
-    low, high = ratio(*lengths, rounds, seed)
-    test = ks_2samp(*lengths)
+    low, high = ratio(lengths[0], lengths[1], rounds, seed)
+    test = ks_2samp(lengths[0], lengths[1])
     length = Signal(
         name="prompts/length", value=float(lengths[0].mean() / lengths[1].mean()), low=low, high=high, count=count, p=float(test.pvalue)
     )
@@ -68,15 +69,17 @@ def _divergence(present: Singles, past: Singles, rounds: int, seed: int) -> Sign
         sums = chosen.astype(np.float32) @ every  # (size, BUCKETS)
         permuted.append(divergence(sums / len(present), (every.sum(0) - sums).clip(0) / len(past)))
         sides = [weights(len(side), size, generator).astype(np.float32) @ side for side in (present, past)]
-        drawn.append(divergence(*sides))
+        drawn.append(divergence(sides[0].astype(np.float64), sides[1].astype(np.float64)))
     null, again = np.concatenate(permuted), np.concatenate(drawn)
-    above, below = np.quantile(again, ENDS)
+    value = seen - float(null.mean())
+    low, high = (
+        value + np.quantile(again, ENDS) - again.mean()
+    )  # resamples repeat rows and are biased more than `seen`: only their spread counts
     return Signal(
         name="prompts/divergence",
-        value=seen - float(null.mean()),
-        # the basic bootstrap interval: resampling adds the bias of `seen` once more, so the reflected quantiles are without it
-        low=2 * seen - float(below),
-        high=2 * seen - float(above),
+        value=value,
+        low=float(low),
+        high=float(high),
         count=total,
         p=float((1 + (null >= seen - 1e-9).sum()) / (1 + rounds)),
     )

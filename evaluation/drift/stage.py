@@ -64,8 +64,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     else:
         notes.append("Too few questions were judged by both the judge and the reward model, or one of them gave all the same score.")
     if config.kl:
-        signals.append(kl(judged, request, rounds, seed))
-    earlier = earlier_results(request, run)
+        signals.append(kl(config, judged, request))
+    earlier = earlier_results(request, config, run)
     anchored = anchors(config, judged, request, run, earlier, now)
     report = DriftReport(
         at=now,
@@ -98,15 +98,15 @@ def prompt_texts(data: Data, most: int, name: str, seed: int) -> list[str]:
     return texts if len(texts) <= most else random.Random(f"{seed}/{name}").sample(texts, most)
 
 
-def kl(judged: Judged, request: StageRequest, rounds: int, seed: int) -> Signal:
+def kl(config: Drift, judged: Judged, request: StageRequest) -> Signal:
     """Returns `kl`: the mean over the model's answers of log p(answer | model) - log p(answer | reference), in nats per answer."""
     from evaluation.answers.kl import log_ratios  # imports torch's model code, so only when there is something to measure
 
-    config = judged.config.model_copy(update={"baseline": judged.reference})
-    places = {judged.model: request.inputs[request.config.model], judged.reference: request.inputs[request.config.reference]}  # type: ignore[union-attr]
+    asked = judged.config.model_copy(update={"baseline": judged.reference})
+    places = {judged.model: request.inputs[config.model], judged.reference: request.inputs[config.reference]}
     answers: dict[str, Sequence[str]] = {judged.model: judged.answers[judged.model]}
-    ratios = log_ratios(judged.questions, answers, places, config, request.trust_remote_code)[judged.model]
-    low, high = mean(ratios, rounds, seed)
+    ratios = log_ratios(judged.questions, answers, places, asked, request.trust_remote_code)[judged.model]
+    low, high = mean(ratios, config.bootstrap_rounds, request.seed)
     return Signal(name="kl", value=float(ratios.mean()), low=low, high=high, count=len(ratios))
 
 
