@@ -1,4 +1,4 @@
-"""Runs an evaluation or alignment_tax stage: `python -m evaluation RUN_DIR`. Exit codes are those of `python -m rlhf_core`."""
+"""Runs an evaluation, alignment_tax or drift stage: `python -m evaluation RUN_DIR`. Exit codes are those of `python -m rlhf_core`."""
 
 from __future__ import annotations
 

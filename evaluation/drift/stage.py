@@ -50,11 +50,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         raise ValueError(
             f"kl needs answers sampled at temperature 1, and the evaluation {judged.request.name} has another: set it, or kl: false"
         )
-    present, past = (
-        prompt_texts(data, config.max_prompts, name, seed)
-        for name, data in (("prompts", config.prompts), ("past_prompts", config.past_prompts))
-    )
-    signals = prompt_signals(present, past, rounds, seed)
+    signals = prompt_signals(*prompt_texts(config, seed), rounds, seed)
     signals += answer_signals(judged.answers[judged.model], judged.answers[judged.reference], rounds, seed)
     notes = []
     if judged.reward_judge is None:
@@ -91,11 +87,18 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     return Outcome(found_metrics, {"report": REPORT})
 
 
-def prompt_texts(data: Data, most: int, name: str, seed: int) -> list[str]:
-    """Returns at most `most` different prompts as texts, drawn by the seed. Raises ValueError as `load_rows` and `prompt_of`."""
-    rows = load_rows(data, seed, "prompt")
-    texts = list(dict.fromkeys(as_text(prompt_of(Located(f"{name}, row {number}", row))) for number, row in enumerate(rows, 1)))
-    return texts if len(texts) <= most else random.Random(f"{seed}/{name}").sample(texts, most)
+def prompt_texts(config: Drift, seed: int) -> tuple[list[str], list[str]]:
+    """Returns the different prompts of present and past as texts, at most `max_prompts` each: the last ones of the present, and some of the
+    past, drawn by the seed. Raises ValueError as `load_rows` and `prompt_of`."""
+
+    def texts(name: str, data: Data) -> list[str]:
+        rows = load_rows(data, seed, "prompt")
+        return [as_text(prompt_of(Located(f"{name}, row {number}", row))) for number, row in enumerate(rows, 1)]
+
+    newest_first = list(dict.fromkeys(reversed(texts("prompts", config.prompts))))
+    past = list(dict.fromkeys(texts("past_prompts", config.past_prompts)))
+    drawn = random.Random(seed).sample(past, config.max_prompts) if len(past) > config.max_prompts else past
+    return newest_first[: config.max_prompts], drawn
 
 
 def kl(config: Drift, judged: Judged, request: StageRequest) -> Signal:

@@ -40,7 +40,9 @@ class Drift(Gated):
     past_prompts: Data = Field(description="prompts of the past, such as those that were trained on")
     anchors: Anchors | None = Field(None, description="pairs that are judged again at intervals")
     kl: bool = Field(False, description="measure the KL of the model from the reference; needs an evaluation at temperature 1")
-    max_prompts: Positive = Field(2000, description="compare at most this many prompts of each side, drawn by the seed")
+    max_prompts: Positive = Field(
+        2000, description="compare at most this many prompts: the last ones of prompts, and as many of past_prompts, drawn by the seed"
+    )
     prompt_max_len: Annotated[Positive, NotInDigest] = Field(
         1024, description="data reports count prompts with more tokens as cut; the comparison reads them whole"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config import DPO, KTO, PPO, SFT, AlignmentTax, Evaluation, Preferences, Publication, RewardModel
+from rlhf_core.config import DPO, KTO, PPO, SFT, AlignmentTax, Drift, Evaluation, Preferences, Publication, RewardModel
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.kinds import metrics_of
 
@@ -35,6 +35,9 @@ CONFIGS: list[Gated] = [
     Evaluation.model_validate(JUDGED | {"models": ["ENDPOINT"], "judges": CHAT, "endpoints": {"ENDPOINT": ENDPOINT}}),
     Evaluation.model_validate(JUDGED | {"models": ["MODEL"], "reward_evaluation": {"models": ["MODEL"], "data": ROWS}}),
     AlignmentTax.model_validate({"models": ["MODEL"], "baseline": "BASE", "tasks": ["TASK"]}),
+    Drift.model_validate(
+        {"model": "MODEL", "prompts": ROWS, "past_prompts": ROWS, "kl": True, "anchors": {"pairs": JUDGED["questions"], "judge": CHAT[0]}}
+    ),
     Publication.model_validate({"model": "MODEL"}),
 ]
 

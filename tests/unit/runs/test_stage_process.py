@@ -79,4 +79,4 @@ def test_a_kind_it_does_not_do(run_dir: str, capsys: pytest.CaptureFixture[str])
 
 def test_a_stage_of_another_package_is_refused(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert stage_process.main([run_dir], "evaluation") == 2
-    assert capsys.readouterr().err.endswith("is of kind sft, which this command does not do; it does evaluation, alignment_tax\n")
+    assert capsys.readouterr().err.endswith("is of kind sft, which this command does not do; it does evaluation, alignment_tax, drift\n")
