@@ -73,8 +73,8 @@ def read_evaluation(report: Path, inputs: Mapping[str, str], model: str, referen
 
 
 def place_of(place: str) -> str:
-    """Returns the last two parts of a model's path, which have its stage's digest, or its Hub id: the same wherever artifacts are."""
-    return "/".join(PurePosixPath(place).parts[-2:])
+    """Returns the last three parts of a model's path, which have its stage's digest, or its Hub id: the same wherever artifacts are."""
+    return "/".join(PurePosixPath(place).parts[-3:])
 
 
 def _answer(content: object) -> str:

@@ -41,7 +41,7 @@ class Drift(Gated):
     anchors: Anchors | None = Field(None, description="pairs that are judged again at intervals")
     kl: bool = Field(False, description="measure the KL of the model from the reference; needs an evaluation at temperature 1")
     max_prompts: Positive = Field(
-        2000, description="compare at most this many prompts: the last ones of prompts, and as many of past_prompts, drawn by the seed"
+        2000, description="at most this many: the last rows of prompts, and rows of past_prompts drawn by the seed"
     )
     prompt_max_len: Annotated[Positive, NotInDigest] = Field(
         1024, description="data reports count prompts with more tokens as cut; the comparison reads them whole"

@@ -133,3 +133,13 @@ def test_a_model_that_did_not_answer_is_a_sentence(setting: Setting) -> None:
     assert report.notes == ("The evaluation has no reward model as second judge, so its agreement with the judge is not known.",)
     with pytest.raises(ValueError, match="kl needs answers sampled at temperature 1"):
         drift(setting, "3", kl=True)
+
+
+def test_the_present_are_the_newest_prompts_once_each(tmp_path: Path) -> None:
+    for file, numbers in (("now.jsonl", [0, 1, 2, 3, 1, 4]), ("past.jsonl", [*range(20), 3])):
+        (tmp_path / file).write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in numbers))
+    sources = {"prompts": {"sources": str(tmp_path / "now.jsonl")}, "past_prompts": {"sources": str(tmp_path / "past.jsonl")}}
+    config = Drift.model_validate({"model": "ppo", "max_prompts": 3, **sources})
+    present, past = drift_stage.prompt_texts(config, seed=0)
+    assert [text.split()[-1] for text in present] == ["4", "1", "3"]
+    assert len(set(past)) == 3 and drift_stage.prompt_texts(config, seed=1)[1] != past
