@@ -46,7 +46,7 @@ class Drift(Gated):
     prompt_max_len: Annotated[Positive, NotInDigest] = Field(
         1024, description="data reports count prompts with more tokens as cut; the comparison reads them whole"
     )
-    bootstrap_rounds: Positive = Field(1000, ge=100, description="bootstrap resamples, and permutations of the test of prompts")
+    bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples, and permutations of the test of prompts")
 
     @check
     def _two_models(self) -> Iterator[str]:
