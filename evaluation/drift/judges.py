@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
 from evaluation.drift.answers import difference_interval, share_interval, sign_test
 from evaluation.drift.records import Signal
-from evaluation.drift.resampling import Floats, spearman, spearman_interval
+from evaluation.drift.resampling import spearman, spearman_interval
 from evaluation.judges.offline import Judge, battles, score_gap
-from rlhf_core.config import Data, Source
-from rlhf_core.data.questions import Question, to_question
-from rlhf_core.data.rows.mixture import load_rows
+from rlhf_core.data.anchors import Pairs
 from rlhf_core.records import Judgment
 
 FEWEST = 8  # questions of a rank correlation
-POINTS = {"A": 0.0, "tie": 0.5, "B": 1.0}  # of answer B
 
 
 def agreement(judged: Sequence[Judgment], rewarded: Sequence[Judgment], rounds: int, seed: int) -> Signal | None:
@@ -39,25 +35,6 @@ def agreement(judged: Sequence[Judgment], rewarded: Sequence[Judgment], rounds: 
     return Signal(name="judge/reward_correlation", value=value, low=low, high=high, count=len(common))
 
 
-class Pairs(NamedTuple):
-    """Anchors: N questions, two answers to each, and the points of answer B by the past verdict, (N,)."""
-
-    questions: list[Question]
-    answers: dict[str, list[str]]
-    points: Floats
-
-
-def load_anchors(source: Source, seed: int) -> Pairs:
-    """Reads anchors. Raises ValueError that names the row without a prompt, an answer or a verdict."""
-    rows = load_rows(Data(sources=(source,)), seed)
-    questions = [to_question({**row, "uid": f"anchor {number}"}, source, number) for number, row in enumerate(rows, 1)]
-    return Pairs(
-        questions,
-        {side: [_text(row, question.where, f"answer_{side}") for row, question in zip(rows, questions, strict=True)] for side in "ab"},
-        np.array([_points(row, question.where) for row, question in zip(rows, questions, strict=True)]),
-    )
-
-
 def judge_anchors(judge: Judge, anchors: Pairs, rounds: int, seed: int) -> list[Signal]:
     """Returns `anchors/changed`, the share of anchors with another winner than in the past, and `anchors/shift`, the change of answer B's
     win rate; its test is an exact sign test on the anchors whose points rose or fell. Raises ValueError when no game has a verdict."""
@@ -74,15 +51,3 @@ def judge_anchors(judge: Judge, anchors: Pairs, rounds: int, seed: int) -> list[
     low, high = difference_interval(difference, rounds, seed)
     shift = Signal(name="anchors/shift", value=float(difference.mean()), low=low, high=high, count=len(points), p=sign_test(difference))
     return [share, shift]
-
-
-def _text(row: Mapping[str, Any], where: str, column: str) -> str:
-    if not isinstance(row.get(column), str):
-        raise ValueError(f"{where}: an anchor needs the text column {column!r}; its columns are {', '.join(row)}: add it")
-    return str(row[column])
-
-
-def _points(row: Mapping[str, Any], where: str) -> float:
-    if row.get("verdict") not in POINTS:
-        raise ValueError(f"{where}: the verdict of an anchor is A, B or tie, and here it is {row.get('verdict')!r}: correct it")
-    return POINTS[row["verdict"]]

@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 from evaluation.drift.answers import answer_signals
 from evaluation.drift.history import Found, earlier_results, with_changes
-from evaluation.drift.judges import agreement, judge_anchors, load_anchors
+from evaluation.drift.judges import agreement, judge_anchors
 from evaluation.drift.prompts import prompt_signals
 from evaluation.drift.records import DRIFT, DriftReport, Signal, metrics
 from evaluation.drift.resampling import mean
 from evaluation.drift.source import Judged, read_evaluation
 from evaluation.judges.factory import judge_names, make_judge
 from rlhf_core.config import Data, Drift
+from rlhf_core.data.anchors import load_anchors
 from rlhf_core.data.documents import as_text
 from rlhf_core.data.rows.columns import Located, prompt_of
 from rlhf_core.data.rows.mixture import load_rows

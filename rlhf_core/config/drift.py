@@ -25,6 +25,8 @@ class Anchors(Config):
 
     @check
     def _judge_again(self) -> Iterator[str]:
+        if self.pairs.is_inbox:
+            yield f"{self.pairs.path} is an inbox, and anchors are kept pairs: name a file"
         if isinstance(self.judge, ChatJudge) and self.judge.verdict_cache is not None:
             yield "anchors are judged anew, and verdict_cache would return old verdicts: leave it out of the judge"
 

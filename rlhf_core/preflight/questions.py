@@ -1,10 +1,11 @@
-"""Whether an evaluation can use its questions. Torch-free; of a Hub data set only the first rows are read."""
+"""Whether an evaluation can use its questions, and a drift stage its anchors. Torch-free; of Hub data sets only first rows are read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core.config import PPO, Data, Evaluation, RuleJudge
+from rlhf_core.config import PPO, Data, Drift, Evaluation, RuleJudge
+from rlhf_core.data.anchors import load_anchors
 from rlhf_core.data.documents import as_text
 from rlhf_core.data.questions import Question, load_questions
 from rlhf_core.data.rows.columns import prompt_of
@@ -16,6 +17,8 @@ from rlhf_core.recipe.plan import Node, Plan
 def question_problems(node: Node, seed: int) -> list[str]:
     """Says when questions lack a prompt or repeat an id, as the stage does, or have no known answer for a rule judge."""
     config = node.config
+    if isinstance(config, Drift):
+        return _anchor_problems(node.name, config, seed)
     if not isinstance(config, Evaluation):
         return []
     source, where = config.questions, f"stages.{node.name}.questions"
@@ -51,6 +54,19 @@ def shared_questions(plan: Plan) -> list[str]:
                     "they choose is judged: leave them out of one of the two"
                 )
     return problems
+
+
+def _anchor_problems(name: str, config: Drift, seed: int) -> list[str]:
+    """Says when anchors lack a prompt, an answer or a verdict, or have no known answer for a rule judge."""
+    if config.anchors is None or is_remote(config.anchors.pairs.path):
+        return []
+    where, judge = f"stages.{name}.anchors.pairs", config.anchors.judge
+    try:
+        questions = load_anchors(config.anchors.pairs, seed).questions
+    except ValueError as error:
+        return [f"{where}: {error}"]
+    told = _without_answer(questions, judge.answer_key) if isinstance(judge, RuleJudge) else ""
+    return [f"{where}: {told}"] if told else []
 
 
 def _asked(config: Evaluation, seed: int) -> set[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlhf_core.config.kinds import has_metric
+from rlhf_core.preflight.questions import question_problems
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 
@@ -69,9 +71,29 @@ def test_prompts_and_anchors_decide_the_digest(planned: Callable[..., Plan]) -> 
             "drift.anchors.judge={kind: openai, model: x, verdict_cache: shared}",
             r"stages\.drift\.anchors: anchors are judged anew, and verdict_cache would return old verdicts: leave it out",
         ),
+        (
+            "drift.anchors.pairs.path=chat.inbox",
+            r"stages\.drift\.anchors: chat\.inbox is an inbox, and anchors are kept pairs: name a file",
+        ),
         ("drift.gates=[{metric: prompts/kl, max: 1}]", r"stages\.drift\.gates\.0\.metric: unknown metric 'prompts/kl'"),
     ],
 )
 def test_a_wrong_drift_stage_is_one_sentence(planned: Callable[..., Plan], override: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         planned(override)
+
+
+@pytest.mark.parametrize(
+    ("row", "judge", "told"),
+    [
+        (None, "{kind: reward}", "anchors.jsonl"),
+        ({"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "b"}, "{kind: reward}", "A, B or tie, and here it is 'b'"),
+        ({"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "B"}, "{kind: rule}", "there is no column 'answer'"),
+        ({"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "B"}, "{kind: reward}", ""),
+    ],
+)
+def test_wrong_anchors_are_found_before_the_run(planned: Callable[..., Plan], row: dict[str, str] | None, judge: str, told: str) -> None:
+    if row:
+        Path("anchors.jsonl").write_text(json.dumps(row) + "\n")
+    found = question_problems(planned(f"drift.anchors.judge={judge}")["drift"], 0)
+    assert [problem.startswith("stages.drift.anchors.pairs: ") and told in problem for problem in found] == [True] * bool(told)

@@ -9,12 +9,12 @@ import pytest
 from scipy.stats import spearmanr
 
 from evaluation.drift.answers import answer_signals, difference_interval, refuses
-from evaluation.drift.judges import Pairs as Anchors
 from evaluation.drift.judges import agreement, judge_anchors
 from evaluation.drift.prompts import divergence, prompt_signals
 from evaluation.drift.records import Signal
 from evaluation.drift.resampling import spearman
 from evaluation.judges.offline import SCORES, Match
+from rlhf_core.data.anchors import Pairs as Anchors
 from rlhf_core.data.questions import Question
 from rlhf_core.records import Game, Judgment
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -143,3 +145,13 @@ def test_the_present_are_the_newest_prompts_once_each(tmp_path: Path) -> None:
     present, past = drift_stage.prompt_texts(config, seed=0)
     assert [text.split()[-1] for text in present] == ["4", "1", "3"]
     assert len(set(past)) == 3 and drift_stage.prompt_texts(config, seed=1)[1] != past
+
+
+def test_the_stage_runs_in_its_own_process(setting: Setting) -> None:
+    done, _, metrics = drift(setting, "1", **with_anchors(setting))
+    (done / "result.json").unlink()
+    command = [sys.executable, "-m", "evaluation", str(done.path)]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[4], capture_output=True, text=True, timeout=300, check=False)
+    result = done.result()
+    assert ran.returncode == 0 and result, ran.stderr
+    assert result.metrics == metrics and "prompts/divergence: " in ran.stdout
