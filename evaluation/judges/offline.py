@@ -6,6 +6,7 @@ offline judges too: no verdict is derived from its mirror image.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,8 @@ from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.questions import Question
 from rlhf_core.records import Game, Judgment
+
+SCORES = "A scores {:.4f}, B scores {:.4f}."  # what a reward judge writes about a game
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,13 @@ class RewardJudge:
         return self.renderer.answer_tokens(prompt, text).cut(len(prompt) + self.answer_max_len)
 
     def _game(self, a: float, b: float) -> Game:
-        words = {"answer": f"A scores {a:.4f}, B scores {b:.4f}."}
+        words = {"answer": SCORES.format(a, b)}
         if abs(a - b) <= self.tie:
             return Game(score="A=B", judgment=words)
         return Game(score="A>B" if a > b else "B>A", judgment=words)
+
+
+def score_gap(game: Game) -> float | None:
+    """Returns the score of A less that of B in a game of a reward judge; None for a game of another judge, and when one is not finite."""
+    found = re.fullmatch(SCORES.replace(".", r"\.").replace(r"{:\.4f}", r"(-?\d+\.\d+)"), game.judgment.get("answer", ""))
+    return float(found[1]) - float(found[2]) if found else None

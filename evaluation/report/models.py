@@ -8,8 +8,10 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from evaluation.alignment_tax.report import TAX, TaxReport
+from evaluation.drift.records import DRIFT, DriftReport, Earlier
 from evaluation.regression.records import REGRESSION, QuestionResult, RegressionReport
 from evaluation.report.charts import rounds_chart, tax_chart
+from evaluation.report.drift_chart import drift_chart
 from evaluation.report.summary import Evaluated, Evidence
 from rlhf_core.config import KINDS, Evaluation
 
@@ -63,6 +65,27 @@ def suites(stages: Sequence[Evidence]) -> list[Suite]:
             continue
         passed = {model: stage.result.metrics.get(f"passed/{model}", float("nan")) for model in report.models}
         found.append(Suite(stage.view.name, report, passed, report.rows[:SHOWN_QUESTIONS]))
+    return found
+
+
+class Drifted(NamedTuple):
+    """A drift stage: its report, the results in its history and itself, newest first, and the curves of its signals (None: no history)."""
+
+    name: str
+    report: DriftReport
+    results: list[Earlier]
+    svg: Markup | None
+
+
+def drifts(stages: Sequence[Evidence]) -> list[Drifted]:
+    """Returns the report and curves of every finished drift stage."""
+    found = []
+    for stage in stages:
+        if stage.report and (report := DriftReport.read(stage.report / DRIFT)):
+            here = Earlier(at=report.at, digest=stage.digest, model=report.model, values=report.values)
+            results = [*report.history, here]
+            svg = Markup(drift_chart(report, results)) if report.history else None
+            found.append(Drifted(stage.view.name, report, results[::-1], svg))
     return found
 
 

@@ -69,6 +69,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         judge_descriptions=page_models.judge_descriptions(evaluated),
         reward_models=reward_models,
         taxes=page_models.taxes(stages),
+        drifts=page_models.drifts(stages),
         calibration=Markup(calibration_chart(reward_models)) if reward_models and reward_models.models else None,
         over_optimisation=over,
         over_optimisation_chart=Markup(over_optimisation_chart(over)) if over else None,

@@ -17,6 +17,7 @@ from pydantic import Field, field_validator
 
 from rlhf_core.config.calibration import Calibration, FallibleJudge
 from rlhf_core.config.data import Data, Source
+from rlhf_core.config.drift import Anchors, Drift
 from rlhf_core.config.evaluation import (
     AlignmentTax,
     ChatJudge,

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf_core.config import metrics
 from rlhf_core.config.calibration import Calibration
+from rlhf_core.config.drift import Drift
 from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication, Regression
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.lm_eval_tasks import task_name
@@ -194,6 +195,16 @@ KINDS = {
         metrics=metrics.selected,
         main=("win_rate",),
         means=metrics.SELECT_MEANS,
+        charts=None,
+    ),
+    "drift": Kind(
+        Drift,
+        "evaluation.drift.stage",
+        makes="report",
+        names={"model": ("policy",), "reference": ("policy",), "evaluation": ("evaluation",)},
+        metrics=metrics.drifted,
+        means=metrics.DRIFT_MEANS,
+        main=("prompts/divergence",),
         charts=None,
     ),
     "publication": Kind(

@@ -11,6 +11,7 @@ from itertools import permutations
 from typing import Any, NamedTuple
 
 from rlhf_core.config.calibration import Calibration
+from rlhf_core.config.drift import Drift
 from rlhf_core.config.evaluation import AlignmentTax, ChatJudge, Evaluation, Regression, RuleJudge
 from rlhf_core.config.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Preferences
@@ -162,6 +163,21 @@ def selected(config: Select) -> Iterator[str]:
     yield from (f"{name}/{model}" for model in config.of for name in ("win_rate", "difference", "difference_low", "difference_high"))
 
 
+def drifted(config: Drift) -> Iterator[str]:
+    """Each signal with its interval, the p-value of its test where it has one, and its change from the previous result."""
+    tested = ["prompts/divergence", "prompts/length", "refusals/rise"]
+    others = ["answers/length", "refusals/model", "refusals/reference", "judge/reward_correlation"]
+    if config.kl:
+        others.append("kl")
+    if config.anchors:
+        tested.append("anchors/shift")
+        others.append("anchors/changed")
+        yield "anchors/age_days"
+    for signal in (*tested, *others):
+        yield from (signal, f"{signal}_low", f"{signal}_high", f"{signal}/change")
+    yield from (f"{signal}_p" for signal in tested)
+
+
 class Panel(NamedTuple):
     """One small chart. `lines`: metric -> label; `band`: the metric drawn as +- around the first line; `level`: a dashed line."""
 
@@ -300,6 +316,15 @@ ALIGNMENT_TAX_MEANS = {
 SELECT_MEANS = {
     "clear": "No model is better than all others by this evaluation: more questions narrow the intervals, or keep the simplest model.",
     "win_rate": "The chosen model loses to the baseline too often: look at the stages it was trained by.",
+}
+DRIFT_MEANS = {
+    "prompts": "Users ask otherwise than the prompts that were trained on: read new prompts, and add such ones to training and evaluation.",
+    "answers/length": "Answers have another length than the reference's: a reward model or judge that likes length is the usual cause.",
+    "refusals": "The model refuses another share of the questions than the reference: look at its refusals, and at the last rounds' pairs.",
+    "judge/reward_correlation": "The judge and the reward model disagree: the rounds may exploit the reward model; train it anew.",
+    "anchors": "The judge gives other verdicts on the same answers than before: its model or prompt has changed, so win rates of different "
+    "weeks do not compare. Calibrate it again.",
+    "kl": "The model is far from the reference: distrust its reward, and look at its answers.",
 }
 ANY = {
     "response/truncated": "Answers are cut at generate_max_len: raise it, or the policy never learned to stop (a bad SFT).",

@@ -1,10 +1,11 @@
-"""Whether an evaluation can use its questions, and a calibration its labels. Torch-free; of a Hub data set only the first rows are read."""
+"""Whether stages can use their questions, labels and anchors. Torch-free; of Hub data sets only first rows are read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core.config import PPO, Calibration, Data, Evaluation, RuleJudge, Select
+from rlhf_core.config import PPO, Calibration, Data, Drift, Evaluation, RuleJudge, Select
+from rlhf_core.data.anchors import load_anchors
 from rlhf_core.data.documents import as_text
 from rlhf_core.data.labels import load_labels
 from rlhf_core.data.questions import Question, load_questions
@@ -19,6 +20,8 @@ def question_problems(node: Node, seed: int) -> list[str]:
     config = node.config
     if isinstance(config, Calibration):
         return _refused_labels(config, f"stages.{node.name}.labels")
+    if isinstance(config, Drift):
+        return _anchor_problems(node.name, config, seed)
     if not isinstance(config, Evaluation):
         return []
     source, where = config.questions, f"stages.{node.name}.questions"
@@ -81,6 +84,19 @@ def selecting_questions(plan: Plan) -> list[str]:
                     "model: ask others here, or the win rate is too high"
                 )
     return problems
+
+
+def _anchor_problems(name: str, config: Drift, seed: int) -> list[str]:
+    """Says when anchors lack a prompt, an answer or a verdict, or have no known answer for a rule judge."""
+    if config.anchors is None or is_remote(config.anchors.pairs.path):
+        return []
+    where, judge = f"stages.{name}.anchors.pairs", config.anchors.judge
+    try:
+        questions = load_anchors(config.anchors.pairs, seed).questions
+    except ValueError as error:
+        return [f"{where}: {error}"]
+    told = _without_answer(questions, judge.answer_key) if isinstance(judge, RuleJudge) else ""
+    return [f"{where}: {told}"] if told else []
 
 
 def _asked(config: Evaluation, seed: int) -> set[str]:

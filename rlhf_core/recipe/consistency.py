@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from rlhf_core.config import Calibration, Evaluation, Loop, Preferences, Publication, Recipe, Select, StageConfig
+from rlhf_core.config import Calibration, Drift, Evaluation, Loop, Preferences, Publication, Recipe, Select, StageConfig
 from rlhf_core.config.calibration import judge_identity
 from rlhf_core.config.kinds import KINDS, metrics_of, named
 from rlhf_core.recipe.expand import Expanded
@@ -30,6 +30,9 @@ def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:
         for name, config in stages.items()
         if isinstance(config, Evaluation) and isinstance(calibration := stages.get(config.calibration or ""), Calibration)
         if judge_identity(calibration.judge, {}) != judge_identity(config.judges[0], {})
+    ]
+    problems += [
+        problem for name, config in recipe.stages.items() if isinstance(config, Drift) for problem in _unjudged(name, config, expanded)
     ]
     return problems + [
         f"stages.{name}.round_branch: {config.model} has no rounds: name {' or '.join(rounds) or 'an iterative stage'} as model"
@@ -80,6 +83,22 @@ def _misselected(name: str, config: Select, stages: Mapping[str, StageConfig]) -
             yield f"stages.{name}.simplest: {unknown(model, config.of, 'model')}"
     if len(set(config.of)) < 2:
         yield f"stages.{name}.of: give two models or more, there is nothing to choose from"
+
+
+def _unjudged(name: str, config: Drift, expanded: Expanded) -> Iterator[str]:
+    """Yields a sentence for each model of a drift stage that does not answer in its evaluation, and for a KL that it cannot measure."""
+    evaluation = expanded.stages.get(config.evaluation)
+    if not isinstance(evaluation, Evaluation):
+        return  # told as a wrong name
+    answering = {
+        expanded.aliases.get(model, model) for model in (evaluation.baseline, *evaluation.models) if model not in evaluation.endpoints
+    }
+    for field in ("model", "reference"):
+        model = getattr(config, field)
+        if expanded.aliases.get(model, model) not in answering:
+            yield f"stages.{name}.{field}: {model} does not answer in {config.evaluation}: add it to that stage's models"
+    if config.kl and evaluation.temperature != 1:
+        yield f"stages.{name}.kl needs samples of the model: set temperature of {config.evaluation} to 1, or leave kl out"
 
 
 def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig], variants: Sequence[str]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from rlhf_core.config import (
     AlignmentTax,
     Calibration,
+    Drift,
     Evaluation,
     Judge,
     Recipe,
@@ -73,6 +74,8 @@ def references(config: StageConfig) -> Iterator[Reference]:
             yield from _judge_model(f"judges.{i}", judge)
     if isinstance(config, Calibration):
         yield from _judge_model("judge", config.judge)
+    if isinstance(config, Drift) and config.anchors:
+        yield from _judge_model("anchors.judge", config.anchors.judge)
 
 
 def _judge_model(place: str, judge: Judge) -> Iterator[Reference]:

@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config import DPO, KTO, PPO, SFT, AlignmentTax, Calibration, Evaluation, Preferences, Publication, Regression, RewardModel
+from rlhf_core.config import (
+    DPO,
+    KTO,
+    PPO,
+    SFT,
+    AlignmentTax,
+    Calibration,
+    Drift,
+    Evaluation,
+    Preferences,
+    Publication,
+    Regression,
+    RewardModel,
+)
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.kinds import metrics_of
 
@@ -37,6 +50,9 @@ CONFIGS: list[Gated] = [
     Regression.model_validate(JUDGED | {"models": ["MODEL"]}),
     Calibration.model_validate({"judge": CHAT[1], "labels": "labels.jsonl"}),
     AlignmentTax.model_validate({"models": ["MODEL"], "baseline": "BASE", "tasks": ["TASK"]}),
+    Drift.model_validate(
+        {"model": "MODEL", "prompts": ROWS, "past_prompts": ROWS, "kl": True, "anchors": {"pairs": JUDGED["questions"], "judge": CHAT[0]}}
+    ),
     Publication.model_validate({"model": "MODEL"}),
 ]
 

@@ -1,0 +1,81 @@
+"""Reads from a finished evaluation what a drift stage compares. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from evaluation.answers.local_answers import file_name
+from evaluation.judges.factory import judge_names
+from evaluation.scores.arena_files import read_judgments
+from rlhf_core import config as configs
+from rlhf_core.data.questions import Question
+from rlhf_core.records import Judgment
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The evaluation's request; the names that it gives the two models, and their answers, by name and in the order of `questions`."""
+
+    request: StageRequest
+    folder: Path
+    model: str
+    reference: str
+    questions: list[Question]
+    answers: dict[str, list[str]]
+
+    @property
+    def config(self) -> configs.Evaluation:
+        assert isinstance(self.request.config, configs.Evaluation)
+        return self.request.config
+
+    @property
+    def reward_judge(self) -> str | None:
+        """The name of the first second opinion that is a reward model."""
+        named = list(judge_names(self.config.judges).items())[1:]
+        return next((name for name, judge in named if isinstance(judge, configs.RewardJudge)), None)
+
+    @property
+    def judge(self) -> str:
+        """The name of the judge that decides."""
+        return next(iter(judge_names(self.config.judges)))
+
+    def judgments(self, judge: str) -> list[Judgment]:
+        """Returns a judge's battles of the model against the evaluation's baseline."""
+        battle = (judge, self.model, self.config.baseline)
+        return [one for one in read_judgments(self.folder / "judgments") if (one.judge, one.model, one.baseline) == battle]
+
+
+def read_evaluation(report: Path, inputs: Mapping[str, str], model: str, reference: str) -> Judged:
+    """Reads the evaluation with this report folder. `inputs` has the places of the two models.
+
+    Raises ValueError when one of the models has no answers in it.
+    """
+    request = RunDir(report.parent).request()
+    config = request.config
+    assert isinstance(config, configs.Evaluation), f"drift got the report of a {config.stage} stage as evaluation"
+    names = {place_of(request.inputs[name]): name for name in (*config.models, config.baseline) if name in request.inputs}
+    if missing := [name for name in (model, reference) if place_of(inputs[name]) not in names]:
+        known = ", ".join(dict.fromkeys((config.baseline, *config.models)))
+        raise ValueError(f"{' and '.join(missing)} did not answer in the evaluation {request.name}, but {known} did: add it to its models")
+    ours = [names[place_of(inputs[name])] for name in (model, reference)]
+    rows = {}
+    for name in ours:
+        text = (report / "answers" / f"{file_name(name)}.jsonl").read_text(encoding="utf-8")
+        rows[name] = {row["uid"]: row for row in map(json.loads, text.split("\n")[:-1])}
+    first = rows[ours[0]]
+    questions = [Question(uid, "all", tuple(row["messages"][:-1]), {}) for uid, row in first.items() if uid in rows[ours[1]]]
+    answers = {name: [_answer(rows[name][question.uid]["messages"][-1]["content"]) for question in questions] for name in ours}
+    return Judged(request, report, ours[0], ours[1], questions, answers)
+
+
+def place_of(place: str) -> str:
+    """Returns the last three parts of a model's path, which have its stage's digest, or its Hub id: the same wherever artifacts are."""
+    return "/".join(PurePosixPath(place).parts[-3:])
+
+
+def _answer(content: object) -> str:
+    return str(content["answer"] if isinstance(content, dict) else content)

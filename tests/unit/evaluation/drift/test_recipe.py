@@ -1,0 +1,99 @@
+"""A drift stage in a recipe: its models, its inputs, what decides its digest, and what is refused before any work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config.kinds import has_metric
+from rlhf_core.preflight.questions import question_problems
+from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.plan import Plan, plan
+
+TEXT = """
+name: tiny
+base_model: base/model
+stages:
+  sft: {data: {sources: train.jsonl}}
+  reward_model: {data: {sources: pairs.jsonl}}
+  loop: {stage: iterative_dpo, prompts: {sources: prompts.jsonl}, rounds: 2}
+  more: {stage: dpo, policy: sft, data: {sources: pairs.jsonl}}
+  evaluation: {models: [loop], questions: {path: q.jsonl}, temperature: 1}
+  drift:
+    model: loop
+    kl: true
+    prompts: {sources: today.jsonl}
+    past_prompts: {sources: prompts.jsonl}
+    anchors: {pairs: {path: anchors.jsonl}, judge: {kind: reward}}
+"""
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(TEXT)
+    return lambda *overrides: plan(load_recipe("recipe.yaml", overrides))
+
+
+def test_it_depends_on_the_last_round_its_evaluation_and_the_judge_of_anchors(planned: Callable[..., Plan]) -> None:
+    found = planned()
+    drift, last = found["drift"], found["loop.round2.dpo"]
+    assert drift.parents == (last.name, "sft", "evaluation", "reward_model")
+    assert found.inputs(drift)["loop"] == str(last.run_dir / "checkpoint")
+    assert found.inputs(drift)["evaluation"] == str(found["evaluation"].run_dir / "report")
+    assert has_metric(drift.config, "anchors/changed_low") and has_metric(drift.config, "kl/change")
+    assert not has_metric(planned("drift.kl=false")["drift"].config, "kl")
+
+
+def test_prompts_and_anchors_decide_the_digest(planned: Callable[..., Plan]) -> None:
+    digests = [planned()["drift"].digest]
+    for file in ("today.jsonl", "prompts.jsonl", "anchors.jsonl"):
+        Path(file).write_text("{}\n")
+        digests.append(planned()["drift"].digest)
+    digests.append(planned("drift.anchors.days=1")["drift"].digest)
+    assert len(set(digests)) == 5
+    assert planned("drift.prompt_max_len=9", "drift.anchors.days=1")["drift"].digest == digests[-1]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("drift.model=more", r"stages\.drift\.model: more does not answer in evaluation: add it to that stage's models"),
+        ("drift.reference=base", r"stages\.drift\.reference: base does not answer in evaluation"),
+        ("drift.reference=loop", r"stages\.drift: loop is model and reference, and does not drift from itself: name another"),
+        ("evaluation.temperature=0", r"stages\.drift\.kl needs samples of the model: set temperature of evaluation to 1, or leave kl out"),
+        ("drift.evaluation=sft", r"stages\.drift\.evaluation: sft is of kind sft, but a stage of kind evaluation is needed here"),
+        ("drift.anchors.judge.reward=sft", r"stages\.drift\.anchors\.judge\.reward: sft is of kind sft, but a reward model is needed here"),
+        (
+            "drift.anchors.judge={kind: openai, model: x, verdict_cache: shared}",
+            r"stages\.drift\.anchors: anchors are judged anew, and verdict_cache would return old verdicts: leave it out",
+        ),
+        (
+            "drift.anchors.pairs.path=chat.inbox",
+            r"stages\.drift\.anchors: chat\.inbox is an inbox, and anchors are kept pairs: name a file",
+        ),
+        ("drift.gates=[{metric: prompts/kl, max: 1}]", r"stages\.drift\.gates\.0\.metric: unknown metric 'prompts/kl'"),
+    ],
+)
+def test_a_wrong_drift_stage_is_one_sentence(planned: Callable[..., Plan], override: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        planned(override)
+
+
+@pytest.mark.parametrize(
+    ("row", "judge", "told"),
+    [
+        (None, "{kind: reward}", "anchors.jsonl"),
+        ({"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "b"}, "{kind: reward}", "A, B or tie, and here it is 'b'"),
+        ({"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "B"}, "{kind: rule}", "there is no column 'answer'"),
+        ({"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "B"}, "{kind: reward}", ""),
+    ],
+)
+def test_wrong_anchors_are_found_before_the_run(planned: Callable[..., Plan], row: dict[str, str] | None, judge: str, told: str) -> None:
+    if row:
+        Path("anchors.jsonl").write_text(json.dumps(row) + "\n")
+    found = question_problems(planned(f"drift.anchors.judge={judge}")["drift"], 0)
+    assert [problem.startswith("stages.drift.anchors.pairs: ") and told in problem for problem in found] == [True] * bool(told)
