@@ -77,7 +77,7 @@ def test_a_plan_of_the_recipe_begins_no_round(tmp_path: Path, inbox: Inbox) -> N
     """`alignflow serve` and `validate` plan the recipe too."""
     say(inbox, "a", "b")
     plan(recipe(tmp_path, min_new_rows=3))
-    assert "has 2 new rows for dpo" in loop_state(recipe(tmp_path, min_new_rows=3), "loop").why_not()
+    assert "has 2 new rows that it can use" in loop_state(recipe(tmp_path, min_new_rows=3), "loop").why_not()
     say(inbox, "c")
     assert rows(one_round(recipe(tmp_path, min_new_rows=3)).plan["loop.round1"]) == ["a", "b", "c"]
 
