@@ -87,8 +87,9 @@ class Servants:
         host = self._address[0]
         port = port or free_port(host)
         places = [part for inbox in inboxes for part in ("--inbox", str(inbox))]
+        listens = ["--host", host, "--port", str(port), "--allow-host", ",".join(self._hosts)]
         command = [sys.executable, "-P", "-m", "flows.cli", "feedback", "serve", *recipes, *places]
-        self._start("feedback", [*command, "--home", str(self.home), "--host", host, "--port", str(port)], self.environment())
+        self._start("feedback", [*command, "--home", str(self.home), *listens], self.environment())
         return f"{self.ui.rpartition(':')[0]}:{port}/feedback"
 
     def start_dashboard(self, artifacts: Path, port: int) -> str:

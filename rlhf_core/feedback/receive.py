@@ -16,6 +16,7 @@ from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.parse import Unusable, feedback_of
 from rlhf_core.feedback.personal_data import masked
 from rlhf_core.feedback.records import Feedback
+from rlhf_core.system.redaction import public_address
 
 BATCH, BATCH_BYTES = 2000, 32 << 20  # rows of one transaction, and bytes of their lines
 EXAMPLES = 5
@@ -112,7 +113,7 @@ def rows_of(place: str) -> Iterator[Given]:
     """
     undone: set[str] | None = None
     for number, line in enumerate(_lines(place), start=1):
-        where = f"{place}, line {number}"
+        where = f"{public_address(place)}, line {number}"
         if len(line) > LARGEST_LINE:
             yield Given(where, None, f"the line has more than {LARGEST_LINE >> 20} MiB")
             continue
@@ -154,4 +155,4 @@ def _lines(place: str) -> Iterator[bytes]:
                     line = file.readline(LARGEST_LINE + 1)
     except (OSError, ValueError, ImportError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise ValueError(f"{place}: cannot be read ({reason}): give a JSONL file or a URL of one") from None
+        raise ValueError(f"{public_address(place)}: cannot be read ({public_address(reason)}): give a JSONL file or a URL of one") from None
