@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from flows.cli.page_server import host_names, server_config, token_shown
 from flows.cli.show import OK, console, table_of
+from rlhf_core.system.redaction import plain
 from rlhf_core.system.secret_file import kept_secret
 
 if TYPE_CHECKING:  # imports scipy, which most commands do not need
@@ -110,13 +111,13 @@ def show_agreement(console: Console, found: Agreement) -> None:
         table = table_of("annotators", *numbers, right=numbers)
         for row in found.between:
             cells = (_share(row.same), _kappa(row.kappa), _kappa(row.weighted_kappa))
-            table.add_row(escape(f"{row.one}, {row.other}"), str(row.pairs), *cells)
+            table.add_row(escape(plain(f"{row.one}, {row.other}")), str(row.pairs), *cells)
         console.print(table)
     columns = ("labels", "skipped", "ties", "prefers the left", "shown twice", "same winner again", "median seconds")
     table = table_of("annotator", *columns, right=columns)
     for annotator in found.annotators:
         sides = (_share(annotator.first_side), str(annotator.repeats), _share(annotator.consistent), f"{annotator.seconds:.1f}")
-        table.add_row(escape(annotator.name), str(annotator.labels), str(annotator.skipped), f"{100 * annotator.ties:.0f} %", *sides)
+        table.add_row(escape(plain(annotator.name)), str(annotator.labels), str(annotator.skipped), f"{100 * annotator.ties:.0f} %", *sides)
     console.print(table)
 
 
