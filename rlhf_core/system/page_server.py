@@ -1,15 +1,15 @@
 """Protects the HTTP pages of this project (labelling, live page, feedback endpoint): a token for each request, known hosts, own origin.
 
-A browser gives the token once, as `/?token=...`, and gets a cookie for as long as this process runs; programs send it as a bearer token.
-Browsers send cookies of a host to all its ports, so the cookie is another random value: who gets it does not know the token. A request for
+A browser gives the token once, as `/?token=...`, and gets a cookie; programs send it as a bearer token. Browsers send cookies of a
+host to all its ports, so the cookie is a keyed digest: who gets it does not know the token, and an open page survives a restart. A request for
 another host (DNS rebinding) and a write from another server's page are refused. There is no TLS: put a proxy in front.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import re
-import secrets
 from collections.abc import Collection
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -33,7 +33,8 @@ class Protected:
     """An ASGI application in front of another one. `hosts`: names of this machine in requests, besides localhost and 127.0.0.1."""
 
     def __init__(self, app: ASGIApp, token: str, hosts: Collection[str] = ()):
-        self._app, self._token, self._session = app, token, secrets.token_urlsafe(32)
+        self._app, self._token = app, token
+        self._session = hmac.new(token.encode(), b"cookie of a browser", hashlib.sha256).hexdigest()
         self._hosts = {_plain(name) for name in ("localhost", LOOPBACK, *hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
