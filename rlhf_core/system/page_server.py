@@ -1,7 +1,7 @@
 """Protects the HTTP pages of this project (labelling, live page, feedback endpoint): a token for each request, known hosts, own origin.
 
-A browser gives the token once, as `/?token=...`, and gets a cookie; programs send it as a bearer token. Browsers send cookies of a
-host to all its ports, so the cookie is a keyed digest: who gets it does not know the token, and an open page survives a restart. A request for
+A browser gives the token once, as `/?token=...`, and gets a cookie; programs send it as a bearer token. Browsers send cookies of a host
+to all its ports, so the cookie is a keyed digest: who gets it does not know the token, and an open page survives a restart. A request for
 another host (DNS rebinding) and a write from another server's page are refused. There is no TLS: put a proxy in front.
 """
 
