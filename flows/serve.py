@@ -86,7 +86,8 @@ class Servants:
     def start_feedback(self, recipes: Sequence[str], inboxes: Sequence[Path], port: int) -> str:
         """Starts the endpoint that takes feedback for inboxes, beside the server's address. Returns its address."""
         places = [part for inbox in inboxes for part in ("--inbox", str(inbox))]
-        return self._start_endpoint("feedback", ["feedback", "serve", *recipes, *places], port) + "/feedback"
+        command = ["feedback", "serve", *recipes, *places, "--allow-host", ",".join(self._hosts)]
+        return self._start_endpoint("feedback", command, port) + "/feedback"
 
     def start_triggers(self, deployments: Sequence[str], port: int, starts_an_hour: int) -> str:
         """Starts the endpoint that starts runs of deployments on requests, beside the server's address. Returns its address."""

@@ -26,7 +26,7 @@ STATIC = Path(__file__).parent / "templates"
 FILES = {"live.js": "text/javascript", "dashboard.css": "text/css"}
 LOOK_SECONDS, SLOW_SECONDS = 1.0, 15.0  # between two looks at the files; between two makings of all parts
 GRACE_SECONDS = 2.0  # for streams to end with the server
-MAX_STREAMS = 64
+MAX_STREAMS, MAX_REPORT = 64, 64 << 20  # open pages; bytes
 
 
 def dashboard(artifacts: Path) -> Starlette:
@@ -45,7 +45,11 @@ def dashboard(artifacts: Path) -> Starlette:
         found = folder.report(request.path_params["recipe"])
         if found is None:
             return HTMLResponse(fill("page.missing", told="There is no report: a run writes it at its end."), 404)
-        return HTMLResponse(found.read_bytes())
+        with found.open("rb") as file:
+            content = file.read(MAX_REPORT + 1)
+        if len(content) > MAX_REPORT:
+            return HTMLResponse(fill("page.missing", told=f"The report has more than {MAX_REPORT >> 20} MiB: open its file."), 413)
+        return HTMLResponse(content)
 
     def static(request: Request) -> Response:
         name = request.path_params["name"]

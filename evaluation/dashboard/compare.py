@@ -52,7 +52,7 @@ def differences(folder: Folder, one: Side, other: Side) -> list[Difference]:
             found.append(Difference(name, "stages", "", *("there" if there else "not there" for there in (mine, theirs))))
         elif mine != theirs:
             try:
-                found += stage_differences(name, folder.stage(mine), folder.stage(theirs))
+                found += stage_differences(name, folder.stage(mine), folder.stage(theirs), read=folder.json)
             except (Missing, AttributeError, TypeError):  # removed, or a damaged record
                 continue
     return [one._replace(before=_short(one.before), after=_short(one.after)) for one in found[:MAX_DIFFERENCES]]

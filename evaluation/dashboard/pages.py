@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
+import shlex
+import traceback
 from collections.abc import Callable
 from datetime import datetime
 from functools import cache
@@ -26,7 +27,7 @@ from evaluation.report.template import environment
 from rlhf_core.recipe.loop_record import FILE as LOOP
 from rlhf_core.runs.run_dir import LOG
 from rlhf_core.runs.run_records import RUN, RunRecord
-from rlhf_core.system.redaction import without_passwords
+from rlhf_core.system.redaction import plain, without_passwords
 
 LOG_LINES, MAX_RUNS, MAX_CHOICES, MAX_CONFIG, MAX_PANELS = 200, 300, 50, 200_000, 3
 COLOURS = {
@@ -39,7 +40,6 @@ COLOURS = {
     "killed": "#c0392b",
     "damaged": "#c0392b",
 }
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # and marks that turn the direction of text
 
 
 class Page(NamedTuple):
@@ -56,7 +56,9 @@ class Page(NamedTuple):
         try:
             return self.parts[name]()
         except Exception as error:
-            logging.getLogger(__name__).exception("the part %s of the page %s could not be made", name, self.title)
+            title = plain(self.title).replace("\n", " ")
+            told = plain(traceback.format_exc())  # a log is read on a terminal
+            logging.getLogger(__name__).error("the part %s of the page %s could not be made\n%s", name, title, told)
             return fill("page.broken", name=name, why=type(error).__name__)
 
 
@@ -213,7 +215,7 @@ def fill(part: str, **values: Any) -> str:
 def templates() -> jinja2.Environment:
     """Returns what fills in the templates of this folder: that of the report, with more filters."""
     made = environment(Path(__file__).parent / "templates")
-    made.filters.update(plain=plain, moment=moment)
+    made.filters.update(plain=plain, moment=moment, quoted=quoted)
     made.globals.update(colours=COLOURS, address=graph.address)
     return made
 
@@ -228,9 +230,9 @@ def digest(html: str) -> str:
     return hashlib.sha256(html.encode()).hexdigest()[:12]
 
 
-def plain(text: object) -> str:
-    """Returns a text without control characters, for terminals' escape codes, and marks that turn the direction of text."""
-    return CONTROL.sub("�", str(text))
+def quoted(text: object) -> str:
+    """Returns a text as one word of a command that is to be copied into a shell."""
+    return shlex.quote(str(text))
 
 
 def moment(seconds: float | None) -> str:

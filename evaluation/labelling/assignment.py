@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 from evaluation.labelling.records import LABELS, ComparedPair, HumanLabel, Side, in_force
 from evaluation.labelling.store import LabelFile
-from rlhf_core.system.files import digest
 
 GAP = 10  # labels of other pairs before a pair is shown again
 HOLD_SECONDS = 900.0  # for which a pair that a page shows is reserved
 NAME_LENGTH = 40
+MOST_HOLDS = 200  # names with a reserved pair: anybody with the page's address can ask under any name
 
 
 class Stale(Exception):
@@ -70,7 +70,7 @@ class Assignment:
     def __init__(
         self, pairs: Sequence[ComparedPair], file: LabelFile, rules: Rules, secret: str, clock: Callable[[], float] = time.monotonic
     ):
-        """`secret`: keeps ids of tasks from being computed from texts and names."""
+        """`secret`: keeps ids of tasks and sides from being computed from texts, names and the seed. No page and no annotator knows it."""
         self.pairs = {pair.key: pair for pair in pairs}
         self.file, self.rules = file, rules
         self._secret, self._clock = secret.encode(), clock
@@ -99,7 +99,7 @@ class Assignment:
         return next((known for known in self.annotators if known.casefold() == name.casefold()), name)
 
     def progress(self, annotator: str) -> Progress:
-        mine = self._firsts[annotator]
+        mine = self._firsts.get(annotator, {})
         skipped = sum(label.verdict is None for label in mine.values())
         return Progress(len(mine) - skipped, skipped, len(self._open(annotator)))
 
@@ -108,7 +108,7 @@ class Assignment:
         held = self._holds.get(annotator)
         if held is not None and held.key in self.pairs and (task := self._task(annotator, held.key)) is not None:
             return self._given(annotator, task)
-        for first in list(self._firsts[annotator].values())[:-GAP]:
+        for first in list(self._firsts.get(annotator, {}).values())[:-GAP]:
             if self._comes_again(annotator, first) and (task := self._task(annotator, first.key)) is not None:
                 return self._given(annotator, task)
         open_keys = self._open(annotator)
@@ -148,7 +148,7 @@ class Assignment:
 
     def undo(self, annotator: str) -> HumanLabel | None:
         """Takes back an annotator's last label and reserves its pair, so that `next` gives it again; None: there is no such label."""
-        mine = [label for table in (self._firsts, self._repeats) for label in table[annotator].values() if label.key in self.pairs]
+        mine = [label for table in (self._firsts, self._repeats) for label in table.get(annotator, {}).values() if label.key in self.pairs]
         if not mine:
             return None
         places = {label.id: place for place, label in enumerate(self.file.labels)}
@@ -169,29 +169,32 @@ class Assignment:
 
     def _open(self, annotator: str) -> list[str]:
         """Returns the keys of pairs that this annotator may begin, in the order in which they were drawn."""
-        others, mine = self._held_by_others(annotator), self._firsts[annotator]
+        others, mine = self._held_by_others(annotator), self._firsts.get(annotator, {})
         return [key for key in self.pairs if key not in mine and self._decided[key] + others[key] < self.rules.per_item]
 
     def _held_by_others(self, annotator: str) -> Counter[str]:
         now = self._clock()
         holds = {name: hold for name, hold in self._holds.items() if name != annotator and hold.until > now}
-        return Counter(hold.key for name, hold in holds.items() if hold.key not in self._firsts[name])
+        return Counter(hold.key for name, hold in holds.items() if hold.key not in self._firsts.get(name, {}))
 
     def _given(self, annotator: str, task: Task) -> Task:
+        self._holds.pop(annotator, None)  # the newest is the last
         self._holds[annotator] = _Hold(task.pair.key, self._clock() + HOLD_SECONDS)
+        while len(self._holds) > MOST_HOLDS:
+            del self._holds[next(iter(self._holds))]
         return task
 
     def _comes_again(self, annotator: str, first: HumanLabel) -> bool:
         decided = first.verdict is not None and first.key in self.pairs
-        return decided and _drawn(self.rules.seed, "repeat", annotator, first.key) < self.rules.repeat
+        return decided and self._drawn("repeat", annotator, first.key) < self.rules.repeat
 
     def _task(self, annotator: str, key: str) -> Task | None:
         """Returns the task of an annotator on a pair: the first, else the repeat where the pair comes again; None when all is labelled."""
-        first = self._firsts[annotator].get(key)
+        first = self._firsts.get(annotator, {}).get(key)
         if first is None:
-            side: Side = "a" if _drawn(self.rules.seed, "side", annotator, key) < 0.5 else "b"
+            side: Side = "a" if self._drawn("side", annotator, key) < 0.5 else "b"
             return Task(self._id(annotator, key, side, ""), self.pairs[key], side, None)
-        if key in self._repeats[annotator] or not self._comes_again(annotator, first):
+        if key in self._repeats.get(annotator, {}) or not self._comes_again(annotator, first):
             return None
         other: Side = "b" if first.shown_first == "a" else "a"
         return Task(self._id(annotator, key, other, first.id), self.pairs[key], other, first.id)
@@ -202,15 +205,19 @@ class Assignment:
         tasks = (self._task(annotator, key) for key in keys)
         return next((task for task in tasks if task is not None and task.id == task_id), None)
 
+    def _drawn(self, what: str, annotator: str, key: str) -> float:
+        """Returns a number in [0, 1) that is the same after a restart."""
+        return _drawn(self._secret, self.rules.seed, what, annotator, key)
+
     def _id(self, annotator: str, key: str, side: Side, repeat_of: str) -> str:
         text = json.dumps([annotator, key, side, repeat_of])
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()[:24]
 
 
 @lru_cache(1 << 17)
-def _drawn(seed: int, what: str, annotator: str, key: str) -> float:
-    """Returns a number in [0, 1) that is the same after a restart."""
-    return int(digest([seed, what, annotator, key])[:8], 16) / 2**32
+def _drawn(secret: bytes, seed: int, what: str, annotator: str, key: str) -> float:
+    text = json.dumps([seed, what, annotator, key])
+    return int(hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()[:8], 16) / 2**32
 
 
 def _now() -> str:

@@ -34,12 +34,12 @@ class LabelFile:
     """An open labels file. `labels`: its lines, also those of `undone`."""
 
     def __init__(self, path: Path):
-        """Opens or makes the file. Raises ValueError when it is no labels file; leaves such a file as it is."""
+        """Opens or makes the file, with mode 0600. Raises ValueError when it is no labels file; leaves such a file as it is."""
         self._path = path
         there = path.read_bytes() if path.exists() else b""
         self.labels = _parsed(path, there)
         self._size = there.rfind(b"\n") + 1
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._file, self._size)
         os.fsync(self._file)
         folder = os.open(path.parent, os.O_RDONLY)

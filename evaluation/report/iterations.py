@@ -11,6 +11,7 @@ from rlhf_core.data.rows.columns import written
 from rlhf_core.runs.run_dir import ROLLOUTS
 
 SHOWN_ROLLOUTS = 4  # of each iteration
+MAX_LINE = 4 << 20  # bytes of a rollout that is shown
 
 
 class Rollout(NamedTuple):
@@ -28,7 +29,8 @@ def rollouts(run_dir: Path) -> list[tuple[int, list[Rollout]]]:
     found = []
     for iteration in sorted({min(files), max(files)}) if files else ():
         try:
-            rows = [json.loads(line) for line in files[iteration].read_text().splitlines()[:SHOWN_ROLLOUTS]]
+            with files[iteration].open("rb") as file:
+                rows = [json.loads(line) for _ in range(SHOWN_ROLLOUTS) if (line := file.readline(MAX_LINE))]  # a longer one is no JSON
             found.append((iteration, [_rollout(row) for row in rows]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue

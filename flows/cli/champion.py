@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich.markup import escape
+
 from flows.cli.show import OK, console, table_of
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.runs.run_records import RUN, RUNS
@@ -25,13 +27,12 @@ def champion(folder: Path) -> int:
     found = record.champions_of(folder.absolute())
     if found.now is None and found.moving is None:
         raise ValueError(f"{folder} has no champion: a publication with champion: true makes one, or alignflow promote")
-    table = table_of("since (UTC)", "model", "publication", "on the Hub", "why", title=f"champions of {folder.absolute().name}")
+    table = table_of("since (UTC)", "model", "publication", "on the Hub", "why", title=f"champions of {escape(folder.absolute().name)}")
     for reign in found.reigns:
         place = f"{reign.repo_id}@{(reign.commit or '')[:8]}" if reign.repo_id else ""
         why = f"{reign.why} ({reign.by})" if reign.by else reign.why
-        table.add_row(
-            f"{reign.at:%Y-%m-%d %H:%M}", reign.model, reign.run, place, f"{why}; rolled back: {reign.ended}" if reign.ended else why
-        )
+        ended = f"{why}; rolled back: {reign.ended}" if reign.ended else why
+        table.add_row(f"{reign.at:%Y-%m-%d %H:%M}", *map(escape, (reign.model, reign.run, place, ended)))
     console.print(table)
     if found.now is not None:
         console.print(f"the champion is {found.now.model}: {folder / record.LINK}", markup=False, highlight=False)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import socket
 from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
 from flows.cli.artifacts import Artifacts
+from flows.cli.page_server import host_names, server_config, token_shown
 from flows.cli.show import OK
 from rlhf_core.system.secret_file import kept_secret
 
@@ -36,15 +35,13 @@ def dashboard(
         raise ValueError(f"{artifacts}: there is no such folder: give the `artifacts` folder of recipes, or a copy of it")
     if not 0 <= port <= 65535:
         raise ValueError(f"there is no port {port}: give 1 to 65535, or 0 for a free one")
-    if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
-        raise ValueError(f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas")
+    names = host_names(host, allow_host)
     import uvicorn
 
     from evaluation.dashboard.app import dashboard as application
     from flows.serve import EVERYWHERE, listen
     from rlhf_core.system.page_server import LOOPBACK, Protected
 
-    names = [host, *([socket.gethostname()] if host == EVERYWHERE else []), *(name for name in allow_host.split(",") if name)]
     file = home.absolute() / TOKEN
     with listen(host, port) as listener:
         token = kept_secret(file)
@@ -52,7 +49,7 @@ def dashboard(
         console = Console(soft_wrap=True)
         show_address(console, artifacts, address, token, file)
         console.print("Ctrl-C ends it")
-        config = uvicorn.Config(Protected(application(artifacts), token, names), log_level="error", timeout_graceful_shutdown=4)
+        config = server_config(Protected(application(artifacts), token, names), log_level="error", timeout_graceful_shutdown=4)
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run([listener])
     return OK
@@ -60,5 +57,4 @@ def dashboard(
 
 def show_address(console: Console, artifacts: Path, address: str, token: str, file: Path) -> None:
     """Prints the address with its token on a terminal, and elsewhere, where a service manager keeps a log, only the file that holds it."""
-    shown = f"{address}?token={token}" if console.is_terminal else f"{address}?token=... (the token: what is in {file})"
-    console.print(f"{artifacts} is shown at {shown}", markup=False, highlight=False)
+    console.print(f"{artifacts} is shown at {address}?token={token_shown(console, token, file)}", markup=False, highlight=False)

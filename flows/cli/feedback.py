@@ -7,8 +7,10 @@ from pathlib import Path
 
 from cyclopts import App
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
 
+from flows.cli.page_server import host_names, server_config
 from flows.cli.show import FAILED, OK, table_of
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.feedback.inbox import Inbox
@@ -18,6 +20,7 @@ from rlhf_core.recipe.inboxes import evaluation_texts, inboxes_of
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.runs.store import store_of
 from rlhf_core.system.machine import MachineLacks
+from rlhf_core.system.redaction import public_address
 
 console = Console(soft_wrap=True)
 feedback_app = App(name="feedback", help="What people say of answers (thumbs, edits, rankings), as data of a recipe.")
@@ -41,15 +44,15 @@ def import_(
     box, questions = _opened(inbox, recipe)
     worst, new = OK, 0
     for file in files:
-        with console.status(f"reading {file}") as status:
-            given = rows_of(file)
-            shown = source if source is not None else file.rpartition("/")[2]
+        shown = public_address(file)
+        with console.status(f"reading {escape(shown)}") as status:
 
-            def progress(so_far: Receipt, file: str = file, status: Status = status) -> None:
-                status.update(f"{file}: {so_far.read:,} rows")
+            def progress(so_far: Receipt, shown: str = shown, status: Status = status) -> None:
+                status.update(f"{escape(shown)}: {so_far.read:,} rows")
 
-            done = receive(box, given, questions, shown, annotator, progress)
-        tell(file, done)
+            named = source if source is not None else shown.rpartition("/")[2]
+            done = receive(box, rows_of(file), questions, named, annotator, progress)
+        tell(shown, done)
         worst, new = FAILED if done.wrong else worst, new + done.new
     if new and os.environ.get("PREFECT_API_URL"):
         _tell_server(box)
@@ -90,7 +93,7 @@ def status(*inboxes: Path, recipe: str | None = None) -> int:
     for box in boxes:
         kinds = box.kinds()
         table.add_row(
-            str(box.folder), *(f"{kinds[kind]:,}" for kind in ("thumb", "edit", "ranking", "deleted")), f"{box.contradictions():,}"
+            escape(str(box.folder)), *(f"{kinds[kind]:,}" for kind in ("thumb", "edit", "ranking", "deleted")), f"{box.contradictions():,}"
         )
     console.print(table)
     return OK
@@ -124,7 +127,12 @@ def forget(annotator: str, *, inbox: Path | None = None, recipe: str | None = No
 
 @feedback_app.command
 def serve(
-    *recipes: str, inbox: list[Path] | None = None, home: Path = Path(".alignflow"), host: str = "127.0.0.1", port: int = 4300
+    *recipes: str,
+    inbox: list[Path] | None = None,
+    home: Path = Path(".alignflow"),
+    host: str = "127.0.0.1",
+    port: int = 4300,
+    allow_host: str = "",
 ) -> int:
     """Take feedback over HTTP: POST /feedback/NAME with a bearer token, until Ctrl-C.
 
@@ -134,9 +142,8 @@ def serve(
         home: folder of the token, `feedback-token`, which only you can read.
         host: 0.0.0.0 listens to other machines too; the token passes the network as it is, without TLS.
         port: 0 takes a free one.
+        allow_host: more names of this machine in the addresses of requests, such as a proxy's, with commas.
     """
-    import socket
-
     import uvicorn
 
     from flows.serve import EVERYWHERE, FEEDBACK_TOKEN, listen
@@ -144,6 +151,7 @@ def serve(
     from rlhf_core.feedback.personal_data import masked
     from rlhf_core.system.secret_file import kept_secret
 
+    hosts = host_names(host, allow_host)
     loaded = [load_recipe(recipe, []) for recipe in recipes]
     folders = list(dict.fromkeys([folder.absolute() for folder in inbox or []] + [f for one in loaded for f in inboxes_of(one)]))
     if not folders:
@@ -163,8 +171,7 @@ def serve(
         for name in named:
             console.print(f"feedback for {name}: POST {address}/feedback/{name}", markup=False, highlight=False)
         console.print(f"the bearer token is in {home.absolute() / FEEDBACK_TOKEN} (Ctrl-C ends it)", markup=False, highlight=False)
-        hosts = (host, socket.gethostname())
-        server = uvicorn.Server(uvicorn.Config(application(named, token, hosts), log_level="warning", access_log=False))
+        server = uvicorn.Server(server_config(application(named, token, tuple(hosts)), log_level="warning", access_log=False))
         server.run(sockets=[listener])
     return OK
 

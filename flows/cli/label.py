@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
+from flows.cli.page_server import host_names, server_config, token_shown
 from flows.cli.show import OK, console, table_of
+from rlhf_core.system.redaction import plain
 from rlhf_core.system.secret_file import kept_secret
 
 if TYPE_CHECKING:  # imports scipy, which most commands do not need
@@ -48,7 +50,7 @@ def label(
         host: 0.0.0.0 listens to other machines too; the token passes the network as it is, without TLS.
         port: 0 takes a free one and prints it.
         allow_host: more names of this machine that annotators use, with commas.
-        home: folder of the token that the page asks for, in the file label-token.
+        home: folder of the token that the page asks for, in the file label-token, and of the secret that hides sides, label-secret.
     """
     if agreement is not None:
         from evaluation.labelling.agreement import agreement as measured
@@ -65,6 +67,7 @@ def label(
         f"--models {models}: give two different models, with a comma": len(set(pair)) != 2 and models != "",
         f"there is no port {port}: give 1 to 65535, or 0 for a free one": not 0 <= port <= 65535,
     }
+    names = host_names(host, allow_host)
     if faults := [sentence for sentence, is_so in wrong.items() if is_so]:
         raise ValueError("\n".join(faults))
     assert source is not None and out is not None
@@ -79,18 +82,24 @@ def label(
 
     drawn = draw(source, sample, seed, artifacts, pair)
     with listen(host, port) as listener, opened(out) as file:
-        token = kept_secret(home / "label-token")
-        assignment = Assignment(drawn.pairs, file, Rules(per_item, repeat, seed), token)
-        names = [host, *([socket.gethostname()] if host == EVERYWHERE else []), *(name for name in allow_host.split(",") if name)]
+        place = home.absolute() / "label-token"
+        token = kept_secret(place)
+        assignment = Assignment(drawn.pairs, file, Rules(per_item, repeat, seed), kept_secret(home / "label-secret"))
         shown = socket.gethostname() if host == EVERYWHERE else host
         address = f"http://{shown}:{listener.getsockname()[1]}"
         same = f", {drawn.same} with equal answers left out" if drawn.same else ""
         console.print(f"{len(drawn.pairs)} of {drawn.found} pairs{same}; {len(file.labels)} lines in {out}", markup=False, highlight=False)
-        console.print(f"all annotators: {address}/?token={token}", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"one annotator:  {address}/label?annotator=NAME&token={token}", markup=False, highlight=False, soft_wrap=True)
-        config = uvicorn.Config(Protected(application(assignment), token, names), log_level="error", lifespan="off")
+        show_addresses(console, address, token, place)
+        config = server_config(Protected(application(assignment), token, names), log_level="error", lifespan="off")
         uvicorn.Server(config).run([listener])
     return OK
+
+
+def show_addresses(console: Console, address: str, token: str, file: Path) -> None:
+    """Prints the addresses of the page, with the token on a terminal alone."""
+    shown = token_shown(console, token, file)
+    console.print(f"all annotators: {address}/?token={shown}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"one annotator:  {address}/label?annotator=NAME&token={shown}", markup=False, highlight=False, soft_wrap=True)
 
 
 def show_agreement(console: Console, found: Agreement) -> None:
@@ -102,13 +111,13 @@ def show_agreement(console: Console, found: Agreement) -> None:
         table = table_of("annotators", *numbers, right=numbers)
         for row in found.between:
             cells = (_share(row.same), _kappa(row.kappa), _kappa(row.weighted_kappa))
-            table.add_row(escape(f"{row.one}, {row.other}"), str(row.pairs), *cells)
+            table.add_row(escape(plain(f"{row.one}, {row.other}")), str(row.pairs), *cells)
         console.print(table)
     columns = ("labels", "skipped", "ties", "prefers the left", "shown twice", "same winner again", "median seconds")
     table = table_of("annotator", *columns, right=columns)
     for annotator in found.annotators:
         sides = (_share(annotator.first_side), str(annotator.repeats), _share(annotator.consistent), f"{annotator.seconds:.1f}")
-        table.add_row(escape(annotator.name), str(annotator.labels), str(annotator.skipped), f"{100 * annotator.ties:.0f} %", *sides)
+        table.add_row(escape(plain(annotator.name)), str(annotator.labels), str(annotator.skipped), f"{100 * annotator.ties:.0f} %", *sides)
     console.print(table)
 
 

@@ -1,7 +1,8 @@
 """Takes feedback over HTTP: POST /feedback/NAME for the inbox NAME.inbox, with a bearer token (system/page_server.py).
 
 The body is a JSON object, a list of them, or lines of JSON. Rows are on disk when the answer comes, and a request that is sent again adds
-nothing twice. The answer counts what became of the rows; 400: the body is no JSON; 413: it is too large; 422: no row of it holds feedback.
+nothing twice. The answer counts what became of the rows; 400: the body is no JSON; 413: it is too large or has too many rows; 422: no row
+of it holds feedback.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.receive import Given, receive
 from rlhf_core.system.page_server import Protected
 
-LARGEST_REQUEST = 16 << 20  # bytes
+LARGEST_REQUEST, MOST_ROWS = 16 << 20, 10_000  # bytes and rows of a request
 SEND_SECONDS = 60.0  # for a client to send its request
 FIELDS = ("source", "annotator")  # of all rows of a request, as query parameters
 
@@ -43,9 +44,11 @@ def application(inboxes: Mapping[str, tuple[Inbox, Callable[[], Questions]]], to
             return JSONResponse({"error": f"the request was not sent within {SEND_SECONDS:g} s"}, 408, {"connection": "close"})
         if body is None:
             return JSONResponse({"error": f"the request has more than {LARGEST_REQUEST} bytes"}, 413, {"connection": "close"})
-        rows = rows_of_body(body)
+        rows = await run_in_threadpool(rows_of_body, body)
         if rows is None:
             return JSONResponse({"error": "the body must be a JSON object, a list of them, or lines of JSON, in UTF-8"}, 400)
+        if len(rows) > MOST_ROWS:
+            return JSONResponse({"error": f"the request has {len(rows):,} rows: send at most {MOST_ROWS:,} at once"}, 413)
         inbox, questions = inboxes[name]
         given = [Given(f"row {number}", row) for number, row in enumerate(rows, start=1)]
         about = {field: request.query_params.get(field) for field in FIELDS}

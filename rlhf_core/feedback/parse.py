@@ -12,7 +12,10 @@ from rlhf_core.feedback.records import Feedback, Kind
 UP = {"up": 1, "down": 0, "true": 1, "false": 0, "1": 1, "0": 0, "-1": 0, "good": 1, "bad": 0, "like": 1, "dislike": 0}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 VERDICTS = {"A>>B": (0, 1), "A>B": (0, 1), "B>A": (1, 0), "B>>A": (1, 0)}
-LARGEST = 1_000_000  # characters of one text
+LARGEST = 1_000_000  # characters of one answer, and of all messages of a prompt
+MOST_RANKED = 16  # answers, which are up to 120 pairs
+NAME_LENGTH = 200
+TIMES, THUMBS = ("at", "created"), ("thumb", "label", "rating")
 
 
 class Unusable(ValueError):
@@ -36,9 +39,9 @@ def feedback_of(row: Any, source: str = "", annotator: str | None = None) -> Fee
         answers=answers,
         ranks=ranks,
         model=_text(row, "model", None),
-        at=_time(row.get("at", row.get("created"))),
+        at=_time(_first(row, TIMES)),
         source=_text(row, "source", source) or "",
-        annotator=_text(row, "annotator", _text(row, "user", annotator)),
+        annotator=_annotator(row, annotator),
     )
 
 
@@ -47,7 +50,7 @@ def _judged(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, .
     if "verdict" in row:
         if row["verdict"] in (None, "A=B"):
             raise Unusable("a tie or a skipped label")
-        if row["verdict"] not in VERDICTS:
+        if not isinstance(row["verdict"], str) or row["verdict"] not in VERDICTS:
             raise ValueError(f"verdict must be one of {', '.join(VERDICTS)}, A=B or null, found {row['verdict']!r:.40}")
         return "ranking", (_answer(row, "answer_a"), _answer(row, "answer_b")), VERDICTS[row["verdict"]]
     if row.get("ranking") is not None:
@@ -57,7 +60,7 @@ def _judged(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, .
     answer = _answer(row, "response")
     if row.get("edited") is not None:
         return "edit", _different(answer, _answer(row, "edited")), (1, 0)
-    given = row.get("thumb", row.get("label", row.get("rating")))
+    given = _first(row, THUMBS)
     if given is None:
         raise Unusable("no feedback (thumb, label, edited, ranking, or chosen and rejected)")
     thumb = UP.get(str(int(given) if isinstance(given, float) and given.is_integer() else given).lower())
@@ -68,10 +71,15 @@ def _judged(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, .
 
 def _ranking(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, ...]]:
     """Reads `ranking`: answers, best first, where a list in the list holds ties."""
-    groups = [group if isinstance(group, list) else [group] for group in row["ranking"]] if isinstance(row["ranking"], list) else []
+    given = row["ranking"] if isinstance(row["ranking"], list) else []
+    groups = [group if isinstance(group, list) else [group] for group in given if group != []]
     answers = tuple(answer for group in groups for answer in group)
+    if len(answers) > MOST_RANKED:
+        raise ValueError(f"ranking has {len(answers):,} answers: give at most {MOST_RANKED}")
     if len(answers) < 2 or not all(isinstance(answer, str) and answer.strip() for answer in answers) or len(set(answers)) < len(answers):
         raise ValueError("ranking must be a list of two or more different answers, best first; a list in it holds ties")
+    if any(len(answer) > LARGEST for answer in answers):
+        raise ValueError(f"each answer of ranking must have at most {LARGEST:,} characters")
     if len(groups) < 2:
         raise Unusable("a ranking that prefers no answer")
     return "ranking", answers, tuple(rank for rank, group in enumerate(groups) for _ in group)
@@ -100,6 +108,13 @@ def _from_log(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(prompt: Any) -> tuple[dict[str, Any], ...]:
+    read = _read_messages(prompt)
+    if sum(len(message["content"]) for message in read) > LARGEST:
+        raise ValueError(f"the prompt must have at most {LARGEST:,} characters in all its messages")
+    return read
+
+
+def _read_messages(prompt: Any) -> tuple[dict[str, Any], ...]:
     if isinstance(prompt, str) and prompt.strip():
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
@@ -135,13 +150,28 @@ def _different(first: str, second: str) -> tuple[str, str]:
     return first, second
 
 
+def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
+    """Returns the first value that is not null; None when all are."""
+    return next((row[column] for column in columns if row.get(column) is not None), None)
+
+
+def _annotator(row: Mapping[str, Any], otherwise: str | None) -> str | None:
+    """Returns the name of who judged, whole: rows of a cut name would not be found when they are to be deleted."""
+    column = "annotator" if row.get("annotator") not in (None, "") else "user"
+    value = row.get(column)
+    name = otherwise if value in (None, "") else value
+    if name is not None and (not isinstance(name, str | int) or len(str(name)) > NAME_LENGTH):
+        raise ValueError(f"{column} must be a text of at most {NAME_LENGTH} characters")
+    return None if name is None else str(name)
+
+
 def _text(row: Mapping[str, Any], column: str, otherwise: str | None) -> str | None:
     value = row.get(column)
     if value is None or value == "":
         return otherwise
     if not isinstance(value, str | int):
         raise ValueError(f"{column} must be a text, found {type(value).__name__}")
-    return str(value)[:200]
+    return str(value)[:NAME_LENGTH]
 
 
 def _time(value: Any) -> datetime | None:
@@ -152,6 +182,6 @@ def _time(value: Any) -> datetime | None:
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return datetime.fromtimestamp(value, UTC)
         read = datetime.fromisoformat(value)
+        return read.replace(tzinfo=UTC) if read.tzinfo is None else read.astimezone(UTC)
     except (TypeError, ValueError, OverflowError, OSError):
         raise ValueError(f"at must be a time such as 2026-01-31T12:00:00Z or seconds since 1970, found {value!r:.40}") from None
-    return read.replace(tzinfo=UTC) if read.tzinfo is None else read.astimezone(UTC)

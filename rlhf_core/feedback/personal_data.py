@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
+from bisect import bisect
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,6 +22,12 @@ SUSPECTS = {  # what a text must hold for a recogniser to find something
     "IBAN_CODE": re.compile(r"\b[A-Za-z]{2}[ -]?\d{2}(?:[ -]?[A-Za-z0-9]){9}"),
     "PHONE_NUMBER": re.compile(r"(?:\+\d|\(\d|\d)(?:[^\w\n]{0,3}\d){6,}"),
 }
+
+
+LOCAL, DOMAIN = 64, 255  # the most characters before and after the @ of a mail address (RFC 5321, 4.5.3.1)
+BEFORE = re.compile(r"[^\s@\"(),:;<>\[\]\\]+\Z")  # characters that may be before and after the @
+AFTER = re.compile(r"[^\s@!-,/:-?\[-^`{-~]*")
+MARGIN, PIECE = 64, 2048  # characters around what looks like a number; the most that a recogniser gets at once
 
 
 class Masked(NamedTuple):
@@ -35,23 +43,72 @@ def masked(texts: list[str]) -> Masked:
     return Masked([_masked(text, found) for text in texts], found)
 
 
+class _Span(NamedTuple):
+    """A piece of personal data: its place in the text, and the recogniser's certainty."""
+
+    start: int
+    end: int
+    score: float
+    kind: str
+
+
 def _masked(text: str, found: Counter[str]) -> str:
-    kinds = [kind for kind, suspect in SUSPECTS.items() if suspect.search(text)]
-    spans = [span for kind in kinds for span in _spans(kind, text)]
-    spans.sort(key=lambda span: (-span.score, span.start))
-    kept: list[Any] = []
-    for span in spans:  # of two that overlap the more certain one
-        if all(span.end <= other.start or span.start >= other.end for other in kept):
-            kept.append(span)
-    for span in sorted(kept, key=lambda span: -span.start):
-        found[span.entity_type] += 1
-        text = f"{text[: span.start]}<{span.entity_type}>{text[span.end :]}"
-    return text
+    spans = [span for kind in SUSPECTS for span in _spans(kind, text)]
+    kept: list[_Span] = []  # sorted by their places
+    for span in sorted(spans, key=lambda span: (-span.score, span.start)):  # of two that overlap the more certain one
+        place = bisect(kept, span.start, key=lambda other: other.start)
+        if (not place or kept[place - 1].end <= span.start) and (place == len(kept) or kept[place].start >= span.end):
+            kept.insert(place, span)
+    parts, end = [], 0
+    for span in kept:
+        found[span.kind] += 1
+        parts += [text[end : span.start], f"<{span.kind}>"]
+        end = span.end
+    return "".join([*parts, text[end:]])
 
 
-def _spans(kind: str, text: str) -> list[Any]:
-    spans = _recognisers()[kind].analyze(text, [kind], None)
-    return [span for span in spans if kind != "PHONE_NUMBER" or _is_phone(text, span.start, span.end)]
+def _spans(kind: str, text: str) -> Iterator[_Span]:
+    """Yields what the recogniser of a kind finds. It gets small pieces: its patterns take quadratic time, or more, on long texts."""
+    for start, end, first, last in _mail_windows(text) if kind == "EMAIL_ADDRESS" else _pieces(SUSPECTS[kind], text):
+        for found in _recognisers()[kind].analyze(text[start:end], [kind], None):
+            span = _Span(start + found.start, start + found.end, found.score, kind)
+            if first <= span.start < last and (kind != "PHONE_NUMBER" or _is_phone(text, span.start, span.end)):
+                yield span
+
+
+class _Window(NamedTuple):
+    """A part of a text that a recogniser gets. Spans count that begin from `first` to before `last`."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+
+
+def _mail_windows(text: str) -> Iterator[_Window]:
+    """Yields the characters around each @ that can be of its mail address; a character is in two windows at most."""
+    for match in SUSPECTS["EMAIL_ADDRESS"].finditer(text):
+        at = match.start()
+        before = BEFORE.search(text[max(0, at - LOCAL) : at])
+        after = AFTER.match(text, at + 1, at + 1 + DOMAIN)
+        if before and after:
+            start = at - len(before[0])
+            yield _Window(start, after.end(), start, at)
+
+
+def _pieces(suspect: re.Pattern[str], text: str) -> Iterator[_Window]:
+    """Yields the parts of a text with a suspect and MARGIN around, in pieces that overlap by two margins."""
+    parts: list[list[int]] = []
+    for match in suspect.finditer(text):
+        start, end = max(0, match.start() - MARGIN), min(len(text), match.end() + MARGIN)
+        if parts and start <= parts[-1][1]:
+            parts[-1][1] = end
+        else:
+            parts.append([start, end])
+    for begin, stop in parts:
+        for start in range(begin, max(begin + 1, stop - 2 * MARGIN), PIECE - 2 * MARGIN):
+            end = min(stop, start + PIECE)
+            yield _Window(start, end, start if start == begin else start + MARGIN, end if end == stop else end - MARGIN)
 
 
 def _is_phone(text: str, start: int, end: int) -> bool:

@@ -16,18 +16,20 @@ from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.parse import Unusable, feedback_of
 from rlhf_core.feedback.personal_data import masked
 from rlhf_core.feedback.records import Feedback
+from rlhf_core.system.redaction import public_address
 
-BATCH = 2000  # rows of one transaction
+BATCH, BATCH_BYTES = 2000, 32 << 20  # rows of one transaction, and bytes of their lines
 EXAMPLES = 5
 LARGEST_LINE = 16 << 20  # bytes
 
 
 class Given(NamedTuple):
-    """A row as it came, with its place for messages. `fault`: why it cannot be read, or ''."""
+    """A row as it came, with its place for messages. `fault`: why it cannot be read, or ''; `size`: bytes of its line."""
 
     where: str
     row: Any
     fault: str = ""
+    size: int = 0
 
 
 @dataclass
@@ -58,7 +60,7 @@ def receive(
     Raises ValueError as `Inbox`, MachineLacks when personal data must be looked for and presidio is absent.
     """
     receipt, rows = Receipt(), iter(given)
-    while batch := list(islice(rows, BATCH)):
+    while batch := list(_batch(rows)):
         kept = [feedback for item in batch if (feedback := _read(item, receipt, questions, source, annotator)) is not None]
         added = inbox.add(kept)
         receipt.read += len(batch)
@@ -66,6 +68,16 @@ def receive(
         receipt.duplicate += added.duplicate
         shown(receipt)
     return receipt
+
+
+def _batch(rows: Iterator[Given]) -> Iterator[Given]:
+    """Yields the next rows, until they are BATCH or their lines BATCH_BYTES."""
+    size = 0
+    for item in islice(rows, BATCH):
+        yield item
+        size += item.size
+        if size >= BATCH_BYTES:
+            return
 
 
 def _read(item: Given, receipt: Receipt, questions: Questions, source: str, annotator: str | None) -> Feedback | None:
@@ -101,7 +113,7 @@ def rows_of(place: str) -> Iterator[Given]:
     """
     undone: set[str] | None = None
     for number, line in enumerate(_lines(place), start=1):
-        where = f"{place}, line {number}"
+        where = f"{public_address(place)}, line {number}"
         if len(line) > LARGEST_LINE:
             yield Given(where, None, f"the line has more than {LARGEST_LINE >> 20} MiB")
             continue
@@ -115,20 +127,23 @@ def rows_of(place: str) -> Iterator[Given]:
             continue
         if undone is None:
             undone = _undone(place) if isinstance(row, dict) and "verdict" in row else set()
-        if not (undone and isinstance(row, dict) and row.get("id") in undone):
-            yield Given(where, row)
+        identity = row.get("id") if isinstance(row, dict) else None
+        if not (isinstance(identity, str) and identity in undone):
+            yield Given(where, row, size=len(line))
 
 
 def _undone(place: str) -> set[str]:
     """Returns the ids of labels that a later line of the labelling page's file takes back."""
-    found = set()
+    found: set[str] = set()
     for line in _lines(place):
         if b'"undone"' in line:
             try:
-                found.add(json.loads(line).get("undone"))
-            except (ValueError, AttributeError):
+                identity = json.loads(line).get("undone")
+            except (ValueError, AttributeError, RecursionError):
                 continue
-    return {str(identity) for identity in found if identity}
+            if isinstance(identity, str) and identity:
+                found.add(identity)
+    return found
 
 
 def _lines(place: str) -> Iterator[bytes]:
@@ -140,4 +155,4 @@ def _lines(place: str) -> Iterator[bytes]:
                     line = file.readline(LARGEST_LINE + 1)
     except (OSError, ValueError, ImportError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise ValueError(f"{place}: cannot be read ({reason}): give a JSONL file or a URL of one") from None
+        raise ValueError(f"{public_address(place)}: cannot be read ({public_address(reason)}): give a JSONL file or a URL of one") from None

@@ -6,7 +6,7 @@ Used by `alignflow diff` and the dashboard.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +26,10 @@ class Difference(NamedTuple):
     after: str
 
 
-def stage_differences(name: str, before: Path, after: Path) -> Iterator[Difference]:
-    """Yields the differences of two run directories. `name`: what to call the stage."""
-    old, new = (read_json(folder / REQUEST) for folder in (before, after))
-    results = [read_json(folder / RESULT) for folder in (before, after)]
+def stage_differences(name: str, before: Path, after: Path, *, read: Callable[[Path], dict[str, Any]] = read_json) -> Iterator[Difference]:
+    """Yields the differences of two run directories. `name`: what to call the stage; `read` gives the object in a file, or {}."""
+    old, new = (read(folder / REQUEST) for folder in (before, after))
+    results = [read(folder / RESULT) for folder in (before, after)]
     parts = {
         "configuration": [{"seed": request.get("seed"), **request.get("config", {})} for request in (old, new)],
         "inputs": [{key: _content(place) for key, place in request.get("inputs", {}).items()} for request in (old, new)],

@@ -17,6 +17,7 @@ from evaluation.labelling.assignment import Assignment, Rules
 from evaluation.labelling.records import ComparedPair, HumanLabel
 from evaluation.labelling.store import LabelFile
 from rlhf_core.system.processes import ROOT
+from rlhf_core.system.secret_file import kept_secret
 
 SECRET = "a secret of the tests"
 
@@ -69,8 +70,9 @@ class Served:
         told = ""
         for line in self.process.stdout:
             told += line
-            if found := re.search(r"one annotator: +(http://127\.0\.0\.1:(\d+))/\S+token=(\S+)", line):
-                self.root, self.port, self.token = found[1], int(found[2]), found[3]
+            if found := re.search(r"one annotator: +(http://127\.0\.0\.1:(\d+))/", line):
+                self.root, self.port = found[1], int(found[2])
+                self.token = kept_secret(folder / ".alignflow" / "label-token")
                 return
         raise AssertionError(f"it ended with code {self.process.wait(30)}: {told}")
 

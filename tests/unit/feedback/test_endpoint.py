@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,27 @@ def test_a_body_that_is_too_large_is_not_read(client: TestClient, box: Inbox, mo
     monkeypatch.setattr(endpoint, "LARGEST_REQUEST", 1000)
     assert client.post("/feedback/chat", json=[ROW] * 100).status_code == 413
     assert not box.exists
+
+
+def test_more_rows_than_a_request_may_have_are_refused(client: TestClient, box: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "MOST_ROWS", 2)
+    answer = client.post("/feedback/chat", json=[ROW] * 3)
+    assert answer.status_code == 413 and "3 rows: send at most 2" in answer.json()["error"]
+    assert not box.exists and client.post("/feedback/chat", json=[ROW] * 2).status_code == 200
+
+
+def test_a_large_body_is_read_outside_of_the_event_loop(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = endpoint.rows_of_body
+
+    def read(body: bytes) -> Any:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        seen.append(len(body))
+        return real(body)
+
+    monkeypatch.setattr(endpoint, "rows_of_body", read)
+    assert client.post("/feedback/chat", json=ROW).status_code == 200 and seen
 
 
 def test_nothing_is_taken_without_the_token(client: TestClient, box: Inbox) -> None:

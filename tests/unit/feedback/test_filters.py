@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import socket
+from collections import Counter
+from typing import Any
 
 import pytest
 
+from rlhf_core.feedback import personal_data
 from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.personal_data import masked
 
@@ -81,6 +84,60 @@ def test_numbers_dates_and_versions_stay() -> None:
     rng = random.Random(0)
     texts = [f"{sentence(rng, 4)} {harmless(rng)} {sentence(rng, 4)}" for _ in range(1000)]
     assert sum(text != kept for text, kept in zip(texts, masked(texts).texts, strict=True)) <= 10  # precision of 99 %
+
+
+LONG = {  # texts of 200 kB on which presidio's patterns alone take minutes, by what they repeat
+    "dots before an @": "a." * 100_000 + "@b",
+    "base64 before a mail": "QWxhZGRpbjpvcGVuIHNlc2FtZQ" * 7_500 + " ann@example.org",
+    "addresses of machines": "10.0.17.1 " * 20_000 + "ann@example.org",
+    "mails": "ann@example.org " * 12_500,
+    "mails without an end": "a@b." * 50_000,
+    "digits": "7" * 200_000,
+    "phones": "212-555-0123 " * 15_000,
+    "cards": "4111 1111 1111 1111 " * 10_000,
+    "ibans": "DE89370400440532013000 " * 8_700,
+}
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG)
+def test_recognisers_get_small_pieces_of_long_texts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, list[int]] = {kind: [] for kind in personal_data.SUSPECTS}
+
+    class Counted:
+        def analyze(self, part: str, kinds: list[str], artifacts: None) -> list[Any]:
+            given[kinds[0]].append(len(part))
+            return []
+
+    monkeypatch.setattr(personal_data, "_recognisers", lambda: dict.fromkeys(given, Counted()))
+    masked([text])
+    assert any(given.values())
+    assert all(sum(sizes) <= 2 * len(text) and max(sizes, default=0) <= personal_data.PIECE for sizes in given.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "count"),
+    [
+        ("base64 before a mail", "EMAIL_ADDRESS", 1),
+        ("mails", "EMAIL_ADDRESS", 12_500),
+        ("ibans", "IBAN_CODE", 8_700),
+    ],
+)
+def test_long_texts_are_masked_whole(name: str, kind: str, count: int) -> None:
+    done = masked([LONG[name]])
+    assert done.found == {kind: count}
+    assert done.texts[0].count(f"<{kind}>") == count
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_of_a_long_text_give_what_the_whole_gives(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    makers = (mail, iban, card, phone, harmless)
+    text = " ".join(f"{sentence(rng, rng.randrange(12))} {rng.choice(makers)(rng)}," for _ in range(150))
+    whole = [personal_data._Window(0, len(text), 0, len(text))]
+    in_pieces = Counter(span for kind in personal_data.SUSPECTS for span in personal_data._spans(kind, text))
+    monkeypatch.setattr(personal_data, "_mail_windows", lambda text: whole)
+    monkeypatch.setattr(personal_data, "_pieces", lambda suspect, text: whole)
+    assert in_pieces == Counter(span for kind in personal_data.SUSPECTS for span in personal_data._spans(kind, text))
 
 
 def test_nothing_is_asked_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:

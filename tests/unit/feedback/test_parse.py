@@ -24,6 +24,8 @@ LOG = {
         ({"response": "a", "label": False}, "thumb", ("a",), (0,)),
         ({"response": "a", "rating": -1}, "thumb", ("a",), (0,)),
         ({"response": "a", "rating": 1.0}, "thumb", ("a",), (1,)),
+        ({"response": "a", "thumb": None, "label": True}, "thumb", ("a",), (1,)),
+        ({"ranking": [["a"], [], ["b"]]}, "ranking", ("a", "b"), (0, 1)),
         ({"response": "a", "edited": "b"}, "edit", ("a", "b"), (1, 0)),
         ({"chosen": "a", "rejected": "b"}, "ranking", ("a", "b"), (0, 1)),
         ({"chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}, "ranking", ("a", "b"), (0, 1)),
@@ -69,6 +71,7 @@ def test_times_are_utc(at: Any) -> None:
         ({"prompt": "q", "response": "a"}, "no feedback"),
         ({"prompt": "q", "response": "a", "edited": "a"}, "two equal answers"),
         ({"prompt": "q", "ranking": [["a", "b"]]}, "prefers no answer"),
+        ({"prompt": "q", "ranking": [["a", "b"], []]}, "prefers no answer"),
         ({"prompt": "q", "answer_a": "a", "answer_b": "b", "verdict": "A=B"}, "a tie"),
         ({"prompt": "q", "answer_a": "a", "answer_b": "b", "verdict": None}, "skipped"),
         ({"undone": "x"}, "taken back"),
@@ -94,6 +97,16 @@ def test_rows_that_judge_nothing_are_counted_apart(row: dict[str, Any], reason: 
         ({"prompt": [{"role": "assistant", "content": "q"}], "response": "a", "thumb": "up"}, "nothing to answer"),
         ({"prompt": "q", "ranking": ["a", "a"]}, "ranking must be a list of two or more different"),
         ({"prompt": "q", "answer_a": "a", "answer_b": "b", "verdict": "A"}, "verdict must be one of"),
+        ({"prompt": "q", "ranking": [str(n) for n in range(17)]}, "ranking has 17 answers: give at most 16"),
+        ({"prompt": "q", "ranking": ["a", "b" * 1_000_001]}, "each answer of ranking must have at most 1,000,000 characters"),
+        (
+            {"prompt": [{"role": "user", "content": "q" * 600_000}] * 2, "response": "a", "thumb": 1},
+            "the prompt must have at most 1,000,000",
+        ),
+        ({"prompt": "q", "answer_a": "a", "answer_b": "b", "verdict": ["A>B"]}, "verdict must be one of"),
+        ({"prompt": "q", "response": "a", "thumb": "up", "at": "0001-01-01T00:00:00+14:00"}, "at must be a time"),
+        ({"prompt": "q", "response": "a", "thumb": "up", "annotator": "x" * 201}, "annotator must be a text of at most 200"),
+        ({"prompt": "q", "response": "a", "thumb": "up", "user": "x" * 201}, "user must be a text of at most 200"),
         ({"prompt": "q", "response": "a", "thumb": "up", "at": "yesterday"}, "at must be a time"),
         ({"prompt": "q", "response": "a", "thumb": "up", "annotator": ["x"]}, "annotator must be a text"),
         ({"choices": 5, "messages": []}, "a log needs request.messages"),
@@ -103,3 +116,13 @@ def test_malformed_rows_are_one_sentence(row: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as told:
         feedback_of(row)
     assert not isinstance(told.value, Unusable)
+
+
+def test_a_time_that_is_null_gives_way_to_the_next_column() -> None:
+    read = feedback_of({"prompt": "q", "response": "a", "thumb": "up", "at": None, "created": 5})
+    assert read.at == datetime.fromtimestamp(5, UTC)
+
+
+def test_a_name_for_all_rows_is_not_cut_either() -> None:
+    with pytest.raises(ValueError, match="at most 200"):
+        feedback_of({"prompt": "q", "response": "a", "thumb": "up"}, annotator="x" * 201)

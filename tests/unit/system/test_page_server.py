@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from rlhf_core.system.page_server import Protected
 
 TOKEN = "a-token-of-thirty-two-characters"
+BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.fixture
@@ -52,14 +53,49 @@ def test_the_token_in_the_address_writes_nothing(client: TestClient) -> None:
     assert client.post("/x", params={"token": TOKEN}).status_code == 401
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:9999", "null"])
+@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:9999", "null", "http://[", "", "127.0.0.1:8000"])
 def test_another_servers_page_writes_nothing(client: TestClient, origin: str) -> None:
     client.get("/", params={"token": TOKEN})
     assert client.post("/x", headers={"origin": origin}).status_code == 403
 
 
 @pytest.mark.parametrize(
-    ("host", "status"), [("box.lan:8000", 200), ("evil.example:8000", 421), ("", 421), ("127.0.0.1.evil.example", 421)]
+    ("host", "status"),
+    [
+        ("box.lan:8000", 200),
+        ("BOX.lan.:8000", 200),
+        ("LocalHost", 200),
+        *((host, 421) for host in ("evil.example:8000", "", "127.0.0.1.evil.example", "evil.com@localhost")),
+        *((host, 421) for host in ("[", "[::1", "localhost:", "localhost/x", "localhost:8000:1", "localhost..")),
+    ],
 )
 def test_only_names_of_this_machine_are_answered(client: TestClient, host: str, status: int) -> None:
     assert client.get("/", headers={"authorization": f"Bearer {TOKEN}", "host": host}).status_code == status
+
+
+def test_names_that_were_allowed_are_compared_without_case_and_last_dot() -> None:
+    async def page(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("")
+
+    app = Protected(Starlette(routes=[Route("/", page)]), TOKEN, ["Box.LAN."])
+    for host in ("box.lan", "BOX.lan.", "box.lan:80"):
+        assert TestClient(app, base_url="http://127.0.0.1").get("/", headers=BEARER | {"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["//evil.example/x", "///evil.example/x", "/%5Cevil.example/x", "/%2F/evil.example/x"])
+def test_the_address_without_the_token_is_of_this_server(client: TestClient, path: str) -> None:
+    answer = client.get(f"http://127.0.0.1:8000{path}", params={"token": TOKEN})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/evil.example/x")
+
+
+def test_the_cookie_does_not_tell_the_token_and_survives_a_restart(client: TestClient) -> None:
+    client.get("/", params={"token": TOKEN})
+    (cookie,) = client.cookies.jar
+    assert cookie.value is not None and len(cookie.value) >= 32 and TOKEN not in cookie.value
+    assert client.get("/x").status_code == 200
+    assert client.get("/x", headers={"authorization": f"Bearer {cookie.value}", "cookie": ""}).status_code == 401
+    assert client.get("/x", params={"token": cookie.value}, headers={"cookie": ""}).status_code == 401
+    assert client.get("/x", headers={"cookie": f"{cookie.name}={TOKEN}"}).status_code == 401
+    for token, status in ((TOKEN, 404), ("another-token", 401)):
+        other = TestClient(Protected(Starlette(), token), base_url="http://127.0.0.1:8000")
+        assert other.get("/x", headers={"cookie": f"{cookie.name}={cookie.value}"}).status_code == status

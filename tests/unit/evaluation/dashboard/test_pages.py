@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from datetime import timedelta
 from html.parser import HTMLParser
@@ -17,9 +19,12 @@ import pytest
 from filelock import FileLock
 from starlette.testclient import TestClient
 
-from evaluation.dashboard import app
+from evaluation.dashboard import app, compare
 from evaluation.dashboard.app import changes, dashboard
 from evaluation.dashboard.folder import Folder
+from evaluation.dashboard.pages import Page, fill
+from evaluation.report import iterations
+from evaluation.report.iterations import rollouts
 from rlhf_core.runs.approval import ask
 from rlhf_core.runs.run_dir import LOCK, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
 from rlhf_core.system.page_server import Protected
@@ -268,3 +273,44 @@ def test_a_stream_of_a_stage_that_is_removed_ends(artifacts: Artifacts, monkeypa
 def test_streams_are_bounded(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "MAX_STREAMS", 0)
     assert client.get("/events/").status_code == 503
+
+
+def test_a_log_of_a_part_that_cannot_be_made_has_no_control_characters(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> str:
+        raise ValueError("\x1b]0;why\x07")
+
+    assert "ValueError" in Page("\x1b[31mtitle\nmore", {"part": make}, frozenset(), lambda: None).make("part")
+    assert "title more" in caplog.text and "why" in caplog.text and not set(caplog.text) & set("\x1b\x07")
+
+
+def test_a_command_to_copy_is_one_word_for_a_shell() -> None:
+    question = {"folder": "stages/sft-1", "told": "asks", "recipe": "a; rm -rf $(x)'"}
+    text = html.unescape(re.search(r"<code>(.*?)</code>", fill("overview.questions", questions=[question]))[1])  # type: ignore[index]
+    assert shlex.split(text) == ["alignflow", "approve", "ARTIFACTS/a; rm -rf $(x)'"]
+
+
+def test_files_that_are_too_large_are_not_read(client: TestClient, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAX_REPORT", 100)
+    (artifacts.path / "demo" / "report.html").write_text("x" * 100)
+    assert client.get("/report/demo").text == "x" * 100
+    (artifacts.path / "demo" / "report.html").write_text("x" * 101)
+    answer = client.get("/report/demo")
+    assert answer.status_code == 413 and "The report has more than" in answer.text
+    line = json.dumps({"prompt": [], "response": "r", "rewards": {}}) + "\n"
+    (artifacts.stage("ppo") / ROLLOUTS).mkdir(exist_ok=True)
+    (artifacts.stage("ppo") / ROLLOUTS / "iteration7.jsonl").write_text(line * 9)
+    assert [(number, len(rows)) for number, rows in rollouts(artifacts.stage("ppo"))] == [(7, 4)]
+    monkeypatch.setattr(iterations, "MAX_LINE", len(line) - 3)
+    assert rollouts(artifacts.stage("ppo")) == []
+
+
+def test_two_stages_of_which_one_has_a_huge_record(client: TestClient, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(artifacts.path)
+    names = [f"ppo-{DIGESTS['ppo']}", f"sft-{DIGESTS['sft']}"]
+    keys = {found.key for found in compare.differences(folder, *(compare.side(folder, name) for name in names))}
+    request = artifacts.stage("sft") / REQUEST
+    monkeypatch.setattr("evaluation.dashboard.folder.MAX_JSON", request.stat().st_size - 1)
+    folder = Folder(artifacts.path)
+    sides = [compare.Side(name, "", {name: name}) for name in names]
+    left = [found for found in compare.differences(folder, *sides) if found.part == "configuration"]
+    assert keys and all(found.after in ("-", "null") for found in left)

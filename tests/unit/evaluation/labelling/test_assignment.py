@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.labelling.assignment import GAP, HOLD_SECONDS, Assignment, Stale
+from evaluation.labelling.assignment import GAP, HOLD_SECONDS, MOST_HOLDS, Assignment, Rules, Stale
 from evaluation.labelling.records import LABELS, HumanLabel, in_force
-from evaluation.labelling.store import read_labels
-from tests.support.labelling import assignment
+from evaluation.labelling.store import LabelFile, read_labels
+from tests.support.labelling import assignment, pairs
 
 
 def give(work: Assignment, annotator: str, choice: int | None = 0) -> HumanLabel | None:
@@ -77,6 +77,25 @@ def test_sides_are_balanced_and_differ_between_people(tmp_path: Path) -> None:
     assert [task.shown_first for key in again.pairs if (task := again._task("Ann", key))] == sides["Ann"]
     other = assignment(tmp_path / "labels.jsonl", 400, seed=1)
     assert [task.shown_first for key in other.pairs if (task := other._task("Ann", key))] != sides["Ann"]
+
+
+def test_sides_follow_from_a_secret_and_not_from_the_seed_alone(tmp_path: Path) -> None:
+    files = [LabelFile(tmp_path / name) for name in ("one.jsonl", "other.jsonl", "again.jsonl")]
+    works = [Assignment(pairs(40), file, Rules(1, 0.0, 0), secret) for file, secret in zip(files, ("a", "b", "a"), strict=True)]
+    one, other, again = ([label.shown_first for _ in range(40) if (label := give(work, "Ann"))] for work in works)
+    assert one == again != other and set(one) == set(other) == {"a", "b"}
+
+
+def test_names_that_ask_and_do_not_label_are_bounded(tmp_path: Path) -> None:
+    work = assignment(tmp_path / "labels.jsonl", 5, per_item=2)
+    first = work.next("Ann")
+    assert first is not None
+    for n in range(2 * MOST_HOLDS):
+        work.progress(f"name {n}")
+        work.next(f"name {n}")
+        work.undo(f"name {n}")
+    assert len(work.annotators) == len(work._holds) <= MOST_HOLDS and not work._firsts and not work._repeats
+    assert work.label("Ann", first.id, 0, 1.0).annotator == "Ann", "a page that was open longest is answered still"
 
 
 def test_verdicts_are_about_the_answers_of_the_row_whatever_the_side(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,15 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path: Path, c
         with pytest.raises(ValueError, match=told):
             use(path)
     assert path.read_bytes() == content
+
+
+def test_other_users_cannot_read_a_new_file(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        LabelFile(tmp_path / "labels.jsonl").close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "labels.jsonl").stat().st_mode) == 0o600
 
 
 def test_one_process_writes(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""What commands that serve pages have in common: limits of the server, names of hosts, and where tokens are printed."""
+
+from __future__ import annotations
+
+import io
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from rich.console import Console
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from flows.cli import page_server
+from flows.cli.label import show_addresses
+from flows.serve import Servants
+
+WAIT = 20.0  # seconds for an answer
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], socket.socket]]:
+    """Opens connections to a server that takes two."""
+    monkeypatch.setattr(page_server, "MOST_CONNECTIONS", 3)
+    app = Starlette(routes=[Route("/", lambda request: PlainTextResponse("here"))])
+    server = uvicorn.Server(page_server.server_config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
+    opened = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        deadline = time.monotonic() + WAIT
+        while not server.started and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+        def connect() -> socket.socket:
+            opened.append(socket.create_connection(listener.getsockname()[:2], WAIT))
+            return opened[-1]
+
+        yield connect
+        for one in opened:
+            one.close()
+        server.should_exit = True
+        thread.join(WAIT)
+        assert not thread.is_alive()
+
+
+def test_headers_without_an_end_are_refused_and_not_kept(listening: Callable[[], socket.socket]) -> None:
+    one = listening()
+    one.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 100_000)
+    assert one.recv(1000).startswith(b"HTTP/1.1 400 ")
+
+
+def test_connections_above_the_limit_get_503(listening: Callable[[], socket.socket]) -> None:
+    request = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    answers = []
+    for _ in range(3):
+        one = listening()  # stays open
+        one.sendall(request)
+        answers.append(one.recv(1000)[:12])
+    assert answers == [b"HTTP/1.1 200", b"HTTP/1.1 200", b"HTTP/1.1 503"]
+
+
+def test_names_of_hosts() -> None:
+    assert page_server.host_names("127.0.0.1", "box.lan,,proxy") == ["127.0.0.1", "box.lan", "proxy"]
+    assert page_server.host_names("0.0.0.0", "") == ["0.0.0.0", socket.gethostname()]
+    with pytest.raises(ValueError, match="--allow-host http://x: give names"):
+        page_server.host_names("127.0.0.1", "http://x")
+
+
+def test_a_log_of_the_labelling_page_has_no_token() -> None:
+    for terminal in (True, False):
+        out = io.StringIO()
+        show_addresses(Console(file=out, force_terminal=terminal), "http://127.0.0.1:8020", "the-token", Path("/h/label-token"))
+        assert ("token=the-token" in out.getvalue()) == terminal
+        assert ("the token: what is in /h/label-token" in out.getvalue()) != terminal
+
+
+def test_the_endpoint_for_feedback_answers_for_the_hosts_of_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(Servants, "_start", lambda self, name, command, environment: commands.append(command))
+    servants = Servants(tmp_path, "127.0.0.1", 4200, ["box.lan", "proxy.example"])
+    assert servants.start_feedback(["r.yaml"], [tmp_path / "a.inbox"], 4300) == "http://127.0.0.1:4300/feedback"
+    (command,) = commands
+    assert command[command.index("--allow-host") + 1] == "127.0.0.1,box.lan,proxy.example"
