@@ -39,7 +39,7 @@ class Bench:
 
     def record(self, *taken: int, begun: int | None = None, refused: str = "") -> None:
         """Writes `loop.json` with rounds, and a round in progress, that go up to these rows."""
-        place = str(self.inbox.folder)
+        place = self.inbox.id
         rounds = tuple(Round(stages={}, begun=DAY, ended=DAY, taken={place: end}, refused=refused) for end in taken)
         now = Begun(stages={}, at=DAY, taken={place: begun}) if begun is not None else None
         folder_of(self.recipe).mkdir(parents=True, exist_ok=True)
