@@ -125,6 +125,7 @@ def test_starts_that_finish_no_round_become_rare(bench: Bench) -> None:
 
 
 def test_a_record_that_cannot_be_read_is_told(bench: Bench) -> None:
+    bench.say(1)
     bench.record()
     (folder_of(bench.recipe) / FILE).write_text("{")
     with pytest.raises(ValueError, match=r"loop\.json cannot be read"):
