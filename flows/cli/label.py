@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,6 +92,7 @@ def label(
         console.print(f"{len(drawn.pairs)} of {drawn.found} pairs{same}; {len(file.labels)} lines in {out}", markup=False, highlight=False)
         show_addresses(console, address, token, place)
         config = server_config(Protected(application(assignment), token, names), log_level="error", lifespan="off")
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT for commands in the background
         uvicorn.Server(config).run([listener])
     return OK
 

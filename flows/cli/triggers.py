@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flows.cli.page_server import server_config
 from flows.cli.show import OK
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.system.machine import MachineLacks
@@ -58,7 +59,7 @@ def serve_triggers(
             hosts = (host, socket.gethostname(), *(name for name in allow_host.split(",") if name))
             app = application(lambda name: ask(client, name, "webhook", starts_an_hour), deployments, token, hosts)
             server = uvicorn.Server(
-                uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS)
+                server_config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS)
             )
             server.run(sockets=[listener])
     except (PrefectException, RuntimeError) as error:

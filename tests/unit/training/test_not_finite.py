@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 import rlhf_core.__main__
-from rlhf_core.config import PPO, Gate, Recipe
+from rlhf_core.config import PPO, SFT, Gate, Recipe
 from rlhf_core.data.documents import Document
 from rlhf_core.recipe.sentences import models_in
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
@@ -44,7 +44,8 @@ def holds(annotation: Any, kind: type) -> bool:
     return annotation is kind or (typing.get_origin(annotation) is not typing.Literal and any(holds(part, kind) for part in parts))
 
 
-FIELDS = sorted({(of, name) for of in classes() for name in of.model_fields}, key=str)
+OTHERS = ("sweep", "side_by_side")  # a mapping whose values are checked as those of the fields that they replace; a number or a switch
+FIELDS = sorted({(of, name) for of in classes() for name in of.model_fields if name not in OTHERS}, key=str)
 NUMBERS = [(of, name) for of, name in FIELDS if holds(of.model_fields[name].annotation, float)]
 
 
@@ -58,6 +59,12 @@ def test_no_field_takes_infinity(value: object) -> None:
         with pytest.raises(ValidationError) as refused:
             of.model_validate({name: [value, value] if several else value})
         assert any(error["loc"][0] == name and error["type"] == "finite_number" for error in refused.value.errors()), (of, name)
+
+
+@pytest.mark.parametrize("value", ["1e400", True, math.nan])
+def test_a_sweep_takes_what_its_field_takes(value: object) -> None:
+    with pytest.raises(ValidationError, match="learning_rate"):
+        SFT.model_validate({"data": {"sources": "a.jsonl"}, "sweep": {"learning_rate": [1e-5, value]}})
 
 
 def test_no_number_is_a_switch() -> None:
