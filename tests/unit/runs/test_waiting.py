@@ -12,6 +12,7 @@ from filelock import FileLock
 from rlhf_core.config import SFT
 from rlhf_core.runs import run_dir as module
 from rlhf_core.runs.run_dir import HOLDER, HOLDER_ENV, LOCK, LOG, Outcome, RunDir, StageRequest, run_stage
+from rlhf_core.system.files import write_text
 from rlhf_core.system.machine import MachineLacks
 
 
@@ -30,7 +31,7 @@ def test_it_names_the_holder_and_repeats_its_last_line(run: RunDir) -> None:
         waiting = threading.Thread(target=run.wait, args=("sft", said.append, 1.0))
         waiting.start()
         for step in range(40):
-            (run / LOG).write_text(f"step {step}/40  loss 1\n\n" if step < 20 else "step 20/40\n" + "x" * 9000 + "\n")
+            write_text(run / LOG, f"step {step}/40  loss 1\n\n" if step < 20 else "step 20/40\n" + "x" * 9000 + "\n")  # never seen empty
             waiting.join(0.1)
         assert waiting.is_alive()
     waiting.join(10)
