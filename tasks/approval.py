@@ -18,7 +18,7 @@ from prefect.input import RunInput
 from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.gates import ApprovalAwaited
 from rlhf_core.recipe.plan import Plan
-from rlhf_core.runs.approval import FILE, Approval, ask, decide, mark_told
+from rlhf_core.runs.approval import FILE, Approval, ask, decide, mark_notified
 from tasks.notify import notify_approval
 
 
@@ -44,9 +44,9 @@ def ask_about(planned: Plan, verdicts: Sequence[Verdict]) -> list[tuple[Path, Ap
         assert verdict.gate.approve is not None
         node = planned[verdict.stage]
         question = ask(node.run_dir, node.name, planned.folder, verdict.gate.approve.time, ours)
-        if not question.told_of:
+        if not question.notified:
             notify_approval(planned.recipe, question, planned.folder / "report.html")
-            question = mark_told(node.run_dir)
+            question = mark_notified(node.run_dir)
         asked.append((node.run_dir, question))
     return asked
 

@@ -15,18 +15,18 @@ from typing import Any
 
 from cyclopts import App, CycloptsError
 
-from flows.cli import approve as cli_approve
 from flows.cli import artifacts as cli_artifacts
-from flows.cli import champion as cli_champion
-from flows.cli import dashboard as cli_dashboard
-from flows.cli import feedback as cli_feedback
-from flows.cli import label as cli_label
 from flows.cli import loops as cli_loops
 from flows.cli import prepare as cli_prepare
 from flows.cli import run as cli_run
 from flows.cli import start as cli_start
-from flows.cli import suite as cli_suite
-from flows.cli import triggers as cli_triggers
+from flows.cli.operate import approve as cli_approve
+from flows.cli.operate import champion as cli_champion
+from flows.cli.operate import dashboard as cli_dashboard
+from flows.cli.operate import feedback as cli_feedback
+from flows.cli.operate import label as cli_label
+from flows.cli.operate import suite as cli_suite
+from flows.cli.operate import triggers as cli_triggers
 from flows.cli.show import FAILED, INTERRUPTED, OK, WAITS, errors
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed

@@ -12,7 +12,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from flows.cli.dashboard import TOKEN, show_address
+from flows.cli.operate.dashboard import TOKEN, show_address
 from flows.cli.show import Override, RecipePlace, table_of
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.recipe.inboxes import inboxes_of

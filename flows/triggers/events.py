@@ -1,6 +1,6 @@
 """Tells a Prefect server of new feedback by the event `alignflow.feedback.new`, on which a deployment may start.
 
-Best effort: what cannot be told is one warning, and never stops an import. The server is that of PREFECT_API_URL.
+Best effort: an event that cannot be sent is one warning, and never stops an import. The server is that of PREFECT_API_URL.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Teller:
                     if tell(inboxes_of(watch.recipe)):
                         watch.started()
                     else:
-                        self._warn("Prefect's server (PREFECT_API_URL) was not told of new feedback: it is told later")
+                        self._warn("Prefect's server (PREFECT_API_URL) did not take the event of new feedback: it is sent again later")
             except (ValueError, OSError) as error:
                 self._warn(f"recipe {watch.recipe.name}: {error}")
 

@@ -89,7 +89,8 @@ class Inboxes:
 
 
 def evaluation_texts(recipe: Recipe) -> list[str]:
-    """Returns the questions of a recipe's evaluations that are in files, as texts; those that cannot be read are told elsewhere."""
+    """Returns the questions of a recipe's evaluations that are in files, as texts. Leaves out files that cannot be read: the check of the
+    evaluation reports them."""
     texts = []
     for config in recipe.stages.values():
         if isinstance(config, Evaluation) and not is_remote(config.questions.path):

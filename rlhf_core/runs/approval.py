@@ -18,14 +18,14 @@ FILE, LOCK = "approval.json", ".approval.lock"
 
 class Approval(Frozen):
     """A question to a person. `recipe`: folder of the recipe's report; `run`: id of the flow run that asked and is suspended, if any;
-    `told_of`: the webhook has the message."""
+    `notified`: the webhook got the message."""
 
     stage: str
     recipe: str
     asked: datetime
     until: datetime
     run: str | None = None
-    told_of: bool = False
+    notified: bool = False
     decision: Literal["approved", "refused"] | None = None
     by: str = ""
     reason: str = ""
@@ -58,12 +58,12 @@ def ask(run_dir: Path, stage: str, recipe: Path, within: timedelta, run: str | N
         return made
 
 
-def mark_told(run_dir: Path) -> Approval:
+def mark_notified(run_dir: Path) -> Approval:
     """Stores that the message about a question was sent."""
     with locked(run_dir / LOCK, 60.0):
         found = Approval.read(run_dir / FILE)
         assert found is not None
-        found = found.model_copy(update={"told_of": True})
+        found = found.model_copy(update={"notified": True})
         write_text(run_dir / FILE, found.model_dump_json(indent=2))
         return found
 

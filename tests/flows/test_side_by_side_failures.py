@@ -1,4 +1,4 @@
-"""Failures and gates of stages that run side by side: their siblings finish, nothing more starts, and all errors are told."""
+"""Failures and gates of stages that run side by side: their siblings finish, nothing more starts, and the run reports all errors."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from flows.cli.app import main
-from flows.cli.dashboard import show_address
+from flows.cli.operate.dashboard import show_address
 from rlhf_core.system.secret_file import kept_secret
 
 

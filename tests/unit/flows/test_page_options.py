@@ -16,8 +16,8 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from flows.cli import page_server
-from flows.cli.label import show_addresses
+from flows.cli.operate import page_server
+from flows.cli.operate.label import show_addresses
 from flows.serve import Servants
 
 WAIT = 20.0  # seconds for an answer

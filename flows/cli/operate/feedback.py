@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from flows.cli.page_server import host_names, server_config
+from flows.cli.operate.page_server import host_names, server_config
 from flows.cli.show import FAILED, OK, table_of
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.feedback.inbox import Inbox
@@ -64,7 +64,7 @@ def _tell_server(box: Inbox) -> None:
     from flows.triggers.events import tell as tell_of
 
     if names_a_server() and not tell_of([box.folder]):
-        text = "warning: Prefect's server (PREFECT_API_URL) was not told of the new rows: start a run, or wait for the schedule"
+        text = "warning: Prefect's server (PREFECT_API_URL) did not take the event of the new rows: start a run, or wait for the schedule"
         console.print(text, markup=False, highlight=False)
 
 

@@ -1,0 +1,1 @@
+"""Commands that operate a loop: feedback, labels, approval, the champion, regression suites, the live page, triggers."""
