@@ -28,9 +28,9 @@ from rlhf_core.runs.launch import SeveralFailed
 from rlhf_core.runs.run_dir import StageRequest
 from rlhf_core.runs.store import store_of
 from rlhf_core.system import orphan_watcher
-from tasks.approval import ask_about, await_approvals
-from tasks.champion import promote_published, roll_back
-from tasks.gates import check_gates
+from tasks.decisions.approval import ask_about, await_approvals
+from tasks.decisions.champion import promote_published, roll_back
+from tasks.decisions.gates import check_gates
 from tasks.keys import provided, variables
 from tasks.notify import notify_gates, notify_stage, notify_state
 from tasks.report import found, reported, statuses_of
@@ -106,7 +106,7 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
 
     Raises ValueError or MachineLacks before any work, StageFailed when a stage fails, GateFailed when a failed gate stopped other stages,
     SeveralFailed for more than one of these. After a failure nothing is started; stages that run beside the failed one finish first.
-    Raises ApprovalAwaited, or suspends the run, when all that is left waits for a person (tasks/approval.py).
+    Raises ApprovalAwaited, or suspends the run, when all that is left waits for a person (tasks/decisions/approval.py).
     """
     if planned is not checked_plan.get():
         require_here(planned, nodes)

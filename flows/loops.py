@@ -16,7 +16,7 @@ from rlhf_core.config import Recipe
 from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
 from rlhf_core.recipe.loop_record import alone, begin, check_judged, finish, folder_of, loop_of, loop_state, refuse
 from rlhf_core.runs.store import store_of
-from tasks.approval import asked_by_this_run
+from tasks.decisions.approval import asked_by_this_run
 from tasks.keys import provided, variables
 from tasks.served import recipe_of_run
 

@@ -134,7 +134,7 @@ def curves(result: StageResult, run_dir: Path) -> str | None:
     """Returns the stage's training curves as a data URL; None when it has none."""
     if KINDS[result.stage].charts is None:
         return None
-    from evaluation.report.charts import Run, stage_chart  # matplotlib takes a second to import
+    from evaluation.report.drawing.charts import Run, stage_chart  # matplotlib takes a second to import
 
     try:
         svg = stage_chart(result.name, result.stage, [Run("", curves_of(run_dir))])

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from evaluation.alignment_tax.records import ModelScores, Score, TaskScores
 from evaluation.answers.served_models import LocalModel
 from rlhf_core.config import AlignmentTax
-from rlhf_core.config.lm_eval_tasks import is_path, located, read_task, task_name
+from rlhf_core.config.judging.lm_eval_tasks import is_path, located, read_task, task_name
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.recipe.sentences import unknown
 from rlhf_core.rollout.server import Server

@@ -17,7 +17,7 @@ from evaluation.alignment_tax.report import TAX, TaxReport, compare, log_lines, 
 from evaluation.answers.local_answers import file_name
 from evaluation.answers.served_models import LocalModel, local_model, served
 from rlhf_core.config import AlignmentTax
-from rlhf_core.config.lm_eval_tasks import task_name
+from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system.files import write_text

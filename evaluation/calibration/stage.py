@@ -20,7 +20,7 @@ from evaluation.scores.arena_files import judgment_lines
 from evaluation.scores.scoring import Floats
 from evaluation.scores.style import Style, features, markdown, style_of
 from rlhf_core.config import Calibration
-from rlhf_core.config.calibration import judge_identity
+from rlhf_core.config.judging.calibration import judge_identity
 from rlhf_core.data.labels import LabelledPair, load_labels
 from rlhf_core.data.questions import Question
 from rlhf_core.records import POINTS, Judgment

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from evaluation.dashboard.folder import NAME, STAGES, Folder
 from evaluation.dashboard.state import Stage, stage_of
-from evaluation.report.dag import Drawing, draw
+from evaluation.report.drawing.dag import Drawing, draw
 from rlhf_core.hub.ids import shown
 from rlhf_core.runs.lineage import Ancestor, sources
 

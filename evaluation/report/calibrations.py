@@ -9,7 +9,7 @@ from evaluation.calibration.records import CALIBRATION, CalibrationReport
 from evaluation.report.summary import Evaluated, Evidence
 from evaluation.report.template import percent
 from rlhf_core.config import Evaluation, RuleJudge
-from rlhf_core.config.calibration import judge_identity
+from rlhf_core.config.judging.calibration import judge_identity
 
 
 class Calibrated(NamedTuple):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from evaluation.report.charts import Run, stage_chart
-from evaluation.report.dag import family_svg
+from evaluation.report.drawing.charts import Run, stage_chart
+from evaluation.report.drawing.dag import family_svg
 from evaluation.report.iterations import WAIT, Phase, Rollout, phases_of, rollouts
 from evaluation.report.summary import Evidence
 from rlhf_core.config import KINDS, Publication

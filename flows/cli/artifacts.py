@@ -109,7 +109,7 @@ def lineage(checkpoint: str, *, out: Path | None = None) -> int:
     data = data_of(found, RunDir(stage[0]).artifacts if stage else None)
     show_lineage(console, found, data)
     if out is not None:
-        from evaluation.report.dag import family_svg
+        from evaluation.report.drawing.dag import family_svg
 
         if not out.absolute().parent.is_dir():
             raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file")

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from fsspec.registry import known_implementations
 from pydantic import Field, field_validator
 
-from rlhf_core.config.calibration import Calibration, FallibleJudge
 from rlhf_core.config.data import Data, Source
-from rlhf_core.config.drift import Anchors, Drift
-from rlhf_core.config.evaluation import (
+from rlhf_core.config.gates import Gate, Gated
+from rlhf_core.config.judging.calibration import Calibration, FallibleJudge
+from rlhf_core.config.judging.drift import Anchors, Drift
+from rlhf_core.config.judging.evaluation import (
     AlignmentTax,
     ChatJudge,
     Endpoint,
@@ -33,7 +34,6 @@ from rlhf_core.config.evaluation import (
     RuleJudge,
     VllmJudge,
 )
-from rlhf_core.config.gates import Gate, Gated
 from rlhf_core.config.kinds import KINDS
 from rlhf_core.config.loops import (
     POST_PROCESSOR_FIELDS,

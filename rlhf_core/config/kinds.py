@@ -11,11 +11,11 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from rlhf_core.config import metrics
-from rlhf_core.config.calibration import Calibration
-from rlhf_core.config.drift import Drift
-from rlhf_core.config.evaluation import AlignmentTax, Evaluation, Publication, Regression
 from rlhf_core.config.gates import Gated
-from rlhf_core.config.lm_eval_tasks import task_name
+from rlhf_core.config.judging.calibration import Calibration
+from rlhf_core.config.judging.drift import Drift
+from rlhf_core.config.judging.evaluation import AlignmentTax, Evaluation, Publication, Regression
+from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Iterative, IterativeDPO, IterativeFeedback, PostProcessor, Preferences
 from rlhf_core.config.metrics import Panel
 from rlhf_core.config.ppo import PPO

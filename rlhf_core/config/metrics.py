@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from itertools import permutations
 from typing import Any, NamedTuple
 
-from rlhf_core.config.calibration import Calibration
-from rlhf_core.config.drift import Drift
-from rlhf_core.config.evaluation import AlignmentTax, ChatJudge, Evaluation, Regression, RuleJudge
-from rlhf_core.config.lm_eval_tasks import task_name
+from rlhf_core.config.judging.calibration import Calibration
+from rlhf_core.config.judging.drift import Drift
+from rlhf_core.config.judging.evaluation import AlignmentTax, ChatJudge, Evaluation, Regression, RuleJudge
+from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Preferences
 from rlhf_core.config.ppo import PPO
 from rlhf_core.config.rewards import RewardSources

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Data, Evaluation, Preferences, Publication, Ranks, Rewarded, StageConfig
-from rlhf_core.config.lm_eval_tasks import is_path, read_task
+from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.documents import check_limit
 from rlhf_core.data.rows.columns import Kind

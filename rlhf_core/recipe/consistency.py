@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from rlhf_core.config import Calibration, Drift, Evaluation, Loop, Preferences, Publication, Recipe, Select, StageConfig
-from rlhf_core.config.calibration import judge_identity
+from rlhf_core.config.judging.calibration import judge_identity
 from rlhf_core.config.kinds import KINDS, metrics_of, named
 from rlhf_core.recipe.expand import Expanded
 from rlhf_core.recipe.references import references

@@ -22,8 +22,8 @@ from rlhf_core.config import (
     StageConfig,
     VllmJudge,
 )
+from rlhf_core.config.judging.lm_eval_tasks import is_path
 from rlhf_core.config.kinds import KINDS, named
-from rlhf_core.config.lm_eval_tasks import is_path
 from rlhf_core.config.rewards import Environment, FunctionReward, ModelReward
 from rlhf_core.hub.ids import is_remote, parted
 

@@ -12,7 +12,7 @@ from evaluation.report.calibrations import calibrations, judge_belief
 from evaluation.report.page import write_report
 from evaluation.report.summary import StageView, read, read_evaluation
 from rlhf_core.config import Calibration, Evaluation, StageConfig
-from rlhf_core.config.calibration import judge_identity
+from rlhf_core.config.judging.calibration import judge_identity
 from rlhf_core.records import EvalReport, Judging, WinRate
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 

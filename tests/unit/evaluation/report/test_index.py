@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import flows.cli
-from evaluation.report.dag import family_svg
+from evaluation.report.drawing.dag import family_svg
 from evaluation.report.index import line_of, write_index
 from evaluation.report.page import write_report
 from rlhf_core.runs.lineage import data_of, lineage

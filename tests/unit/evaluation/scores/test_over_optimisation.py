@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from evaluation.answers.kl import log_ratios
-from evaluation.report.charts import over_optimisation_chart
+from evaluation.report.drawing.charts import over_optimisation_chart
 from evaluation.scores.over_optimisation import FILE, Measured, OverOptimisation, battle_scores, curve, metrics, suspicion_of
 from rlhf_core.config import Evaluation, Source
 from rlhf_core.config.kinds import has_metric

@@ -18,7 +18,7 @@ from rlhf_core.runs.run_dir import Outcome, RunDir
 from rlhf_core.runs.store import Store
 from rlhf_core.stages.publication import champion as module
 from rlhf_core.stages.publication.champion import BRANCH, FILE, LINK, champions_of, complete, promote, rollback
-from tasks import champion as task
+from tasks.decisions import champion as task
 from tests.support.hub_server import Blob, Hub, Repository
 from tests.support.publishing import ONCE, THREE, serving_hub
 

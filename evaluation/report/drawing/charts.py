@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from evaluation.alignment_tax.report import TaxReport
-from evaluation.report.chart_style import COLOURS, DASHED, INK, RED, STYLE, WIDTH, short, svg
+from evaluation.report.drawing.chart_style import COLOURS, DASHED, INK, RED, STYLE, WIDTH, short, svg
 from evaluation.report.summary import Curve
 from evaluation.scores.over_optimisation import OverOptimisation
 from evaluation.scores.reward_accuracy import RewardReports

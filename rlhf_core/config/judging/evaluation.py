@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Data, Source, Text, template_mistakes
 from rlhf_core.config.gates import Gated, Key
-from rlhf_core.config.lm_eval_tasks import task_name
+from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Sampling
 from rlhf_core.config.processes import Groups, Served
 from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, Share, Variable, check

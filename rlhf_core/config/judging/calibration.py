@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Source, template_mistakes
-from rlhf_core.config.evaluation import Judge, OpenAIJudge, Remote, RewardJudge, VllmJudge
 from rlhf_core.config.gates import Gated, Key
+from rlhf_core.config.judging.evaluation import Judge, OpenAIJudge, Remote, RewardJudge, VllmJudge
 from rlhf_core.config.processes import Groups
 from rlhf_core.records import NotInDigest, Positive, check
 from rlhf_core.system.files import digest

@@ -12,7 +12,7 @@ from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.plan import Node
 from rlhf_core.system.markdown_table import table
-from tasks.approval import asked_by_this_run
+from tasks.decisions.approval import asked_by_this_run
 from tasks.stages import artifact_key
 
 

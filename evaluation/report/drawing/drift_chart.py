@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from evaluation.drift.records import DriftReport, Earlier
-from evaluation.report.chart_style import COLOURS, DASHED, STYLE, WIDTH, short, svg
+from evaluation.report.drawing.chart_style import COLOURS, DASHED, STYLE, WIDTH, short, svg
 
 COLUMNS = 3
 RATIOS = ("prompts/length", "answers/length")  # 1 is no drift; of the other signals 0

@@ -1,0 +1,1 @@
+"""Draws the charts and graphs of the report as SVG."""
