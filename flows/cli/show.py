@@ -46,6 +46,12 @@ console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
+def require_folder(folder: Path) -> None:
+    """Raises ValueError when the folder of a recipe's report is not there."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: there is no such folder: give that of the recipe's report, ARTIFACTS/NAME")
+
+
 def table_of(*columns: str, title: str | None = None, whole: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
     """Returns an empty table. `whole`: columns whose cells are never broken; `right`: columns of numbers."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Annotated, Any, Literal, NamedTuple
@@ -20,7 +21,12 @@ class Approve(Config):
     """A person's decision on a stage's result: docs/how-to/approval.md."""
 
     by: Literal["human"] = Field("human", description="who decides")
-    within: str = Field("48h", description="time to decide, from the first question: 30m, 48h, 7d, 2w", pattern=r"^[1-9]\d{0,3}[mhdw]$")
+    within: str = Field("48h", description="time to decide, from the first question: 30m, 48h, 7d, 2w")
+
+    @check
+    def _check_within(self) -> Iterator[str]:
+        if not re.fullmatch(r"[1-9][0-9]{0,3}[mhdw]", self.within):
+            yield f"within {self.within[:40]!r} is no time to decide: write minutes, hours, days or weeks, such as 30m, 48h, 7d or 2w"
 
     @property
     def time(self) -> timedelta:

@@ -73,6 +73,7 @@ def test_the_command_ends_with_a_code_of_its_own(recipe: Callable[..., Recipe], 
     told = capsys.readouterr()
     assert "alignflow approve" in told.err and "gate waits stage reward_model" in told.out
     assert flows.cli.main(["run", "recipe.yaml", GATE, "--dry-run"]) == 0
+    assert flows.cli.main(["approve", "artifacts/other"]) == 2 and "there is no such folder" in capsys.readouterr().err
     assert approve("--stage", "sft") == 2
     assert "no approval of sft was asked for; stages with one: reward_model" in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ import getpass
 import os
 from pathlib import Path
 
-from flows.cli.show import OK, console
+from flows.cli.show import OK, console, require_folder
 from rlhf_core.runs.approval import Approval, asked_in, decide
 
 
@@ -23,6 +23,7 @@ def approve(
         by: who decides; default: the user of this machine.
         late: decide although the time of the gate is over.
     """
+    require_folder(folder)
     asked = asked_in(folder.absolute())
     if stage is not None and stage not in {question.stage for _, question in asked}:
         named = ", ".join(dict.fromkeys(question.stage for _, question in asked)) or "none"

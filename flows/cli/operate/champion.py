@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from flows.cli.show import OK, console, table_of
+from flows.cli.show import OK, console, require_folder, table_of
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.runs.run_records import RUN, RUNS
 from rlhf_core.runs.store import Store
@@ -24,6 +24,7 @@ def champion(folder: Path) -> int:
     """
     from rlhf_core.stages.publication import champion as record  # imports the Hub's client
 
+    require_folder(folder)
     found = record.champions_of(folder.absolute())
     if found.now is None and found.moving is None:
         raise ValueError(f"{folder} has no champion: a publication with champion: true makes one, or alignflow promote")
@@ -52,6 +53,7 @@ def promote(folder: Path, publication: str, *, reason: str = "promoted by hand",
     """
     from rlhf_core.stages.publication import champion as record  # imports the Hub's client
 
+    require_folder(folder)
     folder = folder.absolute()
     stages = folder.parent / "stages"
     there = sorted(_results(folder, publication), key=lambda file: file.stat().st_mtime)
@@ -72,6 +74,7 @@ def rollback(folder: Path, *, reason: str = "rolled back by hand", by: str | Non
     """
     from rlhf_core.stages.publication import champion as record  # imports the Hub's client
 
+    require_folder(folder)
     folder = folder.absolute()
     with _reached():
         new = record.rollback(folder, reason, by or getpass.getuser(), _store(folder))

@@ -52,6 +52,10 @@ def serve_triggers(
     token = kept_secret(home.absolute() / TRIGGER_TOKEN)
     try:
         with get_client(sync_client=True) as client, listen(host, port or free_port(host)) as listener:
+            if (fault := client.api_healthcheck()) is not None:
+                raise MachineLacks(
+                    f"no Prefect server answers at PREFECT_API_URL ({type(fault).__name__}): start it, or correct the address"
+                )
             address = f"http://{'127.0.0.1' if host == EVERYWHERE else host}:{listener.getsockname()[1]}"
             for name in deployments:
                 console.print(f"a run of {name}: POST {address}/trigger/{name}", markup=False, highlight=False)
@@ -62,6 +66,8 @@ def serve_triggers(
                 server_config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS)
             )
             server.run(sockets=[listener])
+    except MachineLacks:
+        raise
     except (PrefectException, RuntimeError) as error:
         raise MachineLacks(f"Prefect's server (PREFECT_API_URL) did not answer: {error}") from None
     return OK

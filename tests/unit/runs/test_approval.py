@@ -86,8 +86,8 @@ def test_a_decision_cut_off_is_no_decision(run_dir: Path, monkeypatch: pytest.Mo
         ({"approve": {}, "metric": "loss"}, "write two gates"),
         ({"approve": {}, "min": 1}, "write two gates"),
         ({"approve": {}, "on_fail": "warn"}, "makes an approval void"),
-        ({"approve": {"within": "soon"}}, "should match pattern"),
-        ({"approve": {"within": "0h"}}, "should match pattern"),
+        ({"approve": {"within": "soon"}}, "no time to decide: write minutes, hours"),
+        ({"approve": {"within": "0h"}}, "no time to decide"),
         ({"approve": {"by": "robot"}}, "Input should be 'human'"),
     ],
 )
