@@ -6,6 +6,7 @@ resumed run samples what the undisturbed one samples. Weights come in as (name, 
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from array import array
@@ -108,6 +109,7 @@ def library(kv_cache_gib: float) -> Any:
         import vllm
         import vllm.entrypoints.llm  # `vllm.LLM` would import it later
 
+    logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it would say that the scheduler is not its own
     find_ranks_in_a_file()
     patch_models()
     return vllm

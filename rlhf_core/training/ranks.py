@@ -10,12 +10,10 @@ import torch
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
 from rlhf_core.config import KINDS, Lora, Optimised, Trainable
-from rlhf_core.config.training import Float8
 from rlhf_core.data.report import JSON
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_training, require_start, size_at, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
 from rlhf_core.models.document_leak import detect_document_leak
-from rlhf_core.models.float8 import multiply_in_float8
 from rlhf_core.models.load import Policy, Scorer, recompute
 from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
@@ -83,8 +81,6 @@ def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False
     """
     assert config.zero_stage != "auto" or all(ranks.world_size == 1 for ranks in config.trained_ranks.values()), "decided before"
     recompute(module.model, config.gradient_checkpointing)
-    if isinstance(config, Float8) and config.float8:
-        print(f"{multiply_in_float8(module.model)} linear layers multiply in float8", flush=True)
     module.train()  # transformers loads models in eval mode, which does not recompute
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
     engine: Engine
