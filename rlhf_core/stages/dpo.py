@@ -28,7 +28,7 @@ from rlhf_core.objectives.masked import document_mean, document_sum
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.stages.reference_logprobs import reference_logprobs
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import finish_training, make_engine, on_ranks
+from rlhf_core.training.ranks import finish_training, make_engine, on_ranks, shards_of
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics
 
 
@@ -71,7 +71,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     data = load_pairs(request, config, tokenizer, config.data, run / STATE)
     held_out = load_pairs(request, config, tokenizer, config.eval_data, run / STATE) if config.eval_data else None
     held_out_pairs = held_out.items if held_out else []
-    trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
+    trained = trained_policy(
+        source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef, shards_of(config)
+    )
     engine = make_engine(trained, config)
     share = can_share(trained.model, engine.device) and not trained.balanced
     passes = Passes(micro, config.micro_train_tokens, share=share, apart=bool(trained.document_leak))

@@ -124,12 +124,16 @@ class TorchEngine:
 
 def adamw_optimizer(trained: Iterable[Tensor], adamw: AdamW) -> torch.optim.AdamW:
     """Returns AdamW, fused on a GPU, without weight decay for vectors (norms, biases)."""
-    parameters = list(trained)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": adamw.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=torch.cuda.is_available())
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for weight in trained:
+        groups[len(getattr(weight, "ds_shape", weight.shape)) >= 2].append(weight)  # ZeRO-3's weights may be cut before
+    decays = [{"params": groups[True], "weight_decay": adamw.weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in decays if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=torch.cuda.is_available())
+
+
+def elements(weight: nn.Parameter) -> int:
+    """Counts the elements of a whole weight, of which ZeRO-3 may hold a part."""
+    return int(getattr(weight, "ds_numel", weight.numel()))
 
 
 def check_finite(value: float, what: str) -> None:

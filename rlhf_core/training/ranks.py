@@ -16,6 +16,7 @@ from rlhf_core.hub.model_config import Size
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load import Policy, Scorer, recompute
 from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
+from rlhf_core.models.shards import Shards
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
@@ -72,6 +73,15 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int) -> None:
     if config.dtype == "bfloat16":
         stage = 0 if config.zero_stage == "auto" else config.zero_stage
         print(doubt(peak_of_training(config, size, stage, gpu_bytes), gpu_bytes), end="", flush=True)
+
+
+def shards_of(config: Optimised) -> Shards | None:
+    """Returns what cuts a model over the ranks while it is loaded, under ZeRO-3; None for engines that hold it whole."""
+    if config.zero_stage != 3:
+        return None
+    from rlhf_core.training.zero_shards import ZeroShards
+
+    return ZeroShards(config.dtype)
 
 
 def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False, offload: bool = False) -> Engine:

@@ -21,7 +21,7 @@ from rlhf_core.cluster.rank_environment import STORE, open_store
 from rlhf_core.forecast.memory import KEPT
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.training.deepspeed_patches import forget_order, patch_library, reduce_beside_host
-from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite
+from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite, elements
 
 # Ranks may wait in a barrier while one reads or writes. The wait for their group ends when none makes progress.
 COLLECTIVE_SECONDS = 24 * 3600
@@ -38,19 +38,24 @@ def library() -> Any:
     return deepspeed
 
 
+def join_ranks() -> None:
+    """Makes this process a rank of its group, once. RANK, WORLD_SIZE, LOCAL_RANK and the store's address must be set."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    rank, size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=COLLECTIVE_SECONDS)
+    address = os.environ.get(STORE)  # without it, as under torchrun, DeepSpeed takes what PyTorch finds in the environment
+    if address and not dist.is_initialized():
+        store = open_store(address, rank, size, patience)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+    library().init_distributed(dist_backend=backend, timeout=patience, verbose=False)
+
+
 class ZeroEngine:
     """One rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK and the store's address must be set."""
 
     def __init__(self, module: nn.Module, adamw: AdamW, zero_stage: int, dtype: str, micro_batch_size: int, offload: bool = False):
         """`offload`: the optimiser's state is in pinned host memory and its step runs on the CPU (ZeRO-Offload, Ren et al. 2021)."""
         self._deepspeed = deepspeed = library()
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        rank, size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=COLLECTIVE_SECONDS)
-        address = os.environ.get(STORE)  # without it, as under torchrun, DeepSpeed takes what PyTorch finds in the environment
-        if address and not dist.is_initialized():
-            store = open_store(address, rank, size, patience)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-        deepspeed.init_distributed(dist_backend=backend, timeout=patience, verbose=False)
+        join_ranks()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.zero_stage = zero_stage
         self._trains = False
@@ -60,6 +65,9 @@ class ZeroEngine:
             # A leaf's gradients are reduced when its input's gradient is computed; below frozen embeddings the first layer has none.
             _set_leaves(deepspeed, module, layers=not self._frozen)
             fetching = _fetching(module, keep=not self._frozen and self._on_every_rank(_small(module)))
+            if fetching.get("memory_efficient_linear", True):  # DeepSpeed does both only for a model of which nothing is cut
+                deepspeed.zero.Init(module=nn.Module(), mem_efficient_linear=True)
+            _bring(module, dtype)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=adamw_optimizer([p for p in module.parameters() if p.requires_grad], adamw),
@@ -88,7 +96,7 @@ class ZeroEngine:
 
     def _on_every_rank(self, here: bool) -> bool:
         """Whether `here` is true on all ranks: GPUs may differ, and fetching is a collective."""
-        return int(self.all_reduce(torch.tensor(float(here), device=_device()))) == self.world_size
+        return int(self.all_reduce(torch.tensor(float(here), device=rank_device()))) == self.world_size
 
     def backward(self, loss: Tensor, last: bool) -> None:
         # DeepSpeed averages over ranks; our losses have global denominators and need the sum.
@@ -144,21 +152,32 @@ def _set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:
         deepspeed.utils.set_z3_leaf_modules(module, list(whole))
 
 
-def _device() -> torch.device:
+def rank_device() -> torch.device:
+    """Returns the device on which this rank computes."""
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _bring(module: nn.Module, dtype: str) -> None:
+    """Moves to the device what a model that was cut while it loaded still has elsewhere; its weights get the dtype of the cut
+    ones."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not hasattr(tensor, "ds_id"):
+            narrow = dtype == "bfloat16" and tensor.is_floating_point() and isinstance(tensor, nn.Parameter)
+            tensor.data = tensor.data.to(rank_device(), torch.bfloat16 if narrow else tensor.dtype)
 
 
 def _small(module: nn.Module) -> bool:
     """Whether all weights take at most `KEPT` of the GPU's memory."""
-    memory = torch.cuda.get_device_properties(_device()).total_memory if torch.cuda.is_available() else 2**37
-    return sum(weight.nbytes for weight in module.parameters()) <= KEPT * memory
+    memory = torch.cuda.get_device_properties(rank_device()).total_memory if torch.cuda.is_available() else 2**37
+    return sum(elements(weight) * weight.itemsize for weight in module.parameters()) <= KEPT * memory
 
 
 def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
     """Returns DeepSpeed's prefetch settings; with `keep`, fetched weights are kept until they are needed again."""
     layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
-    largest = max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
+    largest = max((sum(elements(weight) for weight in layer.parameters()) for layer in layers), default=0)
     fetching: dict[str, Any] = {"stage3_prefetch_bucket_size": max(50_000_000, largest)}  # prefetches the next layer
+    fetching["reduce_bucket_size"] = min(500_000_000, max(50_000_000, largest))
     if keep:
         fetching |= {"stage3_max_live_parameters": 10**12, "stage3_max_reuse_distance": 10**12, "memory_efficient_linear": False}
     return fetching

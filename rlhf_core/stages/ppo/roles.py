@@ -35,7 +35,7 @@ from rlhf_core.stages.ppo.roofline import Ceilings, Shape, measure_ceilings, sha
 from rlhf_core.stages.ppo.rounding import noise_of, noisy
 from rlhf_core.system import progress
 from rlhf_core.training.engine import Engine, at
-from rlhf_core.training.ranks import export, make_engine
+from rlhf_core.training.ranks import export, make_engine, shards_of
 from rlhf_core.training.train_loop import accumulate, deal
 from rlhf_core.training.zero_engine import library
 
@@ -171,7 +171,9 @@ class Actor(Trained):
     """Trains the policy, and sends its weights to the engines."""
 
     def __init__(self, model: ModelSpec, config: PPO, seed: int):
-        policy = trained_policy(model.path, model.dtype, model.trust_remote_code, config.lora, seed, config.router_aux_coef)
+        policy = trained_policy(
+            model.path, model.dtype, model.trust_remote_code, config.lora, seed, config.router_aux_coef, shards_of(config)
+        )
         if config.routing_replay:
             policy.replay_routing()
         super().__init__("actor", policy, model, config)
@@ -248,7 +250,7 @@ class Critic(Trained):
     """Trains the value model, which starts from the reward model, head included."""
 
     def __init__(self, model: ModelSpec, config: PPO, seed: int):
-        scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, config.lora, seed)
+        scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, config.lora, seed, shards_of(config))
         super().__init__("critic", scorer, model, config)
 
     def values(self, documents: Sequence[Document]) -> Scored:
