@@ -170,13 +170,15 @@ def sum_metrics(engine: Engine, sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 def on_cpu(engine: Engine, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Copies `weights` (`models.weights`) to rank 0's host memory; a collective. Raises FloatingPointError when one is not finite."""
-    state: dict[str, Tensor] = {}
+    return {name: weight.to("cpu", copy=True).contiguous() for name, weight in finite(weights) if engine.rank == 0}
+
+
+def finite(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields `weights`. After the last, which other ranks help to gather, raises FloatingPointError when one is not finite."""
     largest: dict[str, float] = {}
     for name, weight in weights:
-        if engine.rank == 0:
-            state[name] = weight.to("cpu", copy=True).contiguous()
-            if weight.is_floating_point() and weight.itemsize > 1 and weight.numel():
-                largest[name] = float(torch.linalg.vector_norm(weight, float("inf")))  # without a copy; propagates NaN
+        if weight.is_floating_point() and weight.itemsize > 1 and weight.numel():
+            largest[name] = float(torch.linalg.vector_norm(weight, float("inf")))  # without a copy; propagates NaN
+        yield name, weight
     for name, value in largest.items():
         check_finite(value, f"the largest value of the trained weight {name}")
-    return state

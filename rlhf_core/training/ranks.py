@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from rlhf_core.models.weights import checkpoint_weights, trained_weights
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system import progress
-from rlhf_core.training.engine import AdamW, Engine, TorchEngine, on_cpu
+from rlhf_core.training.engine import AdamW, Engine, TorchEngine, finite, on_cpu
 from rlhf_core.training.train_loop import layout_of
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
@@ -117,13 +118,15 @@ def finish_training(
 def export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool) -> None:
     """Writes the model, or with `lora.export` its adapter, to `folder` on rank 0; a collective. `source`: the start model of training."""
     model = engine.module.model
-    alone = lora is not None and lora.export == "adapter"
     with progress.files(folder):
-        state = on_cpu(engine, (trained_weights if alone else checkpoint_weights)(model, engine.gathered))
-        if engine.rank != 0:
+        if lora is not None and lora.export == "adapter":
+            state = on_cpu(engine, trained_weights(model, engine.gathered))
+            if engine.rank == 0:
+                save_adapter(model, state, source, folder)
+                save_tokenizer(source, folder, trust_remote_code)
             return
-        if alone:
-            save_adapter(model, state, source, folder)
-            save_tokenizer(source, folder, trust_remote_code)
+        weights = checkpoint_weights(model, engine.gathered)
+        if engine.rank == 0:
+            save_model(model, finite(weights), source, folder, trust_remote_code)
         else:
-            save_model(model, state, source, folder, trust_remote_code)
+            deque(weights, maxlen=0)
