@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 
 from rlhf_core.data.chat import Renderer
 from rlhf_core.hub.ids import snapshot_of_hub
-from rlhf_core.hub.model_files import stored_tensors
+from rlhf_core.hub.model_files import WEIGHTS, stored_tensors
 from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
@@ -46,7 +46,7 @@ def save_model(
         planned |= {key: meta(about["shape"], about["dtype"]) for key, (_, about) in left.items()}
         lay_out(planned, folder)
         weights = chain(weights, _read(left))
-    fill(folder, weights, planned.keys())
+    fill(folder.glob(WEIGHTS[0]), weights, planned)
     tokenizer = save_tokenizer(tokenizer_source, folder, trust_remote_code)
     if model.can_generate():
         with_stop_tokens(model.generation_config, tokenizer).save_pretrained(folder)

@@ -10,12 +10,13 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from rlhf_core.hub.model_files import stored_tensors
+from rlhf_core.hub.model_files import tensors_of
 from rlhf_core.system.files import write_text
 
 # Names of dtypes in safetensors, in the order in which it stores them.
@@ -46,37 +47,43 @@ def lay_out(weights: Mapping[str, Tensor], folder: Path, shard_bytes: int | str 
     """Makes the files, and an index of several, for weights of these shapes and dtypes (`meta`); their contents are undefined."""
     split = split_torch_state_dict_into_shards(dict(weights), max_shard_size=shard_bytes)
     for name, keys in split.filename_to_tensors.items():
-        header, end = {"__metadata__": {"format": "pt"}}, 0
-        for key in sorted(keys, key=lambda key: (ORDER[weights[key].dtype], key)):
-            start, end = end, end + weights[key].nbytes
-            header[key] = {"dtype": NAMES[weights[key].dtype], "shape": list(weights[key].shape), "data_offsets": [start, end]}  # type: ignore[dict-item]
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        with (folder / name).open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + end)
+        make_file(folder / name, {key: weights[key] for key in keys})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
 
 
-def fill(folder: Path, weights: Iterable[tuple[str, Tensor]], expected: Iterable[str]) -> None:
-    """Writes weights to their places in the files of `folder`, in the dtypes that these have. Raises ValueError for one that has no place
-    there, or is of another shape, and where one of the `expected` names does not come."""
+def make_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Makes a safetensors file for tensors of these shapes and dtypes; their contents are undefined."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key in sorted(tensors, key=lambda key: (ORDER[tensors[key].dtype], key)):
+        start, end = end, end + tensors[key].nbytes
+        header[key] = {"dtype": NAMES[tensors[key].dtype], "shape": list(tensors[key].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.truncate(8 + len(text) + end)
+
+
+def fill(files: Iterable[Path], weights: Iterable[tuple[str, Tensor]], expected: Iterable[str]) -> None:
+    """Writes weights to their places in `files`, in the dtypes that these have. Raises ValueError for one that has no place there, or is of
+    another shape, and where one of the `expected` names does not come."""
     missing = set(expected)
     with ExitStack() as stack:
-        places = {}
-        for name, tensors in stored_tensors(folder).items():
-            file = stack.enter_context((folder / name).open("r+b"))
-            begin = 8 + int.from_bytes(file.read(8), "little")
-            places |= {key: (file, begin, about) for key, about in tensors.items()}
+        places: dict[str, tuple[Any, int, dict[str, Any]]] = {}
+        for file in files:
+            opened = stack.enter_context(file.open("r+b"))
+            begin = 8 + int.from_bytes(opened.read(8), "little")
+            places |= {key: (opened, begin, about) for key, about in tensors_of(file).items()}
         for key, weight in weights:
-            file, begin, about = places[key] if key in places else (None, 0, {})
-            if file is None or list(weight.shape) != about["shape"]:
-                raise ValueError(f"{folder} has no place for the weight {key} of shape {list(weight.shape)}: it cannot be written there")
+            if key not in places or list(weight.shape) != places[key][2]["shape"]:
+                raise ValueError(f"the checkpoint has no place for the weight {key} of shape {list(weight.shape)}: it cannot be written")
+            opened, begin, about = places[key]
             data = weight.detach().to("cpu", DTYPES[about["dtype"]]).contiguous()
-            file.seek(begin + about["data_offsets"][0])
-            file.write(data.reshape(-1).view(torch.uint8).numpy().data)
+            opened.seek(begin + about["data_offsets"][0])
+            opened.write(data.reshape(-1).view(torch.uint8).numpy().data)
             missing.discard(key)
     if missing:
-        raise ValueError(f"{folder} lacks the weight {min(missing)} ({len(missing)} such), which its model has")
+        raise ValueError(f"the weight {min(missing)} ({len(missing)} such) was not there to be written")

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.training.state_files import KINDS, Part, read_parts, stored_steps, write_parts
+
 
 class AdamW(NamedTuple):
     """The optimiser's constants; the learning rate is an argument of each step."""
@@ -49,9 +51,11 @@ class Engine(Protocol):
     def release(self) -> None:
         """Frees cached memory of the allocator."""
 
-    def save_state(self, folder: Path) -> None: ...
+    def save_state(self, folder: Path) -> None:
+        """Writes what this rank trains, after at least one step (`state_files`)."""
 
-    def load_state(self, folder: Path) -> None: ...
+    def load_state(self, folder: Path) -> None:
+        """Reads what any number of ranks have written; a collective. Raises ValueError for the state of another model."""
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -104,19 +108,21 @@ class TorchEngine:
         torch.cuda.empty_cache()
 
     def save_state(self, folder: Path) -> None:
-        weights = {name: weight.detach() for name, weight in self._optimised.items()}
-        torch.save({"model": weights, "optimizer": self._optimizer.state_dict()}, folder / "state.pt")
+        write_parts(folder, 0, float(next(iter(self._optimizer.state.values()))["step"]), self._parts())
 
     def load_state(self, folder: Path) -> None:
-        state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
-        missing = self._weights.keys() ^ state["model"].keys()
-        if missing:
-            raise ValueError(f"{folder} holds the state of another model ({sorted(missing)[0]} differs): delete it to start the stage over")
+        steps = stored_steps(folder)
+        for weight in self._optimised.values():
+            step = torch.tensor(steps, dtype=torch.float32, device=weight.device if self._optimizer.defaults["fused"] else "cpu")
+            self._optimizer.state[weight] = {"step": step} | {kind: torch.zeros_like(weight) for kind in KINDS[1:]}
+        read_parts(folder, self._parts(), self._weights)
         with torch.no_grad():
-            for name, stored in state["model"].items():
-                self._optimised[name].copy_(stored)
-                self._weights[name].copy_(stored)
-        self._optimizer.load_state_dict(state["optimizer"])
+            for name, weight in self._weights.items():
+                weight.copy_(self._optimised[name])
+
+    def _parts(self) -> Iterator[Part]:
+        for name, weight in self._optimised.items():
+            yield Part(name, 0, {"weight": weight.detach()} | {kind: self._optimizer.state[weight][kind] for kind in KINDS[1:]})
 
     def barrier(self) -> None:
         """Does nothing on one rank."""

@@ -31,11 +31,10 @@ Rank = Callable[[StageRequest, RunDir], Outcome]
 def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
     """Runs `rank` in this process when the stage has one rank, else on a Ray worker group; returns rank 0's outcome.
 
-    On a group `zero_stage: auto` is resolved after its start. Raises ValueError for a resume state that these ranks cannot read.
+    On a group `zero_stage: auto` is resolved after its start.
     """
     config = request.config
     assert isinstance(config, Trainable)
-    resume_state.require_layout(run, layout_of(config))
     if config.ranks.world_size == 1:
         set_rank_environment(0, 1, store_address())
         if torch.cuda.is_available():
@@ -50,11 +49,10 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
 
 
 def with_zero_stage(request: StageRequest, run: RunDir, config: Trainable, gpu_bytes: int) -> StageRequest:
-    """Resolves `zero_stage: auto`: that of the resume state, else by `gpu_bytes`, the memory of a GPU (0: none).
+    """Resolves `zero_stage: auto`: that of a resume state of as many ranks, else by `gpu_bytes`, the memory of a GPU (0: none).
     Raises MachineLacks when such a GPU cannot hold what is loaded onto it."""
     if config.zero_stage == "auto":
-        resume = resume_state.latest(run)
-        kept = resume.loop["layout"]["zero_stage"] if resume else None
+        kept = resume_state.kept_zero_stage(run, layout_of(config))
         chosen = Chosen(kept, "as its resume state") if kept else stage_of_training(config, _size(request, config), gpu_bytes)
         print(chosen, flush=True)
         config = config.model_copy(update={"zero_stage": chosen.stage})

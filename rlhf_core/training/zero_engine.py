@@ -22,6 +22,8 @@ from rlhf_core.forecast.memory import KEPT
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.training.deepspeed_patches import forget_order, patch_library, reduce_beside_host
 from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite, elements
+from rlhf_core.training.state_files import read_parts, stored_steps, write_parts
+from rlhf_core.training.zero_parts import make_state, steps_of, to_weights, zero_parts
 
 # Ranks may wait in a barrier while one reads or writes. The wait for their group ends when none makes progress.
 COLLECTIVE_SECONDS = 24 * 3600
@@ -129,14 +131,14 @@ class ZeroEngine:
         torch.cuda.empty_cache()
 
     def save_state(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag="zero", save_latest=False, exclude_frozen_parameters=self._frozen)
+        optimizer = self._engine.optimizer
+        write_parts(folder, self.rank, steps_of(optimizer), zero_parts(optimizer, self.module, self.zero_stage, self.rank))
 
     def load_state(self, folder: Path) -> None:
-        loaded, _ = self._engine.load_checkpoint(
-            str(folder), tag="zero", load_lr_scheduler_states=False, load_module_strict=not self._frozen
-        )
-        if loaded is None:
-            raise ValueError(f"{folder} holds no DeepSpeed state: delete the folder to start the stage over")
+        optimizer, names = self._engine.optimizer, [name for name, weight in self.module.named_parameters() if weight.requires_grad]
+        make_state(optimizer, self.zero_stage, stored_steps(folder))
+        read_parts(folder, zero_parts(optimizer, self.module, self.zero_stage, self.rank), names)
+        to_weights(optimizer, self.zero_stage)
 
     def barrier(self) -> None:
         dist.barrier()

@@ -32,7 +32,7 @@ def test_files_are_those_of_the_hub_library(shard_bytes: int | str, tmp_path: Pa
     (tmp_path / "ours").mkdir()
     (tmp_path / "hub").mkdir()
     lay_out({name: meta(weight.shape, weight.dtype) for name, weight in WEIGHTS.items()}, tmp_path / "ours", shard_bytes)
-    fill(tmp_path / "ours", reversed(WEIGHTS.items()), WEIGHTS)
+    fill((tmp_path / "ours").glob("*.safetensors"), reversed(WEIGHTS.items()), WEIGHTS)
     save_torch_state_dict(WEIGHTS, tmp_path / "hub", max_shard_size=shard_bytes)
     ours, theirs = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("ours", "hub"))
     assert ours == theirs and (len(ours) > 2) == (shard_bytes == 100)
@@ -41,11 +41,11 @@ def test_files_are_those_of_the_hub_library(shard_bytes: int | str, tmp_path: Pa
 def test_weights_without_a_place_and_places_without_weights_are_refused(tmp_path: Path) -> None:
     lay_out({"a": meta((2, 3), torch.float32), "b": meta((1,), "I64")}, tmp_path)
     with pytest.raises(ValueError, match=r"has no place for the weight a of shape \[3, 2\]"):
-        fill(tmp_path, [("a", torch.zeros(3, 2))], [])
+        fill(tmp_path.glob("*.safetensors"), [("a", torch.zeros(3, 2))], [])
     with pytest.raises(ValueError, match="has no place for the weight c"):
-        fill(tmp_path, [("c", torch.zeros(1))], [])
-    with pytest.raises(ValueError, match=re.escape("lacks the weight b (1 such)")):
-        fill(tmp_path, [("a", torch.zeros(2, 3))], ["a", "b"])
+        fill(tmp_path.glob("*.safetensors"), [("c", torch.zeros(1))], [])
+    with pytest.raises(ValueError, match=re.escape("the weight b (1 such) was not there")):
+        fill(tmp_path.glob("*.safetensors"), [("a", torch.zeros(2, 3))], ["a", "b"])
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
