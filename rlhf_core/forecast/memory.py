@@ -85,10 +85,11 @@ def loaded(size: Size, head: bool, weight: float, ranks: int = 1) -> float:
     return CONTEXT + count / ranks + (min(FETCHED, count) if ranks > 1 else 0.0)
 
 
-def read(size: Size, tokens: int, head: bool, offload: bool = False) -> Held:
-    """A model that is only read; with `offload` its weights are there only while it scores."""
-    weights = 2 * (size.parameters - (0 if head else size.head))
-    passing = tokens * size.passing + (CHUNK * size.vocabulary * 6 if head else 0)
+def read(size: Size, tokens: int, head: bool, offload: bool = False, ranks: int = 1) -> Held:
+    """A model that is only read; with `offload` its weights are there only while it scores. `ranks`: over which it is cut."""
+    whole = 2 * (size.parameters - (0 if head else size.head))
+    weights, fetched = whole / ranks, min(FETCHED, whole) if ranks > 1 else 0.0
+    passing = tokens * size.passing + (CHUNK * size.vocabulary * 6 if head else 0) + fetched
     return Held(CONTEXT + (0 if offload else weights), passing + (weights if offload else 0))
 
 
@@ -123,7 +124,7 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
             )
             held[name] = trained(sizes[name], how, head, scoring)
         else:
-            held[name] = read(sizes[name], scoring, head, config.ref_reward_offload)
+            held[name] = read(sizes[name], scoring, head, config.ref_reward_offload, ranks.world_size if config.ref_reward_shard else 1)
     awake = config.vllm.gpu_memory_utilization * gpu_bytes
     held["sampler"] = Held(1.0 * GIB, generating=awake) if config.vllm.sleep else Held(CONTEXT + awake)
     return held

@@ -101,7 +101,8 @@ def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str
     the models that are known; others are left out."""
     held = starts(config, {role: size for role, size in sizes.items() if role in ("actor", "critic")})
     weight = 0.0 if config.ref_reward_offload else 4.0 if config.dtype == "float32" else 2.0
-    held |= {role: loaded(size, role == "reference", weight) for role, size in sizes.items() if role not in held}
+    over = {role: ranks.world_size if config.ref_reward_shard else 1 for role, ranks in config.groups.items()}
+    held |= {role: loaded(size, role == "reference", weight, over[role]) for role, size in sizes.items() if role not in held}
     if "actor" in sizes:
         held["sampler"] = engine_needs(sizes["actor"], config.vllm.tensor_parallel_size)
     found = gpu_peaks(config, arrange(config.placed, config.together), {role: Held(held.get(role, 0.0)) for role in config.placed})

@@ -66,10 +66,7 @@ class ZeroEngine:
         if zero_stage == 3:
             # A leaf's gradients are reduced when its input's gradient is computed; below frozen embeddings the first layer has none.
             _set_leaves(deepspeed, module, layers=not self._frozen)
-            fetching = _fetching(module, keep=not self._frozen and self._on_every_rank(_small(module)))
-            if fetching.get("memory_efficient_linear", True):  # DeepSpeed does both only for a model of which nothing is cut
-                deepspeed.zero.Init(module=nn.Module(), mem_efficient_linear=True)
-            _bring(module, dtype)
+            fetching = prepared(module, dtype, keep=not self._frozen and self._on_every_rank(_small(module)))
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=adamw_optimizer([p for p in module.parameters() if p.requires_grad], adamw),
@@ -159,13 +156,16 @@ def rank_device() -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _bring(module: nn.Module, dtype: str) -> None:
-    """Moves to the device what a model that was cut while it loaded still has elsewhere; its weights get the dtype of the cut
-    ones."""
+def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
+    """Returns DeepSpeed's settings of fetching (`_fetching`) for a model that may have been cut while it loaded, of which DeepSpeed then
+    does not do this: moves what is whole to the device, its weights in the dtype of the cut ones; products that keep no fetched weight."""
+    if not keep:
+        library().zero.Init(module=nn.Module(), mem_efficient_linear=True)
     for tensor in [*module.parameters(), *module.buffers()]:
         if not hasattr(tensor, "ds_id"):
             narrow = dtype == "bfloat16" and tensor.is_floating_point() and isinstance(tensor, nn.Parameter)
             tensor.data = tensor.data.to(rank_device(), torch.bfloat16 if narrow else tensor.dtype)
+    return _fetching(module, keep)
 
 
 def _small(module: nn.Module) -> bool:

@@ -30,6 +30,7 @@ def peak():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 shards = ZeroShards("float32")
+trained_policy(sys.argv[2], "float32", False, None, 0, shards=shards)  # imports what it needs
 Path("/proc/self/clear_refs").write_text("5")
 before = peak()
 model = trained_policy(sys.argv[1], "float32", False, None, 0, shards=shards).model
@@ -68,7 +69,7 @@ def test_no_rank_holds_the_model_while_it_loads(material: Path, tmp_path: Path) 
         hidden_size=512, intermediate_size=1408, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=8, vocab_size=8000
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
-    for printed in on_gloo_ranks(4, LOADED, tmp_path):
+    for printed in on_gloo_ranks(4, LOADED, tmp_path, material / "base"):
         found = json.loads(printed.splitlines()[-1])
         assert found["held"] < 0.26 * found["whole"]
         assert found["grown"] < 0.5 * found["whole"], "its share, and what the allocator keeps of single weights"
