@@ -6,6 +6,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +16,7 @@ from rlhf_core.data.report import JSON
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_training, require_start, size_at, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
 from rlhf_core.models.document_leak import detect_document_leak
-from rlhf_core.models.load import Policy, Scorer, recompute
+from rlhf_core.models.load import Policy, Scorer, load_policy, recompute
 from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
 from rlhf_core.models.shards import Shards
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
@@ -24,6 +25,9 @@ from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system import progress
 from rlhf_core.training.engine import AdamW, Engine, TorchEngine, finite, on_cpu
 from rlhf_core.training.train_loop import layout_of
+
+if TYPE_CHECKING:
+    from rlhf_core.training.zero_frozen import FrozenZero
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
 
@@ -81,6 +85,17 @@ def shards_of(config: Optimised) -> Shards | None:
     from rlhf_core.training.zero_shards import ZeroShards
 
     return ZeroShards(config.dtype)
+
+
+def open_frozen(path: str, config: Trainable, trust_remote_code: bool, device: torch.device) -> Policy | FrozenZero:
+    """Loads a policy that is not trained: whole on each rank, under ZeRO-3 cut over the ranks; a collective."""
+    shards = shards_of(config)
+    policy = load_policy(path, config.dtype, trust_remote_code, shards=shards)
+    if shards is None:
+        return policy.to(device)
+    from rlhf_core.training.zero_frozen import FrozenZero
+
+    return FrozenZero(policy, config.dtype)
 
 
 def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False, offload: bool = False) -> Engine:
