@@ -109,6 +109,15 @@ def test_models_that_are_only_read_count_whole_beside_the_shares_of_others() -> 
     assert 2 * whole > peak_of_ppo(together, models, 3, 80 * GIB) / GIB > whole
 
 
+def test_models_that_are_only_read_may_be_cut_too() -> None:
+    models = dict.fromkeys(ppo().groups, LARGE)
+    config = ppo(colocate_actor_ref=True, zero_stage=3, ref_reward_shard=True)
+    (needed,) = {needed for names, needed in starts_of_ppo(config, models) if names == ["actor", "reference"]}
+    assert needed / GIB == pytest.approx(2 * ((LARGE_STARTS - 0.6) / 4 + 0.6 + FETCHED / GIB))
+    held = roles(config, models, 80 * GIB)["reference"]
+    assert held.still / GIB == pytest.approx((LARGE_STARTS - 0.6) / 4 + 0.6) and held.scoring > FETCHED
+
+
 def test_a_gpu_that_cannot_load_the_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
     (tmp_path / "config.json").write_text(json.dumps({**shape, "vocab_size": 128256}))
