@@ -17,7 +17,7 @@ from rlhf_core.forecast.memory import GIB, USABLE
 from rlhf_core.forecast.passes import alternatives, fields_of
 from rlhf_core.forecast.placements import Placement, choose, on_fewest
 from rlhf_core.forecast.seconds import Gpu, seconds_of_pass
-from rlhf_core.forecast.zero_stage import peak_of_training, size_of_folder, stage_of_training, starts, whole_on_each
+from rlhf_core.forecast.zero_stage import at_start, peak_of_training, size_of_folder, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
 from rlhf_core.recipe.plan import Node, Plan
 
@@ -133,4 +133,4 @@ def _too_large(config: Optimised, sizes: Mapping[str, Size], gpu: Gpu) -> str:
     needed = max(starts(config.model_copy(update={"dtype": BF16}), sizes).values())
     if needed <= USABLE * gpu.memory:
         return ""
-    return f"{whole_on_each(needed)}: GPUs with more memory, or a smaller model"
+    return f"{at_start(needed)}: more ranks with zero_stage 3, GPUs with more memory, or a smaller model"

@@ -152,6 +152,9 @@ class PPO(Optimised, Rewarded, Routed):
     ref_reward_offload: Annotated[bool, NotInDigest] = Field(
         False, description="reference and reward models are in host memory while they do not score"
     )
+    ref_reward_shard: Annotated[bool, NotInDigest] = Field(
+        False, description="reference and reward models are cut over their ranks (ZeRO-3), which fetch a layer at a time while they score"
+    )
     adam_offload: Annotated[tuple[Literal["actor", "critic"], ...], NotInDigest] = Field(
         (), description="these roles' optimiser states are in host memory, where their steps run; true: actor and critic"
     )
@@ -221,6 +224,11 @@ class PPO(Optimised, Rewarded, Routed):
     @property
     def turns(self) -> Sequence[Groups]:
         return [self.placed]
+
+    @property
+    def read_only(self) -> list[str]:
+        """The groups of models that are not trained."""
+        return [name for name in self.groups if name not in ("actor", "critic")]
 
     @property
     def together(self) -> list[list[str]]:
@@ -331,6 +339,10 @@ class PPO(Optimised, Rewarded, Routed):
         for field, roles in (("adam_offload", self.adam_offload), ("ref_reward_offload", ["reference"] * self.ref_reward_offload)):
             if without := [role for role in roles if role in self.groups and not self.groups[role].gpus]:
                 yield f"{field} frees a GPU's memory, and {', '.join(without)} has none: set gpus of its ranks, or leave it out"
+        if self.ref_reward_shard and self.ref_reward_offload:
+            yield "ref_reward_shard and ref_reward_offload are two ways to free the same memory: set one of them"
+        if self.ref_reward_shard and (alone := [name for name in self.read_only if self.groups[name].world_size == 1]):
+            yield f"ref_reward_shard cuts a model over its ranks, and {', '.join(alone)} has one: give it several, or leave it out"
         for names in self.together:
             check_together({name: self.placed[name] for name in names})
 

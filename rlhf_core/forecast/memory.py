@@ -2,8 +2,7 @@
 
 Bytes a parameter that is trained in bf16 (Rajbhandari et al. 2020, section 3.1): weights 2, fp32 copy and Adam's two moments 12,
 gradients 2, and their fp32 form during the step 4. As much again stays with PyTorch's allocator from step to step: seen on H200s, fitted to
-their peaks, its cause not looked into. ZeRO-1 and 2 keep the weights whole on each rank, ZeRO-3 cuts everything, once each rank has loaded
-the whole model onto its GPU.
+their peaks, its cause not looked into. ZeRO-1 and 2 keep the weights whole on each rank, ZeRO-3 cuts everything, weights as they are read.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CHUNK = 2048  # positions whose logits exist at once where they are not kept (mo
 
 class Held(NamedTuple):
     """Bytes of one process: always (`still`), besides while it scores, while it trains; engines besides while they generate; `starting`:
-    besides while it starts, when weights that ZeRO-3 will cut are whole and the optimiser has no state yet."""
+    besides while it starts, when ZeRO-3 cuts weights one by one."""
 
     still: float
     scoring: float = 0.0
@@ -75,19 +74,22 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
         gradients += 2 * (count - (size.head if head else 0)) / size.layers  # those of a layer wait for its last
     step = 4 * count if how.zero_stage == 0 and not how.adapters else 0.0
     scoring, training = read(size, scoring_tokens, head).scoring, max(gradients + how.tokens * kept + logits, step)
-    starting = max(0.0, how.weight * count - weights - state)
+    starting = min(FETCHED, how.weight * count) if how.zero_stage == 3 else 0.0
     return Held(CONTEXT + weights + state, fetched + scoring, fetched + training, starting=starting)
 
 
-def whole(size: Size, head: bool, weight: float) -> float:
-    """Bytes that a process which trains must find on its GPU: it loads the whole model there, whatever its ZeRO stage."""
-    return CONTEXT + weight * (size.parameters - (0 if head else size.head))
+def loaded(size: Size, head: bool, weight: float, ranks: int = 1) -> float:
+    """Bytes that a process must find on its GPU while it loads a model: all of it, or under ZeRO-3 its share over `ranks`, and weights that
+    are still whole."""
+    count = weight * (size.parameters - (0 if head else size.head))
+    return CONTEXT + count / ranks + (min(FETCHED, count) if ranks > 1 else 0.0)
 
 
-def read(size: Size, tokens: int, head: bool, offload: bool = False) -> Held:
-    """A model that is only read; with `offload` its weights are there only while it scores."""
-    weights = 2 * (size.parameters - (0 if head else size.head))
-    passing = tokens * size.passing + (CHUNK * size.vocabulary * 6 if head else 0)
+def read(size: Size, tokens: int, head: bool, offload: bool = False, ranks: int = 1) -> Held:
+    """A model that is only read; with `offload` its weights are there only while it scores. `ranks`: over which it is cut."""
+    whole = 2 * (size.parameters - (0 if head else size.head))
+    weights, fetched = whole / ranks, min(FETCHED, whole) if ranks > 1 else 0.0
+    passing = tokens * size.passing + (CHUNK * size.vocabulary * 6 if head else 0) + fetched
     return Held(CONTEXT + (0 if offload else weights), passing + (weights if offload else 0))
 
 
@@ -122,7 +124,7 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
             )
             held[name] = trained(sizes[name], how, head, scoring)
         else:
-            held[name] = read(sizes[name], scoring, head, config.ref_reward_offload)
+            held[name] = read(sizes[name], scoring, head, config.ref_reward_offload, ranks.world_size if config.ref_reward_shard else 1)
     awake = config.vllm.gpu_memory_utilization * gpu_bytes
     held["sampler"] = Held(1.0 * GIB, generating=awake) if config.vllm.sleep else Held(CONTEXT + awake)
     return held

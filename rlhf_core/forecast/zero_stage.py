@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import KINDS, PPO, Optimised, Trainable
-from rlhf_core.forecast.memory import GIB, USABLE, Held, Training, bytes_of_weights, engine_needs, gpu_peaks, roles, stage_peak, whole
+from rlhf_core.config import KINDS, PPO, Optimised, Ranks, Trainable
+from rlhf_core.forecast.memory import GIB, USABLE, Held, Training, bytes_of_weights, engine_needs, gpu_peaks, loaded, roles, stage_peak
 from rlhf_core.forecast.passes import Pass, recipe_pass
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import Size, size_of
@@ -34,7 +34,7 @@ class Chosen(NamedTuple):
 
 
 def layout_of(config: PPO) -> dict[str, int | str]:
-    """What a resume state must have in common with the ranks that read it: of the roles that are trained."""
+    """The ranks of the roles that are trained, and their ZeRO stage, which a resume state names."""
     return {**{name: ranks.world_size for name, ranks in config.trained_ranks.items()}, "zero_stage": config.zero_stage}
 
 
@@ -82,11 +82,18 @@ def peak_of_training(config: Trainable, size: Size, stage: int, gpu_bytes: float
 
 
 def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
-    """Bytes that each of `sizes`, the models that are trained by their roles, takes on every GPU of its ranks while it is loaded."""
+    """Bytes that each of `sizes`, the models that are trained by their roles, takes on every GPU of its ranks while it is loaded; under
+    `auto` with the ZeRO stage that takes the least."""
     quantized = config.lora is not None and config.lora.quantize != "none"
     weight = 4.0 if config.dtype == "float32" and not quantized else bytes_of_weights(config.lora)
     head = KINDS[config.stage].has_vocabulary
-    return {role: whole(size, role != "critic" and head, weight) for role, size in sizes.items()}
+    ranks = {role: group.world_size if config.zero_stage in (3, "auto") and not quantized else 1 for role, group in _ranks(config).items()}
+    return {role: loaded(size, role != "critic" and head, weight, ranks.get(role, ranks[""])) for role, size in sizes.items()}
+
+
+def _ranks(config: Optimised) -> dict[str, Ranks]:
+    """The ranks of each role that is trained; `""`: of a stage of one model."""
+    return {"": config.actor_ranks, **config.groups} if isinstance(config, PPO) else {"": next(iter(config.trained_ranks.values()))}
 
 
 def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str], float]]:
@@ -94,7 +101,8 @@ def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str
     the models that are known; others are left out."""
     held = starts(config, {role: size for role, size in sizes.items() if role in ("actor", "critic")})
     weight = 0.0 if config.ref_reward_offload else 4.0 if config.dtype == "float32" else 2.0
-    held |= {role: whole(size, role == "reference", weight) for role, size in sizes.items() if role not in held}
+    over = {role: ranks.world_size if config.ref_reward_shard else 1 for role, ranks in config.groups.items()}
+    held |= {role: loaded(size, role == "reference", weight, over[role]) for role, size in sizes.items() if role not in held}
     if "actor" in sizes:
         held["sampler"] = engine_needs(sizes["actor"], config.vllm.tensor_parallel_size)
     found = gpu_peaks(config, arrange(config.placed, config.together), {role: Held(held.get(role, 0.0)) for role in config.placed})
@@ -105,15 +113,15 @@ def require_start(names: Sequence[str], needed: float, gpu_bytes: float) -> None
     """Raises MachineLacks when a GPU of `gpu_bytes` (0: none is there) cannot hold the `needed` bytes of the models that these roles
     load onto it (`starts`), before any is loaded."""
     if 0 < gpu_bytes < needed:
-        told, instead = whole_on_each(needed), "use GPUs with more memory or a smaller model"
+        told, instead = at_start(needed), "use more ranks with zero_stage 3, GPUs with more memory or a smaller model"
         if len(names) > 1:
-            told = f"at their start they take {needed / GIB:.1f} GiB of the same GPU together, whatever zero_stage is"
+            told = f"at their start they take {needed / GIB:.1f} GiB of the same GPU together"
             instead = f"give them GPUs of their own, or {instead}"
         raise MachineLacks(f"{', '.join(names)}: {told}, and the smallest GPU here has {gpu_bytes / GIB:.1f}: {instead}")
 
 
-def whole_on_each(needed: float) -> str:
-    return f"at its start each GPU holds the whole model, {needed / GIB:.1f} GiB, whatever zero_stage is"
+def at_start(needed: float) -> str:
+    return f"while the model is loaded each GPU takes {needed / GIB:.1f} GiB"
 
 
 def doubt(held: float, gpu_bytes: float) -> str:

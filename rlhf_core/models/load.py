@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -27,9 +26,10 @@ from rlhf_core.models.experts import Replay, balance_loss, replayed
 from rlhf_core.models.kernels.attention import VARLEN, attention_for, document_bounds, is_stateful, set_attention, takes_varlen
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.kernels.state_layers import document_numbers
-from rlhf_core.models.lora import add_lora, base_of, merge_adapter
+from rlhf_core.models.lora import add_lora, base_of, merge_adapter, merges_in_parts
 from rlhf_core.models.precision import as_if_stored, unquantised
 from rlhf_core.models.score_classes import add_score_class
+from rlhf_core.models.shards import Shards, as_they_come, gathered
 from rlhf_core.models.token_logprobs import (
     WHOLE,
     Entropy,
@@ -43,7 +43,6 @@ from rlhf_core.models.token_logprobs import (
 from rlhf_core.models.wrapper import folder_of, is_wrapper, language_model
 from rlhf_core.objectives.collate import Batch, rounded, sent
 from rlhf_core.objectives.masked import next_token_pairs
-from rlhf_core.system import progress
 
 
 class TokenLogprobs(NamedTuple):
@@ -170,30 +169,48 @@ def _hidden(
     return found.last_hidden_state.view(*tokens.shape, -1), found.router_logits if routed else ()
 
 
-def load_policy(path: str, dtype: str = "float32", trust_remote_code: bool = False, on_host: bool = False) -> Policy:
+def load_policy(
+    path: str, dtype: str = "float32", trust_remote_code: bool = False, on_host: bool = False, shards: Shards | None = None
+) -> Policy:
     """Loads a causal language model from a folder or Hub id, safetensors only; an adapter is merged into its base. `on_host`: load into
     host memory. For models that are offloaded later: transformers allocates weights on a GPU as one block, freed as a whole."""
-    return Policy(_load(AutoModelForCausalLM, path, _options(dtype, trust_remote_code, on_host=on_host)))
+    return _policy(path, _options(dtype, trust_remote_code, on_host=on_host), shards)
 
 
-def load_scorer(path: str, pad_token_id: int, dtype: str = "float32", trust_remote_code: bool = False, on_host: bool = False) -> Scorer:
+def load_scorer(
+    path: str,
+    pad_token_id: int,
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    on_host: bool = False,
+    shards: Shards | None = None,
+) -> Scorer:
     """Loads a reward model for scoring. Raises ValueError for a model without a trained head for one score.
 
     `AutoModelForSequenceClassification` reads the score at the last token that is not `pad_token_id`, so that id is stored in
     the config and must be one that never ends a document.
     """
-    scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, on_host=on_host), new_head=_adapter_has_head(path))
+    scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, on_host=on_host), _adapter_has_head(path), shards)
     if not scorer.model.score.weight.any():
         raise ValueError(no_reward_head(path))
     return scorer
 
 
-def trained_policy(path: str, dtype: str, trust_remote_code: bool, lora: Lora | None, seed: int, router_aux_coef: float = 0.0) -> Policy:
-    """Loads a policy to train: all weights, or with `lora` only adapters, on 4-bit weights if configured.
+def trained_policy(
+    path: str,
+    dtype: str,
+    trust_remote_code: bool,
+    lora: Lora | None,
+    seed: int,
+    router_aux_coef: float = 0.0,
+    shards: Shards | None = None,
+) -> Policy:
+    """Loads a policy to train: all weights, or with `lora` only adapters, on 4-bit weights if configured. `shards`: cuts it while it is
+    read.
 
     Raises ValueError when experts are to be balanced and the model has none, RuntimeError without the GPU or package for 4-bit weights.
     """
-    policy = Policy(_load(AutoModelForCausalLM, path, _options(dtype, trust_remote_code, lora)), balanced=router_aux_coef > 0)
+    policy = _policy(path, _options(dtype, trust_remote_code, lora), shards, balanced=router_aux_coef > 0)
     if policy.balanced and not num_experts(policy.model.config):
         raise ValueError(f"{path} has no experts to balance: leave router_aux_coef out")
     if lora is not None:
@@ -201,10 +218,12 @@ def trained_policy(path: str, dtype: str, trust_remote_code: bool, lora: Lora | 
     return without_dropout(policy)
 
 
-def trained_scorer(path: str, pad_token_id: int, dtype: str, trust_remote_code: bool, lora: Lora | None, seed: int) -> Scorer:
+def trained_scorer(
+    path: str, pad_token_id: int, dtype: str, trust_remote_code: bool, lora: Lora | None, seed: int, shards: Shards | None = None
+) -> Scorer:
     """Loads a reward model or critic to train, like `trained_policy`; all of its head is trained. The head of a plain language model starts
     at zero."""
-    scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, lora), new_head=True)
+    scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, lora), True, shards)
     if lora is not None:
         add_lora(scorer.model, lora, seed)
     return without_dropout(scorer)
@@ -224,7 +243,14 @@ def without_dropout(module: Wrapped) -> Wrapped:
     return module
 
 
-def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head: bool) -> Scorer:
+def _policy(path: str, options: dict[str, Any], shards: Shards | None, balanced: bool = False) -> Policy:
+    model = _merged(AutoModelForCausalLM.from_pretrained, path, options, shards)
+    head = model.get_output_embeddings()
+    with gathered(shards, [] if head is None else list(head.parameters())):  # its outputs are compared with the model's
+        return Policy(model, balanced)
+
+
+def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head: bool, shards: Shards | None) -> Scorer:
     """`new_head`: a model (or the base of an adapter) without a head gets one of zeros; else it is refused."""
     auto = AutoModelForSequenceClassification
 
@@ -250,7 +276,7 @@ def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head
             nn.init.zeros_(model.score.weight)
         return model
 
-    model = _merged(load, path, options)
+    model = _merged(load, path, options, shards)
     model.config.pad_token_id = pad_token_id
     return Scorer(model)
 
@@ -261,11 +287,7 @@ def _adapter_has_head(path: str) -> bool:
     return base is not None and (has_trained_head(Path(path)) or _adapter_has_head(base))
 
 
-def _load(auto: Any, path: str, options: dict[str, Any]) -> PreTrainedModel:
-    return _merged(auto.from_pretrained, path, options)
-
-
-def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any]) -> PreTrainedModel:
+def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any], shards: Shards | None) -> PreTrainedModel:
     """Loads the model at `path`, of a multimodal one its language model; an adapter is merged into its base. Raises as `language_model`."""
     base = base_of(path)
     if base is None:
@@ -275,7 +297,9 @@ def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, 
         whole = unquantised(path, config, options.get("quantization_config"))
         options = options | whole
         options = {"attn_implementation": attention_for(options["dtype"], options.get("config", config))} | options
-        with register_module_parameter_registration_hook(lambda module, name, parameter: progress.made()):  # each weight that is in place
+        if shards is not None:
+            options = options | {"device_map": None}  # each weight goes to the GPU when it is cut
+        with as_they_come(shards):
             model = load(path, **options | _gpu_device_map(path, options))
         if whole:
             as_if_stored(model, model.dtype if options["dtype"] == "auto" else options["dtype"])
@@ -284,7 +308,8 @@ def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, 
         return fuse(set_attention(model))
     if "quantization_config" in options:
         raise ValueError(f"{path} is an adapter, which cannot be merged into 4-bit weights: start from a merged checkpoint")
-    return merge_adapter(_merged(load, base, options), path)
+    shards = shards if merges_in_parts(path) else None
+    return merge_adapter(_merged(load, base, options, shards), path, shards)
 
 
 def _options(dtype: str, trust_remote_code: bool, lora: Lora | None = None, on_host: bool = False) -> dict[str, Any]:

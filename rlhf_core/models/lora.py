@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import Lora
 from rlhf_core.hub.snapshots import cached, pinned_base
+from rlhf_core.models.shards import Shards
 
 ADAPTER = "default"  # peft's name of the one adapter
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -106,8 +107,23 @@ def base_of(path: str) -> str | None:
     return str(cached(pinned)) if pinned else str(base)
 
 
-def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """Returns `model` with the adapter of folder `path` merged into its weights, all trainable again."""
+def merges_in_parts(path: str) -> bool:
+    """Whether the adapter of folder `path` is of low-rank matrices alone, perhaps with a head for scores: others copy whole weights."""
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(path)
+    whole = {*(getattr(config, "modules_to_save", None) or []), *(getattr(config, "trainable_token_indices", None) or [])}
+    return str(config.peft_type).endswith("LORA") and whole <= {"score"} and not getattr(config, "use_dora", False)
+
+
+def merge_adapter(model: PreTrainedModel, path: str, shards: Shards | None = None) -> PreTrainedModel:
+    """Returns `model` with the adapter of folder `path` merged into its weights, all trainable again. `shards`: layer by layer."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(model, path).merge_and_unload().requires_grad_(True)
+    adapted = PeftModel.from_pretrained(model, path)
+    if shards is None:
+        return adapted.merge_and_unload().requires_grad_(True)
+    for layer in lora_layers(model).values():
+        with shards.gathered(list(layer.parameters()), changed=True):
+            layer.merge()
+    return adapted.unload().requires_grad_(True)

@@ -6,11 +6,12 @@ import copy
 import json
 import os
 import re
-from collections.abc import Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,27 +19,34 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 
 from rlhf_core.data.chat import Renderer
 from rlhf_core.hub.ids import snapshot_of_hub
-from rlhf_core.hub.model_files import stored_tensors
+from rlhf_core.hub.model_files import WEIGHTS, stored_tensors
 from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
-from rlhf_core.models.weights import checkpoint_weights
-from rlhf_core.models.wrapper import folder_of, save_whole
+from rlhf_core.models.weight_files import fill, lay_out, meta
+from rlhf_core.models.weights import checkpoint_weights, planned_weights
+from rlhf_core.models.wrapper import copy_whole, folder_of
 from rlhf_core.system.files import read_json, write_text
 
 OF_WEIGHTS = ("architectures", "dtype", "transformers_version", "id2label", "label2id", "pad_token_id")  # keys of config.json
 
 
 def save_model(
-    model: PreTrainedModel, state: dict[str, Tensor], tokenizer_source: str, folder: Path, trust_remote_code: bool = False
+    model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]], tokenizer_source: str, folder: Path, trust_remote_code: bool = False
 ) -> None:
-    """Writes safetensors, config, generation config and tokenizer files to `folder`. `state`: `checkpoint_weights`, on CPU."""
+    """Writes safetensors, config, generation config and tokenizer files to `folder`. `weights`: `checkpoint_weights`, which are written
+    one by one."""
     folder.mkdir(parents=True, exist_ok=True)
+    planned = planned_weights(model)
     if whole := getattr(model, "whole", None):
-        save_whole(model, state, whole, folder)
+        copy_whole(planned, whole, folder)
     else:
         save_config(model, folder)
-        save_torch_state_dict(state | not_loaded(model, state.keys()), folder)
+        left = not_loaded(model, planned.keys())
+        planned |= {key: meta(about["shape"], about["dtype"]) for key, (_, about) in left.items()}
+        lay_out(planned, folder)
+        weights = chain(weights, _read(left))
+    fill(folder.glob(WEIGHTS[0]), weights, planned)
     tokenizer = save_tokenizer(tokenizer_source, folder, trust_remote_code)
     if model.can_generate():
         with_stop_tokens(model.generation_config, tokenizer).save_pretrained(folder)
@@ -59,8 +67,9 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
         write_text(folder / "config.json", json.dumps(described, indent=2) + "\n")
 
 
-def not_loaded(model: PreTrainedModel, exported: Set[str]) -> dict[str, Tensor]:
-    """Returns the weights in a policy's checkpoint that transformers leaves out on purpose, but for those of the names `exported`.
+def not_loaded(model: PreTrainedModel, exported: Set[str]) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Finds the weights in a policy's checkpoint that transformers leaves out on purpose, but for those of the names `exported`: each one's
+    file and header.
 
     Heads that predict further tokens, keys of layers that use another layer's. Nothing where they are quantised, have other names, or are
     gone.
@@ -70,15 +79,16 @@ def not_loaded(model: PreTrainedModel, exported: Set[str]) -> dict[str, Tensor]:
     if not model.can_generate() or not patterns or "quantization_config" in read_json(base / "config.json"):
         return {}
     files = stored_tensors(base)
-    left = {key: name for name, tensors in files.items() for key in tensors if key not in exported}
+    left = {key: (base / name, about) for name, tensors in files.items() for key, about in tensors.items() if key not in exported}
     if len(exported) + len(left) > sum(map(len, files.values())):  # some are exported under names that the checkpoint does not have
         return {}
-    found = {}
-    for key, name in left.items():
-        if any(re.search(pattern, key) for pattern in patterns):
-            with safe_open(base / name, framework="pt") as stored:
-                found[key] = stored.get_tensor(key)
-    return found
+    return {key: found for key, found in left.items() if any(re.search(pattern, key) for pattern in patterns)}
+
+
+def _read(stored: Mapping[str, tuple[Path, object]]) -> Iterator[tuple[str, Tensor]]:
+    for key, (file, _) in stored.items():
+        with safe_open(file, framework="pt") as tensors:
+            yield key, tensors.get_tensor(key)
 
 
 def _base(model: PreTrainedModel) -> Path:
@@ -124,5 +134,4 @@ def save_tokenizer(source: str, folder: Path, trust_remote_code: bool = False) -
 def save_merged(adapter: str, folder: Path, dtype: str, trust_remote_code: bool = False) -> None:
     """Writes the base with the adapter of folder `adapter` merged into it."""
     model = load_policy(adapter, dtype, trust_remote_code).model
-    weights = checkpoint_weights(model, lambda parameters: nullcontext())
-    save_model(model, {name: weight.clone() for name, weight in weights}, adapter, folder, trust_remote_code)
+    save_model(model, checkpoint_weights(model, lambda parameters: nullcontext()), adapter, folder, trust_remote_code)

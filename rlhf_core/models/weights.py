@@ -1,11 +1,12 @@
 """Exports a model's weights in checkpoint form: adapters merged, 4-bit weights dequantised, experts under their own names.
 
 In training LoRA is separate from frozen layers, the experts of a layer are one tensor, and ZeRO-3 shards weights. They are gathered in
-groups, so that only one group is in memory at a time.
+groups of whole layers, so that only one group is in memory at a time.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,9 +17,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_core.models.lora import ADAPTER, adapts, lora_layers, merged_weight
+from rlhf_core.models.weight_files import meta
 from rlhf_core.system import progress
 
-GROUP_BYTES = 1 << 30  # weights are gathered in groups of about this size
+GROUP_BYTES = 1 << 27  # weights are gathered in groups of about this size, but whole layers: an export may merge their weights
 Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
 
 
@@ -40,6 +42,21 @@ def checkpoint_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[t
             state = {unit.name: unit.value() for unit in group}
             yield from (state if is_quantised(model) else revert_weight_conversion(model, state)).items()
         progress.made()
+
+
+def planned_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Returns what `checkpoint_weights` will yield, as tensors without memory (`meta`); no collective."""
+    state = {}
+    for unit in _units(model):
+        if unit.parameters:
+            whole = unit.parameters[0]
+            quantised = getattr(whole, "quant_state", None)  # of a 4-bit weight, which is exported in another shape and dtype
+            known = (quantised.shape, quantised.dtype) if quantised is not None else (getattr(whole, "ds_shape", whole.shape), whole.dtype)
+        else:
+            known = ((buffer := unit.value()).shape, buffer.dtype)
+        state[unit.name] = meta(*known)
+    state = state if is_quantised(model) else revert_weight_conversion(model, state)
+    return {name: meta(weight.shape, weight.dtype) for name, weight in state.items()}  # not views of each other
 
 
 def trained_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
@@ -73,14 +90,16 @@ def _units(model: PreTrainedModel) -> Iterator[Unit]:
 
 
 def _groups(units: Iterator[Unit]) -> Iterator[list[Unit]]:
-    """Consecutive groups of about GROUP_BYTES; the same on every rank."""
+    """Consecutive groups of about GROUP_BYTES that end where a layer ends; the same on every rank."""
     group: list[Unit] = []
-    size = 0
+    size, layer = 0, ""
     for unit in units:
-        group.append(unit)
-        size += sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in unit.parameters)
-        if size >= GROUP_BYTES:
+        found = re.match(r"(.*?\.\d+)\.", unit.name)
+        before, layer = layer, found[1] if found else ""
+        if size >= GROUP_BYTES and not (layer and layer == before):
             yield group
             group, size = [], 0
+        group.append(unit)
+        size += sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in unit.parameters)
     if group:
         yield group

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import more_than_text
@@ -93,19 +90,12 @@ def folder_of(path: str) -> Path:
     return cached(path) if is_remote(path) else Path(path)
 
 
-def save_whole(model: PreTrainedModel, state: Mapping[str, Tensor], base: Path, folder: Path) -> None:
-    """Writes the checkpoint at `base` with the weights of its language model replaced: the same files, names, shapes and dtypes.
-
-    `state`: `checkpoint_weights`, on CPU. Raises ValueError for a weight that is not in the checkpoint.
+def copy_whole(weights: Collection[str], base: Path, folder: Path) -> None:
+    """Copies the checkpoint at `base`, in which the weights of its language model, called `weights`, will be replaced (`fill`): the same
+    files, names, shapes and dtypes. Raises ValueError for a weight that is not in the checkpoint.
     """
-    if unknown := sorted(set(state) - stored_names(base)):
+    if unknown := sorted(set(weights) - stored_names(base)):
         raise ValueError(f"{base} has no weight called {unknown[0]}, which was trained ({len(unknown)} such): it cannot be saved as it was")
-    for name in stored_tensors(base):
-        with safe_open(base / name, framework="pt") as stored:
-            tensors = {key: stored.get_tensor(key) for key in stored.keys()}
-            metadata = stored.metadata()
-        replaced = {key: state[key].to(value.dtype).contiguous() if key in state else value for key, value in tensors.items()}
-        save_file(replaced, folder / name, metadata=metadata)
-    for pattern in ("config.json", WEIGHTS[1], *PROCESSOR):
+    for pattern in ("config.json", *WEIGHTS, *PROCESSOR):
         for file in base.glob(pattern):
             shutil.copyfile(file, folder / file.name)

@@ -68,17 +68,13 @@ def latest(run: RunDir) -> Resume | None:
     return Resume(_step(folder), folder, json.loads((folder / LOOP).read_text()))
 
 
-def require_layout(run: RunDir, layout: Mapping[str, int | str]) -> None:
-    """Raises ValueError where the newest state was written by other numbers of ranks, or another ZeRO stage, than those of `layout`: it
-    cannot be read by them. `auto` takes what the state has."""
+def kept_zero_stage(run: RunDir, layout: Mapping[str, int | str]) -> int | None:
+    """Returns the ZeRO stage of the newest state, where it was written by as many ranks as `layout` has; else None. Any ranks can read it
+    under any stage."""
     resume = latest(run)
     kept = resume.loop["layout"] if resume else {}
-    for name, number in kept.items():
-        if layout.get(name, number) not in (number, "auto"):
-            raise ValueError(
-                f"{run / STATE} holds the state of a stage with {name} {number}, which {name} {layout[name]} cannot read: set it back to "
-                f"{number} to resume, or remove that folder to train from the start"
-            )
+    same = all(kept.get(name) == number for name, number in layout.items() if name != "zero_stage")
+    return int(kept["zero_stage"]) if kept and same else None
 
 
 def save(run: RunDir, step: int, keep: int, loop: Mapping[str, Any], write: Callable[[Path], None]) -> None:

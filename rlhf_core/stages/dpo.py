@@ -21,14 +21,14 @@ from rlhf_core.data.sources import preference_pairs
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.kernels.attention import can_share
-from rlhf_core.models.load import Policy, load_policy, masked_logprobs, trained_policy
+from rlhf_core.models.load import masked_logprobs, trained_policy
 from rlhf_core.objectives.collate import collate, sent
 from rlhf_core.objectives.losses import MEAN_LOGPROBS, Loss, preference_loss, sft_loss, with_balance
 from rlhf_core.objectives.masked import document_mean, document_sum
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
-from rlhf_core.stages.reference_logprobs import reference_logprobs
+from rlhf_core.stages.reference_logprobs import Model, reference_logprobs
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import finish_training, make_engine, on_ranks
+from rlhf_core.training.ranks import finish_training, make_engine, on_ranks, open_frozen, shards_of
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics
 
 
@@ -71,15 +71,17 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     data = load_pairs(request, config, tokenizer, config.data, run / STATE)
     held_out = load_pairs(request, config, tokenizer, config.eval_data, run / STATE) if config.eval_data else None
     held_out_pairs = held_out.items if held_out else []
-    trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
+    trained = trained_policy(
+        source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef, shards_of(config)
+    )
     engine = make_engine(trained, config)
     share = can_share(trained.model, engine.device) and not trained.balanced
     passes = Passes(micro, config.micro_train_tokens, share=share, apart=bool(trained.document_leak))
     if engine.rank == 0:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
-    def open_reference() -> Policy | Engine:
-        return load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine
+    def open_reference() -> Model:
+        return open_frozen(reference, config, request.trust_remote_code, engine.device) if config.reference else engine
 
     # Another reference model's attention may not support shared prompts.
     length = len if config.reference and not passes.apart else passes.row_tokens

@@ -24,13 +24,13 @@ from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import labelled_answers
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
-from rlhf_core.models.load import load_policy, trained_policy
+from rlhf_core.models.load import trained_policy
 from rlhf_core.objectives.collate import sent
 from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance, dealt_logprobs, reference_logprobs
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import finish_training, make_engine, on_ranks
+from rlhf_core.training.ranks import finish_training, make_engine, on_ranks, open_frozen, shards_of
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics, items_of_step
 
 Mismatch = tuple[int, int]  # indices of the items that give the prompt and the answer
@@ -86,7 +86,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     def mismatched(pair: Mismatch) -> Document:
         return mismatch(documents[pair[0]], documents[pair[1]], config.max_len)
 
-    trained = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
+    trained = trained_policy(
+        source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef, shards_of(config)
+    )
     engine = make_engine(trained, config)
     passes = Passes(micro, config.micro_train_tokens, apart=bool(trained.document_leak))
     if engine.rank == 0:
@@ -94,7 +96,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     refs = reference_logprobs(
         engine,
         run,
-        lambda: load_policy(reference, config.dtype, request.trust_remote_code).to(engine.device) if config.reference else engine,
+        lambda: open_frozen(reference, config, request.trust_remote_code, engine.device) if config.reference else engine,
         reference,
         joined(passes.in_order(documents, len), passes.in_order(mapped(mismatches, mismatched), len)),
         passes,

@@ -10,6 +10,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -25,12 +26,15 @@ from rlhf_core.system import progress
 from rlhf_core.system.files import digest, write_bytes
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.train_loop import deal
+from rlhf_core.training.zero_frozen import FrozenZero
+
+Model = Policy | FrozenZero | Engine  # what computes log-probs
 
 
 def reference_logprobs(
     engine: Engine,
     run: RunDir,
-    open_reference: Callable[[], Policy | Engine],
+    open_reference: Callable[[], Model],
     source: str,
     micro_batches: Sequence[Sequence[Document]],
     passes: Passes,
@@ -56,15 +60,20 @@ def reference_logprobs(
 
 
 def dealt_logprobs(
-    engine: Engine, policy: Policy | Engine, micro_batches: Sequence[Sequence[Document]], passes: Passes, pad_token_id: int, mean: bool
+    engine: Engine,
+    policy: Model,
+    micro_batches: Sequence[Sequence[Document]],
+    passes: Passes,
+    pad_token_id: int,
+    mean: bool,
 ) -> torch.Tensor:
     """Log-probs of all documents in order, (N,) fp64, without gradient: each rank computes its share, every rank gets all.
 
     `passes` says how a micro-batch is laid out.
     """
-    module = policy if isinstance(policy, Policy) else policy.module
-    if isinstance(policy, Policy):
-        detect_document_leak(policy, policy, engine.device, passes.tokens is not None, engine.all_reduce)
+    module = cast(Policy, policy if isinstance(policy, Policy) else policy.module)
+    if policy is not engine:  # which was tested when it was made
+        detect_document_leak(policy, module, engine.device, passes.tokens is not None, engine.all_reduce)
     passes = passes._replace(share=passes.share and can_share(module.model, engine.device), apart=bool(module.document_leak))
     starts = [0]
     for documents in micro_batches:
@@ -81,15 +90,13 @@ def dealt_logprobs(
     return engine.all_reduce(values)
 
 
-def answer_logprobs(
-    policy: Policy | Engine, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device
-) -> torch.Tensor:
+def answer_logprobs(policy: Model, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device) -> torch.Tensor:
     """Log-probs of the answers, (N,), in one forward pass; summed over the tokens under the mask, or averaged."""
     return answer_logprobs_and_balance(policy, documents, pad_token_id, mean, device, Passes(len(documents)))[0]
 
 
 def answer_logprobs_and_balance(
-    policy: Policy | Engine, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device, passes: Passes
+    policy: Model, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device, passes: Passes
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`answer_logprobs`, and the balance of the experts of a policy that computes it."""
     batch = collate(passes.rows_of(documents), pad_token_id).to(device)

@@ -23,7 +23,7 @@ from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import finish_training, make_engine, on_ranks
+from rlhf_core.training.ranks import finish_training, make_engine, on_ranks, shards_of
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics
 
 Row = list[Document]
@@ -50,7 +50,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     held_out = None
     if config.eval_data:
         held_out = load_documents(request, config, tokenizer, config.eval_data, run / STATE, suffix_of).documents
-    policy = trained_policy(source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef)
+    policy = trained_policy(
+        source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef, shards_of(config)
+    )
     engine = make_engine(policy, config, packed=config.packing)
     if engine.rank == 0:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)

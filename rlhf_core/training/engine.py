@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.training.state_files import KINDS, Part, read_parts, stored_steps, write_parts
+
 
 class AdamW(NamedTuple):
     """The optimiser's constants; the learning rate is an argument of each step."""
@@ -49,9 +51,11 @@ class Engine(Protocol):
     def release(self) -> None:
         """Frees cached memory of the allocator."""
 
-    def save_state(self, folder: Path) -> None: ...
+    def save_state(self, folder: Path) -> None:
+        """Writes what this rank trains, after at least one step (`state_files`)."""
 
-    def load_state(self, folder: Path) -> None: ...
+    def load_state(self, folder: Path) -> None:
+        """Reads what any number of ranks have written; a collective. Raises ValueError for the state of another model."""
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -104,19 +108,21 @@ class TorchEngine:
         torch.cuda.empty_cache()
 
     def save_state(self, folder: Path) -> None:
-        weights = {name: weight.detach() for name, weight in self._optimised.items()}
-        torch.save({"model": weights, "optimizer": self._optimizer.state_dict()}, folder / "state.pt")
+        write_parts(folder, 0, float(next(iter(self._optimizer.state.values()))["step"]), self._parts())
 
     def load_state(self, folder: Path) -> None:
-        state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
-        missing = self._weights.keys() ^ state["model"].keys()
-        if missing:
-            raise ValueError(f"{folder} holds the state of another model ({sorted(missing)[0]} differs): delete it to start the stage over")
+        steps = stored_steps(folder)
+        for weight in self._optimised.values():
+            step = torch.tensor(steps, dtype=torch.float32, device=weight.device if self._optimizer.defaults["fused"] else "cpu")
+            self._optimizer.state[weight] = {"step": step} | {kind: torch.zeros_like(weight) for kind in KINDS[1:]}
+        read_parts(folder, self._parts(), self._weights)
         with torch.no_grad():
-            for name, stored in state["model"].items():
-                self._optimised[name].copy_(stored)
-                self._weights[name].copy_(stored)
-        self._optimizer.load_state_dict(state["optimizer"])
+            for name, weight in self._weights.items():
+                weight.copy_(self._optimised[name])
+
+    def _parts(self) -> Iterator[Part]:
+        for name, weight in self._optimised.items():
+            yield Part(name, 0, {"weight": weight.detach()} | {kind: self._optimizer.state[weight][kind] for kind in KINDS[1:]})
 
     def barrier(self) -> None:
         """Does nothing on one rank."""
@@ -124,12 +130,16 @@ class TorchEngine:
 
 def adamw_optimizer(trained: Iterable[Tensor], adamw: AdamW) -> torch.optim.AdamW:
     """Returns AdamW, fused on a GPU, without weight decay for vectors (norms, biases)."""
-    parameters = list(trained)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": adamw.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=torch.cuda.is_available())
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for weight in trained:
+        groups[len(getattr(weight, "ds_shape", weight.shape)) >= 2].append(weight)  # ZeRO-3's weights may be cut before
+    decays = [{"params": groups[True], "weight_decay": adamw.weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in decays if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=torch.cuda.is_available())
+
+
+def elements(weight: nn.Parameter) -> int:
+    """Counts the elements of a whole weight, of which ZeRO-3 may hold a part."""
+    return int(getattr(weight, "ds_numel", weight.numel()))
 
 
 def check_finite(value: float, what: str) -> None:
@@ -166,13 +176,15 @@ def sum_metrics(engine: Engine, sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 def on_cpu(engine: Engine, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Copies `weights` (`models.weights`) to rank 0's host memory; a collective. Raises FloatingPointError when one is not finite."""
-    state: dict[str, Tensor] = {}
+    return {name: weight.to("cpu", copy=True).contiguous() for name, weight in finite(weights) if engine.rank == 0}
+
+
+def finite(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields `weights`. After the last, which other ranks help to gather, raises FloatingPointError when one is not finite."""
     largest: dict[str, float] = {}
     for name, weight in weights:
-        if engine.rank == 0:
-            state[name] = weight.to("cpu", copy=True).contiguous()
-            if weight.is_floating_point() and weight.itemsize > 1 and weight.numel():
-                largest[name] = float(torch.linalg.vector_norm(weight, float("inf")))  # without a copy; propagates NaN
+        if weight.is_floating_point() and weight.itemsize > 1 and weight.numel():
+            largest[name] = float(torch.linalg.vector_norm(weight, float("inf")))  # without a copy; propagates NaN
+        yield name, weight
     for name, value in largest.items():
         check_finite(value, f"the largest value of the trained weight {name}")
-    return state

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,14 +16,18 @@ from rlhf_core.data.report import JSON
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_training, require_start, size_at, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
 from rlhf_core.models.document_leak import detect_document_leak
-from rlhf_core.models.load import Policy, Scorer, recompute
+from rlhf_core.models.load import Policy, Scorer, load_policy, recompute
 from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
+from rlhf_core.models.shards import Shards
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system import progress
-from rlhf_core.training.engine import AdamW, Engine, TorchEngine, on_cpu
+from rlhf_core.training.engine import AdamW, Engine, TorchEngine, finite, on_cpu
 from rlhf_core.training.train_loop import layout_of
+
+if TYPE_CHECKING:
+    from rlhf_core.training.zero_frozen import FrozenZero
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
 
@@ -29,11 +35,10 @@ Rank = Callable[[StageRequest, RunDir], Outcome]
 def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
     """Runs `rank` in this process when the stage has one rank, else on a Ray worker group; returns rank 0's outcome.
 
-    On a group `zero_stage: auto` is resolved after its start. Raises ValueError for a resume state that these ranks cannot read.
+    On a group `zero_stage: auto` is resolved after its start.
     """
     config = request.config
     assert isinstance(config, Trainable)
-    resume_state.require_layout(run, layout_of(config))
     if config.ranks.world_size == 1:
         set_rank_environment(0, 1, store_address())
         if torch.cuda.is_available():
@@ -48,11 +53,10 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
 
 
 def with_zero_stage(request: StageRequest, run: RunDir, config: Trainable, gpu_bytes: int) -> StageRequest:
-    """Resolves `zero_stage: auto`: that of the resume state, else by `gpu_bytes`, the memory of a GPU (0: none).
+    """Resolves `zero_stage: auto`: that of a resume state of as many ranks, else by `gpu_bytes`, the memory of a GPU (0: none).
     Raises MachineLacks when such a GPU cannot hold what is loaded onto it."""
     if config.zero_stage == "auto":
-        resume = resume_state.latest(run)
-        kept = resume.loop["layout"]["zero_stage"] if resume else None
+        kept = resume_state.kept_zero_stage(run, layout_of(config))
         chosen = Chosen(kept, "as its resume state") if kept else stage_of_training(config, _size(request, config), gpu_bytes)
         print(chosen, flush=True)
         config = config.model_copy(update={"zero_stage": chosen.stage})
@@ -72,6 +76,26 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int) -> None:
     if config.dtype == "bfloat16":
         stage = 0 if config.zero_stage == "auto" else config.zero_stage
         print(doubt(peak_of_training(config, size, stage, gpu_bytes), gpu_bytes), end="", flush=True)
+
+
+def shards_of(config: Optimised) -> Shards | None:
+    """Returns what cuts a model over the ranks while it is loaded, under ZeRO-3; None for engines that hold it whole."""
+    if config.zero_stage != 3:
+        return None
+    from rlhf_core.training.zero_shards import ZeroShards
+
+    return ZeroShards(config.dtype)
+
+
+def open_frozen(path: str, config: Trainable, trust_remote_code: bool, device: torch.device) -> Policy | FrozenZero:
+    """Loads a policy that is not trained: whole on each rank, under ZeRO-3 cut over the ranks; a collective."""
+    shards = shards_of(config)
+    policy = load_policy(path, config.dtype, trust_remote_code, shards=shards)
+    if shards is None:
+        return policy.to(device)
+    from rlhf_core.training.zero_frozen import FrozenZero
+
+    return FrozenZero(policy, config.dtype)
 
 
 def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False, offload: bool = False) -> Engine:
@@ -107,13 +131,15 @@ def finish_training(
 def export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool) -> None:
     """Writes the model, or with `lora.export` its adapter, to `folder` on rank 0; a collective. `source`: the start model of training."""
     model = engine.module.model
-    alone = lora is not None and lora.export == "adapter"
     with progress.files(folder):
-        state = on_cpu(engine, (trained_weights if alone else checkpoint_weights)(model, engine.gathered))
-        if engine.rank != 0:
+        if lora is not None and lora.export == "adapter":
+            state = on_cpu(engine, trained_weights(model, engine.gathered))
+            if engine.rank == 0:
+                save_adapter(model, state, source, folder)
+                save_tokenizer(source, folder, trust_remote_code)
             return
-        if alone:
-            save_adapter(model, state, source, folder)
-            save_tokenizer(source, folder, trust_remote_code)
+        weights = checkpoint_weights(model, engine.gathered)
+        if engine.rank == 0:
+            save_model(model, finite(weights), source, folder, trust_remote_code)
         else:
-            save_model(model, state, source, folder, trust_remote_code)
+            deque(weights, maxlen=0)

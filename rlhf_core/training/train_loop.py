@@ -20,7 +20,7 @@ from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system import progress
-from rlhf_core.training.engine import Engine, at, check_finite, learning_rate, sum_metrics
+from rlhf_core.training.engine import Engine, at, check_finite, elements, learning_rate, sum_metrics
 
 FEW_STEPS = 10  # fewer than these train almost nothing
 LAST_STEPS = 4  # final metrics average at least this many steps: the last one may have few items
@@ -60,7 +60,7 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         recent, evaluation, trained = resume.loop["recent"], resume.loop["evaluation"], resume.loop["trained"]
         print(f"resumed after step {first} of {total}", flush=True)
     tracker = Tracker(run, total, first) if engine.rank == 0 else None
-    trainable = sum(getattr(weight, "ds_numel", weight.numel()) for weight in engine.module.parameters() if weight.requires_grad)
+    trainable = sum(elements(weight) for weight in engine.module.parameters() if weight.requires_grad)
     cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, trainable)
 
     for step in range(first, total):
@@ -113,7 +113,7 @@ def order_of_epoch(count: int, epoch: int, seed: int) -> array[int]:
 
 
 def layout_of(config: Trainable) -> dict[str, int | str]:
-    """Returns what must match between a resume state and its ranks. `zero_stage` of several ranks may still be `auto`."""
+    """Returns the ranks and the ZeRO stage that a resume state names. `zero_stage` of several ranks may still be `auto`."""
     alone = config.ranks.world_size == 1
     return {"ranks": config.ranks.world_size, "zero_stage": 0 if alone and config.zero_stage == "auto" else config.zero_stage}
 

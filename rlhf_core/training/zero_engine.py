@@ -21,7 +21,9 @@ from rlhf_core.cluster.rank_environment import STORE, open_store
 from rlhf_core.forecast.memory import KEPT
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.training.deepspeed_patches import forget_order, patch_library, reduce_beside_host
-from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite
+from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite, elements
+from rlhf_core.training.state_files import read_parts, stored_steps, write_parts
+from rlhf_core.training.zero_parts import make_state, steps_of, to_weights, zero_parts
 
 # Ranks may wait in a barrier while one reads or writes. The wait for their group ends when none makes progress.
 COLLECTIVE_SECONDS = 24 * 3600
@@ -38,19 +40,24 @@ def library() -> Any:
     return deepspeed
 
 
+def join_ranks() -> None:
+    """Makes this process a rank of its group, once. RANK, WORLD_SIZE, LOCAL_RANK and the store's address must be set."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    rank, size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=COLLECTIVE_SECONDS)
+    address = os.environ.get(STORE)  # without it, as under torchrun, DeepSpeed takes what PyTorch finds in the environment
+    if address and not dist.is_initialized():
+        store = open_store(address, rank, size, patience)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+    library().init_distributed(dist_backend=backend, timeout=patience, verbose=False)
+
+
 class ZeroEngine:
     """One rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK and the store's address must be set."""
 
     def __init__(self, module: nn.Module, adamw: AdamW, zero_stage: int, dtype: str, micro_batch_size: int, offload: bool = False):
         """`offload`: the optimiser's state is in pinned host memory and its step runs on the CPU (ZeRO-Offload, Ren et al. 2021)."""
         self._deepspeed = deepspeed = library()
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        rank, size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=COLLECTIVE_SECONDS)
-        address = os.environ.get(STORE)  # without it, as under torchrun, DeepSpeed takes what PyTorch finds in the environment
-        if address and not dist.is_initialized():
-            store = open_store(address, rank, size, patience)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-        deepspeed.init_distributed(dist_backend=backend, timeout=patience, verbose=False)
+        join_ranks()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.zero_stage = zero_stage
         self._trains = False
@@ -59,7 +66,7 @@ class ZeroEngine:
         if zero_stage == 3:
             # A leaf's gradients are reduced when its input's gradient is computed; below frozen embeddings the first layer has none.
             _set_leaves(deepspeed, module, layers=not self._frozen)
-            fetching = _fetching(module, keep=not self._frozen and self._on_every_rank(_small(module)))
+            fetching = prepared(module, dtype, keep=not self._frozen and self._on_every_rank(_small(module)))
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=adamw_optimizer([p for p in module.parameters() if p.requires_grad], adamw),
@@ -88,7 +95,7 @@ class ZeroEngine:
 
     def _on_every_rank(self, here: bool) -> bool:
         """Whether `here` is true on all ranks: GPUs may differ, and fetching is a collective."""
-        return int(self.all_reduce(torch.tensor(float(here), device=_device()))) == self.world_size
+        return int(self.all_reduce(torch.tensor(float(here), device=rank_device()))) == self.world_size
 
     def backward(self, loss: Tensor, last: bool) -> None:
         # DeepSpeed averages over ranks; our losses have global denominators and need the sum.
@@ -121,14 +128,14 @@ class ZeroEngine:
         torch.cuda.empty_cache()
 
     def save_state(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag="zero", save_latest=False, exclude_frozen_parameters=self._frozen)
+        optimizer = self._engine.optimizer
+        write_parts(folder, self.rank, steps_of(optimizer), zero_parts(optimizer, self.module, self.zero_stage, self.rank))
 
     def load_state(self, folder: Path) -> None:
-        loaded, _ = self._engine.load_checkpoint(
-            str(folder), tag="zero", load_lr_scheduler_states=False, load_module_strict=not self._frozen
-        )
-        if loaded is None:
-            raise ValueError(f"{folder} holds no DeepSpeed state: delete the folder to start the stage over")
+        optimizer, names = self._engine.optimizer, [name for name, weight in self.module.named_parameters() if weight.requires_grad]
+        make_state(optimizer, self.zero_stage, stored_steps(folder))
+        read_parts(folder, zero_parts(optimizer, self.module, self.zero_stage, self.rank), names)
+        to_weights(optimizer, self.zero_stage)
 
     def barrier(self) -> None:
         dist.barrier()
@@ -144,21 +151,35 @@ def _set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:
         deepspeed.utils.set_z3_leaf_modules(module, list(whole))
 
 
-def _device() -> torch.device:
+def rank_device() -> torch.device:
+    """Returns the device on which this rank computes."""
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
+    """Returns DeepSpeed's settings of fetching (`_fetching`) for a model that may have been cut while it loaded, of which DeepSpeed then
+    does not do this: moves what is whole to the device, its weights in the dtype of the cut ones; products that keep no fetched weight."""
+    if not keep:
+        library().zero.Init(module=nn.Module(), mem_efficient_linear=True)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not hasattr(tensor, "ds_id"):
+            narrow = dtype == "bfloat16" and tensor.is_floating_point() and isinstance(tensor, nn.Parameter)
+            tensor.data = tensor.data.to(rank_device(), torch.bfloat16 if narrow else tensor.dtype)
+    return _fetching(module, keep)
 
 
 def _small(module: nn.Module) -> bool:
     """Whether all weights take at most `KEPT` of the GPU's memory."""
-    memory = torch.cuda.get_device_properties(_device()).total_memory if torch.cuda.is_available() else 2**37
-    return sum(weight.nbytes for weight in module.parameters()) <= KEPT * memory
+    memory = torch.cuda.get_device_properties(rank_device()).total_memory if torch.cuda.is_available() else 2**37
+    return sum(elements(weight) * weight.itemsize for weight in module.parameters()) <= KEPT * memory
 
 
 def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
     """Returns DeepSpeed's prefetch settings; with `keep`, fetched weights are kept until they are needed again."""
     layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
-    largest = max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
+    largest = max((sum(elements(weight) for weight in layer.parameters()) for layer in layers), default=0)
     fetching: dict[str, Any] = {"stage3_prefetch_bucket_size": max(50_000_000, largest)}  # prefetches the next layer
+    fetching["reduce_bucket_size"] = min(500_000_000, max(50_000_000, largest))
     if keep:
         fetching |= {"stage3_max_live_parameters": 10**12, "stage3_max_reuse_distance": 10**12, "memory_efficient_linear": False}
     return fetching

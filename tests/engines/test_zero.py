@@ -45,7 +45,8 @@ def train(kind: str, material: Path, folder: Path, base: Path | None = None, **m
     else:
         config = DPO(policy="base", data=data("preferences.jsonl"), **FIELDS, **more)
     folder.mkdir()
-    request = StageRequest(name=kind, digest="0", config=config, inputs={"base": str(base or material / "base")}, seed=5)
+    inputs = dict.fromkeys(("base", "other"), str(base or material / "base"))
+    request = StageRequest(name=kind, digest="0", config=config, inputs=inputs, seed=5)
     WORK[kind](request, RunDir(folder))
     return read_metrics(folder)
 
@@ -62,6 +63,10 @@ def test_two_zero3_ranks_train_as_one_does(kind: str, material: Path, tmp_path: 
 def test_two_zero3_ranks_train_adapters_as_one_does(material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two_are_one("dpo", material, tmp_path, lora=Lora(rank=4), zero_stage="auto")
     assert "zero_stage 3: memory cannot be estimated, as there is no GPU" in capsys.readouterr().out
+
+
+def test_two_zero3_ranks_share_another_reference_as_one_has_it(material: Path, tmp_path: Path) -> None:
+    two_are_one("dpo", material, tmp_path, reference="other")
 
 
 def test_two_zero3_ranks_train_experts_and_their_balance_as_one_does(material: Path, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def planted(policy: Policy, found: list[list[float]]) -> dict[str, float]:
 def export_unlike(policy: Policy, base: Path, folder: Path) -> str:
     """What in an export of a model without training is not as in the checkpoint: name, shape, dtype or value of a tensor, or a key of
     config.json; "" for nothing."""
-    save_model(policy.model, dict(weights_of(policy)), str(base), folder)
+    save_model(policy.model, weights_of(policy), str(base), folder)
     before, after = stored(base), stored(folder)
     unlike = [name for name in before.keys() | after.keys() if not same(before.get(name), after.get(name))]
     configs = [json.loads((place / "config.json").read_text()) for place in (base, folder)]

@@ -20,7 +20,7 @@ from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.training.engine import AdamW, TorchEngine, on_cpu
+from rlhf_core.training.engine import AdamW, TorchEngine
 from tests.support.families import make_family
 from tests.support.tiny_models import reward_model
 
@@ -98,8 +98,7 @@ def test_what_is_exported_of_4_bit_weights_is_what_was_trained(material: Path, t
         for layer in lora_layers(policy.model).values():
             layer.lora_B["default"].weight.normal_(std=0.05)
     engine = TorchEngine(policy, AdamW((0.9, 0.95), 0.0, 1.0))
-    state = on_cpu(engine, checkpoint_weights(policy.model, engine.gathered))
-    save_model(policy.model, state, str(material / "base"), tmp_path)
+    save_model(policy.model, checkpoint_weights(policy.model, engine.gathered), str(material / "base"), tmp_path)
     expected, plain = logprobs(policy), logprobs(load_policy(str(material / "base"), "bfloat16").cuda())
     exported = logprobs(load_policy(str(tmp_path), "bfloat16").cuda())
     assert (exported - expected).abs().mean() < 0.05 < (plain - expected).abs().mean()

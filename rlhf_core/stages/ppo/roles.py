@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Listener
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,9 +35,11 @@ from rlhf_core.stages.ppo.roofline import Ceilings, Shape, measure_ceilings, sha
 from rlhf_core.stages.ppo.rounding import noise_of, noisy
 from rlhf_core.system import progress
 from rlhf_core.training.engine import Engine, at
-from rlhf_core.training.ranks import export, make_engine
+from rlhf_core.training.ranks import export, make_engine, shards_of
 from rlhf_core.training.train_loop import accumulate, deal
 from rlhf_core.training.zero_engine import library
+from rlhf_core.training.zero_frozen import FrozenZero
+from rlhf_core.training.zero_shards import ZeroShards
 
 Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
 
@@ -107,27 +109,35 @@ class ModelRole:
 
 
 class ReadOnlyModel(ModelRole):
-    """Scores documents with a model that is not trained. With `offload` its weights are in pinned host memory between two calls."""
+    """Scores documents with a model that is not trained. With `offload` its weights are in pinned host memory between two calls; one that
+    was loaded with `shards` stays cut over its ranks."""
 
     module: Policy | Scorer
 
-    def __init__(self, module: Policy | Scorer, model: ModelSpec, offload: bool):
+    def __init__(self, module: Policy | Scorer, model: ModelSpec, offload: bool, shards: ZeroShards | None = None):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module, self.model = module.eval().requires_grad_(False), model
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if not offload:
+        self.frozen = None if shards is None else FrozenZero(module, model.dtype)
+        if not offload and shards is None:
             self.module.to(self.device)
         for tensor in _tensors(module) if offload else []:  # one after the other: the host holds nothing twice
             tensor.data = tensor.data.cpu().pin_memory()
         self._offloaded = [(tensor, tensor.data) for tensor in _tensors(module)] if offload else []
 
+    def run(self, *inputs: Any) -> Any:
+        """Runs the model; cut over ranks a collective."""
+        return (self.module if self.frozen is None else self.frozen)(*inputs)
+
     def score(self, documents: Sequence[Document], forward: Callable[[Batch], Tensor]) -> Scored:
         for parameter, host in self._offloaded:
             parameter.data = host.to(self.device, non_blocking=True)
-        detect_document_leak(self.module, self.module, self.device, bool(self.model.micro_tokens))
+        detect_document_leak(self.run, self.module, self.device, bool(self.model.micro_tokens))
         scored = _score(self, documents, self.model, forward)
         for parameter, host in self._offloaded:
             parameter.data = host
+        if self.frozen is not None:
+            self.frozen.release()
         if self._offloaded:
             torch.cuda.empty_cache()
         return scored
@@ -171,7 +181,9 @@ class Actor(Trained):
     """Trains the policy, and sends its weights to the engines."""
 
     def __init__(self, model: ModelSpec, config: PPO, seed: int):
-        policy = trained_policy(model.path, model.dtype, model.trust_remote_code, config.lora, seed, config.router_aux_coef)
+        policy = trained_policy(
+            model.path, model.dtype, model.trust_remote_code, config.lora, seed, config.router_aux_coef, shards_of(config)
+        )
         if config.routing_replay:
             policy.replay_routing()
         super().__init__("actor", policy, model, config)
@@ -248,7 +260,7 @@ class Critic(Trained):
     """Trains the value model, which starts from the reward model, head included."""
 
     def __init__(self, model: ModelSpec, config: PPO, seed: int):
-        scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, config.lora, seed)
+        scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, config.lora, seed, shards_of(config))
         super().__init__("critic", scorer, model, config)
 
     def values(self, documents: Sequence[Document]) -> Scored:
@@ -276,26 +288,29 @@ class Critic(Trained):
 class Reference(ReadOnlyModel):
     """Scores with the policy that the KL is measured against: its whole distribution, so that the KL is finite with `top_p` or `top_k`."""
 
-    def __init__(self, model: ModelSpec, temperature: float, offload: bool = False, routing_replay: bool = False):
-        policy = load_policy(model.path, model.dtype, model.trust_remote_code, on_host=offload)
+    def __init__(self, model: ModelSpec, temperature: float, offload: bool = False, routing_replay: bool = False, shard: bool = False):
+        shards = ZeroShards(model.dtype) if shard else None
+        policy = load_policy(model.path, model.dtype, model.trust_remote_code, on_host=offload, shards=shards)
         if routing_replay:
             policy.replay_routing()
-        super().__init__(policy, model, offload)
+        super().__init__(policy, model, offload, shards)
         self.temperature = temperature
 
     def logprobs(self, documents: Sequence[Document]) -> Scored:
-        return self.score(documents, lambda batch: masked_logprobs(self.module, batch, self.temperature).logprobs)
+        return self.score(documents, lambda batch: masked_logprobs(self.run, batch, self.temperature).logprobs)
 
 
 class Reward(ReadOnlyModel):
     """Scores with a reward model."""
 
-    def __init__(self, model: ModelSpec, offload: bool = False):
-        super().__init__(load_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, on_host=offload), model, offload)
+    def __init__(self, model: ModelSpec, offload: bool = False, shard: bool = False):
+        shards = ZeroShards(model.dtype) if shard else None
+        scorer = load_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, on_host=offload, shards=shards)
+        super().__init__(scorer, model, offload, shards)
 
     def scores(self, documents: Sequence[Document]) -> Scored:
         """Returns the score at each document's last token, as an array of one."""
-        everywhere = self.score(documents, lambda b: self.module(b.tokens, b.host.positions))
+        everywhere = self.score(documents, lambda b: self.run(b.tokens, b.host.positions))
         return [(index, values[-1:]) for index, values in everywhere]
 
 

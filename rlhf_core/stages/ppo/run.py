@@ -9,18 +9,15 @@ from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, leave, reserve
 from rlhf_core.cluster.worker_group import Group, cpu_threads
 from rlhf_core.config import PPO
-from rlhf_core.forecast.zero_stage import layout_of, uses_deepspeed
+from rlhf_core.forecast.zero_stage import uses_deepspeed
 from rlhf_core.hub.positions import require_positions, stored_config
-from rlhf_core.runs.resume_state import require_layout
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system.gc_pause import uncollected
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Runs the PPO stage (`train.train`). Raises ValueError for a resume state that the recipe's ranks cannot read, and for lengths beyond
-    the actor's positions."""
+    """Runs the PPO stage (`train.train`). Raises ValueError for lengths beyond the actor's positions."""
     begun, config = time.monotonic(), cast(PPO, request.config)
-    require_layout(run, layout_of(config))
     actor = request.inputs[config.actor]
     require_positions(actor, stored_config(actor), config.longest)
     try:

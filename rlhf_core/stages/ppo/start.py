@@ -52,7 +52,7 @@ def start_fleet(
         return spec._replace(pad_token_id=own_tokens[title].pad_token_id) if title in own_tokens else spec
 
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)  # before anything is loaded, which it may refuse
-    offload = config.ref_reward_offload
+    read_only = {"offload": config.ref_reward_offload, "shard": config.ref_reward_shard}
     as_the_actor = config.routing_replay and paths.get("reference") == paths["actor"]  # a KL that begins at 0
     loading: list[Pending[RankReady]] = [
         groups["sampler"].build(
@@ -66,12 +66,12 @@ def start_fleet(
             can_sleep=config.vllm.sleep,
             routing_replay=config.routing_replay,
         ),
-        *(group.build(Reward, model=reward_model(title), offload=offload) for title, group in rewards.items()),
+        *(group.build(Reward, model=reward_model(title), **read_only) for title, group in rewards.items()),
     ]
     if "reference" in groups:
         loading.append(
             groups["reference"].build(
-                Reference, model=model("reference"), temperature=config.temperature, offload=offload, routing_replay=as_the_actor
+                Reference, model=model("reference"), temperature=config.temperature, routing_replay=as_the_actor, **read_only
             )
         )
     decided = config.model_copy(update={"zero_stage": chosen.stage})

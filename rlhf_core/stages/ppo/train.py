@@ -80,7 +80,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
     held_out = load_validation(config, renderer, data.items, setup.terms, renderer.stop_token_ids, request.seed)
     resume = resume_state.latest(run)
-    resumed_zero_stage = resume.loop["layout"]["zero_stage"] if resume else None
+    resumed_zero_stage = resume_state.kept_zero_stage(run, layout_of(config))
     asked = start_asking(config, renderer, groups)  # before any model is loaded: the environment may be wrong
     fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage, own_tokens, asked)
     with closing(fleet):

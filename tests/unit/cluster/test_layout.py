@@ -64,6 +64,8 @@ def test_pairs_share_and_the_others_do_not() -> None:
         ({"colocate_critic_reward": True, "advantage_estimator": "rloo", "n_samples_per_prompt": 2}, r"needs a critic and a reward model"),
         ({"adam_offload": True, "critic_ranks": Ranks(num_ranks_per_node=2)}, r"critic has none: set gpus"),
         ({"ref_reward_offload": True, "reference_ranks": Ranks()}, r"reference has none"),
+        ({"ref_reward_shard": True, "ref_reward_offload": True}, r"two ways to free the same memory: set one of them"),
+        ({"ref_reward_shard": True, "reference_ranks": Ranks(gpus=1)}, r"over its ranks, and reference has one: give it several"),
     ],
 )
 def test_placements_that_cannot_be_are_one_sentence(fields: dict[str, Any], message: str) -> None:

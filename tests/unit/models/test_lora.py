@@ -151,7 +151,7 @@ def test_a_killed_stage_with_adapters_resumes_bit_for_bit(
     with pytest.raises(KeyboardInterrupt):
         run(config, material / "base", tmp_path / "killed")
     monkeypatch.undo()
-    stored = torch.load(tmp_path / "killed" / "state" / "step-2" / "state.pt", weights_only=True)["model"]
+    stored = load_file(tmp_path / "killed" / "state" / "step-2" / "rank-00000.safetensors").keys() - {"steps"}
     assert all(".lora_" in name or "score" in name for name in stored), "frozen weights need no saving"
     run(config, material / "base", tmp_path / "killed")
     assert [line["loss"] for line in read_metrics(tmp_path / "whole")] == [line["loss"] for line in read_metrics(tmp_path / "killed")]

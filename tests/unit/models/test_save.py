@@ -28,8 +28,7 @@ def make(material: Path, tmp_path: Path) -> Make:
 
 
 def exported(model: Any, base: Path, folder: Path) -> Path:
-    weights = checkpoint_weights(model, lambda parameters: nullcontext())
-    save_model(model, {name: weight.detach().clone() for name, weight in weights}, str(base), folder)
+    save_model(model, checkpoint_weights(model, lambda parameters: nullcontext()), str(base), folder)
     return folder
 
 

@@ -119,7 +119,7 @@ def run_on_two(config: StageConfig, material: Path, folder: Path, monkeypatch: p
 
         return alone
 
-    for name in {"load_policy", "trained_policy", "load_tokenizer", "Renderer", "preference_pairs", "labelled_answers"} & set(vars(module)):
+    for name in {"open_frozen", "trained_policy", "load_tokenizer", "Renderer", "preference_pairs", "labelled_answers"} & set(vars(module)):
         monkeypatch.setattr(module, name, guarded(getattr(module, name)))
     monkeypatch.setattr(module, "make_engine", lambda policy, config, **_: RankEngine(policy, config, here.rank, group))
     failed: list[BaseException] = []
@@ -173,8 +173,8 @@ def test_two_ranks_and_other_micro_batches_train_as_one_rank_does(
 def test_a_resume_computes_no_reference(kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(kind, material, save_steps=1, reference="sft")
     loaded: list[str] = []
-    load = module_of(config).load_policy
-    monkeypatch.setattr(module_of(config), "load_policy", lambda source, *rest: loaded.append(source) or load(source, *rest))
+    load = module_of(config).open_frozen
+    monkeypatch.setattr(module_of(config), "open_frozen", lambda source, *rest: loaded.append(source) or load(source, *rest))
     whole = run(config, material, tmp_path / "whole")
     real, taken = TorchEngine.step, 0
 

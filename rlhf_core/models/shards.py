@@ -1,0 +1,75 @@
+"""Cuts the weights of a model over its ranks while it is read (ZeRO-3), so that no rank ever holds the whole model.
+
+transformers builds a model without weights and puts them in place one after the other. Each large one goes to `Shards.cut` at that moment,
+which keeps this rank's part. transformers' own loading for ZeRO-3 is not used: it merges the experts of all layers on every rank, and
+reports neither missing weights nor those of another shape.
+
+`one_by_one` changes a private name of transformers, for the releases in MADE_FOR; with another one files stay mapped into memory, and
+results are the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import transformers
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import modeling_utils
+
+from rlhf_core.system import progress
+
+MADE_FOR = ("5.17.", "5.18.", "5.19.")
+SMALL = 100_000  # elements: DeepSpeed keeps smaller weights whole on each rank, and so a new head is initialised as usual
+SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"  # environment variable: transformers reads a weight when it is put in place, not all ahead
+
+
+class Shards(Protocol):
+    """The ranks over which a model is cut; every method is a collective, called for the same weights in the same order."""
+
+    def cut(self, weight: nn.Parameter) -> None:
+        """Leaves this rank's part of a weight in place of it."""
+
+    def gathered(self, weights: Sequence[nn.Parameter], changed: bool = False) -> AbstractContextManager[object]:
+        """Makes weights whole while the context is open. `changed`: keeps what rank 0 made of them."""
+
+
+def gathered(shards: Shards | None, weights: Sequence[nn.Parameter], changed: bool = False) -> AbstractContextManager[object]:
+    """As `Shards.gathered`; does nothing for a model that is whole."""
+    return nullcontext() if shards is None else shards.gathered(weights, changed)
+
+
+@contextmanager
+def as_they_come(shards: Shards | None) -> Iterator[None]:
+    """While open, each weight that transformers has read is progress, and large ones are cut."""
+
+    def placed(_module: nn.Module, _name: str, weight: nn.Parameter) -> None:
+        progress.made()
+        # Weights that are not in the checkpoint are initialised first; tied ones come a second time.
+        if shards and getattr(weight, "_is_hf_initialized", False) and not weight.is_meta and weight.numel() >= SMALL:
+            shards.cut(weight)
+
+    with one_by_one() if shards else nullcontext(), register_module_parameter_registration_hook(placed):
+        yield
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """While open, transformers reads one weight at a time, into memory of its own: pages of a mapped file stay with the process."""
+    opened: Callable[..., Any] | None = getattr(modeling_utils, "safe_open", None)
+    before = os.environ.get(SYNCHRONOUS)
+    os.environ[SYNCHRONOUS] = "1"
+    if opened is not None and transformers.__version__.startswith(MADE_FOR):
+        modeling_utils.safe_open = lambda file, **options: opened(file, **options | {"backend": "pread"})
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SYNCHRONOUS]
+        else:
+            os.environ[SYNCHRONOUS] = before
+        if opened is not None:
+            modeling_utils.safe_open = opened

@@ -1,0 +1,95 @@
+"""The files of a training state: each rank writes its parts of the trained weights and of Adam's moments, in fp32 and by name.
+
+Any number of ranks reads them, under any ZeRO stage: a rank reads the elements that it holds, from the files of those that held them.
+`rank-00003.safetensors` has tensors called KIND/FIRST/NAME: elements of a weight's KINDS from FIRST on, the weight flattened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rlhf_core.hub.model_files import tensors_of
+from rlhf_core.models.weight_files import fill, make_file, meta
+from rlhf_core.system import progress
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+STEPS = "steps"  # the number of optimiser steps, a tensor of its own
+
+
+class Part(NamedTuple):
+    """What a rank holds of one trained weight: elements from `start` on, of each of KINDS, as views of what is trained."""
+
+    name: str
+    start: int
+    tensors: Mapping[str, Tensor]
+
+
+class Stored(NamedTuple):
+    """Elements of a weight in a file: the `first`, and the one after the last."""
+
+    first: int
+    end: int
+    file: Path
+    key: str
+
+
+def write_parts(folder: Path, rank: int, steps: float, parts: Iterable[Part]) -> None:
+    """Writes the file of one rank, tensor by tensor."""
+    tensors = {f"{kind}/{part.start}/{part.name}": tensor for part in parts for kind, tensor in part.tensors.items()}
+    file = folder / f"rank-{rank:05d}.safetensors"
+    make_file(file, {STEPS: meta((), torch.float64)} | {key: meta((tensor.numel(),), torch.float32) for key, tensor in tensors.items()})
+    flat = ((key, tensor.detach().reshape(-1)) for key, tensor in tensors.items())
+    fill([file], [(STEPS, torch.tensor(steps, dtype=torch.float64)), *flat], tensors)
+
+
+def stored_steps(folder: Path) -> float:
+    """Returns the optimiser steps of the state in `folder`. Raises ValueError when there is none that this release reads."""
+    with safe_open(_files(folder)[0], framework="pt") as file:
+        return float(file.get_tensor(STEPS))
+
+
+@torch.no_grad()
+def read_parts(folder: Path, parts: Iterable[Part], names: Collection[str]) -> None:
+    """Reads what ranks have written into `parts`. `names`: of all trained weights. Raises ValueError for the state of another model."""
+    stored: dict[tuple[str, str], list[Stored]] = {}
+    for file in _files(folder):
+        for key, about in tensors_of(file).items():
+            if key != STEPS:
+                kind, start, name = key.split("/", 2)
+                stored.setdefault((kind, name), []).append(Stored(int(start), int(start) + about["shape"][0], file, key))
+    if unlike := sorted(set(names) ^ {name for _, name in stored}):
+        raise ValueError(f"{folder} holds the state of another model ({unlike[0]} differs): delete it to start the stage over")
+    with ExitStack() as stack:
+        opened = {}
+        for part in parts:
+            for kind, tensor in part.tensors.items():
+                whole, covered = torch.empty(tensor.numel(), dtype=torch.float32), 0
+                for begin, end, file, key in _within(stored[kind, part.name], part.start, part.start + tensor.numel()):
+                    if file not in opened:
+                        opened[file] = stack.enter_context(safe_open(file, framework="pt", backend="pread"))
+                    own = int(key.split("/", 2)[1])  # the first element in the file
+                    whole[begin - part.start : end - part.start] = opened[file].get_slice(key)[begin - own : end - own]
+                    covered += end - begin
+                if covered != tensor.numel():
+                    raise ValueError(f"{folder} holds the state of another model ({part.name} has another size): delete it to start over")
+                tensor.copy_(whole.view(tensor.shape))
+            progress.made()
+
+
+def _within(stored: Sequence[Stored], first: int, end: int) -> list[Stored]:
+    """The elements `first` to `end`, by file."""
+    found = [part._replace(first=max(part.first, first), end=min(part.end, end)) for part in stored]
+    return [part for part in found if part.first < part.end]
+
+
+def _files(folder: Path) -> list[Path]:
+    if not (files := sorted(folder.glob("rank-*.safetensors"))):
+        raise ValueError(f"{folder} holds no state that this release reads: delete the folder to start the stage over")
+    return files

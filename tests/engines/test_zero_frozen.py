@@ -1,0 +1,58 @@
+"""Reference and reward models that are cut over their ranks score as one rank with the whole model does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_core.data.documents import Document
+from rlhf_core.stages.ppo.roles import ModelSpec, Reference, Reward
+from tests.support.families import make_family
+from tests.support.gloo_ranks import on_gloo_ranks
+from tests.support.tiny_models import reward_model
+
+pytestmark = pytest.mark.slow
+TOKENS = [[(7 * i + 3 * j) % 80 for j in range(9 + 5 * i)] for i in range(7)]  # seven, which two ranks cannot halve
+PROGRAM = """
+import json, logging, sys
+logging.disable(logging.WARNING)
+from rlhf_core.data.documents import Document
+from rlhf_core.models import shards
+from rlhf_core.stages.ppo.roles import ModelSpec, Reference, Reward
+
+shards.SMALL = 500
+documents = [Document(tokens, [True] * len(tokens)) for tokens in json.loads(sys.argv[1])]
+found = []
+for role, make, method in ((sys.argv[2], Reference, "logprobs"), (sys.argv[3], Reward, "scores")):
+    options = {"temperature": 0.7} if make is Reference else {}
+    scorer = make(ModelSpec(role, "float32", 0, 2, False), shard=True, **options)
+    weights = list(scorer.module.parameters())
+    held = [sum(w.numel() + w.ds_tensor.numel() for w in weights) / sum(w.ds_numel for w in weights)]
+    for _ in range(2):
+        scored = getattr(scorer, method)(documents)
+    held.append(sum(w.numel() + w.ds_tensor.numel() for w in weights if not w.ds_persist) / sum(w.ds_numel for w in weights))
+    found.append([held, [(index, values.tolist()) for index, values in scored]])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_two_ranks_score_as_one_does(family: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_family(family, material / "base", tmp_path / "policy")
+    reward = reward_model(material / "base", tmp_path / "reward")
+    printed = [json.loads(text.splitlines()[-1]) for text in on_gloo_ranks(2, PROGRAM, json.dumps(TOKENS), policy, reward)]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    documents = [Document(tokens, [True] * len(tokens)) for tokens in TOKENS]
+    whole = [
+        Reference(ModelSpec(str(policy), "float32", 0, 2, False), 0.7).logprobs(documents),
+        Reward(ModelSpec(str(reward), "float32", 0, 2, False)).scores(documents),
+    ]
+    for role, expected in enumerate(whole):
+        scored = {index: values for rank in printed for index, values in rank[role][1]}
+        assert scored.keys() == set(range(7)) and all(max(rank[role][0]) < 0.65 for rank in printed), "a rank holds about half"
+        for index, values in expected:
+            np.testing.assert_allclose(scored[index], values, rtol=1e-4, atol=1e-5)
