@@ -22,6 +22,7 @@ from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system import progress
 from rlhf_core.training.engine import AdamW, Engine, TorchEngine, on_cpu
 from rlhf_core.training.train_loop import layout_of
+from rlhf_core.training.zero_options import options_of
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
 
@@ -36,8 +37,11 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
     resume_state.require_layout(run, layout_of(config))
     if config.ranks.world_size == 1:
         set_rank_environment(0, 1, store_address())
-        if torch.cuda.is_available():
-            _doubt(request, config, torch.cuda.get_device_properties(0).total_memory)
+        memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+        if config.needs_deepspeed:
+            request = with_zero_stage(request, run, config, memory)
+        else:
+            _doubt(request, config, memory)
         try:
             return rank(request, run)
         except torch.OutOfMemoryError as error:
@@ -53,7 +57,7 @@ def with_zero_stage(request: StageRequest, run: RunDir, config: Trainable, gpu_b
     if config.zero_stage == "auto":
         resume = resume_state.latest(run)
         kept = resume.loop["layout"]["zero_stage"] if resume else None
-        chosen = Chosen(kept, "as its resume state") if kept else stage_of_training(config, _size(request, config), gpu_bytes)
+        chosen = Chosen(kept, "as its resume state") if kept is not None else stage_of_training(config, _size(request, config), gpu_bytes)
         print(chosen, flush=True)
         config = config.model_copy(update={"zero_stage": chosen.stage})
     _doubt(request, config, gpu_bytes)
@@ -74,10 +78,10 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int) -> None:
         print(doubt(peak_of_training(config, size, stage, gpu_bytes), gpu_bytes), end="", flush=True)
 
 
-def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False, offload: bool = False) -> Engine:
+def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False, role: str = "model") -> Engine:
     """The engine of one rank: plain torch for `zero_stage` 0 (and for auto on one rank), DeepSpeed otherwise. Tests `packed` rows.
 
-    `offload`: as in `ZeroEngine`.
+    `role`: as in `Optimised.offloaded`.
     """
     assert config.zero_stage != "auto" or all(ranks.world_size == 1 for ranks in config.trained_ranks.values()), "decided before"
     recompute(module.model, config.gradient_checkpointing)
@@ -89,7 +93,9 @@ def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False
     else:
         from rlhf_core.training.zero_engine import ZeroEngine
 
-        engine = ZeroEngine(module, adamw, config.zero_stage, config.dtype, config.micro_train_batch_size, offload)
+        ranks = config.trained_ranks["ranks" if role == "model" else f"{role}_ranks"]
+        options = options_of(config, role, ranks)
+        engine = ZeroEngine(module, adamw, config.zero_stage, config.dtype, config.micro_train_batch_size, options)
     detect_document_leak(engine, module, engine.device, packed or bool(config.micro_train_tokens), engine.all_reduce)
     return engine
 

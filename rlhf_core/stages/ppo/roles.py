@@ -137,7 +137,7 @@ class Trained(ModelRole):
     """Trains a model. `name`: that of the role's group; `config`: with its ZeRO stage decided."""
 
     def __init__(self, name: str, module: Policy | Scorer, model: ModelSpec, config: PPO):
-        self.engine = make_engine(module, config, packed=bool(model.micro_tokens), offload=name in config.adam_offload)
+        self.engine = make_engine(module, config, packed=bool(model.micro_tokens), role=name)
         self.module, self.model, self.config = module, model, config
         self.passes = _passes(self.engine, config.micro_train_batch_size, config.micro_train_tokens)
 
