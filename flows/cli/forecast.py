@@ -13,10 +13,11 @@ from rich.markup import escape
 from flows.cli.show import table_of
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
 from rlhf_core.config.rewards import RewardSource
-from rlhf_core.forecast.memory import GIB, USABLE
+from rlhf_core.forecast.hardware import GIB, Gpu
+from rlhf_core.forecast.memory import USABLE
 from rlhf_core.forecast.passes import alternatives, fields_of
 from rlhf_core.forecast.placements import Placement, choose, on_fewest
-from rlhf_core.forecast.seconds import Gpu, seconds_of_pass
+from rlhf_core.forecast.seconds import seconds_of_pass
 from rlhf_core.forecast.zero_stage import peak_of_training, size_of_folder, stage_of_training, starts, whole_on_each
 from rlhf_core.hub.model_config import Size
 from rlhf_core.recipe.plan import Node, Plan

@@ -97,7 +97,7 @@ def forecast(
         bandwidth: TB/s of its memory, as measured.
     """
     from flows.cli.forecast import show_forecast
-    from rlhf_core.forecast.seconds import GPUS
+    from rlhf_core.forecast.hardware import GPUS
 
     given = {"memory": (gpu_memory, 2**30), "flops": (flops, 1e12), "bandwidth": (bandwidth, 1e12)}
     if gpus < 0 or not all(value is None or 0 < value < math.inf for value, _ in given.values()):

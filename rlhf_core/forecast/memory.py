@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO, Lora
+from rlhf_core.forecast.hardware import GIB
 from rlhf_core.forecast.passes import recipe_pass
 from rlhf_core.hub.model_config import Size
 
-GIB = 2**30
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
 FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once while it computes, and its buckets
 KEPT = 1 / 16  # of a GPU: weights that take less stay whole from forward pass to backward pass, which would fetch them again

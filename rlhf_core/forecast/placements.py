@@ -10,9 +10,10 @@ from pydantic import ValidationError
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import ModelReward
+from rlhf_core.forecast.hardware import Gpu
 from rlhf_core.forecast.memory import USABLE, engine_needs, gpu_peaks, roles
 from rlhf_core.forecast.passes import alternatives, fields_of
-from rlhf_core.forecast.seconds import Gpu, phases, shares_of_engine
+from rlhf_core.forecast.seconds import phases, shares_of_engine
 from rlhf_core.forecast.zero_stage import stage_of_ppo
 from rlhf_core.hub.model_config import Size
 

@@ -12,7 +12,8 @@ from typing import NamedTuple, TypeVar
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
-from rlhf_core.forecast.memory import GIB, USABLE, Held, Training, bytes_of_weights, engine_needs, gpu_peaks, roles, stage_peak, whole
+from rlhf_core.forecast.hardware import GIB
+from rlhf_core.forecast.memory import USABLE, Held, Training, bytes_of_weights, engine_needs, gpu_peaks, roles, stage_peak, whole
 from rlhf_core.forecast.passes import Pass, recipe_pass
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import Size, size_of

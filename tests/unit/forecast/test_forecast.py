@@ -19,10 +19,11 @@ from transformers import (
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
-from rlhf_core.forecast.memory import GIB, Held, Training, gpu_peaks, peak, read, roles, trained
+from rlhf_core.forecast.hardware import GIB, Gpu
+from rlhf_core.forecast.memory import Held, Training, gpu_peaks, peak, read, roles, trained
 from rlhf_core.forecast.passes import Pass
 from rlhf_core.forecast.placements import forecast
-from rlhf_core.forecast.seconds import Gpu, phases, seconds_of_pass
+from rlhf_core.forecast.seconds import phases, seconds_of_pass
 from rlhf_core.hub.model_config import size_of, size_of_config
 from tests.support.measured import (
     ADAM_OFFLOADED,
@@ -30,6 +31,7 @@ from tests.support.measured import (
     ALL_ONE,
     ALL_RESIDENT,
     BEFORE_THEY_RAN,
+    CALIBRATION,
     H200,
     IN_TURN,
     LARGE_MODEL,
@@ -107,32 +109,9 @@ def test_peak_memory_is_estimated_within_15_percent(config: PPO, size: Any, gpu:
     assert sorted(bytes_ / GIB for _, bytes_ in found.values()) == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("config", "size", "measured"),
-    [
-        (ALL_ONE, SMALL_MODEL, {"score": 2.65, "train": 6.29}),
-        (ONE, SMALL_MODEL, {"score": 2.6, "train": 4.92}),
-        (ONE, SMALL_MODEL, {"generate": 2.8, "score": 2.27, "train": 4.57}),
-        (TWO_APART, SMALL_MODEL, {"generate": 2.5, "score": 2.27, "train": 4.55}),
-        (TWO_TOGETHER, SMALL_MODEL, {"generate": 2.55, "score": 1.27, "train": 2.9}),
-        (SPLIT, LARGE_MODEL, {"generate": 9.42, "score": 7.87, "train": 26.77}),
-        (NO_CRITIC, LARGE_MODEL, {"generate": 8.27, "score": 12.76, "train": 16.37}),
-        (ONE, SMALL_MODEL, {"generate": 2.11, "score": 2.22, "train": 4.45}),
-        (ALL_RESIDENT, SMALL_MODEL, {"generate": 2.01, "score": 2.23, "train": 4.27, "sleep and wake": 0.21}),
-        (
-            ADAM_OFFLOADED,
-            SMALL_MODEL,
-            {"generate": 2.4, "score": 2.24, "train": 6.9},
-        ),
-        (ALL_FOUR, LARGE_MODEL, {"generate": 11.24, "score": 19.67, "train": 49.31}),
-        (ALL_FOUR, LARGE_MODEL, {"generate": 11.10, "score": 17.93, "train": 42.41}),
-        (ONE, SMALL_MODEL, {"generate": 2.74, "score": 2.22, "train": 4.50}),
-        (IN_TURN, LARGE_MODEL, {"generate": 8.47, "score": 17.93, "train": 30.19}),
-        (LONG_PROMPTS, LARGE_MODEL, {"generate": 20.32, "score": 56.71, "train": 90.93}),
-    ],
-)
-def test_phases_are_estimated_within_25_percent(config: PPO, size: Any, measured: dict[str, float]) -> None:
-    found = phases(config, arrange(config.placed, config.together), sizes(config, size), Gpu())
+@pytest.mark.parametrize(("config", "size", "gpu", "measured"), CALIBRATION)
+def test_phases_are_estimated_within_25_percent(config: PPO, size: Any, gpu: Gpu, measured: dict[str, float]) -> None:
+    found = phases(config, arrange(config.placed, config.together), sizes(config, size), gpu)
     assert {name: found[name] for name in measured} == pytest.approx(measured, rel=0.25)
 
 

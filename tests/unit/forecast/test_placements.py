@@ -15,10 +15,10 @@ from transformers import Qwen2Config
 from flows.cli.app import main
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
-from rlhf_core.forecast.memory import GIB, roles
+from rlhf_core.forecast.hardware import GIB, Gpu
+from rlhf_core.forecast.memory import roles
 from rlhf_core.forecast.passes import Pass, alternatives, fields_of, recipe_pass
 from rlhf_core.forecast.placements import Placement, choose, forecast, on_fewest, placements
-from rlhf_core.forecast.seconds import Gpu
 from rlhf_core.hub.model_config import size_of_config
 from tests.support.measured import (
     ALL_FOUR,

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
 from rlhf_core.forecast import zero_stage
-from rlhf_core.forecast.memory import GIB, USABLE, roles
+from rlhf_core.forecast.hardware import GIB, Gpu
+from rlhf_core.forecast.memory import USABLE, roles
 from rlhf_core.forecast.placements import forecast, placements
-from rlhf_core.forecast.seconds import Gpu
 from rlhf_core.forecast.zero_stage import (
     Chosen,
     peak_of_ppo,
