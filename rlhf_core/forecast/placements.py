@@ -17,6 +17,7 @@ from rlhf_core.forecast.seconds import phases, shares_of_engine
 from rlhf_core.forecast.zero_stage import stage_of_ppo
 from rlhf_core.hub.model_config import Size
 
+MOST_OF_ENGINE = 0.45  # of a GPU that models share
 RANKS = ("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks")
 
 
@@ -57,7 +58,7 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> 
         found.append(forecast(f"as in the recipe{taken}", config, {}, sizes, gpu)._replace(beyond=beyond))
         other = _best(_with_other_passes("the recipe's placement", config, {}, sizes, gpu), gpu)
         found += [other._replace(beyond=beyond)] if other.fields else []
-    for name, fields in _options(config, count).items():
+    for name, fields in options(config, count, sizes["actor"], gpu).items():
         try:
             changed = PPO.model_validate(config.model_dump() | fields)
         except ValidationError:  # the batch sizes do not fit so many ranks, or the engines are to work beside the models
@@ -113,11 +114,12 @@ def choose(found: list[Placement], gpu: Gpu) -> Placement | None:
     return min(equals, key=lambda placement: round(20 * placement.peak / gpu.memory) if placement.fields else -1, default=None)
 
 
-def _options(config: PPO, count: int) -> dict[str, dict[str, Any]]:
+def options(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[str, Any]]:
     """Fields that make each placement."""
 
     def ranks(number: int) -> dict[str, Any]:
-        return {"num_nodes": 1, "num_ranks_per_node": number, "cpus": config.actor_ranks.cpus, "gpus": 1.0}
+        nodes = number // gpu.per_node if number > gpu.per_node and number % gpu.per_node == 0 else 1
+        return {"num_nodes": nodes, "num_ranks_per_node": number // nodes, "cpus": config.actor_ranks.cpus, "gpus": 1.0}
 
     vllm = config.vllm.model_dump()
     switches = ("colocate_all", "colocate_actor_ref", "colocate_critic_reward", "ref_reward_offload", "adam_offload")
@@ -127,8 +129,15 @@ def _options(config: PPO, count: int) -> dict[str, dict[str, Any]]:
         apart["reward"] = [source.model_dump() for source in rewards]
 
     def engines(gpus: int, alone: bool) -> dict[str, Any]:
-        """As many as fit `gpus`, each over as many as the recipe says where they divide; alone on their GPUs, or beside models."""
+        """As many as fit `gpus`, each over as many as the recipe says where they divide, or over more of a node where its weights would
+        take more than `MOST_OF_ENGINE` of each; alone on their GPUs, or beside models."""
         over = config.vllm.tensor_parallel_size if gpus % config.vllm.tensor_parallel_size == 0 else 1
+        while (
+            engine_needs(size, over) > (0.9 if alone else MOST_OF_ENGINE) * gpu.memory
+            and gpus % (2 * over) == 0
+            and 2 * over <= gpu.per_node
+        ):
+            over *= 2
         return vllm | {"num_engines": gpus // over, "tensor_parallel_size": over, "gpus": 1.0, "sleep": not alone}
 
     roles = [field for field in RANKS if config.has_critic or field != "critic_ranks"]
