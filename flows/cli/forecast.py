@@ -13,10 +13,10 @@ from rich.markup import escape
 from flows.cli.show import table_of
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
 from rlhf_core.config.rewards import RewardSource
-from rlhf_core.forecast.hardware import GIB, Gpu
+from rlhf_core.forecast.hardware import GIB, LINK, Gpu, nodes_of
 from rlhf_core.forecast.memory import USABLE
 from rlhf_core.forecast.passes import alternatives, fields_of
-from rlhf_core.forecast.placements import Placement, choose, on_fewest
+from rlhf_core.forecast.placements import Placement, choose, details, on_fewest
 from rlhf_core.forecast.seconds import seconds_of_pass
 from rlhf_core.forecast.zero_stage import peak_of_training, size_of_folder, stage_of_training, starts, whole_on_each
 from rlhf_core.hub.model_config import Size
@@ -27,7 +27,10 @@ BF16 = "bfloat16"
 
 def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None:
     """Prints each training stage's memory on the fullest GPU, and for PPO the phases of all placements on `count` GPUs."""
-    console.print(f"estimates for {gpu} (--gpu, or --gpu-memory, --flops, --bandwidth); bf16, answers of full length", highlight=False)
+    nodes = nodes_of(count, gpu)
+    on = f", {nodes} nodes with {gpu.network / LINK / 1e9:.0f} GB/s between them (--nodes, --network)" if nodes > 1 else ""
+    how = "--gpu, or --gpu-memory, --flops, --bandwidth"
+    console.print(f"estimates for {gpu} ({how}){on}; bf16, answers of full length", highlight=False)
     for node in planned.nodes:
         if isinstance(node.config, PPO):
             sizes = sizes_of(planned, node, node.config)
@@ -82,6 +85,7 @@ def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], 
         console.print(f"{escape(name)}: no placement suits its batch sizes and switches on this number of GPUs", highlight=False)
         return
     console.print(table)
+    _show_details(console, name, config, chosen or min(found, key=lambda placement: placement.peak), gpu, sizes)
     if chosen is None:
         less = "more GPUs, or a smaller model" if config.lora else "more GPUs, lora, or a smaller model"
         trained = {role: size for role, size in sizes.items() if role in ("actor", "critic")}
@@ -96,6 +100,19 @@ def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], 
     console.print(f"{choice}. In the recipe, under {escape(name)}:", highlight=False)
     lines = yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120)
     console.print(textwrap.indent(lines.rstrip(), "  "), markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_details(console: Console, name: str, config: PPO, placement: Placement, gpu: Gpu, sizes: Mapping[str, Size]) -> None:
+    """Prints a placement phase by phase: seconds at the best and the worst of the measured rates, memory of GPU and host."""
+    (fast, typical, slow), memory = details(config, placement, sizes, gpu)
+    numbers = ("seconds", "range", "GiB, fullest GPU", "GiB, host of a node")
+    table = table_of("phase", *numbers, title=f"{name}, {placement.name}: phases", right=numbers)
+    for phase in dict.fromkeys([*memory, *typical]):
+        seconds = [f"{typical[phase]:.1f}", f"{fast[phase]:.1f} to {slow[phase]:.1f}"] if phase in typical else ["", ""]
+        held = [f"{size / GIB:.1f}" for size in memory[phase]] if phase in memory else ["", ""]
+        table.add_row(phase, *seconds, *held)
+    table.add_row("an iteration", f"{sum(typical.values()):.1f}", f"{sum(fast.values()):.1f} to {sum(slow.values()):.1f}", "", "")
+    console.print(table)
 
 
 def _to_write(config: PPO, chosen: Placement) -> dict[str, Any]:

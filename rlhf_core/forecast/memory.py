@@ -2,8 +2,8 @@
 
 Bytes a parameter that is trained in bf16 (Rajbhandari et al. 2020, section 3.1): weights 2, fp32 copy and Adam's two moments 12,
 gradients 2, and their fp32 form during the step 4. As much again stays with PyTorch's allocator from step to step: seen on H200s, fitted to
-their peaks, its cause not looked into. ZeRO-1 and 2 keep the weights whole on each rank, ZeRO-3 cuts everything, once each rank has loaded
-the whole model onto its GPU.
+their peaks, its cause not looked into. ZeRO-1 and 2 keep the weights whole on each rank, ZeRO-3 cuts everything. `CODE` says what is whole
+before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
-from rlhf_core.config import PPO, Lora
+from rlhf_core.config import PPO, Lora, Optimised, Ranks
 from rlhf_core.forecast.hardware import GIB
 from rlhf_core.forecast.passes import recipe_pass
 from rlhf_core.hub.model_config import Size
@@ -22,6 +22,18 @@ FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once while it compu
 KEPT = 1 / 16  # of a GPU: weights that take less stay whole from forward pass to backward pass, which would fetch them again
 USABLE = 0.95  # of a GPU; the rest is lost to fragmentation
 CHUNK = 2048  # positions whose logits exist at once where they are not kept (models/token_logprobs.py)
+
+
+class Sharding(NamedTuple):
+    """What is in shares from the start: weights that ZeRO-3 trains, while they are loaded (a rank then holds its share and two layers);
+    models that are only read; an export (rank 0 then holds a group of weights in host memory, not the model)."""
+
+    load: bool = False
+    frozen: bool = False
+    export: bool = False
+
+
+CODE = Sharding()  # what the code does: set a field where it changes
 
 
 class Held(NamedTuple):
@@ -47,6 +59,9 @@ class Training(NamedTuple):
     adapters: bool = False
     gpu_bytes: float = 0.0
     weight: float = 2.0
+    on_host: bool = False  # the shards of the weights, between two fetches
+    copies: int = 1  # ranks that share a second copy of the weights (hpZ); 1: there is none
+    sharding: Sharding = CODE
 
 
 def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
@@ -54,8 +69,12 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     count = size.parameters - (0 if head else size.head)
     per_rank = count / how.ranks
     weights, fetched = how.weight * (per_rank if how.zero_stage == 3 else count), 0.0
+    if how.zero_stage == 3 and how.copies > 1:
+        weights += how.weight * count / how.copies
+    if how.zero_stage == 3 and how.on_host:
+        weights = 0.0
     if how.zero_stage == 3:
-        fetched = FETCHED + (2 * count if 2 * count <= KEPT * how.gpu_bytes and not how.adapters else 0)
+        fetched = FETCHED + (2 * count if 2 * count <= KEPT * how.gpu_bytes and not how.adapters and not how.on_host else 0)
     if how.adapters:
         state, gradients = 0.0, 0.0
     elif how.zero_stage == 0:  # plain torch, whose fp32 gradients take the place of the bf16 ones when the pass is over
@@ -75,18 +94,29 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
         gradients += 2 * (count - (size.head if head else 0)) / size.layers  # those of a layer wait for its last
     step = 4 * count if how.zero_stage == 0 and not how.adapters else 0.0
     scoring, training = read(size, scoring_tokens, head).scoring, max(gradients + how.tokens * kept + logits, step)
-    starting = max(0.0, how.weight * count - weights - state)
+    loaded = how.weight * count
+    if how.sharding.load and how.zero_stage == 3:
+        loaded = min(loaded, how.weight * (per_rank + 2 * largest_layer(size)))
+    starting = max(0.0, loaded - weights - state)
     return Held(CONTEXT + weights + state, fetched + scoring, fetched + training, starting=starting)
 
 
-def whole(size: Size, head: bool, weight: float) -> float:
-    """Bytes that a process which trains must find on its GPU: it loads the whole model there, whatever its ZeRO stage."""
-    return CONTEXT + weight * (size.parameters - (0 if head else size.head))
+def largest_layer(size: Size) -> float:
+    """Parameters of a layer, or of the embeddings where these are more."""
+    embeddings = size.vocabulary * size.hidden
+    return max(embeddings, (size.parameters - embeddings - size.head) / size.layers)
 
 
-def read(size: Size, tokens: int, head: bool, offload: bool = False) -> Held:
-    """A model that is only read; with `offload` its weights are there only while it scores."""
-    weights = 2 * (size.parameters - (0 if head else size.head))
+def whole(size: Size, head: bool, weight: float, shares: int = 1) -> float:
+    """Bytes that a process must find on its GPU to load a model: all of it, or with `shares` one of so many and two layers."""
+    count = size.parameters - (0 if head else size.head)
+    return CONTEXT + weight * (count if shares == 1 else min(count, count / shares + 2 * largest_layer(size)))
+
+
+def read(size: Size, tokens: int, head: bool, offload: bool = False, shares: int = 1) -> Held:
+    """A model that is only read; with `offload` its weights are there only while it scores. `shares`: ranks that it is sharded over."""
+    count = size.parameters - (0 if head else size.head)
+    weights = 2 * (count if shares == 1 else min(count, count / shares + 2 * largest_layer(size)))
     passing = tokens * size.passing + (CHUNK * size.vocabulary * 6 if head else 0)
     return Held(CONTEXT + (0 if offload else weights), passing + (weights if offload else 0))
 
@@ -101,7 +131,7 @@ def engine_needs(size: Size, tensor_parallel_size: int) -> float:
     return 2 * size.parameters / tensor_parallel_size + 3 * GIB
 
 
-def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str, Held]:
+def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float, sharding: Sharding = CODE) -> dict[str, Held]:
     """What each process of each group holds. `sizes` gives the model of each group of models."""
     scoring = config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest
     held: dict[str, Held] = {}
@@ -119,13 +149,21 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
                 adapters=config.lora is not None,
                 gpu_bytes=gpu_bytes,
                 weight=bytes_of_weights(config.lora),
+                on_host=name in config.param_offload,
+                copies=copies(config, ranks),
+                sharding=sharding,
             )
             held[name] = trained(sizes[name], how, head, scoring)
         else:
-            held[name] = read(sizes[name], scoring, head, config.ref_reward_offload)
+            held[name] = read(sizes[name], scoring, head, config.ref_reward_offload, ranks.world_size if sharding.frozen else 1)
     awake = config.vllm.gpu_memory_utilization * gpu_bytes
     held["sampler"] = Held(1.0 * GIB, generating=awake) if config.vllm.sleep else Held(CONTEXT + awake)
     return held
+
+
+def copies(config: Optimised, ranks: Ranks) -> int:
+    """Ranks that share a second copy of the weights (`zero_hpz`); 1: there is none."""
+    return ranks.num_ranks_per_node if config.zero_hpz and ranks.num_nodes > 1 else 1
 
 
 def gpu_peaks(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:

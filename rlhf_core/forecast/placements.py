@@ -10,10 +10,11 @@ from pydantic import ValidationError
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import ModelReward
+from rlhf_core.forecast.by_phase import Phase, by_phase
 from rlhf_core.forecast.hardware import Gpu
-from rlhf_core.forecast.memory import USABLE, engine_needs, gpu_peaks, roles
+from rlhf_core.forecast.memory import CODE, USABLE, Sharding, engine_needs, gpu_peaks, roles
 from rlhf_core.forecast.passes import alternatives, fields_of
-from rlhf_core.forecast.seconds import phases, shares_of_engine
+from rlhf_core.forecast.seconds import Range, phases, phases_as_range, shares_of_engine
 from rlhf_core.forecast.zero_stage import stage_of_ppo
 from rlhf_core.hub.model_config import Size
 
@@ -47,6 +48,21 @@ def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str,
     found = gpu_peaks(config, layout, roles(config, sizes, gpu.memory))
     lacking = engine_needs(sizes["actor"], config.vllm.tensor_parallel_size) - config.vllm.gpu_memory_utilization * gpu.memory
     return Placement(name, fields, max(held for _, held in found.values()), found, phases(config, layout, sizes, gpu), lacking)
+
+
+class Details(NamedTuple):
+    """Of one placement: seconds by phase as a range, and memory by phase."""
+
+    seconds: Range
+    memory: dict[str, Phase]
+
+
+def details(config: PPO, placement: Placement, sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding = CODE) -> Details:
+    """Simulates a placement of `placements` phase by phase."""
+    changed = PPO.model_validate(config.model_dump() | placement.fields)
+    changed = changed.model_copy(update={"zero_stage": stage_of_ppo(changed, sizes, gpu.memory).stage})
+    layout = arrange(changed.placed, changed.together)
+    return Details(phases_as_range(changed, layout, sizes, gpu), by_phase(changed, layout, sizes, gpu, sharding))
 
 
 def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> list[Placement]:

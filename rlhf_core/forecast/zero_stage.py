@@ -13,7 +13,19 @@ from typing import NamedTuple, TypeVar
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
 from rlhf_core.forecast.hardware import GIB
-from rlhf_core.forecast.memory import USABLE, Held, Training, bytes_of_weights, engine_needs, gpu_peaks, roles, stage_peak, whole
+from rlhf_core.forecast.memory import (
+    CODE,
+    USABLE,
+    Held,
+    Training,
+    bytes_of_weights,
+    copies,
+    engine_needs,
+    gpu_peaks,
+    roles,
+    stage_peak,
+    whole,
+)
 from rlhf_core.forecast.passes import Pass, recipe_pass
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import Size, size_of
@@ -76,6 +88,9 @@ def peak_of_training(config: Trainable, size: Size, stage: int, gpu_bytes: float
         adapters=config.lora is not None,
         gpu_bytes=gpu_bytes,
         weight=bytes_of_weights(config.lora),
+        offload=config.adam_offload,
+        on_host=config.param_offload,
+        copies=copies(config, config.ranks),
     )
     return stage_peak(size, how, "reference" in KINDS[config.stage].names, KINDS[config.stage].has_vocabulary)
 
@@ -85,7 +100,10 @@ def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
     quantized = config.lora is not None and config.lora.quantize != "none"
     weight = 4.0 if config.dtype == "float32" and not quantized else bytes_of_weights(config.lora)
     head = KINDS[config.stage].has_vocabulary
-    return {role: whole(size, role != "critic" and head, weight) for role, size in sizes.items()}
+    ranks = {name.removesuffix("_ranks"): each.world_size for name, each in config.trained_ranks.items()}
+    sharded = CODE.load and not quantized and config.zero_stage in (3, "auto")
+    shares = {role: ranks.get(role, ranks.get("ranks", 1)) if sharded else 1 for role in sizes}
+    return {role: whole(size, role != "critic" and head, weight, shares[role]) for role, size in sizes.items()}
 
 
 def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str], float]]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.config import Optimised, Ranks
 from rlhf_core.config.deepspeed import ZERO
+from rlhf_core.forecast.memory import copies
 from rlhf_core.training.engine import AdamW
 
 
@@ -29,8 +30,7 @@ class ZeroOptions(NamedTuple):
 
 def options_of(config: Optimised, role: str, ranks: Ranks) -> ZeroOptions:
     """Returns the options of a role of a stage. `role`: `actor`, `critic`, or any other name for the model of a training stage."""
-    hpz = ranks.num_ranks_per_node if config.zero_hpz and ranks.num_nodes > 1 else 1
-    return ZeroOptions(role in config.offloaded("adam"), role in config.offloaded("param"), hpz, config.deepspeed)
+    return ZeroOptions(role in config.offloaded("adam"), role in config.offloaded("param"), copies(config, ranks), config.deepspeed)
 
 
 def engine_config(

@@ -1,0 +1,99 @@
+"""Memory of the fullest GPU, and of a node's host, in each phase of a PPO stage. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from rlhf_core.cluster.layout import Layout
+from rlhf_core.config import PPO
+from rlhf_core.forecast.hardware import GIB, Gpu
+from rlhf_core.forecast.memory import CODE, CONTEXT, Held, Sharding, largest_layer, roles
+from rlhf_core.hub.model_config import Size
+
+PROCESS = 2 * GIB  # host memory of a process with its libraries (assumed)
+GROUP, BUCKET = GIB, GIB / 2  # weights that are gathered at once, and sent at once (models/weights.py, rollout/weight_transfer.py)
+HELD_BY_ADAM = 16.0  # bytes a parameter of Adam on the host: fp32 weights, gradients and two moments
+DIRECT = 1 / 3  # of a GPU: models below it are loaded there without a copy in host memory (models/load.py)
+
+
+class Phase(NamedTuple):
+    """Bytes of the fullest GPU, and of the host of a node whose GPUs are all like the one that asks most of it."""
+
+    gpu: float
+    host: float
+
+
+class _Host(NamedTuple):
+    """Bytes of host memory of one process: always, and besides while it loads and saves."""
+
+    still: float
+    loading: float = 0.0
+    saving: float = 0.0
+
+
+def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding = CODE) -> dict[str, Phase]:
+    """Peaks of start-up (libraries and CUDA's contexts), load, generate, score, train (the optimiser's step among it), gather, sync, export
+    and save. Phases in which memory is not given back (without `vllm.sleep`) keep what an earlier one took, as in `memory.peak`."""
+    held = roles(config, sizes, gpu.memory, sharding)
+    hosts = {name: _host(config, name, sizes, gpu, sharding) for name in config.groups} | {"sampler": _Host(PROCESS)}
+    on: dict[str, list[str]] = {}
+    for name, places in layout.gpus().items():
+        for place in dict.fromkeys(places):
+            on.setdefault(place, []).append(name)
+    found = [_on_one(config, names, held, hosts, sizes["actor"], gpu) for names in on.values()]
+    per_node = min(gpu.per_node, len(on))
+    return {
+        phase: Phase(max(each[phase].gpu for each in found), per_node * max(each[phase].host for each in found)) for phase in found[0]
+    } | _at_rank_0(found, sizes["actor"], per_node, sharding)
+
+
+def _on_one(config: PPO, names: list[str], held: Mapping[str, Held], hosts: Mapping[str, _Host], actor: Size, gpu: Gpu) -> dict[str, Phase]:
+    """The phases on one GPU with these groups."""
+    processes, of_host = [held[name] for name in names], [hosts[name] for name in names]
+    still = sum(process.still for process in processes)
+    host = sum(each.still for each in of_host)
+
+    def most(*needed: str) -> float:
+        """Bytes besides `still` in phases of these names, of processes that work at once."""
+        values = [max(getattr(process, name) for name in needed) for process in processes]
+        return max(values) if config.colocate_all and needed == ("training",) and config.vllm.sleep else sum(values)
+
+    gathered = max(GROUP, 2 * largest_layer(actor)) if config.zero_stage == 3 and "actor" in names else 0.0
+    awake = most("generating")
+    kept: Callable[[str], float] = most if config.vllm.sleep else lambda _: most("scoring", "training", "generating")
+    buckets = BUCKET * len({"actor", "sampler"} & set(names))
+    return {
+        "start-up": Phase(CONTEXT * len(names), PROCESS * len(names)),
+        "load": Phase(still + most("starting") + awake, host + sum(each.loading for each in of_host)),
+        "generate": Phase(still + kept("generating"), host),
+        "score": Phase(still + kept("scoring"), host),
+        "train": Phase(still + kept("training"), host),
+        "gather": Phase(still + gathered, host),
+        "sync": Phase(still + awake + gathered + buckets, host),
+        "export": Phase(still + gathered, host),
+        "save": Phase(still, host + sum(each.saving for each in of_host)),
+    }
+
+
+def _at_rank_0(found: list[dict[str, Phase]], actor: Size, per_node: int, sharding: Sharding) -> dict[str, Phase]:
+    """The export, for which rank 0 alone has the model, or a group of its weights, in host memory."""
+    export = max(found, key=lambda each: each["export"].gpu)["export"]
+    host = per_node * max(each["export"].host for each in found)
+    return {"export": Phase(export.gpu, host + (GROUP if sharding.export else 2 * actor.parameters))}
+
+
+def _host(config: PPO, name: str, sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding) -> _Host:
+    size, ranks = sizes[name], config.groups[name].world_size
+    count = size.parameters - (0 if name in ("actor", "reference") else size.head)
+    trains = name in ("actor", "critic")
+    sharded = sharding.load and config.zero_stage == 3 if trains else sharding.frozen
+    offloaded = trains and name in config.param_offload
+    small = 2 * count < DIRECT * gpu.memory and (trains or not config.ref_reward_offload)
+    loading = 0.0 if small else 2 * (min(count, count / ranks + 2 * largest_layer(size)) if sharded else count)
+    if not trains:
+        waits = 2 * count / (ranks if sharding.frozen else 1) if config.ref_reward_offload else 0.0
+        return _Host(PROCESS + waits, 0.0 if waits else loading)
+    still = (HELD_BY_ADAM * count / ranks if name in config.adam_offload else 0.0) + (2 * count / ranks if offloaded else 0.0)
+    saving = 0.0 if name in config.adam_offload else 4 * count / ranks  # torch.save brings one tensor at a time to the host
+    return _Host(PROCESS + still, loading, saving=0.0 if config.lora is not None else saving)
