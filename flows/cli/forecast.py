@@ -13,6 +13,7 @@ from rich.markup import escape
 from flows.cli.show import table_of
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
 from rlhf_core.config.rewards import RewardSource
+from rlhf_core.forecast.by_phase import training_by_phase
 from rlhf_core.forecast.hardware import GIB, LINK, Gpu, nodes_of
 from rlhf_core.forecast.memory import USABLE
 from rlhf_core.forecast.passes import alternatives, fields_of
@@ -49,6 +50,9 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
             if config.dtype != BF16:
                 line += f" [red]with dtype: {BF16}, and the recipe has {config.dtype}[/]"
             console.print(line, highlight=False)
+            peaks = training_by_phase(config, size, stage, gpu)
+            told = ", ".join(f"{phase} {each.gpu / GIB:.1f} / {each.host / GIB:.1f}" for phase, each in peaks.items())
+            console.print(f"  GiB of a GPU / of the host of a node: {told}", highlight=False)
 
 
 def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:

@@ -1,4 +1,4 @@
-"""Memory of the fullest GPU, and of a node's host, in each phase of a PPO stage. Torch-free."""
+"""Memory of the fullest GPU, and of a node's host, in each phase of a PPO or a training stage. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
-from rlhf_core.config import PPO
+from rlhf_core.config import KINDS, PPO, Trainable
 from rlhf_core.forecast.hardware import GIB, Gpu
-from rlhf_core.forecast.memory import CODE, CONTEXT, Held, Sharding, largest_layer, roles
+from rlhf_core.forecast.memory import CODE, CONTEXT, Held, Sharding, Training, largest_layer, read, roles, trained, training_of
 from rlhf_core.hub.model_config import Size
 
 PROCESS = 2 * GIB  # host memory of a process with its libraries (assumed)
@@ -83,17 +83,51 @@ def _at_rank_0(found: list[dict[str, Phase]], actor: Size, per_node: int, shardi
     return {"export": Phase(export.gpu, host + (GROUP if sharding.export else 2 * actor.parameters))}
 
 
+def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu, sharding: Sharding = CODE) -> dict[str, Phase]:
+    """Peaks of a training stage: start-up, load, the reference's scores where there is one, step, gather, export and save."""
+    head, how = KINDS[config.stage].has_vocabulary, training_of(config, zero_stage, gpu.memory, sharding=sharding)
+    held, scored = trained(size, how, head, how.tokens), read(size, how.tokens, head)
+    host = _trained_on_host(size, how, head, gpu)
+    ranks = min(gpu.per_node, how.ranks)
+    gathered = max(GROUP, 2 * largest_layer(size)) if zero_stage == 3 else 0.0
+    reference = {"score": Phase(held.still + scored.still + scored.scoring, ranks * host.still)}
+    return {
+        "start-up": Phase(CONTEXT, ranks * PROCESS),
+        "load": Phase(held.still + held.starting, ranks * (host.still + host.loading)),
+        **(reference if "reference" in KINDS[config.stage].names else {}),
+        "step": Phase(held.still + held.training, ranks * host.still),
+        "gather": Phase(held.still + gathered, ranks * host.still),
+        "export": Phase(held.still + gathered, ranks * host.still + (GROUP if sharding.export else 2 * size.parameters)),
+        "save": Phase(held.still, ranks * (host.still + host.saving)),
+    }
+
+
 def _host(config: PPO, name: str, sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding) -> _Host:
-    size, ranks = sizes[name], config.groups[name].world_size
-    count = size.parameters - (0 if name in ("actor", "reference") else size.head)
-    trains = name in ("actor", "critic")
-    sharded = sharding.load and config.zero_stage == 3 if trains else sharding.frozen
-    offloaded = trains and name in config.param_offload
-    small = 2 * count < DIRECT * gpu.memory and (trains or not config.ref_reward_offload)
-    loading = 0.0 if small else 2 * (min(count, count / ranks + 2 * largest_layer(size)) if sharded else count)
-    if not trains:
-        waits = 2 * count / (ranks if sharding.frozen else 1) if config.ref_reward_offload else 0.0
-        return _Host(PROCESS + waits, 0.0 if waits else loading)
-    still = (HELD_BY_ADAM * count / ranks if name in config.adam_offload else 0.0) + (2 * count / ranks if offloaded else 0.0)
-    saving = 0.0 if name in config.adam_offload else 4 * count / ranks  # torch.save brings one tensor at a time to the host
-    return _Host(PROCESS + still, loading, saving=0.0 if config.lora is not None else saving)
+    size, ranks, head = sizes[name], config.groups[name].world_size, name in ("actor", "reference")
+    if name in ("actor", "critic"):
+        assert config.zero_stage != "auto", "decided before (zero_stage.py)"
+        offloads = {"offload": name in config.adam_offload, "on_host": name in config.param_offload}
+        how = Training(ranks, config.zero_stage, 0.0, 0, adapters=config.lora is not None, sharding=sharding, **offloads)
+        return _trained_on_host(size, how, head, gpu)
+    count = size.parameters - (0 if head else size.head)
+    share = count / ranks if sharding.frozen else count
+    if config.ref_reward_offload:
+        return _Host(PROCESS + 2 * share)
+    return _Host(PROCESS, _loaded(size, count, ranks if sharding.frozen else 1, gpu))
+
+
+def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
+    count = size.parameters - (0 if head else size.head)
+    loading = _loaded(size, count, how.ranks if how.sharding.load and how.zero_stage == 3 else 1, gpu)
+    if how.adapters:
+        return _Host(PROCESS, loading)
+    still = (HELD_BY_ADAM if how.offload else 0.0) * count / how.ranks + (2 if how.on_host else 0) * count / how.ranks
+    # torch.save brings one tensor at a time to the host.
+    return _Host(PROCESS + still, loading, 0.0 if how.offload else 4 * count / how.ranks)
+
+
+def _loaded(size: Size, count: float, shares: int, gpu: Gpu) -> float:
+    """Bytes of a model on its way through host memory."""
+    if 2 * count < DIRECT * gpu.memory:
+        return 0.0
+    return 2 * (count if shares == 1 else min(count, count / shares + 2 * largest_layer(size)))

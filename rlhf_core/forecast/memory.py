@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
-from rlhf_core.config import PPO, Lora, Optimised, Ranks
+from rlhf_core.config import PPO, Lora, Optimised, Ranks, Trainable
 from rlhf_core.forecast.hardware import GIB
-from rlhf_core.forecast.passes import recipe_pass
+from rlhf_core.forecast.passes import Pass, recipe_pass
 from rlhf_core.hub.model_config import Size
 
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
@@ -164,6 +164,24 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float, sharding: Sh
 def copies(config: Optimised, ranks: Ranks) -> int:
     """Ranks that share a second copy of the weights (`zero_hpz`); 1: there is none."""
     return ranks.num_ranks_per_node if config.zero_hpz and ranks.num_nodes > 1 else 1
+
+
+def training_of(config: Trainable, zero_stage: int, gpu_bytes: float, what: Pass | None = None, sharding: Sharding = CODE) -> Training:
+    """What decides the memory of a training stage, with passes as the recipe has them or others."""
+    tokens, recomputed = what or recipe_pass(config, config.ranks.world_size)
+    return Training(
+        ranks=config.ranks.world_size,
+        zero_stage=zero_stage,
+        recomputed=recomputed,
+        tokens=tokens,
+        offload=config.adam_offload,
+        adapters=config.lora is not None,
+        gpu_bytes=gpu_bytes,
+        weight=bytes_of_weights(config.lora),
+        on_host=config.param_offload,
+        copies=copies(config, config.ranks),
+        sharding=sharding,
+    )
 
 
 def gpu_peaks(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:

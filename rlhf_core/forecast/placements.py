@@ -11,7 +11,7 @@ from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.forecast.by_phase import Phase, by_phase
-from rlhf_core.forecast.hardware import Gpu
+from rlhf_core.forecast.hardware import Gpu, nodes_of
 from rlhf_core.forecast.memory import CODE, USABLE, Sharding, engine_needs, gpu_peaks, roles
 from rlhf_core.forecast.passes import alternatives, fields_of
 from rlhf_core.forecast.seconds import Range, phases, phases_as_range, shares_of_engine
@@ -42,10 +42,10 @@ class Placement(NamedTuple):
         return self.peak <= USABLE * gpu.memory and self.lacking <= 0 and self.beyond <= 0
 
 
-def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu) -> Placement:
+def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding = CODE) -> Placement:
     config = config.model_copy(update={"zero_stage": stage_of_ppo(config, sizes, gpu.memory).stage})
     layout = arrange(config.placed, config.together)
-    found = gpu_peaks(config, layout, roles(config, sizes, gpu.memory))
+    found = gpu_peaks(config, layout, roles(config, sizes, gpu.memory, sharding))
     lacking = engine_needs(sizes["actor"], config.vllm.tensor_parallel_size) - config.vllm.gpu_memory_utilization * gpu.memory
     return Placement(name, fields, max(held for _, held in found.values()), found, phases(config, layout, sizes, gpu), lacking)
 
@@ -65,16 +65,16 @@ def details(config: PPO, placement: Placement, sizes: Mapping[str, Size], gpu: G
     return Details(phases_as_range(changed, layout, sizes, gpu), by_phase(changed, layout, sizes, gpu, sharding))
 
 
-def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> list[Placement]:
+def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding = CODE) -> list[Placement]:
     """The recipe's own placement first, with other passes where those fit or are faster, then what could be had on `count` GPUs."""
     found = []
     if config.actor_ranks.gpus:
         taken = f", zero_stage {stage_of_ppo(config, sizes, gpu.memory).stage}" if config.zero_stage == "auto" else ""
         beyond = max(0.0, _gpu_count(config) - count)
-        found.append(forecast(f"as in the recipe{taken}", config, {}, sizes, gpu)._replace(beyond=beyond))
-        other = _best(_with_other_passes("the recipe's placement", config, {}, sizes, gpu), gpu)
+        found.append(forecast(f"as in the recipe{taken}", config, {}, sizes, gpu, sharding)._replace(beyond=beyond))
+        other = _best(_with_other_passes("the recipe's placement", config, {}, sizes, gpu, sharding), gpu)
         found += [other._replace(beyond=beyond)] if other.fields else []
-    for name, fields in options(config, count, sizes["actor"], gpu).items():
+    for name, fields in options_on(config, count, sizes["actor"], gpu).items():
         try:
             changed = PPO.model_validate(config.model_dump() | fields)
         except ValidationError:  # the batch sizes do not fit so many ranks, or the engines are to work beside the models
@@ -84,7 +84,7 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> 
         tried = []
         for share in shares_of_engine(changed, sizes["actor"], gpu) if changed.colocate_all else [0.9]:
             changed = changed.model_copy(update={"vllm": changed.vllm.model_copy(update={"gpu_memory_utilization": share})})
-            tried += _with_other_passes(name, changed, fields | {"vllm": changed.vllm.model_dump()}, sizes, gpu)
+            tried += _with_other_passes(name, changed, fields | {"vllm": changed.vllm.model_dump()}, sizes, gpu, sharding)
         found.append(_best(tried, gpu))
     return found
 
@@ -106,12 +106,14 @@ def _gpu_count(config: PPO) -> float:
     return sum(bundle.get("GPU", 0.0) for bundle in arrange(config.placed, config.together).bundles)
 
 
-def _with_other_passes(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu) -> list[Placement]:
+def _with_other_passes(
+    name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding
+) -> list[Placement]:
     """A placement with the recipe's passes, and with each of the others."""
-    found = [forecast(name, config, fields, sizes, gpu)]
+    found = [forecast(name, config, fields, sizes, gpu, sharding)]
     for other in alternatives(config)[1:]:
         passes = fields_of(other, config)
-        found.append(forecast(f"{name}; {other}", config.model_copy(update=passes), fields | passes, sizes, gpu))
+        found.append(forecast(f"{name}; {other}", config.model_copy(update=passes), fields | passes, sizes, gpu, sharding))
     return found
 
 
@@ -130,7 +132,7 @@ def choose(found: list[Placement], gpu: Gpu) -> Placement | None:
     return min(equals, key=lambda placement: round(20 * placement.peak / gpu.memory) if placement.fields else -1, default=None)
 
 
-def options(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[str, Any]]:
+def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[str, Any]]:
     """Fields that make each placement."""
 
     def ranks(number: int) -> dict[str, Any]:
@@ -168,6 +170,8 @@ def options(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[str
         f"all together{shards}, reference and reward offloaded": together | {"zero_stage": zero_stage, "ref_reward_offload": True},
         "all together, Adam offloaded too": together | all_offloaded,
     }
+    if shards and most == 3 and nodes_of(count, gpu) > 1:
+        options["the same with a copy of the weights on each node (zero_hpz)"] = together | all_offloaded | {"zero_hpz": True}
     judges = ["critic"] * config.has_critic + ["reward"] * bool(config.reward_models)
     actor, each = count // 2, max(1, count // 4)
     judging = each * (1 if config.has_critic else len(config.reward_models))  # without a critic reward models share no GPUs

@@ -1,8 +1,8 @@
 """Simulates the phases of a PPO iteration before anything starts: seconds as operations and bytes over rates. Torch-free.
 
-Operations: 2N a token for a forward pass of N parameters, 6N for training (Kaplan et al. 2020, section 2.1), and 2 x layers x hidden x
-length for causal attention's products in a forward pass (of a token at the mean distance). Bytes: weights, keys and values that decoding
-reads; weights and gradients that ZeRO sends (Rajbhandari et al. 2020, section 7). The rates are those of rates.py.
+Operations: 2N a token for a forward pass of N parameters without embeddings, 6N for training (Kaplan et al. 2020, section 2.1), and
+2 x layers x hidden x length for causal attention's products in a forward pass (of a token at the mean distance). Bytes: weights, keys and
+values that decoding reads; weights and gradients that ZeRO sends (Rajbhandari et al. 2020, section 7). The rates are those of rates.py.
 """
 
 from __future__ import annotations
@@ -82,12 +82,16 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, rat
     }
     if config.max_staleness:
         found["generate"] = max(0.0, found["generate"] - found["score"] - found["train"])
-    return found | ({"sleep and wake": 0.05 + 2 * engine.parameters / SLEEP} if config.vllm.sleep else {})
+    moved = 2 * engine.parameters / config.vllm.tensor_parallel_size
+    return found | ({"sleep and wake": 0.05 + moved / SLEEP} if config.vllm.sleep else {})
 
 
 def forward_operations(size: Size, head: bool, length: int) -> float:
-    """Operations of a forward pass for one token of a document of `length` tokens."""
-    return 2 * (size.active - (0 if head else size.head)) + 2 * size.layers * size.hidden * length
+    """Operations of a forward pass for one token of a document of `length` tokens. Embeddings are looked up, which takes none; `head`: the
+    output is the vocabulary."""
+    embeddings = size.vocabulary * size.hidden
+    layers = size.active - size.head - embeddings
+    return 2 * (layers + (embeddings if head else 0)) + 2 * size.layers * size.hidden * length
 
 
 def seconds_of_pass(size: Size, what: Pass, zero_stage: int, head: bool, gpu: Gpu, length: int = 0, rates: Rates = TYPICAL) -> float:

@@ -13,20 +13,8 @@ from typing import NamedTuple, TypeVar
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
 from rlhf_core.forecast.hardware import GIB
-from rlhf_core.forecast.memory import (
-    CODE,
-    USABLE,
-    Held,
-    Training,
-    bytes_of_weights,
-    copies,
-    engine_needs,
-    gpu_peaks,
-    roles,
-    stage_peak,
-    whole,
-)
-from rlhf_core.forecast.passes import Pass, recipe_pass
+from rlhf_core.forecast.memory import CODE, USABLE, Held, bytes_of_weights, engine_needs, gpu_peaks, roles, stage_peak, training_of, whole
+from rlhf_core.forecast.passes import Pass
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import Size, size_of
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
@@ -79,19 +67,7 @@ def stage_of_training(config: Trainable, size: Size | None, gpu_bytes: float) ->
 
 def peak_of_training(config: Trainable, size: Size, stage: int, gpu_bytes: float, what: Pass | None = None) -> float:
     """Bytes of a GPU of a training stage under a ZeRO stage, with passes as the recipe has them or others."""
-    tokens, recomputed = what or recipe_pass(config, config.ranks.world_size)
-    how = Training(
-        ranks=config.ranks.world_size,
-        zero_stage=stage,
-        recomputed=recomputed,
-        tokens=tokens,
-        adapters=config.lora is not None,
-        gpu_bytes=gpu_bytes,
-        weight=bytes_of_weights(config.lora),
-        offload=config.adam_offload,
-        on_host=config.param_offload,
-        copies=copies(config, config.ranks),
-    )
+    how = training_of(config, stage, gpu_bytes, what)
     return stage_peak(size, how, "reference" in KINDS[config.stage].names, KINDS[config.stage].has_vocabulary)
 
 

@@ -1,7 +1,7 @@
 """Takes the rates of `alignflow plan` from one set of measured runs, and its error from others.
 
     python -m tests.benchmarks.calibrate            # prints the rates, and the error on runs that they are not taken from
-    python -m tests.benchmarks.calibrate --write    # also writes both to rlhf_core/forecast/rates.py and docs/explanation/forecast.md
+    python -m tests.benchmarks.calibrate --write    # also writes both to rlhf_core/forecast/rates.py and docs/reference/forecast.md
 
 A rate is what a run's seconds say of it: the rate of the forecast, times the seconds that it gives, by the seconds measured. The worst, the
 median and the best of the calibration runs are the ends and the middle of the range. PPO stages are those of tests/support/measured.py,
@@ -22,15 +22,15 @@ from rlhf_core.config import PPO
 from rlhf_core.forecast.hardware import GIB, Gpu
 from rlhf_core.forecast.memory import gpu_peaks, roles
 from rlhf_core.forecast.passes import Pass
-from rlhf_core.forecast.rates import FAST, SLOW, TYPICAL, Rates
+from rlhf_core.forecast.rates import Rates
 from rlhf_core.forecast.seconds import phases, seconds_of_pass
 from rlhf_core.hub.model_config import Size
 from tests.benchmarks.record import RESULTS, load
 from tests.support.measured import BEFORE_THEY_RAN, CALIBRATION, H100, H200, HELD_OUT, LARGE_MODEL, NOT_FITTED, SMALL_MODEL
 
 ROOT = Path(__file__).parents[2]
-RATES, PAGE = ROOT / "rlhf_core/forecast/rates.py", ROOT / "docs/explanation/forecast.md"
-UNIT = TYPICAL._replace(scoring=1.0, training=1.0, sharded=1.0, decode_step=0.0)
+RATES, PAGE = ROOT / "rlhf_core/forecast/rates.py", ROOT / "docs/reference/forecast.md"
+UNIT = Rates(1.0, 1.0, 1.0, 0.0, 0.5)
 SAMPLED = 512  # tokens of an answer of the records of sampling
 
 
@@ -130,16 +130,17 @@ def estimated(config: PPO, size: Size, gpu: Gpu, at: Rates) -> dict[str, float]:
 
 def held_out_seconds() -> Iterator[Compared]:
     """Seconds of phases and passes, and of whole steps, that no rate is taken from."""
+    ends = rates()[::-1]
     for number, (config, size, gpu, measured) in enumerate(HELD_OUT, 1):
-        by_rates = [estimated(config, size, gpu, at) for at in (FAST, TYPICAL, SLOW)]
+        by_rates = [estimated(config, size, gpu, at) for at in ends]
         for phase, seconds in measured.items():
             if seconds >= 0.5:
                 yield Compared(f"{title(config, size, gpu)} ({number}), {phase}", seconds, *(found[phase] for found in by_rates))
     for number, (config, gpu, _, seconds) in enumerate(NOT_FITTED, 1):
-        totals = [sum(estimated(config, SMALL_MODEL, gpu, at).values()) for at in (FAST, TYPICAL, SLOW)]
+        totals = [sum(estimated(config, SMALL_MODEL, gpu, at).values()) for at in ends]
         yield Compared(f"{title(config, SMALL_MODEL, gpu)} (step {number})", seconds, *totals)
     for run in HELD_OUT_PASSES:
-        yield Compared(f"{run.record}, {run.figure}", run.seconds, *(run.estimate(at) for at in (FAST, TYPICAL, SLOW)))
+        yield Compared(f"{run.record}, {run.figure}", run.seconds, *(run.estimate(at) for at in ends))
 
 
 def held_out_memory() -> Iterator[Compared]:
@@ -197,15 +198,20 @@ def with_rates(code: str, found: tuple[Rates, Rates, Rates]) -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with what stands between its markers replaced. Raises ValueError without the markers."""
+    """The page with its three tables."""
     for name, table in tables().items():
-        begin, end = f"<!-- {name}: python -m tests.benchmarks.calibrate --write -->", f"<!-- end of {name} -->"
-        before, marker, rest = page.partition(begin)
-        _, closing, after = rest.partition(end)
-        if not marker or not closing:
-            raise ValueError(f"the page lacks the lines {begin!r} and {end!r}: add them where the table belongs")
-        page = f"{before}{begin}\n\n{table}\n\n{end}{after}"
+        page = placed_in(page, name, "tests.benchmarks.calibrate", table)
     return page
+
+
+def placed_in(page: str, name: str, module: str, table: str) -> str:
+    """The page with what stands between the markers of a table replaced. Raises ValueError without the markers."""
+    begin, end = f"<!-- {name}: python -m {module} --write -->", f"<!-- end of {name} -->"
+    before, marker, rest = page.partition(begin)
+    _, closing, after = rest.partition(end)
+    if not marker or not closing:
+        raise ValueError(f"the page lacks the lines {begin!r} and {end!r}: add them where the table belongs")
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
 
 
 if __name__ == "__main__":
