@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from rlhf_core.config.data import Data, Rows, Text, template_mistakes
-from rlhf_core.config.deepspeed import ZeroFields
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.processes import Groups
 from rlhf_core.config.sweep import Value, sweep_mistakes
+from rlhf_core.config.zero_fields import ZeroFields
 from rlhf_core.records import Config, Momentum, NotInDigest, Positive, Ranks, Rate, Share, check
 
 Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]

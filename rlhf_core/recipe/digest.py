@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from rlhf_core.config import KINDS, AlignmentTax, Recipe, Source, StageConfig
-from rlhf_core.config.deepspeed import ZeroFields, deciding_options
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task, task_name
 from rlhf_core.config.rewards import Environment, FunctionReward
+from rlhf_core.config.zero_fields import ZeroFields, deciding_options
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.recipe.references import renamed
 from rlhf_core.records import NotInDigest

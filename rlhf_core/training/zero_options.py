@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rlhf_core.config import Optimised, Ranks
-from rlhf_core.config.deepspeed import ZERO
+from rlhf_core.config.zero_fields import ZERO
 from rlhf_core.forecast.memory import copies
 from rlhf_core.training.engine import AdamW
 
