@@ -47,7 +47,9 @@ def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str,
     layout = arrange(config.placed, config.together)
     found = gpu_peaks(config, layout, roles(config, sizes, gpu.memory, sharding))
     lacking = engine_needs(sizes["actor"], config.vllm.tensor_parallel_size) - config.vllm.gpu_memory_utilization * gpu.memory
-    return Placement(name, fields, max(held for _, held in found.values()), found, phases(config, layout, sizes, gpu), lacking)
+    return Placement(
+        name, fields, max(held for _, held in found.values()), found, phases(config, layout, sizes, gpu, sharding=sharding), lacking
+    )
 
 
 class Details(NamedTuple):
@@ -62,7 +64,7 @@ def details(config: PPO, placement: Placement, sizes: Mapping[str, Size], gpu: G
     changed = PPO.model_validate(config.model_dump() | placement.fields)
     changed = changed.model_copy(update={"zero_stage": stage_of_ppo(changed, sizes, gpu.memory).stage})
     layout = arrange(changed.placed, changed.together)
-    return Details(phases_as_range(changed, layout, sizes, gpu), by_phase(changed, layout, sizes, gpu, sharding))
+    return Details(phases_as_range(changed, layout, sizes, gpu, sharding), by_phase(changed, layout, sizes, gpu, sharding))
 
 
 def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding = CODE) -> list[Placement]:

@@ -18,6 +18,6 @@ class Rates(NamedTuple):
 
 
 # The worst, the median and the best of the calibration runs on H200s and H100s.
-SLOW = Rates(0.563, 0.606, 0.418, 0.00549, 1.0)
-TYPICAL = Rates(0.658, 0.659, 0.535, 0.00371, 0.5)
+SLOW = Rates(0.574, 0.606, 0.418, 0.00549, 1.0)
+TYPICAL = Rates(0.666, 0.659, 0.535, 0.00371, 0.5)
 FAST = Rates(0.72, 0.698, 0.66, 0.00251, 0.0)

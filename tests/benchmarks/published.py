@@ -101,7 +101,7 @@ def by_phase_table(case: Case) -> str:
     """Each phase of the placement that is chosen where everything is in shares."""
     config, sizes, gpu, _, chosen = simulate(case, ALL)
     assert chosen is not None, "it fits"
-    (seconds, today), (_, shared) = (details(config, chosen, sizes, gpu, sharding) for sharding in (CODE, ALL))
+    (_, today), (seconds, shared) = (details(config, chosen, sizes, gpu, sharding) for sharding in (CODE, ALL))
     rows = [
         "| phase | s | GPU, as the code is | GPU, in shares | host of a node, as the code is | host, in shares |",
         "|---|---|---|---|---|---|",

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
+import rlhf_core.stages.sft
 from rlhf_core.cluster.rank_environment import STORE, store_address
+from rlhf_core.config import SFT, Data
+from rlhf_core.runs.metrics_log import read_metrics
+from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 RANKS = 4
@@ -118,3 +122,20 @@ def test_options_of_the_recipe_come_before_ours(plain: dict[str, Any], tmp_path:
     found = train(tmp_path, more={"zero_optimization": {"reduce_bucket_size": 12345, "prefetch_bucket_size": 0}})
     assert (found["bucket"], found["prefetch"]) == (12345, 0)
     same(found, plain)
+
+
+def test_a_stage_on_one_rank_takes_options_of_deepspeed(material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def sft(name: str, **fields: Any) -> list[dict[str, float]]:
+        data = Data(sources=str(material / "sft.jsonl"), max_samples=24)
+        config = SFT(model="base", data=data, train_batch_size=12, micro_train_batch_size=2, max_len=64, learning_rate=1e-3, **fields)
+        (tmp_path / name).mkdir()
+        inputs = {"base": str(material / "base")}
+        rlhf_core.stages.sft.run(StageRequest(name=name, digest="0", config=config, inputs=inputs, seed=5), RunDir(tmp_path / name))
+        return read_metrics(tmp_path / name)
+
+    plain, told = sft("plain"), capsys.readouterr().out
+    block = sft("block", deepspeed={"zero_optimization": {"reduce_bucket_size": 100000}})
+    assert "zero_stage" not in told and "zero_stage 3: memory cannot be estimated" in capsys.readouterr().out
+    assert [line["loss"] for line in block] == pytest.approx([line["loss"] for line in plain], rel=2e-4)
+    with pytest.raises(ValueError, match=r"deepspeed: DeepSpeed .* has no option 'reduce_bucket'"):
+        sft("wrong", deepspeed={"zero_optimization": {"reduce_bucket": 100000}})

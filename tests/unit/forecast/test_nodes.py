@@ -13,9 +13,9 @@ from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.forecast.hardware import GPUS, LINK, gather_seconds, nodes_of, on_nodes
 from rlhf_core.forecast.placements import options_on
-from rlhf_core.forecast.seconds import beside, phases, phases_as_range, sending
+from rlhf_core.forecast.seconds import Sending, beside, phases, phases_as_range, sending
 from rlhf_core.hub.model_config import size_of_config
-from tests.benchmarks.published import LLAMA, ROLES, SHAPES, recipe
+from tests.benchmarks.published import ALL, LLAMA, ROLES, SHAPES, recipe
 
 BIG = size_of_config(LLAMA | SHAPES["70B"])
 SEVEN = size_of_config(LLAMA | SHAPES["7B"])
@@ -59,6 +59,10 @@ def test_zero_sends_what_its_stage_says() -> None:
     assert (two.training, two.step) == pytest.approx((whole, whole)) and (one.training, one.step) == pytest.approx((0.0, 2 * whole))
     read = 2 * BIG.parameters / 64 / gpu.host
     assert sending(on(64, param_offload=True), "actor", BIG, gpu).training == pytest.approx(3 * whole + 2 * read)
+    frozen = on(64, ref_reward_offload=True)
+    assert sending(on(64), "reference", BIG, gpu) == Sending()
+    assert sending(frozen, "reference", BIG, gpu) == Sending(once=2 * BIG.parameters / gpu.host), "each rank reads it whole, once"
+    assert sending(frozen, "reference", BIG, gpu, ALL) == Sending(scoring=whole + read), "in shares: gathered for each pass"
     adapters = sending(on(64, lora={}), "actor", BIG, gpu)
     assert adapters.training == pytest.approx(2 * whole), "no gradients of the weights"
 
