@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.cli.show import table_of
-from rlhf_core.config import KINDS, PPO, Optimised, Trainable
+from rlhf_core.config import KINDS, PPO, Optimised, Ranks, Trainable
 from rlhf_core.config.rewards import RewardSource
 from rlhf_core.forecast.by_phase import training_by_phase
 from rlhf_core.forecast.hardware import GIB, LINK, Gpu, nodes_of
@@ -53,6 +53,13 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
             peaks = training_by_phase(config, size, stage, gpu)
             told = ", ".join(f"{phase} {each.gpu / GIB:.1f} / {each.host / GIB:.1f}" for phase, each in peaks.items())
             console.print(f"  GiB of a GPU / of the host of a node: {told}", highlight=False)
+
+
+def nodes_in(planned: Plan, count: int) -> int | None:
+    """Returns the nodes that `count` GPUs are on where groups of the recipe have several nodes; None where it does not say."""
+    groups = [wanted for node in planned.nodes for turn in node.config.turns for wanted in turn.values()]
+    on_each = max((ranks.num_ranks_per_node for ranks in groups if isinstance(ranks, Ranks) and ranks.num_nodes > 1), default=0)
+    return count // on_each if on_each and count % on_each == 0 else None
 
 
 def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:

@@ -98,10 +98,10 @@ def forecast(
         gpu_memory: GiB of a GPU.
         flops: TFLOP/s of its bf16 matrix products, as measured.
         bandwidth: TB/s of its memory, as measured.
-        nodes: nodes that these GPUs are on, equally many on each; default: 8 GPUs on a node.
+        nodes: nodes that these GPUs are on, equally many on each; default: as the recipe says, else 8 GPUs on a node.
         network: GB/s of a node to other nodes, as sold; default: 50.
     """
-    from flows.cli.forecast import show_forecast
+    from flows.cli.forecast import nodes_in, show_forecast
     from rlhf_core.forecast.hardware import GPUS, on_nodes
 
     given = {"memory": (gpu_memory, 2**30), "flops": (flops, 1e12), "bandwidth": (bandwidth, 1e12)}
@@ -113,7 +113,8 @@ def forecast(
     needed = max((round(needs(node.config).gpus) for node in planned.nodes), default=0)
     kind, count = GPUS[gpu], gpus or max(1, needed)
     memory, rate, speed = (getattr(kind, name) if value is None else value * unit for name, (value, unit) in given.items())
-    known = on_nodes(kind._replace(memory=memory, flops=rate, bandwidth=speed), count, nodes, network and network * 1e9)
+    told = nodes or nodes_in(planned, count)
+    known = on_nodes(kind._replace(memory=memory, flops=rate, bandwidth=speed), count, told, network and network * 1e9)
     show_forecast(console, planned, count, known)
     return 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
@@ -39,7 +39,7 @@ def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, s
     hosts = {name: _host(config, name, sizes, gpu, sharding) for name in config.groups} | {"sampler": _Host(PROCESS)}
     on: dict[str, list[str]] = {}
     for name, places in layout.gpus().items():
-        for place in dict.fromkeys(places):
+        for place in places:
             on.setdefault(place, []).append(name)
     found = [_on_one(config, names, held, hosts, sizes["actor"], gpu) for names in on.values()]
     per_node = min(gpu.per_node, len(on))
@@ -61,18 +61,18 @@ def _on_one(config: PPO, names: list[str], held: Mapping[str, Held], hosts: Mapp
 
     gathered = max(GROUP, 2 * largest_layer(actor)) if config.zero_stage == 3 and "actor" in names else 0.0
     awake = most("generating")
-    kept: Callable[[str], float] = most if config.vllm.sleep else lambda _: most("scoring", "training", "generating")
+    cached = 0.0 if config.vllm.sleep else most("scoring", "training", "generating")
     buckets = BUCKET * len({"actor", "sampler"} & set(names))
     return {
         "start-up": Phase(CONTEXT * len(names), PROCESS * len(names)),
         "load": Phase(still + most("starting") + awake, host + sum(each.loading for each in of_host)),
-        "generate": Phase(still + kept("generating"), host),
-        "score": Phase(still + kept("scoring"), host),
-        "train": Phase(still + kept("training"), host),
-        "gather": Phase(still + gathered, host),
-        "sync": Phase(still + awake + gathered + buckets, host),
-        "export": Phase(still + gathered, host),
-        "save": Phase(still, host + sum(each.saving for each in of_host)),
+        "generate": Phase(still + max(cached, awake), host),
+        "score": Phase(still + max(cached, most("scoring")), host),
+        "train": Phase(still + max(cached, most("training")), host),
+        "gather": Phase(still + max(cached, gathered), host),
+        "sync": Phase(still + max(cached, awake + gathered + buckets), host),
+        "export": Phase(still + max(cached, gathered), host),
+        "save": Phase(still + cached, host + sum(each.saving for each in of_host)),
     }
 
 
