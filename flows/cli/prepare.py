@@ -113,8 +113,8 @@ def forecast(
     needed = max((round(needs(node.config).gpus) for node in planned.nodes), default=0)
     kind, count = GPUS[gpu], gpus or max(1, needed)
     memory, rate, speed = (getattr(kind, name) if value is None else value * unit for name, (value, unit) in given.items())
-    told = nodes or nodes_in(planned, count)
-    known = on_nodes(kind._replace(memory=memory, flops=rate, bandwidth=speed), count, told, network and network * 1e9)
+    on = nodes or nodes_in(planned, count)
+    known = on_nodes(kind._replace(memory=memory, flops=rate, bandwidth=speed), count, on, network and network * 1e9)
     show_forecast(console, planned, count, known)
     return 0
 

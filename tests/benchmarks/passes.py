@@ -10,6 +10,7 @@ of the card's streams how long it worked and how long it waited, and where the b
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
