@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.cli.show import table_of
-from rlhf_core.config import KINDS, PPO, Optimised, Trainable
+from rlhf_core.config import KINDS, PPO, Optimised, Ranks, Trainable
 from rlhf_core.config.rewards import RewardSource
-from rlhf_core.forecast.memory import GIB, USABLE
+from rlhf_core.forecast.by_phase import training_by_phase
+from rlhf_core.forecast.hardware import GIB, LINK, Gpu, nodes_of
+from rlhf_core.forecast.memory import USABLE
 from rlhf_core.forecast.passes import alternatives, fields_of
-from rlhf_core.forecast.placements import Placement, choose, on_fewest
-from rlhf_core.forecast.seconds import Gpu, seconds_of_pass
+from rlhf_core.forecast.placements import Placement, choose, details, on_fewest
+from rlhf_core.forecast.seconds import seconds_of_pass
 from rlhf_core.forecast.zero_stage import at_start, peak_of_training, size_of_folder, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
 from rlhf_core.recipe.plan import Node, Plan
@@ -26,7 +28,10 @@ BF16 = "bfloat16"
 
 def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None:
     """Prints each training stage's memory on the fullest GPU, and for PPO the phases of all placements on `count` GPUs."""
-    console.print(f"estimates for {gpu} (--gpu, or --gpu-memory, --flops, --bandwidth); bf16, answers of full length", highlight=False)
+    nodes = nodes_of(count, gpu)
+    on = f", {nodes} nodes with {gpu.network / LINK / 1e9:.0f} GB/s between them (--nodes, --network)" if nodes > 1 else ""
+    how = "--gpu, or --gpu-memory, --flops, --bandwidth"
+    console.print(f"estimates for {gpu} ({how}){on}; bf16, answers of full length", highlight=False)
     for node in planned.nodes:
         if isinstance(node.config, PPO):
             sizes = sizes_of(planned, node, node.config)
@@ -45,6 +50,16 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
             if config.dtype != BF16:
                 line += f" [red]with dtype: {BF16}, and the recipe has {config.dtype}[/]"
             console.print(line, highlight=False)
+            peaks = training_by_phase(config, size, stage, gpu)
+            told = ", ".join(f"{phase} {each.gpu / GIB:.1f} / {each.host / GIB:.1f}" for phase, each in peaks.items())
+            console.print(f"  GiB of a GPU / of the host of a node: {told}", highlight=False)
+
+
+def nodes_in(planned: Plan, count: int) -> int | None:
+    """Returns the nodes that `count` GPUs are on where groups of the recipe have several nodes; None where it does not say."""
+    groups = [wanted for node in planned.nodes for turn in node.config.turns for wanted in turn.values()]
+    on_each = max((ranks.num_ranks_per_node for ranks in groups if isinstance(ranks, Ranks) and ranks.num_nodes > 1), default=0)
+    return count // on_each if on_each and count % on_each == 0 else None
 
 
 def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
@@ -81,6 +96,7 @@ def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], 
         console.print(f"{escape(name)}: no placement suits its batch sizes and switches on this number of GPUs", highlight=False)
         return
     console.print(table)
+    _show_details(console, name, config, chosen or min(found, key=lambda placement: placement.peak), gpu, sizes)
     if chosen is None:
         less = "more GPUs, or a smaller model" if config.lora else "more GPUs, lora, or a smaller model"
         trained = {role: size for role, size in sizes.items() if role in ("actor", "critic")}
@@ -95,6 +111,19 @@ def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], 
     console.print(f"{choice}. In the recipe, under {escape(name)}:", highlight=False)
     lines = yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120)
     console.print(textwrap.indent(lines.rstrip(), "  "), markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_details(console: Console, name: str, config: PPO, placement: Placement, gpu: Gpu, sizes: Mapping[str, Size]) -> None:
+    """Prints a placement phase by phase: seconds at the best and the worst of the measured rates, memory of GPU and host."""
+    (fast, typical, slow), memory = details(config, placement, sizes, gpu)
+    numbers = ("seconds", "range", "GiB, fullest GPU", "GiB, host of a node")
+    table = table_of("phase", *numbers, title=f"{name}, {placement.name}: phases", right=numbers)
+    for phase in dict.fromkeys([*memory, *typical]):
+        seconds = [f"{typical[phase]:.1f}", f"{fast[phase]:.1f} to {slow[phase]:.1f}"] if phase in typical else ["", ""]
+        held = [f"{size / GIB:.1f}" for size in memory[phase]] if phase in memory else ["", ""]
+        table.add_row(phase, *seconds, *held)
+    table.add_row("an iteration", f"{sum(typical.values()):.1f}", f"{sum(fast.values()):.1f} to {sum(slow.values()):.1f}", "", "")
+    console.print(table)
 
 
 def _to_write(config: PPO, chosen: Placement) -> dict[str, Any]:

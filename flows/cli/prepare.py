@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from itertools import chain, count
+from itertools import chain
+from itertools import count as counted
 from pathlib import Path
 from typing import Literal
 
@@ -42,7 +43,7 @@ def migrate(script: Path, *, out: Path | None = None, gpus: int = 8) -> int:
 
 def _free(path: Path) -> Path:
     """Returns `path`, or when it exists, the first of `<stem>-2`, `<stem>-3`, ... that does not."""
-    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in counted(2))
     return next(each for each in chain([path], numbered) if not each.exists())
 
 
@@ -82,10 +83,12 @@ def forecast(
     recipe: RecipePlace,
     *overrides: Override,
     gpus: int = 0,
-    gpu: Literal["h200", "h100"] = "h200",
+    gpu: Literal["h200", "h100", "h800", "a100", "a800"] = "h200",
     gpu_memory: float | None = None,
     flops: float | None = None,
     bandwidth: float | None = None,
+    nodes: int | None = None,
+    network: float | None = None,
 ) -> int:
     """Estimate memory of each GPU and seconds of an iteration, and recommend a placement. Starts nothing.
 
@@ -95,17 +98,24 @@ def forecast(
         gpu_memory: GiB of a GPU.
         flops: TFLOP/s of its bf16 matrix products, as measured.
         bandwidth: TB/s of its memory, as measured.
+        nodes: nodes that these GPUs are on, equally many on each; default: as the recipe says, else 8 GPUs on a node.
+        network: GB/s of a node to other nodes, as sold; default: 50.
     """
-    from flows.cli.forecast import show_forecast
-    from rlhf_core.forecast.seconds import GPUS
+    from flows.cli.forecast import nodes_in, show_forecast
+    from rlhf_core.forecast.hardware import GPUS, on_nodes
 
     given = {"memory": (gpu_memory, 2**30), "flops": (flops, 1e12), "bandwidth": (bandwidth, 1e12)}
-    if gpus < 0 or not all(value is None or 0 < value < math.inf for value, _ in given.values()):
-        raise ValueError("--gpus, --gpu-memory, --flops and --bandwidth are numbers above 0: leave out what is not known")
+    numbers = [gpu_memory, flops, bandwidth, nodes, network]
+    if gpus < 0 or not all(value is None or 0 < value < math.inf for value in numbers):
+        told = "--gpus, --gpu-memory, --flops, --bandwidth, --nodes and --network"
+        raise ValueError(f"{told} are numbers above 0: leave out what is not known")
     planned = plan(load_recipe(recipe, overrides))
     needed = max((round(needs(node.config).gpus) for node in planned.nodes), default=0)
-    known = GPUS[gpu]._replace(**{name: value * unit for name, (value, unit) in given.items() if value is not None})
-    show_forecast(console, planned, gpus or max(1, needed), known)
+    kind, count = GPUS[gpu], gpus or max(1, needed)
+    memory, rate, speed = (getattr(kind, name) if value is None else value * unit for name, (value, unit) in given.items())
+    on = nodes or nodes_in(planned, count)
+    known = on_nodes(kind._replace(memory=memory, flops=rate, bandwidth=speed), count, on, network and network * 1e9)
+    show_forecast(console, planned, count, known)
     return 0
 
 

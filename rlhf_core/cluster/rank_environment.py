@@ -23,8 +23,8 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE)
 # What helps a role or a stage whose GPU has no memory left.
 LESS_MEMORY = (
     "lower micro_train_tokens or micro_train_batch_size (in PPO also those of rollouts, and vllm.gpu_memory_utilization), or set "
-    "gradient_checkpointing (in PPO also adam_offload, ref_reward_offload), and run again: with another value of any of these the stage "
-    "goes on from its last checkpoint; `alignflow plan` with this GPU's memory says what fits"
+    "gradient_checkpointing, adam_offload or param_offload (in PPO also ref_reward_offload), and run again: with another value of any of "
+    "these the stage goes on from its last checkpoint; `alignflow plan` with this GPU's memory says what fits"
 )
 
 

@@ -28,10 +28,11 @@ _started = ""  # address of the cluster that `connect` started last
 
 
 class Reservation(NamedTuple):
-    """Holds what `reserve` has reserved: `slots[name]` are those of a group's processes, node by node."""
+    """Holds what `reserve` has reserved: `slots[name]` are those of a group's processes, node by node; `nodes`: the node of each bundle."""
 
     group: PlacementGroup
     slots: Mapping[str, Sequence[Slot]]
+    nodes: Mapping[int, str]
 
 
 def connect() -> None:
@@ -109,4 +110,4 @@ def reserve(layout: Layout, timeout: float) -> Reservation:
         )
     node_of = placement_group_table(group)["bundles_to_node_id"]
     print(f"reserved {layout} on {len(set(node_of.values()))} node(s)", flush=True)
-    return Reservation(group, by_node(layout, node_of))
+    return Reservation(group, by_node(layout, node_of), node_of)

@@ -12,8 +12,8 @@ import psutil
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, is_ours, leave, reserve
 from rlhf_core.cluster.worker import RankReady
-from rlhf_core.cluster.worker_group import Group, cpu_threads
-from rlhf_core.config.processes import Wanted, processes
+from rlhf_core.cluster.worker_group import Group
+from rlhf_core.config.processes import Wanted
 
 ENDING_SECONDS = 30.0
 
@@ -30,7 +30,7 @@ def temporary_group(
     connect()
     ours, ready = is_ours(), list[RankReady]()
     try:
-        group = Group(name, reserve(arrange({name: wanted}), timeout), cpu_threads(processes(wanted)), span)
+        group = Group(name, reserve(arrange({name: wanted}), timeout), 1, span)
         if prepare:
             group.prepare(*prepare)
         ready += group.build(factory, **options).wait(timeout)

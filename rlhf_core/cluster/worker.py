@@ -15,10 +15,18 @@ import ray
 
 from rlhf_core.cluster.rank_environment import set_rank_environment, store_address
 from rlhf_core.cluster.signs import report
+from rlhf_core.runs.allotment import CORES_ENV
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.system.gpu_allocator import give_up_segments
+from rlhf_core.system.machine import num_cpus
 from rlhf_core.system.processes import raised_by_us
+
+
+def cpu_threads(side_by_side: int) -> int:
+    """Returns how many threads one of `side_by_side` processes gets: its part of the stage's cores, or of those of this node (of this
+    container, where that has a quota)."""
+    return max(1, int(os.environ.get(CORES_ENV) or num_cpus()) // side_by_side)
 
 
 class LibraryError(RuntimeError):
@@ -45,13 +53,14 @@ class RankReady(NamedTuple):
 
 
 class Worker:
-    """Runs one rank: `build` makes the role's object, `call` runs one of its methods. `key`: under which the rank reports progress."""
+    """Runs one rank: `build` makes the role's object, `call` runs one of its methods. `side_by_side`: processes that share the cores of
+    this node; `key`: under which the rank reports progress."""
 
-    def __init__(self, name: str, threads: int, expandable_segments: bool, key: str):
+    def __init__(self, name: str, side_by_side: int, expandable_segments: bool, key: str):
         self._name = name
         self._unprepared: Exception | None = None
         self._imports = 0.0
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # before anything is imported that reads it
+        os.environ["OMP_NUM_THREADS"] = str(cpu_threads(side_by_side))  # before anything is imported that reads it
         if not expandable_segments:
             give_up_segments(os.environ)
         report(key)

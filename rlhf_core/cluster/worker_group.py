@@ -6,7 +6,6 @@ for a time. Arguments may be references from `put_on_nodes`, so that a batch is 
 
 from __future__ import annotations
 
-import os
 import re
 import time
 import uuid
@@ -23,7 +22,6 @@ from rlhf_core.cluster.ray_cluster import Reservation, connect, dead_nodes, is_o
 from rlhf_core.cluster.signs import NOTICE_SECONDS, Silent, Watch
 from rlhf_core.cluster.worker import RankReady, Worker
 from rlhf_core.config import Ranks
-from rlhf_core.runs.allotment import CORES_ENV
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 
 P = ParamSpec("P")
@@ -139,14 +137,16 @@ def _without_progress(pending: Sequence[Pending[Any]], refs: Sequence[Any]) -> s
 
 class Group:
     """Starts all ranks of one role. An engine over several GPUs is one rank; the processes on its other GPUs only reserve these.
+    `at_once`: roles that work at the same time, between which and whose ranks the cores of a node are divided.
     `expandable_segments`: whether PyTorch may use them, where the user turns them on (`rlhf_core.system.gpu_allocator`). `together`: the
     ranks wait for each other in collectives, so that the progress of one is that of all."""
 
     def __init__(
-        self, name: str, reservation: Reservation, threads: int, span: int = 1, expandable_segments: bool = True, together: bool = False
+        self, name: str, reservation: Reservation, at_once: int, span: int = 1, expandable_segments: bool = True, together: bool = False
     ):
         self.name, slots = name, reservation.slots[name]
         self.world_size, key = len(slots) // span, uuid.uuid4().hex
+        nodes = [reservation.nodes[slot.bundle] for slot in slots]
         keys = [key if together else f"{key}-{i}" for i in range(len(slots))]
         # Processes of a cluster of our own have our environment anyway, and start at once where Ray need not make one for them.
         environment = None if is_ours() else {"env_vars": passed_environment()}
@@ -155,7 +155,7 @@ class Group:
             slot, title = slots[i], f"{name}{i // span}" if self.world_size > 1 else name
             where = PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=slot.bundle)
             options = {"num_cpus": slot.cpus, "num_gpus": slot.gpus, "runtime_env": environment, "scheduling_strategy": where}
-            return ray.remote(Worker).options(**options).remote(title, threads, expandable_segments, keys[i])
+            return ray.remote(Worker).options(**options).remote(title, at_once * nodes.count(nodes[i]), expandable_segments, keys[i])
 
         self._process = process
         self._processes = [process(i) for i in range(len(slots))]
@@ -255,11 +255,6 @@ def in_order(by_rank: Sequence[Sequence[tuple[int, R]]]) -> list[R]:
     return [found[index] for index in range(len(found))]
 
 
-def cpu_threads(roles_at_once: int) -> int:
-    """Returns how many threads one worker gets when `roles_at_once` of them work side by side on the stage's cores of this machine."""
-    return max(1, int(os.environ.get(CORES_ENV) or os.cpu_count() or 1) // roles_at_once)
-
-
 class StageRank:
     """Runs one rank of a training stage (SFT, reward model, DPO, KTO): every rank calls the same function."""
 
@@ -276,7 +271,7 @@ def run_on_group(
     """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `resolve` gives the request, from the
     bytes of the group's smallest GPU (0: there is none)."""
     connect()
-    group = Group(name, reserve(arrange({name: ranks}), timeout=600), cpu_threads(ranks.world_size), together=True)
+    group = Group(name, reserve(arrange({name: ranks}), timeout=600), 1, together=True)
     request = resolve(group.gpu_bytes(600))
     group.build(StageRank, work=work, request=request, path=str(run.path)).wait(600)
     return group.call("train", StageRank.run).wait(SILENT_SECONDS)[0]

@@ -158,6 +158,9 @@ class PPO(Optimised, Rewarded, Routed):
     adam_offload: Annotated[tuple[Literal["actor", "critic"], ...], NotInDigest] = Field(
         (), description="these roles' optimiser states are in host memory, where their steps run; true: actor and critic"
     )
+    param_offload: Annotated[tuple[Literal["actor", "critic"], ...], NotInDigest] = Field(
+        (), description="these roles' shards of the weights, under ZeRO-3, are in host memory; a layer at a time goes to the GPU"
+    )
 
     @property
     def texts(self) -> Sequence[Text]:
@@ -209,6 +212,9 @@ class PPO(Optimised, Rewarded, Routed):
     def trained_ranks(self) -> dict[str, Ranks]:
         return {"actor_ranks": self.actor_ranks} | ({"critic_ranks": self.critic_ranks} if self.has_critic else {})
 
+    def offloaded(self, what: Literal["adam", "param"]) -> tuple[str, ...]:
+        return self.adam_offload if what == "adam" else self.param_offload
+
     @property
     def groups(self) -> dict[str, Ranks]:
         """The processes of each model; reward models are called `reward:<title>`."""
@@ -239,7 +245,7 @@ class PPO(Optimised, Rewarded, Routed):
         chosen = ((self.colocate_actor_ref and self.has_reference, actor_ref), (self.colocate_critic_reward, critic_reward))
         return [names for wanted, names in chosen if wanted]
 
-    @field_validator("adam_offload", mode="before")
+    @field_validator("adam_offload", "param_offload", mode="before")
     @classmethod
     def _both(cls, value: object) -> object:
         return (("actor", "critic") if value else ()) if isinstance(value, bool) else value
@@ -336,7 +342,8 @@ class PPO(Optimised, Rewarded, Routed):
     def _check_placement(self) -> Iterator[str]:
         if self.colocate_critic_reward and not (self.has_critic and self.reward_models):
             yield "colocate_critic_reward needs a critic and a reward model: leave it out"
-        for field, roles in (("adam_offload", self.adam_offload), ("ref_reward_offload", ["reference"] * self.ref_reward_offload)):
+        offloads: dict[str, Sequence[str]] = {"adam_offload": self.adam_offload, "param_offload": self.param_offload}
+        for field, roles in (offloads | {"ref_reward_offload": ["reference"] * self.ref_reward_offload}).items():
             if without := [role for role in roles if role in self.groups and not self.groups[role].gpus]:
                 yield f"{field} frees a GPU's memory, and {', '.join(without)} has none: set gpus of its ranks, or leave it out"
         if self.ref_reward_shard and self.ref_reward_offload:
@@ -348,8 +355,6 @@ class PPO(Optimised, Rewarded, Routed):
 
     @check
     def _check(self) -> Iterator[str]:
-        if self.zero_stage == 0 and self.adam_offload:
-            yield ("zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host: set zero_stage to 2, 3 or auto")
         if self.micro_train_tokens is None:
             yield from self.batch_mistakes()
         samples = self.rollout_batch_size * self.n_samples_per_prompt

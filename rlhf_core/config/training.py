@@ -11,6 +11,7 @@ from rlhf_core.config.data import Data, Rows, Text, template_mistakes
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.processes import Groups
 from rlhf_core.config.sweep import Value, sweep_mistakes
+from rlhf_core.config.zero_fields import ZeroFields
 from rlhf_core.records import Config, Momentum, NotInDigest, Positive, Ranks, Rate, Share, check
 
 Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]
@@ -32,7 +33,7 @@ class Lora(Config):
     )
 
 
-class Optimised(Gated):
+class Optimised(Gated, ZeroFields):
     """Fields that PPO and all training stages share: optimiser, schedule, checkpoints, precision."""
 
     train_batch_size: Positive = Field(128, description="documents (pairs for preferences) of one optimiser step, all ranks together")
@@ -77,6 +78,15 @@ class Optimised(Gated):
         """The processes of each trained model, by their field."""
         raise NotImplementedError
 
+    def offloaded(self, what: Literal["adam", "param"]) -> tuple[str, ...]:
+        """The trained models whose optimiser (adam) or weights (param) are in host memory: of ppo its roles, else `model`."""
+        raise NotImplementedError
+
+    @property
+    def needs_deepspeed(self) -> bool:
+        """Whether plain torch, which trains on one rank, lacks something that the recipe asks for."""
+        return bool(self.offloaded("adam") or self.offloaded("param") or self.deepspeed)
+
     @property
     def longest(self) -> int:
         """Tokens of the longest document, or pair of them: no pass is shorter."""
@@ -102,11 +112,23 @@ class Optimised(Gated):
         for name, ranks in self.trained_ranks.items():
             if self.zero_stage == 0 and ranks.world_size > 1:
                 yield (f"zero_stage=0 trains on one rank, {name} are {ranks.world_size}: set zero_stage to 1, 2, 3 or auto")
-        if self.lora is not None and self.lora.quantize != "none" and self.zero_stage == 3:
+        quantized = self.lora is not None and self.lora.quantize != "none"
+        if self.lora is not None and quantized and self.zero_stage == 3:
             yield (
                 f"lora.quantize={self.lora.quantize} cannot be trained with zero_stage=3, which would cut 4-bit weights into shards: "
                 f"set zero_stage to 2 or less, or quantize to none"
             )
+        if self.lora is not None and quantized and self.offloaded("param"):
+            yield f"lora.quantize={self.lora.quantize} keeps whole weights on the GPU: leave out param_offload, or set quantize to none"
+        if self.zero_stage == 0 and self.offloaded("adam"):
+            yield "zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host: set zero_stage to 2, 3 or auto"
+        if self.zero_stage == 0 and self.deepspeed:
+            yield "zero_stage=0 is plain torch, without options of DeepSpeed: leave out deepspeed, or set zero_stage to 1, 2, 3 or auto"
+        sharded = [name for name, wanted in (("param_offload", self.offloaded("param")), ("zero_hpz", self.zero_hpz)) if wanted]
+        if self.zero_stage not in (3, "auto"):
+            yield from (f"{name} is for weights that are sharded: set zero_stage to 3 or auto, or leave it out" for name in sharded)
+        if self.zero_hpz and all(ranks.num_nodes == 1 for ranks in self.trained_ranks.values()):
+            yield f"zero_hpz keeps a copy of the weights on each node, and {' and '.join(self.trained_ranks)} have one node: leave it out"
 
 
 class Routed(Config):
@@ -126,11 +148,23 @@ class Trainable(Optimised):
     learning_rate: Rate = Field(1e-5, description="peak learning rate")
     eval_steps: Annotated[int, NotInDigest] = Field(0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end")
     ranks: Annotated[Ranks, NotInDigest] = Field(Ranks(), description="processes of this stage")
+    adam_offload: Annotated[bool, NotInDigest] = Field(
+        False, description="the optimiser's state is in host memory, where its step runs: 12 bytes a parameter less on the GPUs; slower"
+    )
+    param_offload: Annotated[bool, NotInDigest] = Field(
+        False, description="ZeRO-3's shards of the weights are in host memory, a layer at a time goes to the GPU; slower"
+    )
 
     @check
     def _check_passes(self) -> Iterator[str]:
         if self.micro_train_tokens is None:
             yield from self.batch_mistakes()
+        if not self.ranks.gpus:
+            fields = [name for name in ("adam_offload", "param_offload") if getattr(self, name)]
+            yield from (f"{name} frees a GPU's memory, and ranks have none: set gpus of ranks, or leave it out" for name in fields)
+
+    def offloaded(self, what: Literal["adam", "param"]) -> tuple[str, ...]:
+        return ("model",) if (self.adam_offload if what == "adam" else self.param_offload) else ()
 
     @property
     def trained_ranks(self) -> dict[str, Ranks]:

@@ -11,16 +11,28 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
-from rlhf_core.config import PPO, Lora
-from rlhf_core.forecast.passes import recipe_pass
+from rlhf_core.config import PPO, Lora, Optimised, Ranks, Trainable
+from rlhf_core.forecast.hardware import GIB
+from rlhf_core.forecast.passes import Pass, recipe_pass
 from rlhf_core.hub.model_config import Size
 
-GIB = 2**30
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
 FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once while it computes, and its buckets
 KEPT = 1 / 16  # of a GPU: weights that take less stay whole from forward pass to backward pass, which would fetch them again
 USABLE = 0.95  # of a GPU; the rest is lost to fragmentation
 CHUNK = 2048  # positions whose logits exist at once where they are not kept (models/token_logprobs.py)
+
+
+class Sharding(NamedTuple):
+    """What is in shares from the start: weights that ZeRO-3 trains, while they are loaded (a rank then holds its share and two layers);
+    models that are only read; an export (rank 0 then holds a group of weights in host memory, not the model)."""
+
+    load: bool = True
+    frozen: bool = False
+    export: bool = True
+
+
+CODE = Sharding()  # what the code does: set a field where it changes
 
 
 class Held(NamedTuple):
@@ -46,6 +58,9 @@ class Training(NamedTuple):
     adapters: bool = False
     gpu_bytes: float = 0.0
     weight: float = 2.0
+    on_host: bool = False  # the shards of the weights, between two fetches
+    copies: int = 1  # ranks that share a second copy of the weights (hpZ); 1: there is none
+    sharding: Sharding = CODE
 
 
 def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
@@ -53,8 +68,12 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     count = size.parameters - (0 if head else size.head)
     per_rank = count / how.ranks
     weights, fetched = how.weight * (per_rank if how.zero_stage == 3 else count), 0.0
+    if how.zero_stage == 3 and how.copies > 1:
+        weights += how.weight * count / how.copies
+    if how.zero_stage == 3 and how.on_host:
+        weights = 0.0
     if how.zero_stage == 3:
-        fetched = FETCHED + (2 * count if 2 * count <= KEPT * how.gpu_bytes and not how.adapters else 0)
+        fetched = FETCHED + (2 * count if 2 * count <= KEPT * how.gpu_bytes and not how.adapters and not how.on_host else 0)
     if how.adapters:
         state, gradients = 0.0, 0.0
     elif how.zero_stage == 0:  # plain torch, whose fp32 gradients take the place of the bf16 ones when the pass is over
@@ -85,6 +104,12 @@ def loaded(size: Size, head: bool, weight: float, ranks: int = 1) -> float:
     return CONTEXT + count / ranks + (min(FETCHED, count) if ranks > 1 else 0.0)
 
 
+def largest_layer(size: Size) -> float:
+    """Parameters of a layer, or of the embeddings where these are more."""
+    embeddings = size.vocabulary * size.hidden
+    return max(embeddings, (size.parameters - embeddings - size.head) / size.layers)
+
+
 def read(size: Size, tokens: int, head: bool, offload: bool = False, ranks: int = 1) -> Held:
     """A model that is only read; with `offload` its weights are there only while it scores. `ranks`: over which it is cut."""
     whole = 2 * (size.parameters - (0 if head else size.head))
@@ -103,7 +128,7 @@ def engine_needs(size: Size, tensor_parallel_size: int) -> float:
     return 2 * size.parameters / tensor_parallel_size + 3 * GIB
 
 
-def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str, Held]:
+def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float, sharding: Sharding = CODE) -> dict[str, Held]:
     """What each process of each group holds. `sizes` gives the model of each group of models."""
     scoring = config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest
     held: dict[str, Held] = {}
@@ -121,13 +146,40 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
                 adapters=config.lora is not None,
                 gpu_bytes=gpu_bytes,
                 weight=bytes_of_weights(config.lora),
+                on_host=name in config.param_offload,
+                copies=copies(config, ranks),
+                sharding=sharding,
             )
             held[name] = trained(sizes[name], how, head, scoring)
         else:
-            held[name] = read(sizes[name], scoring, head, config.ref_reward_offload, ranks.world_size if config.ref_reward_shard else 1)
+            shared = config.ref_reward_shard or sharding.frozen
+            held[name] = read(sizes[name], scoring, head, config.ref_reward_offload, ranks.world_size if shared else 1)
     awake = config.vllm.gpu_memory_utilization * gpu_bytes
     held["sampler"] = Held(1.0 * GIB, generating=awake) if config.vllm.sleep else Held(CONTEXT + awake)
     return held
+
+
+def copies(config: Optimised, ranks: Ranks) -> int:
+    """Ranks that share a second copy of the weights (`zero_hpz`); 1: there is none."""
+    return ranks.num_ranks_per_node if config.zero_hpz and ranks.num_nodes > 1 else 1
+
+
+def training_of(config: Trainable, zero_stage: int, gpu_bytes: float, what: Pass | None = None, sharding: Sharding = CODE) -> Training:
+    """What decides the memory of a training stage, with passes as the recipe has them or others."""
+    tokens, recomputed = what or recipe_pass(config, config.ranks.world_size)
+    return Training(
+        ranks=config.ranks.world_size,
+        zero_stage=zero_stage,
+        recomputed=recomputed,
+        tokens=tokens,
+        offload=config.adam_offload,
+        adapters=config.lora is not None,
+        gpu_bytes=gpu_bytes,
+        weight=bytes_of_weights(config.lora),
+        on_host=config.param_offload,
+        copies=copies(config, config.ranks),
+        sharding=sharding,
+    )
 
 
 def gpu_peaks(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:

@@ -10,12 +10,15 @@ from pydantic import ValidationError
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import ModelReward
-from rlhf_core.forecast.memory import USABLE, engine_needs, gpu_peaks, roles
+from rlhf_core.forecast.by_phase import Phase, by_phase
+from rlhf_core.forecast.hardware import Gpu, nodes_of
+from rlhf_core.forecast.memory import CODE, USABLE, Sharding, engine_needs, gpu_peaks, roles
 from rlhf_core.forecast.passes import alternatives, fields_of
-from rlhf_core.forecast.seconds import Gpu, phases, shares_of_engine
+from rlhf_core.forecast.seconds import Range, phases, phases_as_range, shares_of_engine
 from rlhf_core.forecast.zero_stage import stage_of_ppo
 from rlhf_core.hub.model_config import Size
 
+MOST_OF_ENGINE = 0.45  # of a GPU that models share
 RANKS = ("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks")
 
 
@@ -39,24 +42,41 @@ class Placement(NamedTuple):
         return self.peak <= USABLE * gpu.memory and self.lacking <= 0 and self.beyond <= 0
 
 
-def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu) -> Placement:
+def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding = CODE) -> Placement:
     config = config.model_copy(update={"zero_stage": stage_of_ppo(config, sizes, gpu.memory).stage})
     layout = arrange(config.placed, config.together)
-    found = gpu_peaks(config, layout, roles(config, sizes, gpu.memory))
+    found = gpu_peaks(config, layout, roles(config, sizes, gpu.memory, sharding))
     lacking = engine_needs(sizes["actor"], config.vllm.tensor_parallel_size) - config.vllm.gpu_memory_utilization * gpu.memory
-    return Placement(name, fields, max(held for _, held in found.values()), found, phases(config, layout, sizes, gpu), lacking)
+    return Placement(
+        name, fields, max(held for _, held in found.values()), found, phases(config, layout, sizes, gpu, sharding=sharding), lacking
+    )
 
 
-def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> list[Placement]:
+class Details(NamedTuple):
+    """Of one placement: seconds by phase as a range, and memory by phase."""
+
+    seconds: Range
+    memory: dict[str, Phase]
+
+
+def details(config: PPO, placement: Placement, sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding = CODE) -> Details:
+    """Simulates a placement of `placements` phase by phase."""
+    changed = PPO.model_validate(config.model_dump() | placement.fields)
+    changed = changed.model_copy(update={"zero_stage": stage_of_ppo(changed, sizes, gpu.memory).stage})
+    layout = arrange(changed.placed, changed.together)
+    return Details(phases_as_range(changed, layout, sizes, gpu, sharding), by_phase(changed, layout, sizes, gpu, sharding))
+
+
+def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding = CODE) -> list[Placement]:
     """The recipe's own placement first, with other passes where those fit or are faster, then what could be had on `count` GPUs."""
     found = []
     if config.actor_ranks.gpus:
         taken = f", zero_stage {stage_of_ppo(config, sizes, gpu.memory).stage}" if config.zero_stage == "auto" else ""
         beyond = max(0.0, _gpu_count(config) - count)
-        found.append(forecast(f"as in the recipe{taken}", config, {}, sizes, gpu)._replace(beyond=beyond))
-        other = _best(_with_other_passes("the recipe's placement", config, {}, sizes, gpu), gpu)
+        found.append(forecast(f"as in the recipe{taken}", config, {}, sizes, gpu, sharding)._replace(beyond=beyond))
+        other = _best(_with_other_passes("the recipe's placement", config, {}, sizes, gpu, sharding), gpu)
         found += [other._replace(beyond=beyond)] if other.fields else []
-    for name, fields in _options(config, count).items():
+    for name, fields in options_on(config, count, sizes["actor"], gpu).items():
         try:
             changed = PPO.model_validate(config.model_dump() | fields)
         except ValidationError:  # the batch sizes do not fit so many ranks, or the engines are to work beside the models
@@ -66,7 +86,7 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> 
         tried = []
         for share in shares_of_engine(changed, sizes["actor"], gpu) if changed.colocate_all else [0.9]:
             changed = changed.model_copy(update={"vllm": changed.vllm.model_copy(update={"gpu_memory_utilization": share})})
-            tried += _with_other_passes(name, changed, fields | {"vllm": changed.vllm.model_dump()}, sizes, gpu)
+            tried += _with_other_passes(name, changed, fields | {"vllm": changed.vllm.model_dump()}, sizes, gpu, sharding)
         found.append(_best(tried, gpu))
     return found
 
@@ -88,12 +108,14 @@ def _gpu_count(config: PPO) -> float:
     return sum(bundle.get("GPU", 0.0) for bundle in arrange(config.placed, config.together).bundles)
 
 
-def _with_other_passes(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu) -> list[Placement]:
+def _with_other_passes(
+    name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding
+) -> list[Placement]:
     """A placement with the recipe's passes, and with each of the others."""
-    found = [forecast(name, config, fields, sizes, gpu)]
+    found = [forecast(name, config, fields, sizes, gpu, sharding)]
     for other in alternatives(config)[1:]:
         passes = fields_of(other, config)
-        found.append(forecast(f"{name}; {other}", config.model_copy(update=passes), fields | passes, sizes, gpu))
+        found.append(forecast(f"{name}; {other}", config.model_copy(update=passes), fields | passes, sizes, gpu, sharding))
     return found
 
 
@@ -112,11 +134,12 @@ def choose(found: list[Placement], gpu: Gpu) -> Placement | None:
     return min(equals, key=lambda placement: round(20 * placement.peak / gpu.memory) if placement.fields else -1, default=None)
 
 
-def _options(config: PPO, count: int) -> dict[str, dict[str, Any]]:
+def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[str, Any]]:
     """Fields that make each placement."""
 
     def ranks(number: int) -> dict[str, Any]:
-        return {"num_nodes": 1, "num_ranks_per_node": number, "cpus": config.actor_ranks.cpus, "gpus": 1.0}
+        nodes = number // gpu.per_node if number > gpu.per_node and number % gpu.per_node == 0 else 1
+        return {"num_nodes": nodes, "num_ranks_per_node": number // nodes, "cpus": config.actor_ranks.cpus, "gpus": 1.0}
 
     vllm = config.vllm.model_dump()
     switches = ("colocate_all", "colocate_actor_ref", "colocate_critic_reward", "ref_reward_offload", "adam_offload")
@@ -126,8 +149,15 @@ def _options(config: PPO, count: int) -> dict[str, dict[str, Any]]:
         apart["reward"] = [source.model_dump() for source in rewards]
 
     def engines(gpus: int, alone: bool) -> dict[str, Any]:
-        """As many as fit `gpus`, each over as many as the recipe says where they divide; alone on their GPUs, or beside models."""
+        """As many as fit `gpus`, each over as many as the recipe says where they divide, or over more of a node where its weights would
+        take more than `MOST_OF_ENGINE` of each; alone on their GPUs, or beside models."""
         over = config.vllm.tensor_parallel_size if gpus % config.vllm.tensor_parallel_size == 0 else 1
+        while (
+            engine_needs(size, over) > (0.9 if alone else MOST_OF_ENGINE) * gpu.memory
+            and gpus % (2 * over) == 0
+            and 2 * over <= gpu.per_node
+        ):
+            over *= 2
         return vllm | {"num_engines": gpus // over, "tensor_parallel_size": over, "gpus": 1.0, "sleep": not alone}
 
     roles = [field for field in RANKS if config.has_critic or field != "critic_ranks"]
@@ -142,6 +172,8 @@ def _options(config: PPO, count: int) -> dict[str, dict[str, Any]]:
         f"all together{shards}, reference and reward offloaded": together | {"zero_stage": zero_stage, "ref_reward_offload": True},
         "all together, Adam offloaded too": together | all_offloaded,
     }
+    if shards and most == 3 and nodes_of(count, gpu) > 1:
+        options["the same with a copy of the weights on each node (zero_hpz)"] = together | all_offloaded | {"zero_hpz": True}
     judges = ["critic"] * config.has_critic + ["reward"] * bool(config.reward_models)
     actor, each = count // 2, max(1, count // 4)
     judging = each * (1 if config.has_critic else len(config.reward_models))  # without a critic reward models share no GPUs

@@ -1,4 +1,9 @@
-"""Seconds of the phases of a PPO iteration, before anything starts: floors over the efficiency seen in tests/benchmarks/README.md."""
+"""Simulates the phases of a PPO iteration before anything starts: seconds as operations and bytes over rates. Torch-free.
+
+Operations: 2N a token for a forward pass of N parameters without embeddings, 6N for training (Kaplan et al. 2020, section 2.1), and
+2 x layers x hidden x length for causal attention's products in a forward pass (of a token at the mean distance). Bytes: weights, keys and
+values that decoding reads; weights and gradients that ZeRO sends (Rajbhandari et al. 2020, section 7). The rates are those of rates.py.
+"""
 
 from __future__ import annotations
 
@@ -8,71 +13,123 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO
-from rlhf_core.forecast.memory import GIB, engine_needs
+from rlhf_core.forecast.hardware import GIB, Gpu, gather_seconds, nodes_of
+from rlhf_core.forecast.memory import CODE, KEPT, Sharding, engine_needs
 from rlhf_core.forecast.passes import Pass, as_laid
+from rlhf_core.forecast.rates import FAST, SLOW, TYPICAL, Rates
 from rlhf_core.hub.model_config import Size
 
-# Seen on H200s with 1.5B and 7.6B models: share of the matrix ceiling that executed operations reach.
-SCORING = {True: 0.62, False: 0.75}  # with and without a vocabulary head
-TRAINING = {0: 0.65, 1: 0.65, 2: 0.65, 3: 0.58}  # by ZeRO stage
+# Seen on H200s with 1.5B and 7.6B models, in runs without a record.
 LAUNCH = {0: 0.0034, 1: 0.0068, 2: 0.0068, 3: 0.0092}  # seconds a layer in which the host launches a pass, forward and backward
-DECODE_STEP = 0.0032  # seconds a step of vLLM takes besides reading weights, keys and values
-HOST_ADAM = 1.5e9  # parameters a second of an optimiser step on the host
+HOST_ADAM, NODE_ADAM = 1.5e9, 6e9  # parameters a second of an optimiser step on the host, by a rank; by all ranks of a node (assumed)
 SYNC = 40e9  # bytes a second into the engines
+ALL_REDUCE = 15e-6  # seconds of one between the GPUs of an engine, of which a layer has two (assumed)
 SEQUENCES = 1024.0  # answers that an engine of vLLM works on at once, where their keys and values fit
 SPARE = 2 * GIB  # of an engine beside models, so that it starts also where its largest batch takes more than `engine_needs` knows
 SLEEP = 20e9  # bytes a second of weights that an engine drops and takes again, to sleep and to wake
 
 
-class Gpu(NamedTuple):
-    """Memory in bytes, FLOP/s of bf16 matrix products and bytes/s of memory, as measured rather than as sold."""
+class Sending(NamedTuple):
+    """Seconds in which weights and gradients are sent: of a pass without gradients, of a training pass, of an optimiser step, of all
+    scoring of an iteration."""
 
-    memory: float = 139.8 * GIB
-    flops: float = 770e12
-    bandwidth: float = 4.3e12
-
-    def __str__(self) -> str:
-        return f"{self.memory / GIB:.0f} GiB, {self.flops / 1e12:.0f} TFLOP/s and {self.bandwidth / 1e12:.1f} TB/s a GPU"
-
-
-GPUS = {"h200": Gpu(), "h100": Gpu(memory=79.2 * GIB, bandwidth=3.0e12)}  # those that runs were measured on
+    scoring: float = 0.0
+    training: float = 0.0
+    step: float = 0.0
+    once: float = 0.0
 
 
-def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, float]:
+class Range(NamedTuple):
+    """Seconds by phase at the best, the median and the worst of the measured rates."""
+
+    fast: dict[str, float]
+    typical: dict[str, float]
+    slow: dict[str, float]
+
+
+def phases_as_range(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding = CODE) -> Range:
+    return Range(*(phases(config, layout, sizes, gpu, rates, sharding) for rates in (FAST, TYPICAL, SLOW)))
+
+
+def phases(
+    config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, rates: Rates = TYPICAL, sharding: Sharding = CODE
+) -> dict[str, float]:
     """Seconds by phase for full-length answers: an upper bound where answers end early. Of generation that runs beside scoring and
     training, what those do not cover."""
     answers = config.rollout_batch_size * config.n_samples_per_prompt
     tokens = answers * config.longest
     assert config.zero_stage != "auto", "decided before (zero_stage.py)"
     scoring, training, host = {}, {}, [0.0]
-    for name in config.groups:
-        head = name in ("actor", "reference")
-        count, stored = (size - (0 if head else sizes[name].head) for size in (sizes[name].active, sizes[name].parameters))
+    for name, group in config.groups.items():
+        size, head, ranks = sizes[name], name in ("actor", "reference"), group.world_size
+        sent = sending(config, name, size, gpu, sharding)
+        spread = rates.exposed if nodes_of(ranks, gpu) > 1 else 0.0  # within a node the measured rates contain it
         if name != "actor" or not config.one_update:
-            scoring[name] = 2 * count * tokens / SCORING[head] / gpu.flops
+            passes = math.ceil(tokens / ranks / (config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest))
+            computed = forward_operations(size, head, config.longest) * tokens / rates.scoring / gpu.flops
+            scoring[name] = beside(computed, ranks * passes * sent.scoring, spread) + ranks * sent.once
         if name in ("actor", "critic"):
-            ranks = config.groups[name].world_size
             steps = answers * config.max_epochs / config.train_batch_size
             a_pass, passes = as_laid(config, ranks)
-            training[name] = steps * ranks * passes * seconds_of_pass(sizes[name], a_pass, config.zero_stage, head, gpu)
-            host.append(steps * stored / ranks / HOST_ADAM if name in config.adam_offload else 0.0)
+            computed = passes * seconds_of_pass(size, a_pass, config.zero_stage, head, gpu, config.longest, rates)
+            training[name] = steps * ranks * (beside(computed, passes * sent.training, spread) + beside(0.0, sent.step, spread))
+            stored = size.parameters - (0 if head else size.head)
+            by_rank = min(HOST_ADAM, NODE_ADAM / min(ranks, gpu.per_node))
+            host.append(steps * stored / ranks / by_rank if name in config.adam_offload else 0.0)
     engine, gpus = sizes["actor"], layout.gpus()
+    gathered = gather_seconds(2 * engine.parameters, config.actor_ranks.world_size, gpu) if config.zero_stage == 3 else 0.0
     found = {
-        "generate": _generate(config, engine, len(layout.slots["sampler"]), gpu),
+        "generate": _generate(config, engine, len(layout.slots["sampler"]), gpu, rates),
         "score": busiest(scoring, gpus),
         "train": busiest(training, gpus) + (sum if config.colocate_all else max)(host),
-        "sync": 0.1 + 2 * engine.parameters / SYNC / 2,
+        "sync": 0.1 + max(2 * engine.parameters / SYNC / 2, gathered),
     }
     if config.max_staleness:
         found["generate"] = max(0.0, found["generate"] - found["score"] - found["train"])
-    return found | ({"sleep and wake": 0.05 + 2 * engine.parameters / SLEEP} if config.vllm.sleep else {})
+    moved = 2 * engine.parameters / config.vllm.tensor_parallel_size
+    return found | ({"sleep and wake": 0.05 + moved / SLEEP} if config.vllm.sleep else {})
 
 
-def seconds_of_pass(size: Size, what: Pass, zero_stage: int, head: bool, gpu: Gpu) -> float:
+def forward_operations(size: Size, head: bool, length: int) -> float:
+    """Operations of a forward pass for one token of a document of `length` tokens. Embeddings are looked up, which takes none; `head`: the
+    output is the vocabulary."""
+    embeddings = size.vocabulary * size.hidden
+    layers = size.active - size.head - embeddings
+    return 2 * (layers + (embeddings if head else 0)) + 2 * size.layers * size.hidden * length
+
+
+def seconds_of_pass(size: Size, what: Pass, zero_stage: int, head: bool, gpu: Gpu, length: int = 0, rates: Rates = TYPICAL) -> float:
     """Its operations, or what the host takes to launch them where that is longer. `head`: as in `memory.trained`."""
     again = 1 + what.recomputed / 3  # of 3 parts, forward and twice as much backward, the first is done again
-    count = size.active - (0 if head else size.head)
-    return again * max(6 * count * what.tokens / TRAINING[zero_stage] / gpu.flops, size.layers * LAUNCH[zero_stage])
+    share = rates.sharded if zero_stage == 3 else rates.training
+    return again * max(3 * forward_operations(size, head, length) * what.tokens / share / gpu.flops, size.layers * LAUNCH[zero_stage])
+
+
+def beside(computed: float, sent: float, exposed: float) -> float:
+    """Seconds of computing and sending at once: the longer, and the share `exposed` of the shorter."""
+    return max(computed, sent) + exposed * min(computed, sent)
+
+
+def sending(config: PPO, role: str, size: Size, gpu: Gpu, sharding: Sharding = CODE) -> Sending:
+    """What is sent for a role, in bf16. ZeRO-3 gathers weights for each pass, and again for its backward half unless they are kept (of hpZ
+    from the same node), and reduces gradients; stages 1 and 2 reduce them and gather weights once a step (2: reduce for each pass).
+    Adapters have hardly any gradients. With weights in host memory each fetch reads the rank's shard over the link to the host; frozen
+    models with `ref_reward_offload` are read whole, once."""
+    ranks = config.groups[role].world_size
+    weights = 2 * (size.parameters - (0 if role in ("actor", "reference") else size.head))
+    whole = gather_seconds(weights, ranks, gpu)
+    if role not in ("actor", "critic"):
+        read = weights / gpu.host if config.ref_reward_offload else 0.0
+        return Sending(scoring=whole + read / ranks) if sharding.frozen or config.ref_reward_shard else Sending(once=read)
+    reduced = 0.0 if config.lora is not None else whole
+    if config.zero_stage == 3:
+        read = weights / ranks / gpu.host if role in config.param_offload else 0.0
+        in_node = gather_seconds(weights, min(ranks, gpu.per_node), gpu)
+        again = 0.0 if weights <= KEPT * gpu.memory and not read else (in_node if config.zero_hpz else whole) + read
+        return Sending(whole + read, whole + read + again + reduced)
+    if config.zero_stage == 0 or config.lora is not None:
+        return Sending()
+    return Sending(0.0, reduced, whole) if config.zero_stage == 2 else Sending(0.0, 0.0, reduced + whole)
 
 
 def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:
@@ -93,7 +150,7 @@ def busiest(work: Mapping[str, float], gpus: Mapping[str, Sequence[str]]) -> flo
     return max(load.values(), default=0.0)
 
 
-def _generate(config: PPO, size: Size, processes: int, gpu: Gpu) -> float:
+def _generate(config: PPO, size: Size, processes: int, gpu: Gpu, rates: Rates) -> float:
     answers, over = config.rollout_batch_size * config.n_samples_per_prompt, config.vllm.tensor_parallel_size
     prompt, said = config.prompt_max_len, config.generate_max_len
     space = over * (config.vllm.gpu_memory_utilization * gpu.memory - engine_needs(size, over))
@@ -103,4 +160,5 @@ def _generate(config: PPO, size: Size, processes: int, gpu: Gpu) -> float:
     keys = answers * said * (prompt + said / 2) * size.kv / processes
     prefill = 2 * size.active * answers * prompt / processes / gpu.flops
     decode = max((weights + keys) / gpu.bandwidth, 2 * size.active * answers * said / processes / gpu.flops)
-    return prefill + decode + steps * DECODE_STEP
+    talking = 2 * size.layers * ALL_REDUCE if over > 1 else 0.0
+    return prefill + decode + steps * (rates.decode_step + talking)

@@ -12,8 +12,9 @@ from typing import NamedTuple, TypeVar
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, Optimised, Ranks, Trainable
-from rlhf_core.forecast.memory import GIB, USABLE, Held, Training, bytes_of_weights, engine_needs, gpu_peaks, loaded, roles, stage_peak
-from rlhf_core.forecast.passes import Pass, recipe_pass
+from rlhf_core.forecast.hardware import GIB
+from rlhf_core.forecast.memory import USABLE, Held, bytes_of_weights, engine_needs, gpu_peaks, loaded, roles, stage_peak, training_of
+from rlhf_core.forecast.passes import Pass
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import Size, size_of
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
@@ -42,15 +43,13 @@ def uses_deepspeed(config: PPO) -> bool:
     """Whether actor and critic need it, where the recipe does not say: several ranks of one, or Adam on the host. Without GPUs always."""
     if config.zero_stage != "auto":
         return config.zero_stage > 0
-    return bool(config.adam_offload) or any(ranks.world_size > 1 or not ranks.gpus for ranks in config.trained_ranks.values())
+    return config.needs_deepspeed or any(ranks.world_size > 1 or not ranks.gpus for ranks in config.trained_ranks.values())
 
 
 def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, gpu_bytes: float) -> Chosen:
     """For actor and critic, beside all that shares their GPUs. `sizes`: of each group's model, None if unknown; `gpu_bytes`: 0: no GPU."""
-    # What Adam on the host leaves on the GPU is known of stages 2 and 3.
-    stages = (2, 3) if config.adam_offload else (1, 2, 3)
     alone = bool(gpu_bytes) and not uses_deepspeed(config)
-    return _choose(config, alone, sizes, stages, lambda known, stage: peak_of_ppo(config, known, stage, gpu_bytes), gpu_bytes)
+    return _choose(config, alone, sizes, lambda known, stage: peak_of_ppo(config, known, stage, gpu_bytes), gpu_bytes)
 
 
 def peak_of_ppo(config: PPO, sizes: Mapping[str, Size], stage: int, gpu_bytes: float) -> float:
@@ -62,22 +61,13 @@ def peak_of_ppo(config: PPO, sizes: Mapping[str, Size], stage: int, gpu_bytes: f
 
 def stage_of_training(config: Trainable, size: Size | None, gpu_bytes: float) -> Chosen:
     """As `stage_of_ppo`, for a training stage."""
-    alone = config.ranks.world_size == 1
-    return _choose(config, alone, size, (1, 2, 3), lambda known, stage: peak_of_training(config, known, stage, gpu_bytes), gpu_bytes)
+    alone = config.ranks.world_size == 1 and not config.needs_deepspeed
+    return _choose(config, alone, size, lambda known, stage: peak_of_training(config, known, stage, gpu_bytes), gpu_bytes)
 
 
 def peak_of_training(config: Trainable, size: Size, stage: int, gpu_bytes: float, what: Pass | None = None) -> float:
     """Bytes of a GPU of a training stage under a ZeRO stage, with passes as the recipe has them or others."""
-    tokens, recomputed = what or recipe_pass(config, config.ranks.world_size)
-    how = Training(
-        ranks=config.ranks.world_size,
-        zero_stage=stage,
-        recomputed=recomputed,
-        tokens=tokens,
-        adapters=config.lora is not None,
-        gpu_bytes=gpu_bytes,
-        weight=bytes_of_weights(config.lora),
-    )
+    how = training_of(config, stage, gpu_bytes, what)
     return stage_peak(size, how, "reference" in KINDS[config.stage].names, KINDS[config.stage].has_vocabulary)
 
 
@@ -148,14 +138,17 @@ def size_of_folder(place: str) -> Size:
     return size_of(str(described(place)) if is_remote(place) else place)
 
 
-def _choose(
-    config: Optimised, alone: bool, known: T | None, stages: Sequence[int], peak: Callable[[T, int], float], gpu_bytes: float
-) -> Chosen:
-    """The recipe's stage; 0 for one rank (`alone`); else the lowest of `stages` whose `peak` (bytes, of the `known` sizes) fits."""
+def _choose(config: Optimised, alone: bool, known: T | None, peak: Callable[[T, int], float], gpu_bytes: float) -> Chosen:
+    """The recipe's stage; 0 for one rank (`alone`); else the lowest whose `peak` (bytes, of the `known` sizes) fits, of those that do what
+    the recipe asks for."""
     if config.zero_stage != "auto":
         return Chosen(config.zero_stage, "as the recipe says")
     if alone:
         return Chosen(0, "one rank has nothing to share out")
+    if config.offloaded("param"):
+        return Chosen(3, "param_offload is for weights that are sharded")
+    # What Adam on the host leaves on the GPU is known of stages 2 and 3.
+    stages = (2, 3) if config.offloaded("adam") else (1, 2, 3)
     quantized = config.lora is not None and config.lora.quantize != "none"  # 4-bit weights are not cut into shards
     if known is None or not gpu_bytes or config.dtype != "bfloat16":
         unknown = "a model's config.json has no sizes" if known is None else "it is not bfloat16"

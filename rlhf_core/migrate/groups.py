@@ -115,7 +115,7 @@ def fit(draft: Draft) -> None:
     names = ("actor_ranks", "critic_ranks") if draft.kind == "ppo" else ("ranks",)
     worlds = [r["num_nodes"] * r["num_ranks_per_node"] for r in (draft.fields.get(name) for name in names) if r]
     world = math.lcm(*worlds) if worlds else 1
-    if draft.get("zero_stage") == 0 and (world > 1 or (draft.kind == "ppo" and draft.get("adam_offload"))):
+    if draft.get("zero_stage") == 0 and (world > 1 or draft.get("adam_offload")):
         draft.put("zero_stage", 1)
         draft.note("approximated", "--zero_stage 0", "zero_stage: 1, the same on several ranks with the optimiser's state sharded")
     batch, micro = draft.get("train_batch_size"), draft.get("micro_train_batch_size")

@@ -21,7 +21,7 @@ from rlhf_core.system.processes import child_environment
 SECONDS = 180.0
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 SAMPLING = "sampling"
-OPTIONS = "options of the engine"  # in place of a model these are what is asked about
+OPTIONS, DEEPSPEED = "options of the engine", "options of DeepSpeed"  # in place of a model these are what is asked about
 MARK = "TRIAL "
 
 
@@ -29,8 +29,8 @@ StartOf = Callable[[Node, str], str | None]  # the folder or Hub id that a name'
 
 
 def family_problems(nodes: Sequence[Node], start_of: StartOf, trust_remote_code: bool = False) -> list[str]:
-    """Why models of untested families cannot be used as the stages use them, of those in folders here; and which options of engines the
-    installed vLLM does not have."""
+    """Why models of untested families cannot be used as the stages use them, of those in folders here; and which options of engines and of
+    DeepSpeed the installed releases do not have."""
     asked: dict[tuple[str, str], str] = {}
     for node in nodes:
         for field, name, use in _uses(node):
@@ -42,6 +42,8 @@ def family_problems(nodes: Sequence[Node], start_of: StartOf, trust_remote_code:
             if isinstance(wanted, Vllm) and wanted.engine:
                 where = f"stages.{node.name}.{'vllm.engine' if name == 'sampler' else f'{name}: vllm.engine'}"
                 asked.setdefault((json.dumps(wanted.engine, sort_keys=True, default=str), OPTIONS), where)
+        if isinstance(node.config, Optimised) and node.config.deepspeed:
+            asked.setdefault((json.dumps(node.config.deepspeed, sort_keys=True, default=str), DEEPSPEED), f"stages.{node.name}.deepspeed")
     told = _ask(tuple((place, use, _changed(place)) for place, use in asked), trust_remote_code) if asked else ()
     return [f"{where}: {problem}" for where, problem in zip(asked.values(), told, strict=False) if problem]
 
@@ -90,6 +92,10 @@ def _problem(place: str, use: str, trust_remote_code: bool) -> str:
         from rlhf_core.rollout.environment import unknown_option
 
         return unknown_option(json.loads(place))
+    if use == DEEPSPEED:
+        from rlhf_core.training.zero_engine import unknown
+
+        return unknown(json.loads(place))
     from transformers import AutoConfig
 
     try:

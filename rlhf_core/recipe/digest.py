@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from rlhf_core.config import KINDS, AlignmentTax, Recipe, Source, StageConfig
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task, task_name
 from rlhf_core.config.rewards import Environment, FunctionReward
+from rlhf_core.config.zero_fields import ZeroFields, deciding_options
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.recipe.references import renamed
 from rlhf_core.records import NotInDigest
@@ -53,6 +54,10 @@ def deciding(value: Any, digests: Digests) -> Any:
             content |= {"function": value.function_name, "code": digests.of(value.file)}
         if isinstance(value, Environment) and value.own:
             content |= {"path": value.class_name, "code": digests.of(value.file)}
+        if isinstance(value, ZeroFields) and not deciding_options(value.deepspeed):
+            del content["deepspeed"]
+        elif isinstance(value, ZeroFields):
+            content["deepspeed"] = deciding_options(value.deepspeed)
         if isinstance(value, AlignmentTax):
             content["tasks"] = [_task_content(task, digests) if is_path(task) else task for task in value.tasks]
         return content

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
-from rlhf_core.config import KINDS, Lora, Optimised, Trainable
+from rlhf_core.config import KINDS, Lora, Optimised, Ranks, Trainable
 from rlhf_core.data.report import JSON
+from rlhf_core.forecast.memory import copies
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_training, require_start, size_at, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
 from rlhf_core.models.document_leak import detect_document_leak
@@ -25,6 +26,7 @@ from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system import progress
 from rlhf_core.training.engine import AdamW, Engine, TorchEngine, finite, on_cpu
 from rlhf_core.training.train_loop import layout_of
+from rlhf_core.training.zero_options import options_of
 
 if TYPE_CHECKING:
     from rlhf_core.training.zero_frozen import FrozenZero
@@ -41,8 +43,11 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
     assert isinstance(config, Trainable)
     if config.ranks.world_size == 1:
         set_rank_environment(0, 1, store_address())
-        if torch.cuda.is_available():
-            _doubt(request, config, torch.cuda.get_device_properties(0).total_memory)
+        memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+        if config.needs_deepspeed:
+            request = with_zero_stage(request, run, config, memory)
+        else:
+            _doubt(request, config, memory)
         try:
             return rank(request, run)
         except torch.OutOfMemoryError as error:
@@ -57,7 +62,7 @@ def with_zero_stage(request: StageRequest, run: RunDir, config: Trainable, gpu_b
     Raises MachineLacks when such a GPU cannot hold what is loaded onto it."""
     if config.zero_stage == "auto":
         kept = resume_state.kept_zero_stage(run, layout_of(config))
-        chosen = Chosen(kept, "as its resume state") if kept else stage_of_training(config, _size(request, config), gpu_bytes)
+        chosen = Chosen(kept, "as its resume state") if kept is not None else stage_of_training(config, _size(request, config), gpu_bytes)
         print(chosen, flush=True)
         config = config.model_copy(update={"zero_stage": chosen.stage})
     _doubt(request, config, gpu_bytes)
@@ -78,30 +83,34 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int) -> None:
         print(doubt(peak_of_training(config, size, stage, gpu_bytes), gpu_bytes), end="", flush=True)
 
 
-def shards_of(config: Optimised) -> Shards | None:
-    """Returns what cuts a model over the ranks while it is loaded, under ZeRO-3; None for engines that hold it whole."""
-    if config.zero_stage != 3:
+def shards_of(config: Optimised, role: str = "model") -> Shards | None:
+    """Returns what cuts a model over the ranks while it is loaded, under ZeRO-3; None for engines that hold it whole, and with a second
+    copy on each node (hpZ), which DeepSpeed makes of whole weights alone. `role`: as in `Optimised.offloaded`."""
+    if config.zero_stage != 3 or copies(config, _ranks_of(config, role)) > 1:
         return None
     from rlhf_core.training.zero_shards import ZeroShards
 
-    return ZeroShards(config.dtype)
+    return ZeroShards(config.dtype, on_host=role in config.offloaded("param"))
+
+
+def _ranks_of(config: Optimised, role: str) -> Ranks:
+    return config.trained_ranks["ranks" if role == "model" else f"{role}_ranks"]
 
 
 def open_frozen(path: str, config: Trainable, trust_remote_code: bool, device: torch.device) -> Policy | FrozenZero:
     """Loads a policy that is not trained: whole on each rank, under ZeRO-3 cut over the ranks; a collective."""
-    shards = shards_of(config)
-    policy = load_policy(path, config.dtype, trust_remote_code, shards=shards)
-    if shards is None:
-        return policy.to(device)
+    if config.zero_stage != 3:
+        return load_policy(path, config.dtype, trust_remote_code).to(device)
     from rlhf_core.training.zero_frozen import FrozenZero
+    from rlhf_core.training.zero_shards import ZeroShards
 
-    return FrozenZero(policy, config.dtype)
+    return FrozenZero(load_policy(path, config.dtype, trust_remote_code, shards=ZeroShards(config.dtype)), config.dtype)
 
 
-def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False, offload: bool = False) -> Engine:
+def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False, role: str = "model") -> Engine:
     """The engine of one rank: plain torch for `zero_stage` 0 (and for auto on one rank), DeepSpeed otherwise. Tests `packed` rows.
 
-    `offload`: as in `ZeroEngine`.
+    `role`: as in `Optimised.offloaded`.
     """
     assert config.zero_stage != "auto" or all(ranks.world_size == 1 for ranks in config.trained_ranks.values()), "decided before"
     recompute(module.model, config.gradient_checkpointing)
@@ -113,7 +122,8 @@ def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False
     else:
         from rlhf_core.training.zero_engine import ZeroEngine
 
-        engine = ZeroEngine(module, adamw, config.zero_stage, config.dtype, config.micro_train_batch_size, offload)
+        options = options_of(config, role, _ranks_of(config, role))
+        engine = ZeroEngine(module, adamw, config.zero_stage, config.dtype, config.micro_train_batch_size, options)
     detect_document_leak(engine, module, engine.device, packed or bool(config.micro_train_tokens), engine.all_reduce)
     return engine
 
@@ -139,7 +149,11 @@ def export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_r
                 save_tokenizer(source, folder, trust_remote_code)
             return
         weights = checkpoint_weights(model, engine.gathered)
-        if engine.rank == 0:
-            save_model(model, finite(weights), source, folder, trust_remote_code)
-        else:
+        if engine.rank != 0:
             deque(weights, maxlen=0)
+            return
+        try:
+            save_model(model, finite(weights), source, folder, trust_remote_code)
+        except FloatingPointError:  # known after the last weight
+            shutil.rmtree(folder, ignore_errors=True)
+            raise

@@ -114,7 +114,7 @@ def order_of_epoch(count: int, epoch: int, seed: int) -> array[int]:
 
 def layout_of(config: Trainable) -> dict[str, int | str]:
     """Returns the ranks and the ZeRO stage that a resume state names. `zero_stage` of several ranks may still be `auto`."""
-    alone = config.ranks.world_size == 1
+    alone = config.ranks.world_size == 1 and not config.needs_deepspeed
     return {"ranks": config.ranks.world_size, "zero_stage": 0 if alone and config.zero_stage == "auto" else config.zero_stage}
 
 

@@ -6,7 +6,7 @@ DeepSpeed's schedulers, data loaders and accumulation counter are not used: the 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.training.deepspeed_patches import forget_order, patch_library, reduce_beside_host
 from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite, elements
 from rlhf_core.training.state_files import read_parts, stored_steps, write_parts
+from rlhf_core.training.zero_options import ZeroOptions, engine_config, require_known, unknown_option
 from rlhf_core.training.zero_parts import make_state, steps_of, to_weights, zero_parts
 
 # Ranks may wait in a barrier while one reads or writes. The wait for their group ends when none makes progress.
@@ -51,12 +52,29 @@ def join_ranks() -> None:
     library().init_distributed(dist_backend=backend, timeout=patience, verbose=False)
 
 
+def unknown(options: Mapping[str, Any]) -> str:
+    """Says which option of a recipe's `deepspeed` the installed DeepSpeed does not know; "" where it knows all, or is not installed."""
+    try:
+        return unknown_option(library(), options)
+    except ImportError:
+        return ""
+
+
 class ZeroEngine:
     """One rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK and the store's address must be set."""
 
-    def __init__(self, module: nn.Module, adamw: AdamW, zero_stage: int, dtype: str, micro_batch_size: int, offload: bool = False):
-        """`offload`: the optimiser's state is in pinned host memory and its step runs on the CPU (ZeRO-Offload, Ren et al. 2021)."""
+    def __init__(
+        self,
+        module: nn.Module,
+        adamw: AdamW,
+        zero_stage: int,
+        dtype: str,
+        micro_batch_size: int,
+        options: ZeroOptions = ZeroOptions(),  # noqa: B008 it is a tuple
+    ):
+        """Raises ValueError for options that the installed DeepSpeed does not know."""
         self._deepspeed = deepspeed = library()
+        require_known(deepspeed, options.more)
         join_ranks()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.zero_stage = zero_stage
@@ -66,24 +84,14 @@ class ZeroEngine:
         if zero_stage == 3:
             # A leaf's gradients are reduced when its input's gradient is computed; below frozen embeddings the first layer has none.
             _set_leaves(deepspeed, module, layers=not self._frozen)
-            fetching = prepared(module, dtype, keep=not self._frozen and self._on_every_rank(_small(module)))
+            small = not options.param_offload and _small(module)
+            fetching = prepared(module, dtype, keep=not self._frozen and self._on_every_rank(small))
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=adamw_optimizer([p for p in module.parameters() if p.requires_grad], adamw),
-            config={
-                "train_micro_batch_size_per_gpu": micro_batch_size,
-                "gradient_accumulation_steps": 1,  # the loop marks the boundary itself
-                "gradient_clipping": adamw.max_norm,
-                "bf16": {"enabled": dtype == "bfloat16"},
-                "zero_optimization": {"stage": zero_stage, "overlap_comm": torch.cuda.is_available(), "contiguous_gradients": True}
-                | fetching
-                | ({"offload_optimizer": {"device": "cpu", "pin_memory": True}} if offload else {}),
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU too and needs no compiler
-                "steps_per_print": 10**9,
-            },
+            config=engine_config(adamw, zero_stage, dtype, micro_batch_size, options, torch.cuda.is_available(), fetching),
         )
-        if zero_stage == 3 and torch.cuda.is_available() and not offload:
+        if zero_stage == 3 and torch.cuda.is_available() and not (options.adam_offload or options.param_offload):
             reduce_beside_host(deepspeed, self._engine.optimizer)
         self.module, self.device = module, self._engine.device
 

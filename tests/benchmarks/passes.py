@@ -10,6 +10,7 @@ of the card's streams how long it worked and how long it waited, and where the b
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -28,6 +29,7 @@ from rlhf_core.models.load import masked_logprobs, trained_policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.training.engine import AdamW, TorchEngine
 from rlhf_core.training.zero_engine import ZeroEngine
+from rlhf_core.training.zero_options import ZeroOptions
 
 PASSES, STEPS = 4, 4
 
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--zero-stage", type=int, default=3, help="0: plain torch, on one card")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384], help="of a pass; several sizes one after the other")
     parser.add_argument("--vocabulary", type=int, default=150000, help="tokens are drawn below this")
+    parser.add_argument("--options", default="{}", help="JSON of ZeroOptions: adam_offload, param_offload, hpz_ranks, more")
     parser.add_argument("--profile", action="store_true")
     add_options(parser, "passes")
     arguments = parser.parse_args()
@@ -48,7 +51,8 @@ def main() -> None:
     policy = trained_policy(str(arguments.model), "bfloat16", False, None, 0).to(device).train()
     size = sum(weight.numel() for weight in policy.parameters())
     adamw, stage = AdamW((0.9, 0.95), 0.0, 1.0), arguments.zero_stage
-    engine = ZeroEngine(policy, adamw, stage, "bfloat16", 1) if stage else TorchEngine(policy, adamw)
+    options = ZeroOptions(**json.loads(arguments.options))
+    engine = ZeroEngine(policy, adamw, stage, "bfloat16", 1, options) if stage else TorchEngine(policy, adamw)
     found: dict[str, dict[str, Any]] = {}
     for tokens in arguments.tokens:
         found |= measure(engine, tokens, size, arguments, device)

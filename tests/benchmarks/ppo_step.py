@@ -27,8 +27,8 @@ from openrlhf_ppo import run_child
 from record import add_options, figure, save
 
 from rlhf_core.config import PPO
+from rlhf_core.forecast.hardware import GPUS, Gpu
 from rlhf_core.forecast.placements import choose, forecast, placements
-from rlhf_core.forecast.seconds import GPUS, Gpu
 from rlhf_core.hub.model_config import size_of
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest

@@ -40,13 +40,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--work", type=int, help="passes of a step are 4 times this, in place of 4 times the GPUs: equal steps on 1 and 2")
-    parser.add_argument("--zero-stage", type=int, default=0)
+    parser.add_argument("--zero-stage", type=lambda stage: stage if stage == "auto" else int(stage), default=0)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--no-liger", action="store_true")
     parser.add_argument("--lengths", type=int, nargs="+", default=[200, 1000, 840], help="tokens of SFT's documents, equally many of each")
     parser.add_argument("--rows", type=int, help="rows of a pass, in place of its tokens, as in a recipe that sets neither")
     parser.add_argument("--apart", action="store_true", help="one document a row, as where documents of a row would see each other")
     parser.add_argument("--active", type=float, help="parameters that a token meets, for the MFU of a mixture of experts; default: all")
+    parser.add_argument("--set", default="{}", help="JSON of more fields of the stage, such as adam_offload")
     parser.add_argument("--peer", action="store_true", help="TRL in place of ours")
     parser.add_argument("--peer-weights", default="bfloat16", choices=("bfloat16", "float32"), help="float32: TRL steps fp32, as ours does")
     parser.add_argument("--flops", type=float, default=790e12)
@@ -114,6 +115,7 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[lis
             "zero_stage": arguments.zero_stage,
             "gradient_checkpointing": arguments.checkpointing,
             "ranks": Ranks(num_ranks_per_node=arguments.gpus, gpus=1),
+            **json.loads(arguments.set),
         }
     )
     run = RunDir(arguments.out / "run")

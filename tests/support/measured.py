@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_core.config import PPO
-from rlhf_core.forecast.seconds import GPUS, Gpu
-from rlhf_core.hub.model_config import size_of_config
+from rlhf_core.forecast.hardware import GPUS, Gpu
+from rlhf_core.hub.model_config import Size, size_of_config
 
 LARGE = {"num_hidden_layers": 28, "vocab_size": 151936}
 SMALL_MODEL = size_of_config(
@@ -146,3 +146,36 @@ BEFORE_THEY_RAN = [
 
 def sizes(config: PPO, size: Any) -> dict[str, Any]:
     return dict.fromkeys(config.groups, size)
+
+
+# Stages with seconds by phase, that rates are taken from (tests/benchmarks/calibrate.py).
+Phases = list[tuple[PPO, Size, Gpu, dict[str, float]]]
+CALIBRATION: Phases = [
+    (ALL_ONE, SMALL_MODEL, H200, {"score": 2.65, "train": 6.29}),
+    (ONE, SMALL_MODEL, H200, {"score": 2.6, "train": 4.92}),
+    (ONE, SMALL_MODEL, H200, {"generate": 2.8, "score": 2.27, "train": 4.57}),
+    (TWO_APART, SMALL_MODEL, H200, {"generate": 2.5, "score": 2.27, "train": 4.55}),
+    (TWO_TOGETHER, SMALL_MODEL, H200, {"generate": 2.55, "score": 1.27, "train": 2.9}),
+    (SPLIT, LARGE_MODEL, H200, {"generate": 9.42, "score": 7.87, "train": 26.77}),
+    (ONE, SMALL_MODEL, H200, {"generate": 2.11, "score": 2.22, "train": 4.45}),
+    (ALL_RESIDENT, SMALL_MODEL, H200, {"generate": 2.01, "score": 2.23, "train": 4.27, "sleep and wake": 0.21}),
+    (ADAM_OFFLOADED, SMALL_MODEL, H200, {"generate": 2.4, "score": 2.24, "train": 6.9}),
+    (ALL_FOUR, LARGE_MODEL, H200, {"generate": 11.24, "score": 19.67, "train": 49.31}),
+    (ALL_FOUR, LARGE_MODEL, H200, {"generate": 11.10, "score": 17.93, "train": 42.41}),
+    (ONE, SMALL_MODEL, H200, {"generate": 2.74, "score": 2.22, "train": 4.50}),
+    (IN_TURN, LARGE_MODEL, H200, {"generate": 8.47, "score": 17.93, "train": 30.19}),
+]
+GRPO = PPO.model_validate(
+    ONE_IN_TORCH.model_dump() | {
+        "advantage_estimator": "grpo", "n_samples_per_prompt": 8, "train_batch_size": 256, "rollout_batch_size": 32, "kl_in": "loss",
+        "kl_estimator": "k3", "init_kl_coef": 0.001, "generate_max_len": 2048, "micro_train_tokens": 12288, "micro_rollout_tokens": 12288,
+    }
+)  # fmt: skip
+# Others with seconds by phase, which no rate is taken from. The engine of the GRPO stage is in bf16 once, in FP8 once.
+HELD_OUT: Phases = [
+    (NO_CRITIC, LARGE_MODEL, H200, {"generate": 8.27, "score": 12.76, "train": 16.37}),
+    (LONG_PROMPTS, LARGE_MODEL, H200, {"generate": 20.32, "score": 56.71, "train": 90.93}),
+    (ONE_IN_TORCH, SMALL_MODEL, H200, {"generate": 2.43, "score": 2.19, "train": 4.24, "sync": 0.11}),
+    (GRPO, SMALL_MODEL, H100, {"generate": 20.07, "score": 7.27, "train": 16.09, "sync": 0.2}),
+    (GRPO, SMALL_MODEL, H100, {"score": 7.22, "train": 15.79}),
+]

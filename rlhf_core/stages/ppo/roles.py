@@ -147,7 +147,7 @@ class Trained(ModelRole):
     """Trains a model. `name`: that of the role's group; `config`: with its ZeRO stage decided."""
 
     def __init__(self, name: str, module: Policy | Scorer, model: ModelSpec, config: PPO):
-        self.engine = make_engine(module, config, packed=bool(model.micro_tokens), offload=name in config.adam_offload)
+        self.engine = make_engine(module, config, packed=bool(model.micro_tokens), role=name)
         self.module, self.model, self.config = module, model, config
         self.passes = _passes(self.engine, config.micro_train_batch_size, config.micro_train_tokens)
 
@@ -182,7 +182,7 @@ class Actor(Trained):
 
     def __init__(self, model: ModelSpec, config: PPO, seed: int):
         policy = trained_policy(
-            model.path, model.dtype, model.trust_remote_code, config.lora, seed, config.router_aux_coef, shards_of(config)
+            model.path, model.dtype, model.trust_remote_code, config.lora, seed, config.router_aux_coef, shards_of(config, "actor")
         )
         if config.routing_replay:
             policy.replay_routing()
@@ -260,7 +260,9 @@ class Critic(Trained):
     """Trains the value model, which starts from the reward model, head included."""
 
     def __init__(self, model: ModelSpec, config: PPO, seed: int):
-        scorer = trained_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, config.lora, seed, shards_of(config))
+        scorer = trained_scorer(
+            model.path, model.pad_token_id, model.dtype, model.trust_remote_code, config.lora, seed, shards_of(config, "critic")
+        )
         super().__init__("critic", scorer, model, config)
 
     def values(self, documents: Sequence[Document]) -> Scored:

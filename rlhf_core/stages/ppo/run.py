@@ -7,7 +7,7 @@ from typing import cast
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, leave, reserve
-from rlhf_core.cluster.worker_group import Group, cpu_threads
+from rlhf_core.cluster.worker_group import Group
 from rlhf_core.config import PPO
 from rlhf_core.forecast.zero_stage import uses_deepspeed
 from rlhf_core.hub.positions import require_positions, stored_config
@@ -41,7 +41,7 @@ def start_processes(config: PPO) -> dict[str, Group]:
         name: Group(
             name,
             reservation,
-            cpu_threads(1 if name in alone else 2),
+            1 if name in alone else 2,
             spans.get(name, 1),
             expandable_segments=name != "sampler",
             together=name in ("actor", "critic"),

@@ -126,7 +126,8 @@ def test_keys_of_recipes_on_pages_are_fields() -> None:
     known = {*re.findall(r"^\| `(\w+)`", page, re.MULTILINE), *KINDS, *NAMES}
 
     def keys(part: Any) -> Iterator[str]:
-        for item in part if isinstance(part, list) else part.values() if isinstance(part, dict) else ():
+        inside = [item for name, item in part.items() if name != "deepspeed"] if isinstance(part, dict) else part  # whose names are its own
+        for item in inside if isinstance(inside, list) else ():
             yield from keys(item)
         yield from part if isinstance(part, dict) else ()
 

@@ -15,10 +15,10 @@ from transformers import Qwen2Config
 from flows.cli.app import main
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
-from rlhf_core.forecast.memory import GIB, roles
+from rlhf_core.forecast.hardware import GIB, Gpu
+from rlhf_core.forecast.memory import roles
 from rlhf_core.forecast.passes import Pass, alternatives, fields_of, recipe_pass
 from rlhf_core.forecast.placements import Placement, choose, forecast, on_fewest, placements
-from rlhf_core.forecast.seconds import Gpu
 from rlhf_core.hub.model_config import size_of_config
 from tests.support.measured import (
     ALL_FOUR,
@@ -251,10 +251,11 @@ def test_engines_take_their_answers_in_turns_where_that_lets_the_models_fit() ->
     assert 30 * GIB < all_at_once * H200.memory, "512 answers of 2,048 tokens, 28 KiB each, and 6 GiB of weights and batches"
 
 
-@pytest.mark.parametrize("wrong", [["--gpus", "-1"], ["--gpu-memory", "0"], ["--flops", "-3"], ["--bandwidth", "nan"]])
+@pytest.mark.parametrize("wrong", [["--gpus", "-1"], ["--gpu-memory", "0"], ["--flops", "-3"], ["--bandwidth", "nan"], ["--network", "0"]])
 def test_numbers_that_no_gpu_has_are_one_sentence(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "recipe.yaml", *wrong]) == 2
-    assert "--gpus, --gpu-memory, --flops and --bandwidth are numbers above 0" in " ".join(capsys.readouterr().err.split())
+    told = " ".join(capsys.readouterr().err.split())
+    assert "--gpus, --gpu-memory, --flops, --bandwidth, --nodes and --network are numbers above 0" in told
 
 
 def test_the_recipes_own_placement_is_kept_where_it_is_as_good() -> None:

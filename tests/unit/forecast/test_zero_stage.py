@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
 from rlhf_core.forecast import zero_stage
-from rlhf_core.forecast.memory import FETCHED, GIB, USABLE, roles
+from rlhf_core.forecast.hardware import GIB, Gpu
+from rlhf_core.forecast.memory import FETCHED, USABLE, roles
 from rlhf_core.forecast.placements import forecast, placements
-from rlhf_core.forecast.seconds import Gpu
 from rlhf_core.forecast.zero_stage import (
     Chosen,
     peak_of_ppo,
@@ -34,6 +34,7 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.ppo.start import start_fleet, zero_stage_of
 from rlhf_core.system.machine import MachineLacks
 from rlhf_core.training.ranks import on_ranks, with_zero_stage
+from rlhf_core.training.train_loop import layout_of as layout_of_training
 
 SHAPE = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
 BIG = size_of_config({**SHAPE, "vocab_size": 152064})  # 7.6 billion parameters
@@ -356,3 +357,14 @@ def test_an_adapters_size_is_that_of_its_base(tmp_path: Path) -> None:
     (tmp_path / "base" / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
     assert size_at(str(tmp_path / "adapter")) == size_at(str(tmp_path / "base")) == BIG
+
+
+def test_what_plain_torch_lacks_is_trained_by_deepspeed_on_one_rank_too() -> None:
+    alone = sft(ranks=Ranks(gpus=1))
+    assert stage_of_training(alone, LARGE, 80 * GIB).stage == 0
+    assert stage_of_training(alone.model_copy(update={"adam_offload": True}), LARGE, 80 * GIB).stage in (2, 3)
+    on_host = stage_of_training(alone.model_copy(update={"param_offload": True}), LARGE, 80 * GIB)
+    assert on_host == (3, "param_offload is for weights that are sharded")
+    block = alone.model_copy(update={"deepspeed": {"wall_clock_breakdown": True}})
+    assert block.needs_deepspeed and stage_of_training(block, None, 0).stage == 3
+    assert layout_of_training(block)["zero_stage"] == "auto" and layout_of_training(alone)["zero_stage"] == 0

@@ -119,3 +119,12 @@ def test_ppo_does_not_start_from_quantised_weights(tmp_path: Path, monkeypatch: 
     assert found.startswith("stages.ppo.actor: ") and "has weights quantised as mxfp4, and vLLM would take no new ones" in found
     *_, ppo = nodes(tmp_path)
     assert sampling_problems(ppo, lambda name: base) == []
+
+
+def test_options_that_deepspeed_does_not_have_are_told_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong, right = '{"zero_optimization": {"overlap_com": false}}', '{"zero_optimization": {"overlap_comm": false}}'
+    found = nodes(tmp_path, f"stages.sft.deepspeed={wrong}", f"stages.ppo.deepspeed={right}")
+    told = family_problems(found, lambda node, name: None)
+    assert [problem.partition(": DeepSpeed ")[0] for problem in told] == ["stages.sft.deepspeed"]
+    assert told[0].endswith("has no option 'overlap_com'; did you mean overlap_comm?")

@@ -1,0 +1,23 @@
+"""How much of a GPU's measured rates the phases of a run reach. Written by `python -m tests.benchmarks.calibrate --write`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Rates(NamedTuple):
+    """`scoring`, `training`, `sharded`: share of the matrix rate in passes without gradients, of training, and of training under ZeRO-3;
+    `decode_step`: seconds of a step of vLLM besides reading weights, keys and values; `exposed`: share of the shorter of computing and
+    sending between nodes that does not happen beside the longer (assumed)."""
+
+    scoring: float
+    training: float
+    sharded: float
+    decode_step: float
+    exposed: float
+
+
+# The worst, the median and the best of the calibration runs on H200s and H100s.
+SLOW = Rates(0.574, 0.606, 0.418, 0.00549, 1.0)
+TYPICAL = Rates(0.666, 0.659, 0.535, 0.00371, 0.5)
+FAST = Rates(0.72, 0.698, 0.66, 0.00251, 0.0)

@@ -1,0 +1,132 @@
+"""Makes DeepSpeed's configuration for an engine: what alignflow sets, below what the recipe says under `deepspeed`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, KeysView, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from rlhf_core.config import Optimised, Ranks
+from rlhf_core.config.zero_fields import ZERO
+from rlhf_core.forecast.memory import copies
+from rlhf_core.training.engine import AdamW
+
+
+class ZeroOptions(NamedTuple):
+    """How an engine uses DeepSpeed besides sharding.
+
+    `adam_offload`: the optimiser's state is in pinned host memory and its step runs on the CPU (ZeRO-Offload, Ren et al. 2021).
+    `param_offload`: the shards of the weights are in pinned host memory too, until they are fetched (ZeRO-Infinity, Rajbhandari et al.
+    2021); under ZeRO-3. `hpz_ranks`: so many neighbouring ranks share a second copy of the weights, sharded over them (hpZ of ZeRO++,
+    Wang et al. 2023); 1: there is none. `more`: the recipe's `deepspeed`.
+    """
+
+    adam_offload: bool = False
+    param_offload: bool = False
+    hpz_ranks: int = 1
+    more: Mapping[str, Any] = MappingProxyType({})
+
+
+def options_of(config: Optimised, role: str, ranks: Ranks) -> ZeroOptions:
+    """Returns the options of a role of a stage. `role`: `actor`, `critic`, or any other name for the model of a training stage."""
+    return ZeroOptions(role in config.offloaded("adam"), role in config.offloaded("param"), copies(config, ranks), config.deepspeed)
+
+
+def engine_config(
+    adamw: AdamW, zero_stage: int, dtype: str, micro_batch_size: int, options: ZeroOptions, on_gpu: bool, fetching: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the configuration for `deepspeed.initialize`. `fetching`: of ZeRO-3's prefetches."""
+    host = {"device": "cpu", "pin_memory": on_gpu}
+    zero: dict[str, Any] = {"stage": zero_stage, "overlap_comm": on_gpu, "contiguous_gradients": True, **fetching}
+    if options.adam_offload:
+        zero["offload_optimizer"] = host
+    if options.param_offload and zero_stage == 3:
+        zero["offload_param"] = host
+    if options.hpz_ranks > 1 and zero_stage == 3:
+        zero["zero_hpz_partition_size"] = options.hpz_ranks
+    theirs = options.more.get(ZERO, {})
+    # Several options have two names, with and without stage3_: ours would be taken in place of the recipe's.
+    ours = {name: value for name, value in zero.items() if name.removeprefix("stage3_") not in theirs}
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": 1,  # the loop marks the boundary itself
+        "gradient_clipping": adamw.max_norm,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU too and needs no compiler
+        "steps_per_print": 10**9,
+        **options.more,
+        ZERO: ours | theirs,
+    }
+
+
+def unknown_option(deepspeed: Any, options: Mapping[str, Any]) -> str:
+    """Says which option of `deepspeed` the installed DeepSpeed does not know, or refuses; "" where it takes all."""
+    asked = _Asked({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, **options})
+    version = deepspeed.__version__
+    try:
+        deepspeed.runtime.config.DeepSpeedConfig(asked)
+    except (ValueError, AssertionError, KeyError, TypeError, deepspeed.runtime.config.DeepSpeedConfigError) as error:
+        errors = getattr(error, "errors", None)
+        if errors is None:
+            return f"DeepSpeed {version} refuses it: {' '.join(str(error).split())}"
+        first = errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            return _strange(version, where, _fields(deepspeed))
+        return f"DeepSpeed {version} refuses {where}: {first['msg']}"
+    found = list(asked.unread())
+    return _strange(version, found[0], sorted(asked.asked)) if found else ""
+
+
+def require_known(deepspeed: Any, options: Mapping[str, Any]) -> None:
+    """Raises ValueError as `unknown_option` says."""
+    if options and (told := unknown_option(deepspeed, options)):
+        raise ValueError(f"deepspeed: {told}")
+
+
+def _strange(version: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"DeepSpeed {version} has no option {name!r}{f'; did you mean {near[0]}?' if near else ''}"
+
+
+def _fields(deepspeed: Any) -> list[str]:
+    fields = deepspeed.runtime.zero.config.DeepSpeedZeroConfig.model_fields
+    return [str(field.alias or name) for name, field in fields.items()]
+
+
+class _Asked(dict[str, Any]):
+    """A configuration that records which keys DeepSpeed looks for, also inside of blocks: it ignores others without a word."""
+
+    def __init__(self, content: Mapping[str, Any]):
+        super().__init__({name: _Asked(value) if isinstance(value, dict) else value for name, value in content.items()})
+        self.asked: set[str] = set()
+
+    def __copy__(self) -> _Asked:  # DeepSpeed reads a copy
+        return self
+
+    def __contains__(self, name: object) -> bool:
+        self.asked.add(str(name))
+        return super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def keys(self) -> Any:  # `name in options.keys()` asks for it too
+        return KeysView(self)
+
+    def __iter__(self) -> Iterator[str]:  # else Python passes `**options` on without a look at `keys`
+        return super().__iter__()
+
+    def unread(self, path: str = "") -> Iterator[str]:
+        """Yields the keys that nobody looked for."""
+        for name, value in super().items():
+            if name not in self.asked:
+                yield f"{path}{name}"
+            elif isinstance(value, _Asked):
+                yield from value.unread(f"{path}{name}.")

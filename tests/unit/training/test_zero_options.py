@@ -1,0 +1,59 @@
+"""DeepSpeed's configuration: the recipe's options come before ours, and those that the installed release does not know are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import SFT, Ranks
+from rlhf_core.training.engine import AdamW
+from rlhf_core.training.zero_engine import library, unknown
+from rlhf_core.training.zero_options import ZeroOptions, engine_config, options_of, require_known
+
+ADAMW = AdamW((0.9, 0.95), 0.0, 1.0)
+FETCHING = {"stage3_prefetch_bucket_size": 7}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"zero_optimization": {"reduce_bucket_size": 5, "stage3_max_live_parameters": 5}}, ""),
+        ({"zero_optimization": {"max_live_parameters": 5}, "comms_logger": {"enabled": True}, "aio": {"block_size": 1}}, ""),
+        ({"zero_optimization": {"reduce_bucket_sz": 5}}, "has no option 'reduce_bucket_sz'; did you mean reduce_bucket_size?"),
+        ({"zero_optimisation": {}}, "has no option 'zero_optimisation'; did you mean zero_optimization?"),
+        ({"data_types": {"grad_accum_dtyp": "fp32"}}, "has no option 'data_types.grad_accum_dtyp'"),
+        ({"zero_optimization": {"reduce_bucket_size": "a"}}, "refuses reduce_bucket_size: Input should be a valid integer"),
+        ({"communication_data_type": "fp31"}, "refuses it: Invalid communication_data_type"),
+        ({"nebula": {}}, "refuses it: Nebula checkpointing has been removed"),
+    ],
+)
+def test_the_installed_release_says_what_it_knows(options: dict[str, Any], told: str) -> None:
+    found = unknown(options)
+    assert told in found and bool(found) == bool(told)
+    if told:
+        with pytest.raises(ValueError, match=r"^deepspeed: DeepSpeed 0\.19"):
+            require_known(library(), options)
+
+
+def test_options_of_the_recipe_come_before_ours_under_both_names() -> None:
+    more = {"zero_optimization": {"prefetch_bucket_size": 3, "overlap_comm": False}, "wall_clock_breakdown": True}
+    found = engine_config(ADAMW, 3, "bfloat16", 2, ZeroOptions(more=more), True, FETCHING)
+    assert found["zero_optimization"] == {"stage": 3, "overlap_comm": False, "contiguous_gradients": True, "prefetch_bucket_size": 3}
+    assert found["wall_clock_breakdown"] and found["bf16"] == {"enabled": True} and found["gradient_clipping"] == 1.0
+
+
+def test_offloads_and_copies_are_options_of_stage_3() -> None:
+    all_on = ZeroOptions(adam_offload=True, param_offload=True, hpz_ranks=8)
+    zero = engine_config(ADAMW, 3, "bfloat16", 1, all_on, True, {})["zero_optimization"]
+    host = {"device": "cpu", "pin_memory": True}
+    assert (zero["offload_optimizer"], zero["offload_param"], zero["zero_hpz_partition_size"]) == (host, host, 8)
+    lower = engine_config(ADAMW, 2, "bfloat16", 1, all_on, True, {})["zero_optimization"]
+    assert lower["offload_optimizer"] == host and not {"offload_param", "zero_hpz_partition_size"} & lower.keys()
+
+
+@pytest.mark.parametrize(("nodes", "expected"), [(2, 8), (1, 1)])
+def test_a_copy_is_shared_by_the_ranks_of_a_node(nodes: int, expected: int) -> None:
+    ranks = Ranks(num_nodes=nodes, num_ranks_per_node=8, gpus=1)
+    config = SFT.model_validate({"data": {"sources": "rows.jsonl"}, "ranks": ranks, "adam_offload": True})
+    assert options_of(config.model_copy(update={"zero_hpz": True}), "model", ranks) == ZeroOptions(True, False, expected, {})
