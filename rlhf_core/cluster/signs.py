@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RpcError
 
 from rlhf_core.cluster.ray_internals import get, put
+from rlhf_core.cluster.reach import CHECK_SECONDS, reach
 from rlhf_core.system import progress
 
 REPORT_SECONDS = 0.5
@@ -62,10 +63,11 @@ class Watch:
         self._since, self._next_look = dict.fromkeys(keys, now), now + self._pause
 
     def next(self, waiting: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Returns the reference that is ready first, and the others. Raises Silent."""
+        """Returns the reference that is ready first, and the others. Raises Silent, and NodeLost."""
         while True:
-            pause = max(0.0, self._next_look - time.monotonic())
+            pause = min(CHECK_SECONDS, max(0.0, self._next_look - time.monotonic()))
             ready, others = ray.wait(list(waiting), num_returns=1, timeout=pause, fetch_local=False)
+            reach.require()
             if time.monotonic() >= self._next_look:
                 self._look(others)
             if ready:
@@ -75,7 +77,10 @@ class Watch:
         _, working = ray.wait(others, num_returns=len(others), timeout=0, fetch_local=False) if others else ([], [])
         now = time.monotonic()
         self._next_look = now + self._pause
-        reports = {key: get(key) for key in {self._keys[ref] for ref in working}}
+        try:
+            reports = {key: get(key) for key in {self._keys[ref] for ref in working}}
+        except RpcError:  # the head is gone or cannot be reached, or is only slow: `reach` finds out
+            return
         first = {key: report for key, report in reports.items() if key not in self._last}
         self._last |= first
         self._since |= {ref: now for ref in working if reports[self._keys[ref]] != self._last[self._keys[ref]]}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from rlhf_core.cluster.rank_environment import set_rank_environment, store_address
+from rlhf_core.cluster.rank_environment import set_rank_environment, store_address, use_card_of
 from rlhf_core.cluster.signs import report
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
@@ -54,6 +54,7 @@ class Worker:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before anything is imported that reads it
         if not expandable_segments:
             give_up_segments(os.environ)
+        use_card_of(ray.util.get_node_ip_address())
         report(key)
 
     def __repr__(self) -> str:  # Ray puts this before each relayed log line

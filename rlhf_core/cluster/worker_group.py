@@ -20,11 +20,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.rank_environment import LESS_MEMORY
 from rlhf_core.cluster.ray_cluster import Reservation, connect, dead_nodes, is_ours, passed_environment, reserve
+from rlhf_core.cluster.reach import CHECK_SECONDS, lost, reach
 from rlhf_core.cluster.signs import NOTICE_SECONDS, Silent, Watch
 from rlhf_core.cluster.worker import RankReady, Worker
 from rlhf_core.config import Ranks
 from rlhf_core.runs.allotment import CORES_ENV
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.system.machine import NodeLost
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,12 +68,14 @@ class Pending(NamedTuple, Generic[R]):
 
     def get(self, ref: Any) -> Any:
         try:
-            return ray.get(ref)
+            return _fetched(ref)
         except ray.exceptions.RayActorError as error:
             if NODE_DIED.search(str(error)):
                 named = ", ".join(address for address in dead_nodes() if address in str(error))
                 told = f"a Ray node{f' ({named})' if named else ''} ended during '{self.phase}' of {self.role}"
-                raise RankDied(f"{told}: its raylet was stopped or killed, often for lack of memory; start the stage again") from None
+                raise NodeLost(f"{told}: its raylet was stopped or killed, often for lack of memory; start the stage again") from None
+            if gone := reach.gone():
+                raise NodeLost(lost(gone, f"does not answer, in '{self.phase}' of {self.role}")) from None
             raise RankDied(
                 f"a rank of {self.role} died during '{self.phase}', often for lack of memory: lower its batch sizes. {error}"
             ) from None
@@ -84,9 +88,18 @@ class Pending(NamedTuple, Generic[R]):
             raise RoleFailed(f"{self.role} failed in '{self.phase}': {error.cause!r}\n{error}") from None
 
 
+def _fetched(ref: Any) -> Any:
+    """Returns the value of a reference. Raises NodeLost where it is on a node that is lost."""
+    while True:
+        try:
+            return ray.get(ref, timeout=CHECK_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            reach.require()
+
+
 def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]:
     """Waits for groups that work at once; returns the results by group and rank. Raises RoleFailed as soon as any rank failed, or made no
-    progress for `timeout` seconds."""
+    progress for `timeout` seconds, NodeLost when a node was lost."""
     owner = {ref: work for work in pending for ref in work.refs}
     keys = {ref: key for work in pending for ref, key in zip(work.refs, work.keys, strict=True)}
     watch = Watch(keys, timeout, partial(_notice, pending, timeout))
@@ -104,19 +117,20 @@ def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]
     return [work.results() for work in pending]
 
 
-def _cause(failed: RoleFailed, owner: Mapping[Any, Pending[Any]], waiting: list[Any]) -> RoleFailed:
-    """Returns the death of another rank where there is one, else `failed`."""
+def _cause(failed: RoleFailed, owner: Mapping[Any, Pending[Any]], waiting: list[Any]) -> RoleFailed | NodeLost:
+    """Returns the death of another rank or of a node where there is one, else `failed`."""
     deadline = time.monotonic() + DEATH_SECONDS
     while not isinstance(failed, RankDied) and waiting and (left := deadline - time.monotonic()) > 0:
         done, waiting = ray.wait(waiting, timeout=left)
         for ref in done:
             try:
                 owner[ref].get(ref)
-            except RankDied as died:
+            except (RankDied, NodeLost) as died:
                 return died
             except (RoleFailed, ValueError, FloatingPointError):
                 continue
-    return failed
+    gone = reach.gone()
+    return NodeLost(lost(gone, "does not answer, and other ranks miss it")) if gone else failed
 
 
 def _silent(pending: Sequence[Pending[Any]], silent: Silent, timeout: float) -> RoleFailed:
