@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 
 from rlhf_core.cluster.layout import Layout, Slot, by_node, shortage
 from rlhf_core.cluster.ray_internals import SafePathJob, report_missing
-from rlhf_core.cluster.reach import Place, answering, lost, reach
+from rlhf_core.cluster.reach import Place, answering, head, lost, reach
 from rlhf_core.runs.launch import SECRET_NAME
 from rlhf_core.system.machine import NodeLost, num_gpus
 from rlhf_core.system.secret_file import private_folder
@@ -73,11 +73,6 @@ def leave() -> None:
     """Ends the cluster if `connect` started it, else leaves it. Nothing that its processes print is shown after that."""
     ray.shutdown()
     reach.watch([])
-
-
-def _head() -> Place:
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    return Place(f"the head of the Ray cluster ({host})", host.strip("[]"), int(port))
 
 
 def _nodes(identities: Collection[str] | None = None) -> list[Place]:
@@ -142,5 +137,5 @@ def reserve(layout: Layout, timeout: float) -> Reservation:
     node_of = placement_group_table(group)["bundles_to_node_id"]
     print(f"reserved {layout} on {len(set(node_of.values()))} node(s)", flush=True)
     if not is_ours():
-        reach.watch([_head(), *_nodes(set(node_of.values()))])
+        reach.watch([head(), *_nodes(set(node_of.values()))])
     return Reservation(group, by_node(layout, node_of))

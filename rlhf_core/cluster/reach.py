@@ -16,12 +16,15 @@ from contextlib import ExitStack
 from threading import Thread
 from typing import NamedTuple
 
+import ray
+
 from rlhf_core.system.machine import NodeLost
 
 CHECK_SECONDS, ANSWER_SECONDS = 2.0, 2.0  # between two checks; of one
 NOTICE_SECONDS = 5.0  # without an answer, until the log says so
 LOST_SECONDS = 30.0  # without an answer, until the stage ends: longer than a cable that is put back takes, shorter than a minute
-EXIT_SECONDS = 15.0  # later this process is ended: it still waits for something of Ray that never returns
+EXIT_SECONDS = 15.0  # after that this process is ended: it still waits for something of Ray that never returns
+ALONE_SECONDS = 45.0  # without an answer of the head, until a rank ends itself: its stage has ended, and nobody on its node is told
 
 
 class Place(NamedTuple):
@@ -32,8 +35,14 @@ class Place(NamedTuple):
     port: int
 
 
+def head() -> Place:
+    """Returns the head of the cluster that this process has joined."""
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    return Place(f"the head of the Ray cluster ({host})", host.strip("[]"), int(port))
+
+
 class Reach:
-    """Watches places in a thread of its own, from `watch` on."""
+    """Watches the places of the one cluster that this process uses, in a thread of its own, from `watch` on."""
 
     def __init__(self) -> None:
         self._places: Sequence[Place] = ()
@@ -84,6 +93,21 @@ class Reach:
                 os._exit(1)
 
 
+def end_when_alone(head: Place) -> None:
+    """Starts a thread that ends this process, a rank, once the head has not answered for ALONE_SECONDS."""
+
+    def watch() -> None:
+        since = None
+        while since is None or time.monotonic() - since < ALONE_SECONDS:
+            time.sleep(CHECK_SECONDS)
+            since = None if answering([head]) else since or time.monotonic()
+        print(f"{head.name} has not answered for {ALONE_SECONDS:.0f} s: this rank ends", flush=True)
+        os._exit(1)
+
+    if answering([head]):
+        Thread(target=watch, name="alone", daemon=True).start()
+
+
 def lost(name: str, how: str) -> str:
     """Returns the sentence of a node that is lost."""
     return (
@@ -113,4 +137,4 @@ def answering(places: Sequence[Place]) -> list[Place]:
     return [place for place in places if place in found]
 
 
-reach = Reach()  # of the one cluster that this process uses
+reach = Reach()

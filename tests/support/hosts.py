@@ -15,8 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 NET, PORT = "10.83.0", 6379
 UNSHARE = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
 ORPHANS = "trap '' CHLD; exec sleep infinity"  # adopted processes that end are not kept as zombies
-RAY_FOLDER = "/tmp/alignflow-ray"  # noqa: S108  each host has one of its own there; short: paths of sockets have a limit
+RAY_FOLDER = "/tmp/alignflow-ray"  # each host has one of its own there; short: paths of sockets have a limit
 PR_SET_PDEATHSIG = 1
 # Of this process's environment: settings for one machine alone, and what other clusters are called.
 FOREIGN = ("RAY_", "GLOO_", "NCCL_", "VLLM_HOST_IP", "PREFECT_")
@@ -92,7 +91,12 @@ class Host:
     def run(self, *command: str, **environment: str) -> str:
         """Runs a command on the host; returns what it prints."""
         done = subprocess.run(
-            self.command(*command), env=self.environment | environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+            self.command(*command),
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            stdin=subprocess.DEVNULL,
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
         return done.stdout
