@@ -12,7 +12,7 @@ import ray
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from rlhf_core.cluster.layout import Layout, Slot, by_node, shortage
+from rlhf_core.cluster.layout import Layout, Slot, by_node, shortage, too_large
 from rlhf_core.cluster.ray_internals import SafePathJob, report_missing
 from rlhf_core.cluster.reach import Place, answering, head, lost, reach
 from rlhf_core.runs.launch import SECRET_NAME
@@ -27,6 +27,7 @@ KEPT = tuple(
 # Set explicitly: some hosts show less memory than they have.
 OBJECT_STORE_BYTES, GPU_OBJECT_STORE_BYTES = 512 << 20, 8 << 30
 GIVEN_UP_SECONDS = 150.0  # Ray gives up a node that does not answer after up to 75
+_used: frozenset[str] = frozenset()  # nodes of the last reservation
 _started = ""  # address of the cluster that `connect` started last
 
 
@@ -35,6 +36,13 @@ class Reservation(NamedTuple):
 
     group: PlacementGroup
     slots: Mapping[str, Sequence[Slot]]
+
+
+class Node(NamedTuple):
+    """Identifies a node of the cluster."""
+
+    identity: str
+    address: str
 
 
 def connect() -> None:
@@ -70,9 +78,11 @@ def connect() -> None:
 
 
 def leave() -> None:
-    """Ends the cluster if `connect` started it, else leaves it. Nothing that its processes print is shown after that."""
-    ray.shutdown()
-    reach.watch([])
+    """Ends the cluster if `connect` started it, else leaves it. Nothing that its processes print is shown after that. Where its head is gone,
+    Ray would wait for it: then the end of this process is the end of the connection."""
+    if not ray.is_initialized() or is_ours() or answering([head()]):
+        ray.shutdown()
+        reach.watch([])
 
 
 def _nodes(identities: Collection[str] | None = None) -> list[Place]:
@@ -92,6 +102,15 @@ def _wait_for_nodes() -> None:
             print(f"{names} does not answer: waiting until it does, or Ray has given it up", flush=True)
         told = names
         time.sleep(2)
+
+
+def other_nodes() -> list[Node]:
+    """Returns the nodes with processes of the stage but the one of this process; none without a cluster."""
+    if not ray.is_initialized():
+        return []
+    own = ray.get_runtime_context().get_node_id()
+    there = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in _used and node["NodeID"] != own]
+    return sorted((Node(node["NodeID"], node["NodeManagerAddress"]) for node in there), key=lambda node: node.address)
 
 
 def dead_nodes() -> list[str]:
@@ -124,8 +143,8 @@ def reserve(layout: Layout, timeout: float) -> Reservation:
     """
     if not is_ours():
         _wait_for_nodes()
-    missing = shortage(layout.bundles, ray.cluster_resources())
-    if missing:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if missing := shortage(layout.bundles, ray.cluster_resources()) or too_large(layout, nodes):
         raise ValueError(f"the cluster lacks {missing} for {layout}: lower cpus/gpus of these groups, let some share GPUs, or add nodes")
     group = placement_group(list(layout.bundles), strategy="PACK")
     if not group.wait(timeout):
@@ -136,6 +155,8 @@ def reserve(layout: Layout, timeout: float) -> Reservation:
         )
     node_of = placement_group_table(group)["bundles_to_node_id"]
     print(f"reserved {layout} on {len(set(node_of.values()))} node(s)", flush=True)
+    global _used
+    _used = frozenset(node_of.values())
     if not is_ours():
-        reach.watch([head(), *_nodes(set(node_of.values()))])
+        reach.watch([head(), *_nodes(_used)])
     return Reservation(group, by_node(layout, node_of))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 
@@ -23,7 +23,7 @@ from rlhf_core.system.machine import NodeLost
 CHECK_SECONDS, ANSWER_SECONDS = 2.0, 2.0  # between two checks; of one
 NOTICE_SECONDS = 5.0  # without an answer, until the log says so
 LOST_SECONDS = 30.0  # without an answer, until the stage ends: longer than a cable that is put back takes, shorter than a minute
-EXIT_SECONDS = 15.0  # after that this process is ended: it still waits for something of Ray that never returns
+EXIT_SECONDS = 10.0  # after that this process is ended: it still waits for something of Ray that never returns
 ALONE_SECONDS = 45.0  # without an answer of the head, until a rank ends itself: its stage has ended, and nobody on its node is told
 
 
@@ -114,6 +114,15 @@ def lost(name: str, how: str) -> str:
         f"{name} {how}: its power, its network or its Ray process is gone; run again when it is back, or on the nodes that are left: "
         "a stage resumes from its last checkpoint"
     )
+
+
+def fetched(ref: Any) -> Any:
+    """Waits for the value of a reference. Raises NodeLost where a node is lost meanwhile, and what the work raised."""
+    while True:
+        try:
+            return ray.get(ref, timeout=CHECK_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            reach.require()
 
 
 def answering(places: Sequence[Place]) -> list[Place]:

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.rank_environment import LESS_MEMORY
 from rlhf_core.cluster.ray_cluster import Reservation, connect, dead_nodes, is_ours, passed_environment, reserve
-from rlhf_core.cluster.reach import CHECK_SECONDS, lost, reach
+from rlhf_core.cluster.reach import fetched, lost, reach
 from rlhf_core.cluster.signs import NOTICE_SECONDS, Silent, Watch
 from rlhf_core.cluster.worker import RankReady, Worker
 from rlhf_core.config import Ranks
@@ -68,7 +68,7 @@ class Pending(NamedTuple, Generic[R]):
 
     def get(self, ref: Any) -> Any:
         try:
-            return _fetched(ref)
+            return fetched(ref)
         except ray.exceptions.RayActorError as error:
             if NODE_DIED.search(str(error)):
                 named = ", ".join(address for address in dead_nodes() if address in str(error))
@@ -86,15 +86,6 @@ class Pending(NamedTuple, Generic[R]):
             if type(error.cause).__name__ == "OutOfMemoryError":
                 raise RoleFailed(f"{self.role} ran out of GPU memory in '{self.phase}': {LESS_MEMORY}. {error.cause}") from None
             raise RoleFailed(f"{self.role} failed in '{self.phase}': {error.cause!r}\n{error}") from None
-
-
-def _fetched(ref: Any) -> Any:
-    """Returns the value of a reference. Raises NodeLost where it is on a node that is lost."""
-    while True:
-        try:
-            return ray.get(ref, timeout=CHECK_SECONDS)
-        except ray.exceptions.GetTimeoutError:
-            reach.require()
 
 
 def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]:
