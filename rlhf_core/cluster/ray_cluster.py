@@ -97,9 +97,9 @@ def _wait_for_nodes() -> None:
     while (nodes := _nodes()) and (answer := answering(nodes)) and (silent := [place for place in nodes if place not in answer]):
         names = " and ".join(place.name for place in silent)
         if time.monotonic() > deadline:
-            raise NodeLost(lost(names, "does not answer, but Ray has not given it up"))
+            raise NodeLost(lost(names, f"for {GIVEN_UP_SECONDS:.0f} s"))
         if names != told:
-            print(f"{names} does not answer: waiting until it does, or Ray has given it up", flush=True)
+            print(f"no answer from {names}: waiting for one, or until Ray has given it up", flush=True)
         told = names
         time.sleep(2)
 

@@ -24,7 +24,7 @@ CHECK_SECONDS, ANSWER_SECONDS = 2.0, 2.0  # between two checks; of one
 NOTICE_SECONDS = 5.0  # without an answer, until the log says so
 LOST_SECONDS = 30.0  # without an answer, until the stage ends: longer than a cable that is put back takes, shorter than a minute
 EXIT_SECONDS = 10.0  # after that this process is ended: it still waits for something of Ray that never returns
-ALONE_SECONDS = 45.0  # without an answer of the head, until a rank ends itself: its stage has ended, and nobody on its node is told
+ALONE_SECONDS = 45.0  # without an answer of the head, until a rank ends itself: its stage has ended, and nothing tells its node
 
 
 class Place(NamedTuple):
@@ -85,33 +85,33 @@ class Reach:
             without = now - self._since.setdefault(place, now)
             if without >= NOTICE_SECONDS and place not in self._noticed:
                 self._noticed.add(place)
-                print(f"{place.name} does not answer; the stage waits {LOST_SECONDS:.0f} s for it", flush=True)
+                print(f"{place.name} gives no answer; the stage waits {LOST_SECONDS:.0f} s for it", flush=True)
             if without >= LOST_SECONDS and not self._lost:
-                self._lost = lost(place.name, f"has not answered for {without:.0f} s")
+                self._lost = lost(place.name, f"for {without:.0f} s")
             if without >= LOST_SECONDS + EXIT_SECONDS:
                 print(self._lost, flush=True)
                 os._exit(1)
 
 
 def end_when_alone(head: Place) -> None:
-    """Starts a thread that ends this process, a rank, once the head has not answered for ALONE_SECONDS."""
+    """Starts a thread that ends this process, which works for a stage, once the head has not answered for ALONE_SECONDS."""
 
     def watch() -> None:
         since = None
         while since is None or time.monotonic() - since < ALONE_SECONDS:
             time.sleep(CHECK_SECONDS)
             since = None if answering([head]) else since or time.monotonic()
-        print(f"{head.name} has not answered for {ALONE_SECONDS:.0f} s: this rank ends", flush=True)
+        print(f"{head.name} gave no answer for {ALONE_SECONDS:.0f} s: this process ends", flush=True)
         os._exit(1)
 
     if answering([head]):
         Thread(target=watch, name="alone", daemon=True).start()
 
 
-def lost(name: str, how: str) -> str:
-    """Returns the sentence of a node that is lost."""
+def lost(names: str, when: str) -> str:
+    """Returns the sentence of nodes that are lost."""
     return (
-        f"{name} {how}: its power, its network or its Ray process is gone; run again when it is back, or on the nodes that are left: "
+        f"{names} gave no answer {when}: power, network or the Ray process is gone; run again when it is back, or on the nodes that are left: "
         "a stage resumes from its last checkpoint"
     )
 

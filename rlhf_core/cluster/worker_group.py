@@ -75,7 +75,7 @@ class Pending(NamedTuple, Generic[R]):
                 told = f"a Ray node{f' ({named})' if named else ''} ended during '{self.phase}' of {self.role}"
                 raise NodeLost(f"{told}: its raylet was stopped or killed, often for lack of memory; start the stage again") from None
             if gone := reach.gone():
-                raise NodeLost(lost(gone, f"does not answer, in '{self.phase}' of {self.role}")) from None
+                raise NodeLost(lost(gone, f"in '{self.phase}' of {self.role}")) from None
             raise RankDied(
                 f"a rank of {self.role} died during '{self.phase}', often for lack of memory: lower its batch sizes. {error}"
             ) from None
@@ -121,7 +121,7 @@ def _cause(failed: RoleFailed, owner: Mapping[Any, Pending[Any]], waiting: list[
             except (RoleFailed, ValueError, FloatingPointError):
                 continue
     gone = reach.gone()
-    return NodeLost(lost(gone, "does not answer, and other ranks miss it")) if gone else failed
+    return NodeLost(lost(gone, f"when a rank failed ({str(failed).splitlines()[0]})")) if gone else failed
 
 
 def _silent(pending: Sequence[Pending[Any]], silent: Silent, timeout: float) -> RoleFailed:
