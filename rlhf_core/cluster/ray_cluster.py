@@ -78,8 +78,8 @@ def connect() -> None:
 
 
 def leave() -> None:
-    """Ends the cluster if `connect` started it, else leaves it. Nothing that its processes print is shown after that. Where its head is gone,
-    Ray would wait for it: then the end of this process is the end of the connection."""
+    """Ends the cluster if `connect` started it, else leaves it. Nothing that its processes print is shown after that. Where the head of
+    another cluster is gone, Ray would wait for it: there the end of this process is the end of the connection."""
     if not ray.is_initialized() or is_ours() or answering([head()]):
         ray.shutdown()
         reach.watch([])

@@ -111,8 +111,8 @@ def end_when_alone(head: Place) -> None:
 def lost(names: str, when: str) -> str:
     """Returns the sentence of nodes that are lost."""
     return (
-        f"{names} gave no answer {when}: power, network or the Ray process is gone; run again when it is back, or on the nodes that are left: "
-        "a stage resumes from its last checkpoint"
+        f"{names} gave no answer {when}: power, network or the Ray process is gone; run again when it is back, or on the nodes that are "
+        "left: a stage resumes from its last checkpoint"
     )
 
 

@@ -29,7 +29,7 @@ def odd(responses):
 
 
 def prepare(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60) -> None:
-    """Writes a run directory, or changes how its stage is placed. Each call of the function takes 0.3 s, so that a fault finds it at work."""
+    """Writes a run directory, or changes how its stage is placed. A call of the function takes 0.3 s: a fault finds the stage at work."""
     (folder / "namespaces").mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(FUNCTION)
     config = PPO(
