@@ -72,9 +72,10 @@ class Reach:
         while True:
             time.sleep(CHECK_SECONDS)
             places = self._places
-            self._note(places, answering(places), time.monotonic())
+            self.note(places, answering(places), time.monotonic())
 
-    def _note(self, places: Sequence[Place], answer: Collection[Place], now: float) -> None:
+    def note(self, places: Sequence[Place], answer: Collection[Place], now: float) -> None:
+        """Takes in which of the places answer, at a moment in seconds."""
         for place in places:
             if place in answer:
                 since = self._since.pop(place, now)

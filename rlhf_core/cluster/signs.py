@@ -22,6 +22,7 @@ from rlhf_core.system import progress
 REPORT_SECONDS = 0.5
 LOOKS = 10  # in the time that a rank may be silent
 LONGEST_PAUSE = 15.0  # seconds between two looks
+SHOWN_SECONDS = 60.0  # of a wait, until the log says what was done
 NOTICE_SECONDS = 30.0  # without progress, until the log says so
 
 
@@ -52,15 +53,18 @@ class Silent(Exception):
 class Watch:
     """The wait for the work of several ranks, none of which may go without progress for `timeout` seconds. `keys`: what each rank reports
     under, by the reference of its work; ranks with one key are silent when none of them makes progress. `notice` gets the references of
-    ranks without progress for NOTICE_SECONDS, once, before the timeout is over."""
+    ranks without progress for NOTICE_SECONDS, once, before the timeout is over. `show` gets what was done, after SHOWN_SECONDS, and then
+    each time after twice as long."""
 
-    def __init__(self, keys: Mapping[Any, str], timeout: float, notice: Callable[[Sequence[Any]], None]):
-        self._keys, self._timeout, self._notice = keys, timeout, notice
+    def __init__(self, keys: Mapping[Any, str], timeout: float, notice: Callable[[Sequence[Any]], None], show: Callable[[str], None]):
+        self._keys, self._timeout, self._notice, self._show = keys, timeout, notice, show
+        self._first: dict[str, bytes | None] = {}  # what each rank reported at the first look
         self._noticed: set[Any] = set()
         self._last: dict[str, bytes | None] = {}  # what each rank reported when it was last looked at; others may watch it, too
         self._pause = min(timeout / LOOKS, LONGEST_PAUSE)
         now = time.monotonic()
         self._since, self._next_look = dict.fromkeys(keys, now), now + self._pause
+        self._begun, self._shown = now, now
 
     def next(self, waiting: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Returns the reference that is ready first, and the others. Raises Silent, and NodeLost."""
@@ -85,6 +89,11 @@ class Watch:
         self._last |= first
         self._since |= {ref: now for ref in working if reports[self._keys[ref]] != self._last[self._keys[ref]]}
         self._last.update(reports)
+        self._first |= first
+        if now - self._shown >= max(SHOWN_SECONDS, self._shown - self._begun):
+            pairs = [((self._first[key] or b"").decode(), (last or b"").decode()) for key, last in self._last.items()]
+            self._show(f"{progress.between(pairs)} in {now - self._begun:.0f} s")
+            self._shown = now
         if silent := [ref for ref in working if now - self._since[ref] >= self._timeout]:
             raise Silent(silent)
         self._noticed = {ref for ref in self._noticed if now - self._since[ref] >= NOTICE_SECONDS}

@@ -93,7 +93,7 @@ def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]
     progress for `timeout` seconds, NodeLost when a node was lost."""
     owner = {ref: work for work in pending for ref in work.refs}
     keys = {ref: key for work in pending for ref, key in zip(work.refs, work.keys, strict=True)}
-    watch = Watch(keys, timeout, partial(_notice, pending, timeout))
+    watch = Watch(keys, timeout, partial(_notice, pending, timeout), partial(_show, pending))
     waiting = list(owner)
     while waiting:
         try:
@@ -132,6 +132,11 @@ def _silent(pending: Sequence[Pending[Any]], silent: Silent, timeout: float) -> 
 def _notice(pending: Sequence[Pending[Any]], timeout: float, refs: Sequence[Any]) -> None:
     told = f"the process works on something long, or is stopped; the wait ends after {timeout:.0f} s"
     print(f"{_without_progress(pending, refs)} for {NOTICE_SECONDS:.0f} s: {told}", flush=True)
+
+
+def _show(pending: Sequence[Pending[Any]], done: str) -> None:
+    working = " and ".join(f"{work.role} in '{work.phase}'" for work in pending)
+    print(f"{working}: {done}", flush=True)
 
 
 def _without_progress(pending: Sequence[Pending[Any]], refs: Sequence[Any]) -> str:
@@ -224,7 +229,7 @@ class Group:
         working = [worker.stream.options(num_returns="streaming").remote(method.__name__, *args, **kwargs) for worker in self._workers]
         waiting, slowest = list(working), 0.0
         work = Pending[Any](self.name, phase, working, self._keys)
-        watch = Watch(dict(zip(working, self._keys, strict=True)), timeout, partial(_notice, [work], timeout))
+        watch = Watch(dict(zip(working, self._keys, strict=True)), timeout, partial(_notice, [work], timeout), partial(_show, [work]))
         while waiting:
             try:
                 ready, _ = watch.next(waiting)
