@@ -28,7 +28,7 @@ def odd(responses):
 """
 
 
-def prepare(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60) -> None:
+def prepare(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60, timeout: float = 200.0) -> None:
     """Writes a run directory, or changes how its stage is placed. A call of the function takes 0.3 s: a fault finds the stage at work."""
     (folder / "namespaces").mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(FUNCTION)
@@ -48,7 +48,7 @@ def prepare(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60)
         generate_max_len=16,
         actor_learning_rate=1e-3,
         save_steps=SAVED,
-        timeout=200,
+        timeout=timeout,
         actor_ranks=Ranks(num_nodes=2, cpus=cpus),
         vllm=Vllm(cpus=0.3, kv_cache_gib=0.5),
     )
