@@ -6,6 +6,9 @@ seconds are properties of the test report (`record_property`), and printed.
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.host_stages import CLOSE, SAVED, finish, log, prepare, seconds_until, start, wait_for_work
+from tests.support.host_stages import CLOSE, SAVED, SPREAD, config_of, finish, log, prepare, seconds_until, start, wait_for_work
 from tests.support.hosts import Cluster, Host, cluster, unavailable
 from tests.support.micro import wait_until
 
@@ -107,3 +110,26 @@ def test_a_cable_that_is_out_for_ten_seconds_is_named_and_the_run_goes_on(
     two.mend(two.hosts[1])
     assert process.wait(timeout=200) == 0, log(folder)[-3000:]
     assert "the Ray node 10.83.0.2 answers again after " in log(folder)
+
+
+def test_alignflow_run_says_it_and_finishes_when_it_is_run_again(two: Cluster, material: Path, tmp_path: Path) -> None:
+    """By itself it tries once more, on what is left, and says what that lacks."""
+
+    def run(cpus: float) -> int:
+        stage = config_of(tmp_path, material, cpus).model_dump(mode="json", exclude_defaults=True)
+        recipe = {"name": "nodes", "base_model": str(material / "base"), "artifacts": "artifacts", "stages": {"ppo": stage}}
+        (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))  # which is YAML too
+        command = (sys.executable, "-P", "-m", "flows.cli", "run", "recipe.yaml")
+        given = {"RAY_ADDRESS": two.ray_address, "PREFECT_HOME": str(tmp_path / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+        process = two.head.start(*command, log=tmp_path / "log.txt", folder=tmp_path, **given)
+        if cpus == SPREAD:
+            wait_until(lambda: "step 3/" in log(tmp_path) or process.poll() is not None, "iterations", 240, lambda: log(tmp_path)[-3000:])
+            kill("raylet/raylet")(two, two.hosts[1])
+        return process.wait(timeout=240)
+
+    assert run(SPREAD) != 0
+    told = log(tmp_path)
+    assert re.search(r"the Ray node 10\.83\.0\.2 gave no answer |a Ray node \(10\.83\.0\.2\) ended during ", told), told[-3000:]
+    assert "the cluster lacks CPUs (requested 1.5, available 1)" in told
+    assert run(CLOSE) == 0, log(tmp_path)[-3000:]
+    assert "resumed after iteration" in log(tmp_path).removeprefix(told)

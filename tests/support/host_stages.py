@@ -28,11 +28,11 @@ def odd(responses):
 """
 
 
-def prepare(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60, timeout: float = 200.0) -> None:
-    """Writes a run directory, or changes how its stage is placed. A call of the function takes 0.3 s: a fault finds the stage at work."""
+def config_of(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60, timeout: float = 200.0) -> PPO:
+    """Returns the stage. A call of its reward function, which is written to the folder, takes 0.3 s: a fault finds it at work."""
     (folder / "namespaces").mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(FUNCTION)
-    config = PPO(
+    return PPO(
         actor="base",
         prompts=Data(sources=str(material / "prompts.jsonl")),
         reward={"function": f"{folder / 'reward.py'}:odd", "batch_size": 2, "concurrency": 4},
@@ -52,6 +52,11 @@ def prepare(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60,
         actor_ranks=Ranks(num_nodes=2, cpus=cpus),
         vllm=Vllm(cpus=0.3, kv_cache_gib=0.5),
     )
+
+
+def prepare(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60, timeout: float = 200.0) -> None:
+    """Writes a run directory, or changes how its stage is placed."""
+    config = config_of(folder, material, cpus, steps, timeout)
     RunDir(folder).prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7))
 
 
