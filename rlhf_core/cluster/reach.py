@@ -118,7 +118,8 @@ def lost(names: str, when: str) -> str:
 
 
 def fetched(ref: Any) -> Any:
-    """Waits for the value of a reference. Raises NodeLost where a node is lost meanwhile, and what the work raised."""
+    """Waits for the small value of a reference. Raises NodeLost where a node is lost meanwhile, and what the work raised. Ray may begin
+    the transfer of a large value anew after each time limit."""
     while True:
         try:
             return ray.get(ref, timeout=CHECK_SECONDS)

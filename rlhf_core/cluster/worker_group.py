@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.rank_environment import LESS_MEMORY
 from rlhf_core.cluster.ray_cluster import Reservation, connect, dead_nodes, is_ours, passed_environment, reserve
-from rlhf_core.cluster.reach import fetched, lost, reach
+from rlhf_core.cluster.reach import lost, reach
 from rlhf_core.cluster.signs import NOTICE_SECONDS, Silent, Watch
 from rlhf_core.cluster.worker import RankReady, Worker
 from rlhf_core.config import Ranks
@@ -68,7 +68,7 @@ class Pending(NamedTuple, Generic[R]):
 
     def get(self, ref: Any) -> Any:
         try:
-            return fetched(ref)
+            return ray.get(ref)
         except ray.exceptions.RayActorError as error:
             if NODE_DIED.search(str(error)):
                 named = ", ".join(address for address in dead_nodes() if address in str(error))
