@@ -16,8 +16,9 @@ import ray
 from ray.exceptions import RpcError
 
 from rlhf_core.cluster.ray_internals import get, put
-from rlhf_core.cluster.reach import CHECK_SECONDS, reach
+from rlhf_core.cluster.reach import CHECK_SECONDS, lost, reach
 from rlhf_core.system import progress
+from rlhf_core.system.machine import NodeLost
 
 REPORT_SECONDS = 0.5
 LOOKS = 10  # in the time that a rank may be silent
@@ -65,6 +66,7 @@ class Watch:
         now = time.monotonic()
         self._since, self._next_look = dict.fromkeys(keys, now), now + self._pause
         self._begun, self._shown = now, now
+        self._unread: float | None = None  # since when no report can be read
 
     def next(self, waiting: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Returns the reference that is ready first, and the others. Raises Silent, and NodeLost."""
@@ -83,8 +85,12 @@ class Watch:
         self._next_look = now + self._pause
         try:
             reports = {key: get(key) for key in {self._keys[ref] for ref in working}}
-        except RpcError:  # the head is gone or cannot be reached, or is only slow: `reach` finds out
+        except RpcError:  # the head is gone or cannot be reached, which `reach` finds out, or it is slow
+            self._unread = self._unread or now
+            if now - self._unread >= self._timeout:
+                raise NodeLost(lost("the key-value store of the Ray cluster", f"for {self._timeout:.0f} s")) from None
             return
+        self._unread = None
         first = {key: report for key, report in reports.items() if key not in self._last}
         self._last |= first
         self._since |= {ref: now for ref in working if reports[self._keys[ref]] != self._last[self._keys[ref]]}
