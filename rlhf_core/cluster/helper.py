@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhf_core.cluster.ray_cluster import Node, passed_environment
-from rlhf_core.cluster.reach import end_when_alone, fetched, head
+from rlhf_core.cluster.reach import end_when_alone, fetched, head, own_node
 
 OWN = ("RAY_", "CUDA_", "NVIDIA_", "GLOO_", "VLLM_HOST_IP")  # beginnings of variables that are a node's own
 CLOSING_SECONDS = 5.0
@@ -25,7 +25,7 @@ class Held:
     """Holds the object in the process on the other node."""
 
     def make(self, factory: Callable[..., Any], options: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        end_when_alone(head())
+        end_when_alone([head(), own_node()])
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         self._held = factory(**options)

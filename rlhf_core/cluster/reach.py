@@ -24,7 +24,9 @@ CHECK_SECONDS, ANSWER_SECONDS = 2.0, 2.0  # between two checks; of one
 NOTICE_SECONDS = 5.0  # without an answer, until the log says so
 LOST_SECONDS = 30.0  # without an answer, until the stage ends: longer than a cable that is put back takes, shorter than a minute
 EXIT_SECONDS = 10.0  # after that this process is ended: it still waits for something of Ray that never returns
-ALONE_SECONDS = 45.0  # without an answer of the head, until a rank ends itself: its stage has ended, and nothing tells its node
+ALONE_SECONDS = (
+    45.0  # without an answer of the head or of its raylet, until a rank ends itself: its stage has ended, and nothing tells its node
+)
 
 
 class Place(NamedTuple):
@@ -94,18 +96,30 @@ class Reach:
                 os._exit(1)
 
 
-def end_when_alone(head: Place) -> None:
-    """Starts a thread that ends this process, which works for a stage, once the head has not answered for ALONE_SECONDS."""
+def own_node() -> Place:
+    """Returns the Ray process (raylet) of the node of this process."""
+    own = ray.get_runtime_context().get_node_id()
+    (node,) = [node for node in ray.nodes() if node["NodeID"] == own]
+    return Place(f"the Ray node {node['NodeManagerAddress']}", node["NodeManagerAddress"], node["NodeManagerPort"])
+
+
+def end_when_alone(places: Sequence[Place]) -> None:
+    """Starts a thread that ends this process, which works for a stage, once one of the places has not answered for ALONE_SECONDS: the
+    head, which would tell of the stage's end, or the raylet, with which a process of Ray does not always end."""
+    since: dict[Place, float] = {}
 
     def watch() -> None:
-        since = None
-        while since is None or time.monotonic() - since < ALONE_SECONDS:
+        while True:
             time.sleep(CHECK_SECONDS)
-            since = None if answering([head]) else since or time.monotonic()
-        print(f"{head.name} gave no answer for {ALONE_SECONDS:.0f} s: this process ends", flush=True)
-        os._exit(1)
+            answer, now = answering(places), time.monotonic()
+            for place in places:
+                if place in answer:
+                    since.pop(place, None)
+                elif now - since.setdefault(place, now) >= ALONE_SECONDS:
+                    print(f"{place.name} gave no answer for {ALONE_SECONDS:.0f} s: this process ends", flush=True)
+                    os._exit(1)
 
-    if answering([head]):
+    if len(answering(places)) == len(places):
         Thread(target=watch, name="alone", daemon=True).start()
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import ray
 
 from rlhf_core.cluster.rank_environment import set_rank_environment, store_address, use_card_of
-from rlhf_core.cluster.reach import end_when_alone, head
+from rlhf_core.cluster.reach import end_when_alone, head, own_node
 from rlhf_core.cluster.signs import report
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
@@ -56,7 +56,7 @@ class Worker:
         if not expandable_segments:
             give_up_segments(os.environ)
         use_card_of(ray.util.get_node_ip_address())
-        end_when_alone(head())
+        end_when_alone([head(), own_node()])
         report(key)
 
     def __repr__(self) -> str:  # Ray puts this before each relayed log line
