@@ -21,12 +21,10 @@ import ray
 from rlhf_core.system.machine import NodeLost
 
 CHECK_SECONDS, ANSWER_SECONDS = 2.0, 2.0  # between two checks; of one
-NOTICE_SECONDS = 5.0  # without an answer, until the log says so
+NOTICE_SECONDS = 3.0  # without an answer, until the log says so
 LOST_SECONDS = 30.0  # without an answer, until the stage ends: longer than a cable that is put back takes, shorter than a minute
 EXIT_SECONDS = 10.0  # after that this process is ended: it still waits for something of Ray that never returns
-ALONE_SECONDS = (
-    45.0  # without an answer of the head or of its raylet, until a rank ends itself: its stage has ended, and nothing tells its node
-)
+ALONE_SECONDS = 45.0  # without an answer of the head or the raylet, until a rank ends itself: nothing else may tell it of its stage's end
 
 
 class Place(NamedTuple):
