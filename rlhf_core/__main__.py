@@ -1,7 +1,8 @@
 """Runs the stage of one run directory, with or without Prefect: `python -m rlhf_core RUN_DIR`.
 
 Exit codes: 0 done; 2 wrong input (one line on stderr says what to change); 3 a package is missing, or a GPU is too small (likewise);
-1 anything else, with a traceback, or one line where training came to a loss, gradient norm or weight that is not finite.
+1 anything else, with a traceback, or one line where a node of the cluster was lost, or training came to a loss, gradient norm or weight
+that is not finite.
 A ValueError counts as wrong input when our own code raised it; one from inside a library is a failure.
 """
 
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from rlhf_core.config import KINDS
 from rlhf_core.runs.run_dir import RunDir, run_stage
 from rlhf_core.system.gc_pause import uncollected
-from rlhf_core.system.machine import MachineLacks, disk_problem, num_gpus
+from rlhf_core.system.machine import MachineLacks, NodeLost, disk_problem, num_gpus
 from rlhf_core.system.processes import ENVIRONMENT, FAILED, OURS, WRONG_INPUT, raised_by_us
 
 ENV_DEFAULTS = {
@@ -67,6 +68,8 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
         return _refuse(" ".join(str(error).split()), WRONG_INPUT)
     except MachineLacks as error:
         return _refuse(str(error), ENVIRONMENT)
+    except NodeLost as error:
+        return _refuse(str(error), FAILED)
     except FloatingPointError as error:
         if not raised_by_us(error):
             raise

@@ -1,12 +1,13 @@
 """Assigns each process of each group to a bundle of resources. Imports neither Ray nor torch.
 
 A bundle is what Ray reserves on one node, usually a GPU and some CPUs. Groups that are `together` share their bundles: process i of
-each runs on the same GPU.
+each runs on the same GPU. An engine over several GPUs of its own is one bundle, so that Ray finds a node with room for all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,27 +34,45 @@ class Layout:
     def gpus(self) -> dict[str, list[str]]:
         """Returns the GPU of each process, by group: `GPU 0` for a whole one, else `shared`, `shared 2`, ..., which are filled in turn."""
         filled: list[float] = []
-        names = []
+        names: list[list[str]] = []  # of each bundle, as many as one group has processes in it
+        held = [Counter(slot.bundle for slot in slots) for slots in self.slots.values()]
         for i, bundle in enumerate(self.bundles):
             part = bundle.get("GPU", 0.0)
             if not 0 < part < 1:
-                names.append(f"GPU {i}")
+                first = sum(map(len, names))
+                names.append([f"GPU {first + k}" for k in range(max(of_group[i] for of_group in held))])
                 continue
             place = next((n for n, taken in enumerate(filled) if taken + part <= 1 + 1e-6), len(filled))
             if place == len(filled):
                 filled.append(0.0)
             filled[place] += part
-            names.append(f"shared {place + 1}" if place else "shared")
-        return {name: [names[slot.bundle] for slot in slots] for name, slots in self.slots.items()}
+            names.append([f"shared {place + 1}" if place else "shared"])
+        return {name: [names[slot.bundle][k] for slot, k in _numbered(slots)] for name, slots in self.slots.items()}
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {len(slots)} x ({slots[0].cpus:g} CPU, {slots[0].gpus:g} GPU)" for name, slots in self.slots.items())
 
 
-def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()) -> Layout:
-    """Makes a bundle for each process, or for each set of processes that share a GPU; in Ray each of those takes an equal part of it.
+def _numbered(slots: Sequence[Slot]) -> Iterator[tuple[Slot, int]]:
+    """Yields the slots of a group, each with the number of those before it in its bundle."""
+    before = Counter[int]()
+    for slot in slots:
+        yield slot, before[slot.bundle]
+        before[slot.bundle] += 1
 
-    Raises ValueError when groups that share GPUs differ in their number of processes or only some of them have GPUs.
+
+def span_of(wanted: Wanted) -> int:
+    """Returns the number of processes that are one rank: the GPUs of an engine."""
+    return wanted.tensor_parallel_size if isinstance(wanted, Vllm) else 1
+
+
+def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()) -> Layout:
+    """Makes a bundle for each process, for each engine, or for each set of processes that share a GPU; in Ray each of those takes an equal
+    part of it.
+
+    Processes that share GPUs have a bundle for each GPU also where an engine is among them, and so have engines on parts of GPUs: Ray would
+    put several of such processes on one GPU of a larger bundle. Raises ValueError when groups that share GPUs differ in their number of
+    processes or only some of them have GPUs.
     """
     bundles: list[dict[str, float]] = []
     slots: dict[str, list[Slot]] = {}
@@ -63,12 +82,12 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
         count = processes(groups[names[0]])
         whole = 1.0 if len(names) > 1 else groups[names[0]].gpus
         gpus = (int(10_000 / len(names)) / 10_000 if len(names) > 1 else whole) if groups[names[0]].gpus else 0.0
+        each = span_of(groups[names[0]]) if len(names) == 1 and gpus == int(gpus) else 1  # processes in a bundle
         for name in names:
-            slots[name] = [Slot(len(bundles) + i, groups[name].cpus, gpus) for i in range(count)]
+            slots[name] = [Slot(len(bundles) + i // each, groups[name].cpus, gpus) for i in range(count)]
         cpus = sum(groups[name].cpus for name in names)
-        bundles += [{"CPU": cpus} | ({"GPU": whole} if gpus else {})] * count
-    spans = {name: wanted.tensor_parallel_size if isinstance(wanted, Vllm) else 1 for name, wanted in groups.items()}
-    return Layout(bundles, {name: slots[name] for name in groups}, spans)
+        bundles += [{"CPU": each * cpus} | ({"GPU": each * whole} if gpus else {})] * (count // each)
+    return Layout(bundles, {name: slots[name] for name in groups}, {name: span_of(wanted) for name, wanted in groups.items()})
 
 
 def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]:
@@ -88,6 +107,16 @@ def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]
                     f"an engine of {name} with tensor_parallel_size={span} would be on two nodes: lower it to a divisor of a node's GPUs"
                 )
     return ordered
+
+
+def too_large(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> str:
+    """Returns in words which bundle no node could hold even if it were empty; empty when there is none."""
+    for bundle in layout.bundles:
+        if not any(all(node.get(resource, 0.0) + 1e-6 >= amount for resource, amount in bundle.items()) for node in nodes):
+            needed = " and ".join(f"{amount:g} {resource}s" for resource, amount in bundle.items())
+            most = ", ".join(f"{max((node.get(resource, 0.0) for node in nodes), default=0.0):g} {resource}s" for resource in bundle)
+            return f"a node with {needed} (the largest have {most})"
+    return ""
 
 
 def shortage(bundles: Sequence[Mapping[str, float]], there: Mapping[str, float]) -> str:

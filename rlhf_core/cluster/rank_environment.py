@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import psutil
+
 from rlhf_core.cluster import LOOPBACK
 from rlhf_core.system.secret_file import private_folder
 
@@ -34,6 +36,15 @@ _listening: dict[str, socket.socket] = {}  # by address: sockets of stores that 
 def set_rank_environment(rank: int, world_size: int, store: str, local_rank: int = 0) -> None:
     """Sets what DeepSpeed and our engines read from the environment."""
     os.environ |= dict(zip(RANK_VARIABLES, (str(rank), str(world_size), str(local_rank), store), strict=True))
+
+
+def use_card_of(address: str) -> None:
+    """Makes gloo and vLLM use the network card with this address, unless the environment says which. By themselves they take the address
+    that the host's name has, which on many machines is one of loopback."""
+    os.environ.setdefault("VLLM_HOST_IP", address)
+    for card, found in psutil.net_if_addrs().items():
+        if any(each.address == address for each in found):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
 
 
 def store_address(host: str = LOOPBACK) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,10 +12,11 @@ import ray
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from rlhf_core.cluster.layout import Layout, Slot, by_node, shortage
+from rlhf_core.cluster.layout import Layout, Slot, by_node, shortage, too_large
 from rlhf_core.cluster.ray_internals import SafePathJob, report_missing
+from rlhf_core.cluster.reach import Place, answering, head, lost, reach
 from rlhf_core.runs.launch import SECRET_NAME
-from rlhf_core.system.machine import num_gpus
+from rlhf_core.system.machine import NodeLost, num_gpus
 from rlhf_core.system.secret_file import private_folder
 
 # Settings of the libraries, by how their names begin.
@@ -24,6 +26,8 @@ KEPT = tuple(
 )
 # Set explicitly: some hosts show less memory than they have.
 OBJECT_STORE_BYTES, GPU_OBJECT_STORE_BYTES = 512 << 20, 8 << 30
+GIVEN_UP_SECONDS = 150.0  # Ray gives up a node that does not answer after up to 75
+_used: frozenset[str] = frozenset()  # nodes of the last reservation
 _started = ""  # address of the cluster that `connect` started last
 
 
@@ -33,6 +37,13 @@ class Reservation(NamedTuple):
     group: PlacementGroup
     slots: Mapping[str, Sequence[Slot]]
     nodes: Mapping[int, str]
+
+
+class Node(NamedTuple):
+    """Identifies a node of the cluster."""
+
+    identity: str
+    address: str
 
 
 def connect() -> None:
@@ -68,8 +79,39 @@ def connect() -> None:
 
 
 def leave() -> None:
-    """Ends the cluster if `connect` started it, else leaves it. Nothing that its processes print is shown after that."""
-    ray.shutdown()
+    """Ends the cluster if `connect` started it, else leaves it. Nothing that its processes print is shown after that. Where the head of
+    another cluster is gone, Ray would wait for it: there the end of this process is the end of the connection."""
+    if not ray.is_initialized() or is_ours() or answering([head()]):
+        ray.shutdown()
+        reach.watch([])
+
+
+def _nodes(identities: Collection[str] | None = None) -> list[Place]:
+    """Returns the living nodes of the cluster, all or these."""
+    living = [node for node in ray.nodes() if node["Alive"] and (identities is None or node["NodeID"] in identities)]
+    return [Place(f"the Ray node {node['NodeManagerAddress']}", node["NodeManagerAddress"], node["NodeManagerPort"]) for node in living]
+
+
+def _wait_for_nodes() -> None:
+    """Waits until every node answers, or Ray has given up those that do not: until then it would reserve them. Raises NodeLost."""
+    deadline, told = time.monotonic() + GIVEN_UP_SECONDS, ""
+    while (nodes := _nodes()) and (answer := answering(nodes)) and (silent := [place for place in nodes if place not in answer]):
+        names = " and ".join(place.name for place in silent)
+        if time.monotonic() > deadline:
+            raise NodeLost(lost(names, f"for {GIVEN_UP_SECONDS:.0f} s"))
+        if names != told:
+            print(f"no answer from {names}: waiting for one, or until Ray has given it up", flush=True)
+        told = names
+        time.sleep(2)
+
+
+def other_nodes() -> list[Node]:
+    """Returns the nodes with processes of the stage but the one of this process; none without a cluster."""
+    if not ray.is_initialized():
+        return []
+    own = ray.get_runtime_context().get_node_id()
+    there = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in _used and node["NodeID"] != own]
+    return sorted((Node(node["NodeID"], node["NodeManagerAddress"]) for node in there), key=lambda node: node.address)
 
 
 def dead_nodes() -> list[str]:
@@ -85,21 +127,25 @@ def is_ours() -> bool:
 def passed_environment() -> dict[str, str]:
     """Returns the variables that workers of another cluster get: libraries' settings, among them those that keep NVLink multicast off.
 
-    Keys and tokens are left out, since Ray writes these variables to its logs: they must be set on the nodes.
+    Keys and tokens are left out, since Ray writes these variables to its logs: they must be set on the nodes. RAY_ADDRESS tells our package
+    that the process is not on a cluster of one machine alone.
     """
     kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT) and not SECRET_NAME.search(name)}
     for noise in ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_RAYLET_PID", "CUDA_VISIBLE_DEVICES"):
         kept.pop(noise, None)
-    return kept
+    return kept | ({"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if ray.is_initialized() else {})
 
 
 def reserve(layout: Layout, timeout: float) -> Reservation:
-    """Reserves the bundles of a layout, nodes filled one after the other.
+    """Reserves the bundles of a layout, nodes filled one after the other. From then on the nodes are watched (`reach`).
 
-    Raises ValueError when the cluster can never hold the layout, TimeoutError when its resources are not free within `timeout` seconds.
+    Raises ValueError when the cluster can never hold the layout, TimeoutError when its resources are not free within `timeout` seconds,
+    NodeLost when a node does not answer.
     """
-    missing = shortage(layout.bundles, ray.cluster_resources())
-    if missing:
+    if not is_ours():
+        _wait_for_nodes()
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if missing := shortage(layout.bundles, ray.cluster_resources()) or too_large(layout, nodes):
         raise ValueError(f"the cluster lacks {missing} for {layout}: lower cpus/gpus of these groups, let some share GPUs, or add nodes")
     group = placement_group(list(layout.bundles), strategy="PACK")
     if not group.wait(timeout):
@@ -110,4 +156,8 @@ def reserve(layout: Layout, timeout: float) -> Reservation:
         )
     node_of = placement_group_table(group)["bundles_to_node_id"]
     print(f"reserved {layout} on {len(set(node_of.values()))} node(s)", flush=True)
+    global _used
+    _used = frozenset(node_of.values())
+    if not is_ours():
+        reach.watch([head(), *_nodes(_used)])
     return Reservation(group, by_node(layout, node_of), node_of)

@@ -15,11 +15,12 @@ import ray
 from ray.job_config import JobConfig
 
 try:
-    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put, internal_kv_get_gcs_client
 except ImportError:
     _internal_kv_get = _internal_kv_put = None
 
 NAMESPACE = "alignflow-progress"
+STORE_SECONDS = 5  # until a look gives up: the cluster's head may be gone
 
 
 class SafePathJob(JobConfig):
@@ -42,8 +43,11 @@ def put(key: str, value: str) -> None:
 
 
 def get(key: str) -> bytes | None:
-    """Returns the stored report; None when there is none."""
+    """Returns the stored report; None when there is none. Raises ray.exceptions.RpcError when the store cannot be reached."""
     if _internal_kv_get is None:
         return str(time.monotonic_ns()).encode()
-    found: bytes | None = _internal_kv_get(key, namespace=NAMESPACE)
+    if (client := internal_kv_get_gcs_client()) is None:  # behind ray://
+        found: bytes | None = _internal_kv_get(key, namespace=NAMESPACE)
+    else:
+        found = client.internal_kv_get(key.encode(), NAMESPACE.encode(), timeout=STORE_SECONDS)
     return found

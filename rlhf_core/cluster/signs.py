@@ -16,11 +16,14 @@ import ray
 from ray.exceptions import RpcError
 
 from rlhf_core.cluster.ray_internals import get, put
+from rlhf_core.cluster.reach import CHECK_SECONDS, lost, reach
 from rlhf_core.system import progress
+from rlhf_core.system.machine import NodeLost
 
 REPORT_SECONDS = 0.5
 LOOKS = 10  # in the time that a rank may be silent
 LONGEST_PAUSE = 15.0  # seconds between two looks
+SHOWN_SECONDS = 60.0  # of a wait, until the log says what was done
 NOTICE_SECONDS = 30.0  # without progress, until the log says so
 
 
@@ -51,21 +54,26 @@ class Silent(Exception):
 class Watch:
     """The wait for the work of several ranks, none of which may go without progress for `timeout` seconds. `keys`: what each rank reports
     under, by the reference of its work; ranks with one key are silent when none of them makes progress. `notice` gets the references of
-    ranks without progress for NOTICE_SECONDS, once, before the timeout is over."""
+    ranks without progress for NOTICE_SECONDS, once, before the timeout is over. `show` gets what was done, after SHOWN_SECONDS, and then
+    each time after twice as long."""
 
-    def __init__(self, keys: Mapping[Any, str], timeout: float, notice: Callable[[Sequence[Any]], None]):
-        self._keys, self._timeout, self._notice = keys, timeout, notice
+    def __init__(self, keys: Mapping[Any, str], timeout: float, notice: Callable[[Sequence[Any]], None], show: Callable[[str], None]):
+        self._keys, self._timeout, self._notice, self._show = keys, timeout, notice, show
+        self._first: dict[str, bytes | None] = {}  # what each rank reported at the first look
         self._noticed: set[Any] = set()
         self._last: dict[str, bytes | None] = {}  # what each rank reported when it was last looked at; others may watch it, too
         self._pause = min(timeout / LOOKS, LONGEST_PAUSE)
         now = time.monotonic()
         self._since, self._next_look = dict.fromkeys(keys, now), now + self._pause
+        self._begun, self._shown = now, now
+        self._unread: float | None = None  # since when no report can be read
 
     def next(self, waiting: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Returns the reference that is ready first, and the others. Raises Silent."""
+        """Returns the reference that is ready first, and the others. Raises Silent, and NodeLost."""
         while True:
-            pause = max(0.0, self._next_look - time.monotonic())
+            pause = min(CHECK_SECONDS, max(0.0, self._next_look - time.monotonic()))
             ready, others = ray.wait(list(waiting), num_returns=1, timeout=pause, fetch_local=False)
+            reach.require()
             if time.monotonic() >= self._next_look:
                 self._look(others)
             if ready:
@@ -75,11 +83,23 @@ class Watch:
         _, working = ray.wait(others, num_returns=len(others), timeout=0, fetch_local=False) if others else ([], [])
         now = time.monotonic()
         self._next_look = now + self._pause
-        reports = {key: get(key) for key in {self._keys[ref] for ref in working}}
+        try:
+            reports = {key: get(key) for key in {self._keys[ref] for ref in working}}
+        except RpcError:  # the head is gone or cannot be reached, which `reach` finds out, or it is slow
+            self._unread = self._unread or now
+            if now - self._unread >= self._timeout:
+                raise NodeLost(lost("the key-value store of the Ray cluster", f"for {self._timeout:.0f} s")) from None
+            return
+        self._unread = None
         first = {key: report for key, report in reports.items() if key not in self._last}
         self._last |= first
         self._since |= {ref: now for ref in working if reports[self._keys[ref]] != self._last[self._keys[ref]]}
         self._last.update(reports)
+        self._first |= first
+        if now - self._shown >= max(SHOWN_SECONDS, self._shown - self._begun):
+            pairs = [((self._first[key] or b"").decode(), (last or b"").decode()) for key, last in self._last.items()]
+            self._show(f"{progress.between(pairs)} in {now - self._begun:.0f} s")
+            self._shown = now
         if silent := [ref for ref in working if now - self._since[ref] >= self._timeout]:
             raise Silent(silent)
         self._noticed = {ref for ref in self._noticed if now - self._since[ref] >= NOTICE_SECONDS}

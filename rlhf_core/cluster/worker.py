@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import ray
 
-from rlhf_core.cluster.rank_environment import set_rank_environment, store_address
+from rlhf_core.cluster.rank_environment import set_rank_environment, store_address, use_card_of
+from rlhf_core.cluster.reach import end_when_alone, head, own_node
 from rlhf_core.cluster.signs import report
 from rlhf_core.runs.allotment import CORES_ENV
 from rlhf_core.system import progress
@@ -63,6 +64,8 @@ class Worker:
         os.environ["OMP_NUM_THREADS"] = str(cpu_threads(side_by_side))  # before anything is imported that reads it
         if not expandable_segments:
             give_up_segments(os.environ)
+        use_card_of(ray.util.get_node_ip_address())
+        end_when_alone([head(), own_node()])
         report(key)
 
     def __repr__(self) -> str:  # Ray puts this before each relayed log line

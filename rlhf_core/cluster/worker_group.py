@@ -19,10 +19,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.rank_environment import LESS_MEMORY
 from rlhf_core.cluster.ray_cluster import Reservation, connect, dead_nodes, is_ours, passed_environment, reserve
+from rlhf_core.cluster.reach import lost, reach
 from rlhf_core.cluster.signs import NOTICE_SECONDS, Silent, Watch
 from rlhf_core.cluster.worker import RankReady, Worker
 from rlhf_core.config import Ranks
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.system.machine import NodeLost
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,7 +71,9 @@ class Pending(NamedTuple, Generic[R]):
             if NODE_DIED.search(str(error)):
                 named = ", ".join(address for address in dead_nodes() if address in str(error))
                 told = f"a Ray node{f' ({named})' if named else ''} ended during '{self.phase}' of {self.role}"
-                raise RankDied(f"{told}: its raylet was stopped or killed, often for lack of memory; start the stage again") from None
+                raise NodeLost(f"{told}: its raylet was stopped or killed, often for lack of memory; start the stage again") from None
+            if gone := reach.gone():
+                raise NodeLost(lost(gone, f"in '{self.phase}' of {self.role}")) from None
             raise RankDied(
                 f"a rank of {self.role} died during '{self.phase}', often for lack of memory: lower its batch sizes. {error}"
             ) from None
@@ -84,10 +88,10 @@ class Pending(NamedTuple, Generic[R]):
 
 def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]:
     """Waits for groups that work at once; returns the results by group and rank. Raises RoleFailed as soon as any rank failed, or made no
-    progress for `timeout` seconds."""
+    progress for `timeout` seconds, NodeLost when a node was lost."""
     owner = {ref: work for work in pending for ref in work.refs}
     keys = {ref: key for work in pending for ref, key in zip(work.refs, work.keys, strict=True)}
-    watch = Watch(keys, timeout, partial(_notice, pending, timeout))
+    watch = Watch(keys, timeout, partial(_notice, pending, timeout), partial(_show, pending))
     waiting = list(owner)
     while waiting:
         try:
@@ -102,19 +106,20 @@ def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]
     return [work.results() for work in pending]
 
 
-def _cause(failed: RoleFailed, owner: Mapping[Any, Pending[Any]], waiting: list[Any]) -> RoleFailed:
-    """Returns the death of another rank where there is one, else `failed`."""
+def _cause(failed: RoleFailed, owner: Mapping[Any, Pending[Any]], waiting: list[Any]) -> RoleFailed | NodeLost:
+    """Returns the death of another rank or of a node where there is one, else `failed`."""
     deadline = time.monotonic() + DEATH_SECONDS
     while not isinstance(failed, RankDied) and waiting and (left := deadline - time.monotonic()) > 0:
         done, waiting = ray.wait(waiting, timeout=left)
         for ref in done:
             try:
                 owner[ref].get(ref)
-            except RankDied as died:
+            except (RankDied, NodeLost) as died:
                 return died
             except (RoleFailed, ValueError, FloatingPointError):
                 continue
-    return failed
+    gone = reach.gone()
+    return NodeLost(lost(gone, f"when a rank failed ({str(failed).splitlines()[0]})")) if gone else failed
 
 
 def _silent(pending: Sequence[Pending[Any]], silent: Silent, timeout: float) -> RoleFailed:
@@ -125,6 +130,11 @@ def _silent(pending: Sequence[Pending[Any]], silent: Silent, timeout: float) -> 
 def _notice(pending: Sequence[Pending[Any]], timeout: float, refs: Sequence[Any]) -> None:
     told = f"the process works on something long, or is stopped; the wait ends after {timeout:.0f} s"
     print(f"{_without_progress(pending, refs)} for {NOTICE_SECONDS:.0f} s: {told}", flush=True)
+
+
+def _show(pending: Sequence[Pending[Any]], done: str) -> None:
+    working = " and ".join(f"{work.role} in '{work.phase}'" for work in pending)
+    print(f"{working}: {done}", flush=True)
 
 
 def _without_progress(pending: Sequence[Pending[Any]], refs: Sequence[Any]) -> str:
@@ -219,7 +229,7 @@ class Group:
         working = [worker.stream.options(num_returns="streaming").remote(method.__name__, *args, **kwargs) for worker in self._workers]
         waiting, slowest = list(working), 0.0
         work = Pending[Any](self.name, phase, working, self._keys)
-        watch = Watch(dict(zip(working, self._keys, strict=True)), timeout, partial(_notice, [work], timeout))
+        watch = Watch(dict(zip(working, self._keys, strict=True)), timeout, partial(_notice, [work], timeout), partial(_show, [work]))
         while waiting:
             try:
                 ready, _ = watch.next(waiting)

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Event
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,6 +24,9 @@ from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
 from rlhf_core.rewards.contract import Reply, RewardError, RewardsFailed, Sample, Steps, WrongReply
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import Server
+
+if TYPE_CHECKING:
+    from rlhf_core.cluster.ray_cluster import Node
 
 LONGEST_PAUSE = 30.0  # seconds between two requests
 PARTS = 4  # of a request that failed: an answer that hangs costs the larger of max_attempts and log4(batch) + 1 time limits
@@ -180,11 +183,19 @@ class Client:
         self._source.close()
 
 
-def client_of(source: RewardSource) -> Client:
-    """A function or server of a recipe, ready to score. ValueError when its key is not set."""
+def client_of(source: RewardSource, others: Sequence[Node] = ()) -> Client:
+    """A function or server of a recipe, ready to score. `others`: nodes besides this one on which a function runs. ValueError when its key
+    is not set."""
     assert isinstance(source, FunctionReward | HttpReward), "a reward model is a group of the cluster"
+    ready: Source
     if isinstance(source, FunctionReward):
-        ready: Source = Function(source.file, source.function_name, source.timeout, source.concurrency)
+        called = source.file, source.function_name, source.timeout, source.concurrency
+        if others:
+            from rlhf_core.rewards.function_nodes import SpreadFunction  # imports Ray
+
+            ready = SpreadFunction(*called, others)
+        else:
+            ready = Function(*called)
     else:
         if source.api_key_env and not os.environ.get(source.api_key_env):
             raise ValueError(f"the reward {source.title} needs a key in the environment variable {source.api_key_env}: set it")

@@ -11,8 +11,10 @@ import json
 import operator
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from rlhf_core.rewards.contract import question
@@ -57,8 +59,16 @@ def _plain(value: Any) -> Any:
         return None
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process, whatever the function does, once it has another parent."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main(file: str, name: str, lines: Iterable[bytes]) -> None:
-    """Replies to each line on the real stdout; whatever else is printed goes to stderr."""
+    """Replies to each line on the real stdout; whatever else is printed goes to stderr. Ends with the process that started it."""
+    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.stdout = sys.stderr

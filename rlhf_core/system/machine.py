@@ -11,6 +11,10 @@ class MachineLacks(RuntimeError):
     """The recipe is right, this machine is not enough for it. One sentence (a line) for each thing."""
 
 
+class NodeLost(RuntimeError):
+    """Says that a node of the Ray cluster, or its head, ended or cannot be reached. The stage can go on when it is started again."""
+
+
 def num_cpus() -> int:
     """Returns the number of CPUs this process may use: its affinity, limited by a container's quota (cgroup v2)."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

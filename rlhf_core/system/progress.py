@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,10 +16,11 @@ _folders: list[Path] = []
 def made() -> None:
     """A part of the work is done: a pass over a micro-batch, a step of an engine, a group of weights."""
     global _steps
-    _steps += 1
     if place := os.environ.get(CHILDREN):
         with suppress(OSError), open(place, "ab") as file:
             file.write(b".")
+            return
+    _steps += 1
 
 
 def count_children() -> None:
@@ -43,7 +44,16 @@ def seen() -> str:
     written = [file for folder in folders for file in folder.rglob("*")]
     opened = Path("/proc/self/fd").glob("*") if folders else []
     read = sum(_position(file.name) for file in opened if any(file.resolve().is_relative_to(folder.resolve()) for folder in folders))
-    return f"{_steps}/{sum(map(_size, [*written, Path(os.environ.get(CHILDREN, os.devnull))]))}/{read}"
+    parts = _steps + _size(Path(os.environ.get(CHILDREN, os.devnull)))
+    return f"{parts}/{sum(map(_size, written))}/{read}"
+
+
+def between(pairs: Iterable[tuple[str, str]]) -> str:
+    """Returns in words what was done between two texts of `seen`, of one process each: parts of work (`made`), and bytes written. A text
+    may be empty: nothing was seen then."""
+    counted = [tuple([int(count) for count in (text or "0/0").split("/")[:2]] for text in pair) for pair in pairs]
+    parts, written = (sum(max(0, after[i] - before[i]) for before, after in counted) for i in range(2))
+    return f"{parts} parts of work" + (f", {written / 2**20:,.0f} MiB written" if written >= 2**20 else "")
 
 
 def _size(file: Path) -> int:

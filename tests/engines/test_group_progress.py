@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from rlhf_core.cluster.ray_cluster import connect, reserve
 from rlhf_core.cluster.worker_group import Group, RoleFailed
 from rlhf_core.config import Ranks
 from rlhf_core.system import progress
+from rlhf_core.system.machine import NodeLost
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 TIMEOUT, LONG = 3, 9.0  # seconds
@@ -80,13 +82,20 @@ def group(groups: tuple[Group, Group]) -> Group:
     return groups[0]
 
 
-def test_work_that_makes_progress_may_take_longer_than_the_timeout(group: Group, tmp_path: Path) -> None:
+def test_work_that_makes_progress_may_take_longer_than_the_timeout(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And the log shows what was done."""
+    monkeypatch.setattr(signs, "SHOWN_SECONDS", LONG / 2)
     start = time.monotonic()
     assert group.call("train", Role.works, LONG).wait(TIMEOUT) == ["done", "done"]
     assert group.call("save", Role.writes, str(tmp_path), LONG).wait(TIMEOUT) == ["done", "done"]
     assert list(group.stream("generate", TIMEOUT, Role.answers, LONG)) == ["done", "done"]
     assert group.call("receive weights", Role.waits_for_a_child, LONG).wait(TIMEOUT) == ["done", "done"]
     assert time.monotonic() - start > 4 * LONG
+    shown = capfd.readouterr().out
+    for phase in ("train", "generate", "receive weights"):
+        assert re.search(rf"^actor in '{phase}': [1-9]\d* parts of work in \d+ s$", shown, re.MULTILINE), shown
 
 
 def test_ranks_that_finished_may_wait_for_whoever_takes_their_answers(group: Group) -> None:
@@ -141,7 +150,7 @@ def test_a_raylet_that_dies_is_one_sentence(groups: tuple[Group, Group]) -> None
     pending = together.call("train", Role.works, 60.0)
     (raylet,) = [child for child in psutil.Process().children() if child.name() == "raylet"]
     raylet.kill()
-    with pytest.raises(RoleFailed) as refused:
+    with pytest.raises(NodeLost) as refused:
         pending.wait(60)
     reason = "its raylet was stopped or killed, often for lack of memory; start the stage again"
     assert str(refused.value) == f"a Ray node (127.0.0.1) ended during 'train' of sft: {reason}"

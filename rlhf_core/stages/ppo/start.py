@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.cluster.ray_cluster import other_nodes
 from rlhf_core.cluster.worker import RankReady
 from rlhf_core.cluster.worker_group import Group, Pending
 from rlhf_core.config import PPO
@@ -84,6 +85,7 @@ def start_fleet(
         imports = max(up.imports for up in ranks)  # 0 where they are part of the loading
         took = (f"imports {imports:.0f} s, " if imports else "") + f"loading {max(up.loading for up in ranks):.0f} s"
         print(f"{pending.role} is up, process {', '.join(str(up.process) for up in ranks)}: {took}", flush=True)
+    others = other_nodes()
     fleet = Fleet(
         actor=groups["actor"],
         critic=groups.get("critic"),
@@ -94,7 +96,7 @@ def start_fleet(
         no_reward=next((source.title for source in config.reward if isinstance(source, NoReward)), None),
         environment=next((source.title for source in config.reward if isinstance(source, EnvironmentReward)), None),
         sampler=groups["sampler"],
-        clients=Clients([client_of(source) for source in config.reward if isinstance(source, FunctionReward | HttpReward)]),
+        clients=Clients([client_of(source, others) for source in config.reward if isinstance(source, FunctionReward | HttpReward)]),
         decode_all=decoder(tokenizer),
         lengths=lengths_of(tokenizer),
         timeout=config.timeout,

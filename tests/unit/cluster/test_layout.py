@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.cluster.layout import arrange, by_node, shortage
+from rlhf_core.cluster.layout import arrange, by_node, shortage, too_large
 from rlhf_core.config import PPO, Data, Ranks, Vllm
 
 TWO = Ranks(num_ranks_per_node=2, cpus=2, gpus=1)
@@ -23,10 +25,53 @@ def on_gpus(count: int, **fields: Any) -> PPO:
     return ppo(**{**named, "vllm": Vllm(num_engines=count, gpus=1), **fields})
 
 
-def test_every_process_has_a_bundle_of_its_own() -> None:
-    layout = arrange({"actor": TWO, "sampler": Vllm(gpus=1, tensor_parallel_size=2)})
-    assert layout.bundles == [{"CPU": 2, "GPU": 1}] * 2 + [{"CPU": 1, "GPU": 1}] * 2
-    assert [slot.bundle for slot in layout.slots["sampler"]] == [2, 3] and layout.spans == {"actor": 1, "sampler": 2}
+def test_every_process_and_every_engine_has_a_bundle_of_its_own() -> None:
+    layout = arrange({"actor": TWO, "sampler": Vllm(gpus=1, num_engines=2, tensor_parallel_size=2)})
+    assert layout.bundles == [{"CPU": 2, "GPU": 1}] * 2 + [{"CPU": 2, "GPU": 2}] * 2
+    assert [slot.bundle for slot in layout.slots["sampler"]] == [2, 2, 3, 3] and layout.spans == {"actor": 1, "sampler": 2}
+    assert all(slot.gpus == 1 for slot in layout.slots["sampler"])
+    assert layout.gpus() == {"actor": ["GPU 0", "GPU 1"], "sampler": ["GPU 2", "GPU 3", "GPU 4", "GPU 5"]}
+
+
+def packed(bundles: Sequence[Mapping[str, float]], gpus: int, nodes: int) -> dict[int, str]:
+    """As Ray packs: the largest bundles first, each on the fullest node that has room."""
+    free, where = dict.fromkeys("abcdefgh"[:nodes], float(gpus)), {}
+    for i in sorted(range(len(bundles)), key=lambda i: -bundles[i]["GPU"]):
+        where[i] = min((node for node in free if free[node] >= bundles[i]["GPU"]), key=lambda node: free[node])
+        free[where[i]] -= bundles[i]["GPU"]
+    return where
+
+
+@pytest.mark.parametrize(
+    ("actors", "engines", "over", "nodes"),
+    [(6, 1, 8, 2), (6, 2, 4, 2), (3, 3, 4, 2), (10, 1, 6, 2), (7, 3, 8, 4)],
+)
+def test_engines_beside_any_number_of_ranks_are_on_one_node_each(actors: int, engines: int, over: int, nodes: int) -> None:
+    """On nodes of 8 GPUs; 6 ranks and an engine of 8 on two of them."""
+    layout = arrange(
+        {"actor": Ranks(num_ranks_per_node=actors, gpus=1), "sampler": Vllm(num_engines=engines, tensor_parallel_size=over, gpus=1)}
+    )
+    where = packed(layout.bundles, 8, nodes)
+    slots = by_node(layout, where)
+    assert len(slots["sampler"]) == engines * over and len(slots["actor"]) == actors
+    held = Counter(where[slot.bundle] for group in slots.values() for slot in group)
+    assert max(held.values()) <= 8 and sum(held.values()) == actors + engines * over
+    names = layout.gpus()
+    assert len({*names["actor"], *names["sampler"]}) == actors + engines * over, "each process has a GPU of its own"
+
+
+def test_engines_that_share_gpus_or_have_parts_of_them_have_a_bundle_for_each() -> None:
+    shared = on_gpus(4, colocate_all=True, vllm=Vllm(num_engines=2, tensor_parallel_size=2, gpus=1))
+    assert [bundle["GPU"] for bundle in arrange(shared.placed, shared.together).bundles] == [1] * 4
+    parts = arrange({"sampler": Vllm(gpus=0.5, tensor_parallel_size=2)})
+    assert parts.bundles == [{"CPU": 1, "GPU": 0.5}] * 2
+
+
+def test_an_engine_that_no_node_could_hold_is_told_in_numbers() -> None:
+    layout = arrange({"actor": Ranks(gpus=1), "sampler": Vllm(gpus=1, tensor_parallel_size=8)})
+    four = {"CPU": 64.0, "GPU": 4.0}
+    assert too_large(layout, [four] * 4) == "a node with 8 CPUs and 8 GPUs (the largest have 64 CPUs, 4 GPUs)"
+    assert too_large(layout, [four, {"CPU": 8.0, "GPU": 8.0}]) == ""
 
 
 def test_on_a_machine_without_gpus_nothing_requests_one() -> None:
@@ -91,7 +136,7 @@ def test_ranks_are_ordered_by_node() -> None:
 
 
 def test_an_engine_is_never_on_two_nodes() -> None:
-    layout = arrange({"sampler": Vllm(num_engines=2, tensor_parallel_size=2, gpus=1)})
+    layout = arrange({"sampler": Vllm(num_engines=2, tensor_parallel_size=2, gpus=0.5)})  # which has a bundle for each GPU
     assert [slot.bundle for slot in by_node(layout, {0: "a", 1: "b", 2: "a", 3: "b"})["sampler"]] == [0, 2, 1, 3]
     with pytest.raises(ValueError, match="tensor_parallel_size=2 would be on two nodes"):
         by_node(layout, {0: "a", 1: "a", 2: "a", 3: "b"})

@@ -173,3 +173,8 @@ def test_bytes_of_a_state_or_model_count_while_they_are_written_or_read(
         assert len(looks[4:]) == len(set(looks[4:])) == 4
     (tmp_path / "later").write_text("not this work's")
     assert (before := progress.seen()) and (tmp_path / "more").write_text("either") and progress.seen() == before
+
+
+def test_work_between_two_looks_is_told_in_numbers() -> None:
+    assert progress.between([("", "3/0/0"), ("5/1048576/0", "7/4194304/2097152")]) == "5 parts of work, 3 MiB written"
+    assert progress.between([("4/9/0", "4/0/0")]) == "0 parts of work", "a file that was renamed"

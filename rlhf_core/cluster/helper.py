@@ -1,0 +1,65 @@
+"""Runs an object on another node of the stage, beside its ranks: without CPUs or GPUs of its own, in several threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlhf_core.cluster.ray_cluster import Node, passed_environment
+from rlhf_core.cluster.reach import end_when_alone, fetched, head, own_node
+
+OWN = ("RAY_", "CUDA_", "NVIDIA_", "GLOO_", "VLLM_HOST_IP")  # beginnings of variables that are a node's own
+CLOSING_SECONDS = 5.0
+
+
+class HelperDied(RuntimeError):
+    """Says that the process of a helper ended."""
+
+
+class Held:
+    """Holds the object in the process on the other node."""
+
+    def make(self, factory: Callable[..., Any], options: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        end_when_alone([head(), own_node()])
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
+        self._held = factory(**options)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._held, method)(*args)
+
+
+class Helper:
+    """Makes an object on a node: `factory(**options)`, with the variables of this process where the node has none of that name. They are
+    sent with a call, since Ray writes those of an actor to its logs. `threads`: calls at once."""
+
+    def __init__(self, node: Node, threads: int, factory: Callable[..., Any], **options: Any):
+        self.node = node
+        where = NodeAffinitySchedulingStrategy(node.identity, soft=False)
+        process = ray.remote(Held).options(
+            num_cpus=0, max_concurrency=threads, scheduling_strategy=where, runtime_env={"env_vars": passed_environment()}
+        )
+        self._process: Any = process.remote()
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(OWN)}
+        self._made = self._process.make.remote(factory, options, variables)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Calls a method of the object. Raises what it raises, HelperDied when its process ended, NodeLost when its node is lost."""
+        try:
+            fetched(self._made)
+            return fetched(self._process.call.remote(method, *args))
+        except ray.exceptions.RayActorError:
+            raise HelperDied(f"the process on the Ray node {self.node.address} ended") from None
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+    def close(self, method: str) -> None:
+        """Calls a last method, and ends the process."""
+        with suppress(ray.exceptions.RayError):
+            ray.get(self._process.call.remote(method), timeout=CLOSING_SECONDS)
+        ray.kill(self._process)

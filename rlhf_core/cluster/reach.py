@@ -1,0 +1,163 @@
+"""Checks that the nodes of a stage and the head of its cluster can be reached, by opening a connection to each every few seconds.
+
+Ray needs more than a minute to find that a node's cable is cut, and ends the waiting process without a reason where its head is gone. The
+kernel answers for a process that is stopped or busy, so no answer means that the node, its network or its raylet is gone. A place that has
+never answered is not watched: from outside, a cluster behind `ray://` shows one port only.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from threading import Thread
+from typing import Any, NamedTuple
+
+import ray
+
+from rlhf_core.system.machine import NodeLost
+
+CHECK_SECONDS, ANSWER_SECONDS = 2.0, 2.0  # between two checks; of one
+NOTICE_SECONDS = 3.0  # without an answer, until the log says so
+LOST_SECONDS = 30.0  # without an answer, until the stage ends: longer than a cable that is put back takes, shorter than a minute
+EXIT_SECONDS = 10.0  # after that this process is ended: it still waits for something of Ray that never returns
+ALONE_SECONDS = 45.0  # without an answer of the head or the raylet, until a rank ends itself: nothing else may tell it of its stage's end
+
+
+class Place(NamedTuple):
+    """Names something that answers at a port: `the Ray node 10.0.0.2`."""
+
+    name: str
+    host: str
+    port: int
+
+
+def head() -> Place:
+    """Returns the head of the cluster that this process has joined."""
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    return Place(f"the head of the Ray cluster ({host})", host.strip("[]"), int(port))
+
+
+class Reach:
+    """Watches the places of the one cluster that this process uses, in a thread of its own, from `watch` on."""
+
+    def __init__(self) -> None:
+        self._places: Sequence[Place] = ()
+        self._since: dict[Place, float] = {}  # the first check without an answer
+        self._noticed: set[Place] = set()
+        self._lost = ""
+        self._thread: Thread | None = None
+
+    def watch(self, places: Sequence[Place]) -> None:
+        """Watches those of the places that answer, in place of the ones so far."""
+        self._places, self._since, self._noticed, self._lost = answering(places), {}, set(), ""
+        if self._thread is None:
+            self._thread = Thread(target=self._watch, name="reach", daemon=True)
+            self._thread.start()
+
+    def require(self) -> None:
+        """Raises NodeLost when a place has not answered for LOST_SECONDS."""
+        if self._lost:
+            raise NodeLost(self._lost)
+
+    def gone(self) -> str:
+        """Returns in words what does not answer at this moment; "" when all places do."""
+        answer = answering(self._places)
+        return " and ".join(place.name for place in self._places if place not in answer)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(CHECK_SECONDS)
+            places = self._places
+            self.note(places, answering(places), time.monotonic())
+
+    def note(self, places: Sequence[Place], answer: Collection[Place], now: float) -> None:
+        """Takes in which of the places answer, at a moment in seconds."""
+        for place in places:
+            if place in answer:
+                since = self._since.pop(place, now)
+                if place in self._noticed:
+                    print(f"{place.name} answers again after {now - since:.0f} s", flush=True)
+                    self._noticed.discard(place)
+                continue
+            without = now - self._since.setdefault(place, now)
+            if without >= NOTICE_SECONDS and place not in self._noticed:
+                self._noticed.add(place)
+                print(f"{place.name} gives no answer; the stage waits {LOST_SECONDS:.0f} s for it", flush=True)
+            if without >= LOST_SECONDS and not self._lost:
+                self._lost = lost(place.name, f"for {without:.0f} s")
+            if without >= LOST_SECONDS + EXIT_SECONDS:
+                print(self._lost, flush=True)
+                os._exit(1)
+
+
+def own_node() -> Place:
+    """Returns the Ray process (raylet) of the node of this process."""
+    own = ray.get_runtime_context().get_node_id()
+    (node,) = [node for node in ray.nodes() if node["NodeID"] == own]
+    return Place(f"the Ray node {node['NodeManagerAddress']}", node["NodeManagerAddress"], node["NodeManagerPort"])
+
+
+def end_when_alone(places: Sequence[Place]) -> None:
+    """Starts a thread that ends this process, which works for a stage, once one of the places has not answered for ALONE_SECONDS: the
+    head, which would tell of the stage's end, or the raylet, with which a process of Ray does not always end."""
+    since: dict[Place, float] = {}
+
+    def watch() -> None:
+        while True:
+            time.sleep(CHECK_SECONDS)
+            answer, now = answering(places), time.monotonic()
+            for place in places:
+                if place in answer:
+                    since.pop(place, None)
+                elif now - since.setdefault(place, now) >= ALONE_SECONDS:
+                    print(f"{place.name} gave no answer for {ALONE_SECONDS:.0f} s: this process ends", flush=True)
+                    os._exit(1)
+
+    if len(answering(places)) == len(places):
+        Thread(target=watch, name="alone", daemon=True).start()
+
+
+def lost(names: str, when: str) -> str:
+    """Returns the sentence of nodes that are lost."""
+    return (
+        f"{names} gave no answer {when}: power, network or the Ray process is gone; run again when it is back, or on the nodes that are "
+        "left: a stage resumes from its last checkpoint"
+    )
+
+
+def fetched(ref: Any) -> Any:
+    """Waits for the small value of a reference. Raises NodeLost where a node is lost meanwhile, and what the work raised. Ray may begin
+    the transfer of a large value anew after each time limit."""
+    while True:
+        try:
+            return ray.get(ref, timeout=CHECK_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            reach.require()
+
+
+def answering(places: Sequence[Place]) -> list[Place]:
+    """Returns the places that accept a connection within ANSWER_SECONDS; all are tried at once."""
+    deadline, found = time.monotonic() + ANSWER_SECONDS, set[Place]()
+    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+        for place in places:
+            probe = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET))
+            probe.setblocking(False)
+            try:
+                probe.connect_ex((place.host, place.port))
+            except OSError:  # a name that cannot be found
+                continue
+            selector.register(probe, selectors.EVENT_WRITE, place)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                probe = key.fileobj  # type: ignore[assignment]
+                selector.unregister(probe)
+                if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    found.add(key.data)
+    return [place for place in places if place in found]
+
+
+reach = Reach()

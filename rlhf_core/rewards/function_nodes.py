@@ -1,0 +1,56 @@
+"""Runs a user's reward function on all nodes of a stage: each has its part of the function's processes (`function.py`)."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_core.cluster.helper import Helper, HelperDied
+from rlhf_core.cluster.ray_cluster import Node
+from rlhf_core.rewards.contract import Reply, RewardError, Sample
+from rlhf_core.rewards.function import Function
+
+
+class SpreadFunction:
+    """Calls a function in up to `processes` processes, dealt to this node and `others` in turn. A node that has no file of that name is
+    named in the error."""
+
+    def __init__(self, file: Path, name: str, timeout: float, processes: int, others: Sequence[Node]):
+        self._here = Function(file, name, timeout, -(-processes // (1 + len(others))))
+        self.wanted = self._here.wanted
+        self._helpers: list[Helper] = []
+        self._free: queue.Queue[Helper | None] = queue.Queue()  # None: this node
+        for number, node in enumerate(others, 1):
+            if share := len(range(number, processes, 1 + len(others))):
+                made = Helper(node, share, Function, file=file, name=name, timeout=timeout, processes=share)
+                self._helpers.append(made)
+                for _ in range(share):
+                    self._free.put(made)
+        for _ in range(len(range(0, processes, 1 + len(others)))):
+            self._free.put(None)
+        if self._helpers:
+            addresses = ", ".join(helper.node.address for helper in self._helpers)
+            print(f"the reward function {name} runs here and on {addresses}", flush=True)
+
+    def score(self, samples: Sequence[Sample]) -> Reply:
+        """Returns the function's rewards, as `Function.score`. Raises NodeLost too."""
+        helper = self._free.get()
+        try:
+            if helper is None:
+                return self._here.score(samples)
+            reply: Reply = helper.call("score", samples)
+            return reply
+        except HelperDied as died:
+            helper = None  # from then on this node does its part
+            raise RewardError(str(died)) from None
+        except ValueError as error:
+            raise ValueError(str(error) if helper is None else f"{error} (on the Ray node {helper.node.address})") from None
+        finally:
+            self._free.put(helper)
+
+    def close(self) -> None:
+        """Ends all processes, on all nodes."""
+        self._here.close()
+        for helper in self._helpers:
+            helper.close("close")

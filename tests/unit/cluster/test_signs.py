@@ -1,0 +1,80 @@
+"""When a wait for ranks ends and what it says meanwhile, by a clock and reports of the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from ray.exceptions import RpcError
+
+from rlhf_core.cluster import signs
+from rlhf_core.cluster.signs import Silent, Watch
+from rlhf_core.system.machine import NodeLost
+
+
+class World:
+    """Time that passes in waits, ranks that report, and what the log gets. `done`: when the work of a reference is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, report: Callable[[str, float], bytes], done: dict[str, float] | None = None):
+        self.now, self.done, self.log = 0.0, done or {}, list[tuple[float, Any]]()
+        monkeypatch.setattr(signs.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(signs.ray, "wait", self.wait)
+        monkeypatch.setattr(signs, "get", lambda key: report(key, self.now))
+
+    def wait(self, refs: Sequence[str], num_returns: int, timeout: float, fetch_local: bool) -> tuple[list[str], list[str]]:
+        self.now += timeout
+        ready = [ref for ref in refs if self.done.get(ref, 1e9) <= self.now][:num_returns]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    def watch(self, timeout: float, *refs: str) -> Watch:
+        keys = {ref: ref for ref in refs}
+        return Watch(keys, timeout, lambda silent: self.log.append((self.now, silent)), lambda text: self.log.append((self.now, text)))
+
+
+def steps(key: str, now: float) -> bytes:
+    return f"{now // 5:.0f}/0/0".encode()
+
+
+def test_work_that_goes_on_is_waited_for_and_shown_after_one_two_and_four_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, steps, {"a": 400.0})
+    assert world.watch(20, "a").next(["a"]) == ("a", [])
+    assert [round(when / 60) for when, _ in world.log] == [1, 2, 4]
+    assert world.log[0][1] == "12 parts of work in 60 s", "those since the first look"
+
+
+def test_a_rank_without_progress_is_noticed_and_then_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, lambda key, now: steps(key, now if key == "a" else min(now, 50.0)))
+    with pytest.raises(Silent) as silent:
+        world.watch(100, "a", "b").next(["a", "b"])
+    assert silent.value.refs == ["b"] and 150 <= world.now <= 170
+    assert [told for _, told in world.log if not isinstance(told, str)] == [["b"]], "once"
+
+
+def test_a_store_that_cannot_be_read_makes_no_rank_silent_until_the_timeout_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = 130.0
+
+    def report(key: str, now: float) -> bytes:
+        if 40 < now < ends:
+            raise RpcError("the head is busy")
+        return steps(key, now)
+
+    world = World(monkeypatch, report, {"a": 400.0})
+    assert world.watch(100, "a").next(["a"]) == ("a", [])
+    ends, world.now = 1e9, 0.0
+    with pytest.raises(NodeLost, match=r"^the key-value store of the Ray cluster gave no answer for 100 s"):
+        world.watch(100, "a").next(["a"])
+    assert world.now < 160
+
+
+def test_a_lost_node_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, steps)
+
+    def require() -> None:
+        if world.now > 30:
+            raise NodeLost("the Ray node 10.0.0.2 gave no answer")
+
+    monkeypatch.setattr(signs.reach, "require", require)
+    with pytest.raises(NodeLost):
+        world.watch(3600, "a").next(["a"])
+    assert world.now < 40
