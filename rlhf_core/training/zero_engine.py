@@ -51,7 +51,7 @@ class ZeroEngine:
             store = open_store(address, rank, size, patience)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
         deepspeed.init_distributed(dist_backend=backend, timeout=patience, verbose=False)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size, self.sharing = dist.get_rank(), dist.get_world_size(), 1
         self.zero_stage = zero_stage
         self._trains = False
         self._frozen = not all(parameter.requires_grad for parameter in module.parameters())
