@@ -2,7 +2,8 @@
 
 `Policy` returns token log-probs and entropies, `Scorer` one number per position. Both take packed rows: position ids that
 restart keep attention inside each document and its shared prompt (a block-diagonal mask, or a varlen kernel: `attention`).
-With `sequence` several ranks compute a pass together (`kernels/sequence_ranks.py`), and each gets all of the result. The wrapped transformers model is `.model`; checkpoints hold that model, never the wrapper.
+With `sequence` several ranks compute a pass together (`kernels/sequence_ranks.py`), and each gets all of the result.
+The wrapped transformers model is `.model`; checkpoints hold that model, never the wrapper.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Policy(nn.Module):
         values = torch.stack(token_logprobs(head, flat, targets, temperature / self.scale, entropy, keep, self.cap, top))
         values = values.new_zeros(2, tokens.numel()).index_copy(1, places[:count], values[:, :count])
         logprobs, entropies = ranks.summed(values).view(2, *tokens.shape)
-        router_logits = [ranks.whole(logits, tokens.numel()) for logits in router_logits]
+        router_logits = tuple(ranks.whole(logits, tokens.numel()) for logits in router_logits)
         balance = balance_loss(router_logits, documents, self.model.config.num_experts_per_tok) if self.balanced else None
         return TokenLogprobs(logprobs, entropies, balance)
 

@@ -25,12 +25,12 @@ def split_sequences(
     device: torch.device,
     all_reduce: Callable[[Tensor], Tensor],
 ) -> None:
-    """Sets `module.sequence` to `ranks`. `forward` runs the module or an engine around it; `all_reduce` sums over all ranks, so that all
-    take the same decision. The model's attention must have been prepared (`split_attention`), and its leak tested (`document_leak`).
+    """Sets `module.sequence` to `ranks`, once. `forward` runs the module or an engine around it; `all_reduce` sums over all ranks, so that
+    all take the same decision. The model's attention must have been prepared (`split_attention`), and its leak tested (`document_leak`).
 
     Raises ValueError when the model computes something else from a part of the tokens, as layers do that look at neighbouring tokens.
     """
-    if ranks.size == 1:
+    if ranks.size == 1 or module.sequence.size > 1:
         return
     kind = type(module.model).__name__
     if module.document_leak:

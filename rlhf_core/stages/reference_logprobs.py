@@ -10,6 +10,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -68,7 +69,7 @@ def dealt_logprobs(
         if engine.sharing > 1:
             split_attention(policy.model, engine.sharing)
         detect_document_leak(policy, policy, engine.device, passes.tokens is not None, engine.all_reduce)
-        split_sequences(policy, policy, engine.module.sequence, engine.device, engine.all_reduce)
+        split_sequences(policy, policy, cast(Policy, engine.module).sequence, engine.device, engine.all_reduce)
     passes = passes._replace(share=passes.share and can_share(module.model, engine.device), apart=bool(module.document_leak))
     starts = [0]
     for documents in micro_batches:
@@ -77,10 +78,10 @@ def dealt_logprobs(
     module.eval()
     with torch.no_grad():
         for turn in turns(len(micro_batches), engine):
-            part, _ = answer_logprobs_and_balance(policy, micro_batches[turn.index], pad_token_id, mean, engine.device, passes)
+            part, _ = answer_logprobs_and_balance(policy, micro_batches[turn.place], pad_token_id, mean, engine.device, passes)
             progress.made()
             if turn.counted:
-                values[starts[turn.index] : starts[turn.index + 1]] = part.double()
+                values[starts[turn.place] : starts[turn.place + 1]] = part.double()
     module.train()
     return engine.all_reduce(values)
 

@@ -98,7 +98,7 @@ def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: 
     engine.module.eval()
     with torch.no_grad():
         for turn in turns(len(parts), engine):
-            part, first = parts[turn.index], parts.starts[turn.index]
+            part, first = parts[turn.place], parts.starts[turn.place]
             found = pair_scores(engine, part, pad_token_id, passes)
             if turn.counted:
                 scores[:, first : first + len(part)] = found

@@ -128,7 +128,7 @@ def accumulate(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any
     mine = turns(len(micro_batches), engine)
     sums: dict[str, torch.Tensor] = {}
     for number, turn in enumerate(mine, 1):
-        result = loss(micro_batches[turn.index])
+        result = loss(micro_batches[turn.place])
         engine.backward(result.loss * turn.weight, last=number == len(mine))
         progress.made()
         for name, value in result.metrics.items():
@@ -141,9 +141,9 @@ def accumulate(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any
 
 
 class Turn(NamedTuple):
-    """A pass of this rank: the index of its micro-batch, its weight in the loss, and in what is summed over all ranks."""
+    """A pass of this rank: the place of its micro-batch, its weight in the loss, and in what is summed over all ranks."""
 
-    index: int
+    place: int
     weight: float
     counted: float
 
@@ -189,7 +189,7 @@ def held_out_metrics(engine: Engine, micro_batches: Sequence[Any], loss: Callabl
     sums: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for turn in turns(len(micro_batches), engine):
-            for name, value in loss(micro_batches[turn.index]).metrics.items():
+            for name, value in loss(micro_batches[turn.place]).metrics.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64, device=value.device)) + value.double() * turn.counted
             progress.made()
     engine.module.train()

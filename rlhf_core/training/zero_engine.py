@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf_core.cluster.rank_environment import STORE, open_store
 from rlhf_core.forecast.memory import KEPT
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.training.deepspeed_patches import forget_order, patch_library, reduce_beside_host
 from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite
-
-# Ranks may wait in a barrier while one reads or writes. The wait for their group ends when none makes progress.
-COLLECTIVE_SECONDS = 24 * 3600
+from rlhf_core.training.process_group import PATIENCE, backend, join_ranks
 
 
 def library() -> Any:
@@ -44,13 +40,8 @@ class ZeroEngine:
     def __init__(self, module: nn.Module, adamw: AdamW, zero_stage: int, dtype: str, micro_batch_size: int, offload: bool = False):
         """`offload`: the optimiser's state is in pinned host memory and its step runs on the CPU (ZeRO-Offload, Ren et al. 2021)."""
         self._deepspeed = deepspeed = library()
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        rank, size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=COLLECTIVE_SECONDS)
-        address = os.environ.get(STORE)  # without it, as under torchrun, DeepSpeed takes what PyTorch finds in the environment
-        if address and not dist.is_initialized():
-            store = open_store(address, rank, size, patience)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-        deepspeed.init_distributed(dist_backend=backend, timeout=patience, verbose=False)
+        join_ranks()
+        deepspeed.init_distributed(dist_backend=backend(), timeout=PATIENCE, verbose=False)  # under torchrun it joins them
         self.rank, self.world_size, self.sharing = dist.get_rank(), dist.get_world_size(), 1
         self.zero_stage = zero_stage
         self._trains = False

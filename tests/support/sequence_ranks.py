@@ -1,4 +1,6 @@
-"""One of four gloo ranks that compute passes together: `python -m tests.support.sequence_ranks RANK STORE` (tests/unit/models/test_sequence_ranks.py).
+"""One of four gloo ranks that compute passes together, for tests/unit/models/test_sequence_ranks.py.
+
+    python -m tests.support.sequence_ranks RANK STORE
 
 Each rank computes losses and gradients alone, then with others, and compares the sums over the ranks.
 """
@@ -37,9 +39,9 @@ from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import kto_loss, preference_loss, reward_loss, sft_loss, value_loss, with_balance
 from rlhf_core.objectives.masked import before
 from rlhf_core.stages.dpo import pair_logprobs
+from rlhf_core.stages.ppo.roles import _per_token
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance
 from rlhf_core.stages.reward_model import pair_scores
-from rlhf_core.stages.ppo.roles import _per_token
 from tests.unit.models.test_attention import WINDOWED
 from tests.unit.models.test_models import FAMILIES, SHAPE, SHARED_KEYS
 
@@ -110,7 +112,13 @@ def kto(rank: Any) -> Tensor:
 
 def actor(rank: Any) -> Tensor:
     config = PPO(
-        **{"reward": "reward", "prompts": {"sources": "none.jsonl"}, "advantage_estimator": "grpo", "ratio": "sequence"},
+        **{
+            "reward": "reward",
+            "prompts": {"sources": "none.jsonl"},
+            "advantage_estimator": "grpo",
+            "n_samples_per_prompt": 2,
+            "ratio": "sequence",
+        },
         **{"entropy_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3", "temperature": 0.8, "top_k": 20},
     )
     answers = [document for pair in pairs() for document in (pair.chosen, pair.rejected)]

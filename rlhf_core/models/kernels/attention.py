@@ -39,9 +39,7 @@ def attention_for(dtype: torch.dtype | str, config: PretrainedConfig) -> str:
 def can_share(model: PreTrainedModel, device: torch.device) -> bool:
     """Whether documents may continue the prompt of another (`collate.Batch`); needs a kernel that aligns queries with the last keys."""
     windows, loaded = getattr(model.config.get_text_config(), "sliding_window", None) is not None, model.config._attn_implementation
-    return loaded == PLAIN or (
-        loaded == VARLEN and not is_stateful(model) and choose.can_share(_heads(model), windows, device)
-    )
+    return loaded == PLAIN or (loaded == VARLEN and not is_stateful(model) and choose.can_share(_heads(model), windows, device))
 
 
 def _heads(model: PreTrainedModel) -> Heads:

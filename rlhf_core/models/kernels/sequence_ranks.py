@@ -35,8 +35,8 @@ class SequenceRanks(NamedTuple):
         return self.filled(rows).chunk(self.size)[self.rank]
 
     def own_pairs(self, pairs: Tensor, count: int) -> Tensor:
-        """Returns those of `pairs` (2, n) of a pass of `count` tokens (`next_token_pairs`) whose source this rank has, which is counted from
-        the start of its part. A target may be in another part."""
+        """Returns those of `pairs` (2, n) of a pass of `count` tokens (`next_token_pairs`) whose source this rank has. Sources are then
+        counted from the start of its part; a target may be in another part."""
         length = -(-count // self.size)
         here = pairs[0] // length == self.rank
         return pairs[:, here] - pairs.new_tensor([[self.rank * length], [0]])
