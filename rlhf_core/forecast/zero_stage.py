@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
 from rlhf_core.forecast.memory import GIB, USABLE, Held, Training, bytes_of_weights, engine_needs, gpu_peaks, roles, stage_peak, whole
-from rlhf_core.forecast.passes import Pass, recipe_pass
+from rlhf_core.forecast.passes import Pass, on_rank, recipe_pass
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import Size, size_of
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
@@ -73,7 +73,7 @@ def peak_of_training(config: Trainable, size: Size, stage: int, gpu_bytes: float
         ranks=config.ranks.world_size,
         zero_stage=stage,
         recomputed=recomputed,
-        tokens=tokens,
+        tokens=on_rank(tokens, config.sequence_parallel_size),
         adapters=config.lora is not None,
         gpu_bytes=gpu_bytes,
         weight=bytes_of_weights(config.lora),

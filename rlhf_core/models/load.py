@@ -144,7 +144,7 @@ class Scorer(nn.Module):
         hidden, _ = _hidden(self, tokens, positions)
         with replaced_forward(self.model.score, partial(_scores, self.model.score)):  # ZeRO-3 gathers its weights
             scores = self.model.score(hidden).squeeze(-1)
-        return self.sequence.whole(scores, tokens.numel()).view(tokens.shape)
+        return self.sequence.whole(scores, tokens.numel()).unflatten(0, tokens.shape)
 
 
 def _scores(head: nn.Module, hidden: Tensor) -> Tensor:

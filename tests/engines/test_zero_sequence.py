@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from rlhf_core.cluster.rank_environment import STORE, store_address
 from tests.engines.test_zero import TWO, two_are_one
+from tests.support.sequence_roles import read_and_train
+from tests.unit.stages.ppo.test_ppo_tricks import models, plain_engine
 
+__all__ = ["models", "plain_engine"]
 pytestmark = pytest.mark.slow
 LONG = {**TWO, "sequence_parallel_size": 2}
 
@@ -15,3 +23,23 @@ LONG = {**TWO, "sequence_parallel_size": 2}
 @pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("sft", "reward_model", "kto"))])
 def test_two_ranks_compute_each_pass_as_one_does(kind: str, material: Path, tmp_path: Path) -> None:
     two_are_one(kind, material, tmp_path, ranks=LONG)
+
+
+def test_roles_of_ppo_score_and_learn_as_on_one_rank(models: Path, plain_engine: None, tmp_path: Path) -> None:
+    """Actor, critic, reference and reward model; padded rows, then packed ones."""
+    store, out = store_address(), tmp_path / "found.json"
+    command = [sys.executable, "-m", "tests.support.sequence_roles", str(models), str(out)]
+    ranks = [{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), STORE: store} for rank in range(2)]
+    running = [subprocess.Popen(command, env=os.environ | rank, stdout=-1, stderr=-2, text=True) for rank in ranks]
+    try:
+        said = [process.communicate(timeout=300)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    for found, tokens in zip(json.loads(out.read_text()), (None, 40), strict=True):
+        expected = read_and_train(models, 1, tokens)
+        assert max(map(max, expected["values"])) > 0.1
+        for name, values in expected.items():
+            for own, other in zip(found[name], values, strict=True):
+                assert own == pytest.approx(other, rel=2e-4, abs=2e-5), (name, tokens)
