@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -181,6 +181,31 @@ def compare(family: str, head: str, loss: Loss, ranks: SequenceRanks) -> None:
         torch.testing.assert_close(own, expected, atol=2e-6, rtol=2e-5, msg=lambda m, n=name: f"{family} {loss.__name__} {n}: {m}")
 
 
+class Shifted(nn.Module):
+    """A layer that also reads the state before each token's."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden) + hidden.roll(1, 1).cumsum(1)
+
+
+def refuse_what_reads_neighbours(ranks: SequenceRanks) -> None:
+    policy = Policy(FAMILIES["llama"]())
+    policy.model.model.layers[0].mlp = Shifted(policy.model.model.layers[0].mlp)
+    split_attention(policy.model, ranks.size)
+    policy.document_leak = False
+    try:
+        split_sequences(policy, policy, ranks, CPU, ranks.summed)
+    except ValueError as error:
+        assert "computes other states from parts of its tokens than from all of them" in str(error)
+        assert policy.sequence is ALONE
+        return
+    raise AssertionError("not found")
+
+
 def main(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
@@ -193,6 +218,7 @@ def main(rank: int, store: str) -> None:
         compare(family, head, loss, two)
     if rank < 3:  # parts with pads at the end of the pass
         compare("six heads", "policy", sft, SequenceRanks(3, rank, uneven))
+    refuse_what_reads_neighbours(four)
     print("the same", len(list(cases())))
     dist.barrier()
     dist.destroy_process_group()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -23,8 +22,6 @@ from transformers import (
 from rlhf_core.models.kernels.attention import PLAIN, can_share, split_attention
 from rlhf_core.models.kernels.plain_kernel import attend_each
 from rlhf_core.models.kernels.sequence_ranks import SequenceRanks
-from rlhf_core.models.load import Policy
-from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.objectives.masked import next_token_pairs
 from tests.unit.models.test_attention import plain_varlen
 from tests.unit.models.test_models import FAMILIES, SHAPE
@@ -34,7 +31,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.slow
 def test_two_three_and_four_ranks_compute_what_one_does(tmp_path: Path) -> None:
-    """Losses and gradients of SFT, reward model, DPO, KTO, actor and critic, packed, masked, with shared prompts (the module says which)."""
+    """Losses and gradients of SFT, reward model, DPO, KTO, actor and critic, packed, masked, with shared prompts."""
     command = [sys.executable, "-m", "tests.support.sequence_ranks"]
     running = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=-1, stderr=-2, text=True) for rank in range(4)]
     try:
@@ -110,22 +107,3 @@ def test_the_attention_of_a_model_that_can_takes_bounds_and_shared_prompts() -> 
     assert not can_share(model, CPU)
     split_attention(model, 4)
     assert model.config._attn_implementation == PLAIN and can_share(model, CPU)
-
-
-class Shifted(nn.Module):
-    """A layer that reads the state before each token's."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.layer(hidden) + hidden.roll(1, 1)
-
-
-@pytest.mark.parametrize("reads_neighbours", [False, True])
-def test_layers_that_read_neighbouring_tokens_are_found(reads_neighbours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here rank 1 has all tokens of attention, as if exchanged, and its own part of all else."""
-    policy = Policy(FAMILIES["llama"]().eval())
-    split_attention(policy.model, 2)
-    ...
