@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 from rlhf_core.cluster.rank_environment import STORE, store_address
-from tests.engines.test_zero import TWO, two_are_one
+from tests.engines.test_zero import TWO, train, two_are_one
+from tests.support.families import make_family
 from tests.support.sequence_roles import read_and_train
 from tests.unit.stages.ppo.test_ppo_tricks import models, plain_engine
 
@@ -23,6 +25,15 @@ LONG = {**TWO, "sequence_parallel_size": 2}
 @pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("sft", "reward_model", "kto"))])
 def test_two_ranks_compute_each_pass_as_one_does(kind: str, material: Path, tmp_path: Path) -> None:
     two_are_one(kind, material, tmp_path, ranks=LONG)
+
+
+def test_a_model_that_cannot_be_split_is_refused_before_its_first_step(material: Path, tmp_path: Path) -> None:
+    base = make_family("lfm2", material / "base", tmp_path / "base")
+    try:
+        with pytest.raises(ValueError, match=r"layers that carry state along a row, .* set sequence_parallel_size to 1"):
+            train("sft", material, tmp_path / "run", base, **LONG)
+    finally:
+        ray.shutdown()
 
 
 def test_roles_of_ppo_score_and_learn_as_on_one_rank(models: Path, plain_engine: None, tmp_path: Path) -> None:
