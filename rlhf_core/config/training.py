@@ -62,6 +62,11 @@ class Optimised(Gated):
     gradient_checkpointing: Annotated[Recomputed, NotInDigest] = Field(
         0.0, description="share of the layers whose activations are recomputed in the backward pass (above 0: logits too); true: all"
     )
+    mlp_tokens: Annotated[Positive | None, NotInDigest] = Field(
+        None,
+        description="tokens of a pass that a dense feed-forward block computes at a time, and again in the backward pass: less memory for "
+        "long documents; default: all",
+    )
     zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], NotInDigest] = Field(
         "auto",
         description="0: plain torch, one rank (of ppo: one of actor and of critic); 1-3: DeepSpeed ZeRO; auto: 0 on one rank, on several "

@@ -15,6 +15,7 @@ from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_training, requi
 from rlhf_core.hub.model_config import Size
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import split_attention
+from rlhf_core.models.kernels.feed_forward import split_feed_forward
 from rlhf_core.models.kernels.sequence_ranks import sequence_ranks
 from rlhf_core.models.load import Policy, Scorer, recompute
 from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
@@ -87,6 +88,8 @@ def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False
     if sharing > 1:
         split_attention(module.model, sharing)
     recompute(module.model, config.gradient_checkpointing)
+    if config.mlp_tokens:
+        split_feed_forward(module.model, config.mlp_tokens)
     module.train()  # transformers loads models in eval mode, which does not recompute
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
     engine: Engine

@@ -57,6 +57,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a folder with a model, in place of --shape")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0: all weights are trained")
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072], help="tokens of a pass")
+    parser.add_argument("--mlp-tokens", type=int, help="tokens that a feed-forward block computes at a time; default: all")
     parser.add_argument("--check", type=int, default=8192, help="tokens of the passes whose losses are compared")
     parser.add_argument(
         "--noise", type=float, default=0.02, help="share by which losses and norms may differ; rounding to bf16 takes less than 0.01"
@@ -140,6 +141,7 @@ def config_of(arguments: argparse.Namespace) -> SFT:
             "sequence_parallel_size": world,
             "dtype": arguments.dtype,
             "gradient_checkpointing": True,
+            "mlp_tokens": arguments.mlp_tokens,
             "micro_train_tokens": max(arguments.tokens),
         }
     )

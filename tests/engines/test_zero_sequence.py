@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from rlhf_core.cluster.rank_environment import STORE, store_address
+from rlhf_core.config import Lora
 from tests.engines.test_zero import TWO, train, two_are_one
 from tests.support.families import make_family
 from tests.support.sequence_roles import read_and_train
@@ -27,6 +28,12 @@ def test_two_ranks_compute_each_pass_as_one_does(kind: str, material: Path, tmp_
     two_are_one(kind, material, tmp_path, ranks=LONG)
 
 
+@pytest.mark.long
+def test_adapters_and_feed_forward_blocks_in_parts(material: Path, tmp_path: Path) -> None:
+    two_are_one("dpo", material, tmp_path, ranks=LONG, lora=Lora(rank=4), mlp_tokens=16, gradient_checkpointing=True)
+
+
+@pytest.mark.long
 def test_a_model_that_cannot_be_split_is_refused_before_its_first_step(material: Path, tmp_path: Path) -> None:
     base = make_family("lfm2", material / "base", tmp_path / "base")
     try:
