@@ -84,6 +84,13 @@ def documents() -> list[Document]:
     return found
 
 
+def late(rank: Any) -> Tensor:
+    """A prompt over all parts but the last, in which the answer is: no rank but the last reads a log-prob."""
+    rng = random.Random(2)
+    batch = collate([[Document([rng.randrange(3, 97) for _ in range(64)], [False] * 61 + [True] * 3)]], 0)
+    return sft_loss(masked_logprobs(rank, batch).logprobs, batch.mask, 3.0).loss
+
+
 def pairs() -> list[Pair]:
     rng, found = random.Random(1), []
     for prompt, *answers in ((9, 14, 6), (1, 5, 12), (21, 1, 7), (4, 3, 3)):
@@ -147,7 +154,7 @@ def cases() -> Iterator[tuple[str, str, Loss]]:
     """A family, a kind of head, and a loss."""
     for family in MODELS:
         yield family, "policy", sft
-    yield from (("llama", "policy", loss) for loss in (dpo, kto, actor))
+    yield from (("llama", "policy", loss) for loss in (dpo, kto, actor, late))
     yield from (("qwen2", "scorer", loss) for loss in (reward, critic))
 
 

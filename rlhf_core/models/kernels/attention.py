@@ -195,11 +195,12 @@ def varlen_attention(
         cu_seq_lens_q, cu_seq_lens_k, keys = found["cu_seq_lens_q"], found["cu_seq_lens_k"], found.get("keys")
         max_length_q, max_length_k = found["max_length_q"], found["max_length_k"]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (part.to(module.config.dtype) for part in (query, key, value))
     if sequence is not None:
         query, key, value = sequence.with_all_tokens(query, key, value)
     wide, size = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     # Not part[0], whose gradient would be copied into zeros of another layout.
-    q, k, v = (_filled(part.squeeze(0).transpose(0, 1), -(-wide // 8) * 8).to(module.config.dtype) for part in (query, key, value))
+    q, k, v = (_filled(part.squeeze(0).transpose(0, 1), -(-wide // 8) * 8) for part in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
     if keys is not None:
         k, v = _Gathered.apply(k, keys), _Gathered.apply(v, keys)
