@@ -84,25 +84,26 @@ def set_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def split_attention(model: PreTrainedModel, ranks: int) -> None:
-    """Prepares the loaded model for sequence parallelism over `ranks` (`sequence_ranks.py`).
-
-    Raises ValueError for a model that cannot be split so.
-    """
-    config, kind = model.config.get_text_config(), type(model).__name__
-    rope = getattr(config, "rope_parameters", None) or {}
-    problem = None
-    if is_stateful(model):
-        problem = f"{kind} has layers that carry state along a row, which cannot be split over ranks"
-    elif config.num_attention_heads % ranks:
-        problem = f"{kind} has {config.num_attention_heads} attention heads, which {ranks} ranks cannot share equally"
-    elif any(part in MEASURED for part in (rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict)))):
-        problem = f"{kind} turns positions by angles that depend on the longest position of a pass, of which a rank has only a part"
-    elif model.config._attn_implementation not in ("sdpa", FLASH, VARLEN, PLAIN) or not _fits(model):
-        problem = f"the attention of {kind} has more than documents, causality and a window, which is not computed in parts"
-    if problem:
-        raise ValueError(f"{problem}: set sequence_parallel_size to 1" + ", or a divisor of the heads" * ("share equally" in problem))
+    """Prepares the loaded model for sequence parallelism over `ranks` (`sequence_ranks.py`). Raises ValueError where that is impossible."""
+    if told := _cannot_be_split(model, ranks):
+        raise ValueError(f"{type(model).__name__} {told}")
     if model.config._attn_implementation != VARLEN:
         model.set_attn_implementation(PLAIN)
+
+
+def _cannot_be_split(model: PreTrainedModel, ranks: int) -> str | None:
+    config, alone = model.config.get_text_config(), "set sequence_parallel_size to 1"
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for all layers, or one for each type of layer
+    if is_stateful(model):
+        return f"has layers that carry state along a row, which cannot be split over ranks: {alone}"
+    if config.num_attention_heads % ranks:
+        return f"has {config.num_attention_heads} attention heads, which {ranks} ranks cannot share equally: {alone} or to a divisor"
+    if any(part.get("rope_type") in MEASURED for part in ropes):
+        return f"rotates by angles that depend on the longest position of a pass, of which a rank has only a part: {alone}"
+    if model.config._attn_implementation not in ("sdpa", FLASH, VARLEN, PLAIN) or not _fits(model):
+        return f"has attention with more than documents, causality and a window, which is not computed in parts: {alone}"
+    return None
 
 
 def _has_kernel() -> bool:

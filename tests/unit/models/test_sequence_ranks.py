@@ -83,17 +83,17 @@ def rope(kind: str) -> LlamaForCausalLM:
 @pytest.mark.parametrize(
     ("model", "ranks", "told"),
     [
-        (FAMILIES["llama"], 3, "LlamaForCausalLM has 4 attention heads, which 3 ranks cannot share equally: .* or a divisor of the heads"),
+        (FAMILIES["llama"], 3, "LlamaForCausalLM has 4 attention heads, which 3 ranks cannot share equally: set .* to 1 or to a divisor"),
         (
             lambda: Lfm2ForCausalLM(Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])),
             2,
             "Lfm2ForCausalLM has layers that carry state along a row, which cannot be split over ranks: set sequence_parallel_size to 1",
         ),
-        (lambda: rope("dynamic"), 2, "LlamaForCausalLM turns positions by angles that depend on the longest position of a pass"),
+        (lambda: rope("dynamic"), 2, "LlamaForCausalLM rotates by angles that depend on the longest position of a pass"),
         (
             lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, attn_implementation="eager")),
             2,
-            "the attention of Gemma2ForCausalLM has more than documents, causality and a window",
+            "Gemma2ForCausalLM has attention with more than documents, causality and a window",
         ),
     ],
 )
