@@ -101,7 +101,7 @@ def rank(arguments: argparse.Namespace, result: Path) -> int:
         loss_of = loss(engine, arguments.check, vocabulary)
         value = loss_of()
         engine.backward(value, True)
-        found[name] = {"loss": float(value), "norm": engine.step(0.0)}
+        found[name] = {"loss": float(value.detach()), "norm": engine.step(0.0)}
     for tokens in arguments.tokens:
         try:
             found[str(tokens)] = measured(engine, tokens, vocabulary)
@@ -203,7 +203,7 @@ def measured(engine: Engine, tokens: int, vocabulary: int) -> dict[str, float]:
         seconds.append(time.monotonic() - start)
     step = min(seconds[1:])
     peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else math.nan
-    return {"seconds": round(step, 3), "rate": round(tokens / step), "peak": round(peak, 2), "loss": float(loss)}
+    return {"seconds": round(step, 3), "rate": round(tokens / step), "peak": round(peak, 2), "loss": float(loss.detach())}
 
 
 def table(arguments: argparse.Namespace, found: dict[int, dict[str, Any]]) -> int:
