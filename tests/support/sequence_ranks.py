@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -91,6 +92,14 @@ def late(rank: Any) -> Tensor:
     return sft_loss(masked_logprobs(rank, batch).logprobs, batch.mask, 3.0).loss
 
 
+def routed(rank: Any) -> Tensor:
+    """Tokens go to experts that a sampler chose, of two layers."""
+    batch = collate([documents()], 0)
+    drawn = torch.rand(*batch.tokens.shape, 2, 4, generator=torch.Generator().manual_seed(0))
+    batch = replace(batch, experts=drawn.argsort(-1)[..., :2].short())
+    return sft_loss(masked_logprobs(rank, batch).logprobs, batch.mask, 40.0).loss
+
+
 def pairs() -> list[Pair]:
     rng, found = random.Random(1), []
     for prompt, *answers in ((9, 14, 6), (1, 5, 12), (21, 1, 7), (4, 3, 3)):
@@ -155,6 +164,7 @@ def cases() -> Iterator[tuple[str, str, Loss]]:
     for family in MODELS:
         yield family, "policy", sft
     yield from (("llama", "policy", loss) for loss in (dpo, kto, actor, late))
+    yield "mixtral", "policy", routed
     yield from (("qwen2", "scorer", loss) for loss in (reward, critic))
 
 
@@ -170,7 +180,9 @@ def compare(family: str, head: str, loss: Loss, ranks: SequenceRanks) -> None:
     module: Policy | Scorer
     if head == "policy":
         model = MODELS[family]()
-        module = Policy(model, balanced=family == "mixtral")
+        module = Policy(model, balanced=loss is sft and family == "mixtral")
+        if loss is routed:
+            module.replay_routing()
     else:
         module = Scorer(Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1)))
     if loss in (dpo, critic):
