@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from rlhf_core.cluster.rank_environment import STORE, store_address
-from rlhf_core.config import Lora
+from rlhf_core.config import Lora, Ranks
 from tests.engines.test_zero import TWO, train, two_are_one
 from tests.support.families import make_family
 from tests.support.sequence_roles import read_and_train
@@ -23,9 +23,15 @@ pytestmark = pytest.mark.slow
 LONG = {**TWO, "sequence_parallel_size": 2}
 
 
-@pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("sft", "reward_model", "kto"))])
+@pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("reward_model", "kto"))])
 def test_two_ranks_compute_each_pass_as_one_does(kind: str, material: Path, tmp_path: Path) -> None:
     two_are_one(kind, material, tmp_path, ranks=LONG)
+
+
+@pytest.mark.long
+def test_two_pairs_of_ranks_share_the_passes_of_a_step(material: Path, tmp_path: Path) -> None:
+    """The last step has an uneven number of passes."""
+    two_are_one("sft", material, tmp_path, ranks={**LONG, "ranks": Ranks(num_ranks_per_node=4, cpus=0.25)})
 
 
 @pytest.mark.long
