@@ -49,6 +49,14 @@ class Rewarded(Gated, Sampling):
     )
     prompts: Data = Field(description="rows with a prompt")
 
+    @check
+    def _check_stop(self) -> Iterator[str]:
+        if self.stop and self.vllm.drafts is not None:
+            yield (
+                "stop ends an answer at any token, and drafted tokens come several at once: leave out stop, or "
+                "vllm.engine.speculative_config"
+            )
+
     @property
     def reward_models(self) -> tuple[ModelReward, ...]:
         return tuple(source for source in self.reward if isinstance(source, ModelReward))

@@ -72,6 +72,8 @@ def reinforced(config: PPO) -> Iterator[str]:
         yield "policy/kl_loss"
     if config.has_critic:
         yield from (f"value/{name}" for name in ("loss", "clip_share", "grad_norm", "learning_rate", "explained_variance"))
+    if config.vllm.drafts is not None:
+        yield "rollout/tokens_per_step"
     if config.dynamic_filtering:
         yield from ("filter/rounds", "filter/accepted", "filter/groups")
     if config.environment is not None:

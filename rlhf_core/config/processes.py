@@ -21,10 +21,10 @@ NOT_FOR_ENGINE = {
     ),
     **dict.fromkeys(("load_format", "quantization_config", "enable_lora"), "new weights could not be loaded"),
     **dict.fromkeys(
-        ("worker_cls", "worker_extension_cls", "logprobs_mode", "disable_log_stats", "language_model_only"), "alignflow sets it"
+        ("worker_cls", "worker_extension_cls", "scheduler_cls", "logprobs_mode", "disable_log_stats", "language_model_only"),
+        "alignflow sets it",
     ),
     "enable_sleep_mode": "vllm.sleep sets it",
-    "speculative_config": "drafted tokens may have another distribution than the trainer's",
     "enable_return_routed_experts": "routing_replay sets it",
     "hf_token": "recipes and cards would show it (HF_TOKEN is read in its place)",
 }
@@ -59,13 +59,21 @@ class Vllm(Config):
         description="further options of vLLM's engine by its own names, such as max_num_seqs or enable_expert_parallel; they override ours",
     )
 
+    @property
+    def drafts(self) -> Any:
+        """How tokens are drafted (vLLM's `speculative_config`), None where they are not."""
+        return self.engine.get("speculative_config")
+
     @check
     def _check_engine(self) -> Iterator[str]:
         yield from (f"vllm.engine.{name}: {NOT_FOR_ENGINE[name]}, so leave it out" for name in self.engine if name in NOT_FOR_ENGINE)
         if self.engine.get("quantization") not in (None, "fp8"):
             yield "vllm.engine.quantization: new weights could be loaded as fp8 alone: set it to fp8, or leave it out"
-        if self.engine.get("quantization") is not None and not self.gpus:
-            yield "vllm.engine.quantization needs a GPU, and gpus is 0: set gpus, or leave it out"
+        if self.drafts is not None and (not isinstance(self.drafts, dict) or self.drafts.get("method") not in ("ngram", "ngram_gpu")):
+            yield "vllm.engine.speculative_config: another model's drafts would not follow the weights: set method to ngram or ngram_gpu"
+        for name in ("quantization", "speculative_config"):
+            if self.engine.get(name) is not None and not self.gpus:
+                yield f"vllm.engine.{name} needs a GPU, and gpus is 0: set gpus, or leave it out"
 
     @check
     def _check_sleep(self) -> Iterator[str]:

@@ -171,7 +171,26 @@ class Trainable(Optimised):
         return [Text(field, data, self.rows, "max_len", self.max_len) for field, data in found.items() if data is not None]
 
 
-class SFT(Trainable, Routed):
+class Float8(Trainable):
+    """Fields of stages whose loss compares no log-probs with those of another pass."""
+
+    float8: bool = Field(
+        False,
+        description="multiply in float8 (torchao) in large linear layers: faster on GPUs of compute capability 8.9 or more; with dtype "
+        "bfloat16, zero_stage 0 to 2 or auto on one rank, without lora",
+    )
+
+    @check
+    def _check_float8(self) -> Iterator[str]:
+        if self.float8 and self.dtype != "bfloat16":
+            yield f"float8 rounds what is bfloat16, and dtype is {self.dtype}: set dtype to bfloat16"
+        if self.float8 and self.lora is not None:
+            yield "float8 does not go with lora, whose frozen weights it would round in every pass: leave one of them out"
+        if self.float8 and (self.zero_stage == 3 or (self.zero_stage == "auto" and self.ranks.world_size > 1)):
+            yield f"float8 needs whole weights on each rank, and zero_stage is {self.zero_stage}: set zero_stage to 2 or less"
+
+
+class SFT(Float8, Routed):
     """Supervised fine-tuning: token-mean NLL over assistant tokens."""
 
     rows = "sft"
@@ -199,7 +218,7 @@ class SFT(Trainable, Routed):
         return [text._replace(rows="scored") if self.condition == "reward" else text for text in super().texts]
 
 
-class RewardModel(Trainable):
+class RewardModel(Float8):
     """Bradley-Terry reward model (Ouyang et al. 2022, eq. 1) with an optional margin (Llama 2, eq. 2)."""
 
     rows = "preference"

@@ -31,8 +31,8 @@ from rlhf_core.rollout.environment import (
     set_vllm_environment,
     whole_model,
 )
-from rlhf_core.rollout.model_patches import patch_models, returns_routing
-from rlhf_core.rollout.vllm_patches import applies, find_ranks_in_a_file, keep_rows, sampled_logprobs, wait_for_whole_answers
+from rlhf_core.rollout.patches.engine import applies, find_ranks_in_a_file, keep_rows, sampled_logprobs, wait_for_whole_answers
+from rlhf_core.rollout.patches.models import patch_models, returns_routing
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
@@ -156,7 +156,8 @@ class Sampler:
             logprobs_mode="processed_logprobs",
             language_model_only=wraps_text_by_config(config_of(model)),
             **delta_rule(model),
-            **({"worker_cls": "rlhf_core.rollout.vllm_worker.Worker"} if on_gpu and self._patched else {}),
+            **({"worker_cls": "rlhf_core.rollout.patches.worker.Worker"} if on_gpu and self._patched else {}),
+            **({"scheduler_cls": "rlhf_core.rollout.patches.scheduler.scheduler_for"} if self._patched else {}),
             worker_extension_cls="rlhf_core.rollout.weight_receiver.WeightReceiver",
             disable_log_stats=True,
             enable_sleep_mode=can_sleep,
@@ -166,7 +167,7 @@ class Sampler:
         )
         self.llm = self._library.LLM(**options | vllm.engine)
         self.llm.collective_rpc("lean_logprobs")
-        wait_for_whole_answers(self.llm.llm_engine)
+        self._sampled = wait_for_whole_answers(self.llm.llm_engine)
         self.tied = bool(self.llm.llm_engine.model_config.hf_text_config.tie_word_embeddings)
         self.version, self._loads = 0, 0  # of the weights: as the trainer counts, and how often they were loaded
         self._begun = dict[str, Begun]()  # unfinished requests of `advance`
@@ -281,6 +282,10 @@ class Sampler:
                 raise ValueError(f"{whole} holds no safetensors file to load into the running engine: name a local checkpoint folder")
             self.llm.collective_rpc("load_checkpoint", args=(whole, self.tied))
         self._loaded(self.version + 1)
+
+    def sampled(self) -> tuple[int, int]:
+        """Returns how many tokens an engine that drafts tokens sampled since the last call, and in how many steps of answers."""
+        return self._sampled.take()
 
     def gpu_uuids(self) -> list[str | None]:
         """Returns the GPU of each process of this engine."""

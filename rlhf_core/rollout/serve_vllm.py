@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import runpy
 
-from rlhf_core.rollout.model_patches import patch_models
-from rlhf_core.rollout.vllm_patches import find_ranks_in_a_file
+from rlhf_core.rollout.patches.engine import find_ranks_in_a_file
+from rlhf_core.rollout.patches.models import patch_models
 
 find_ranks_in_a_file()
 patch_models()

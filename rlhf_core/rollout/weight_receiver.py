@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts
 from rlhf_core.models.wrapper import stored_names, text_names
-from rlhf_core.rollout.model_patches import forget_packed_experts
-from rlhf_core.rollout.vllm_patches import gather_sampled_alone
+from rlhf_core.rollout.patches.engine import gather_sampled_alone
+from rlhf_core.rollout.patches.models import forget_packed_experts
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
 
 

@@ -10,10 +10,12 @@ import torch
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
 from rlhf_core.config import KINDS, Lora, Optimised, Trainable
+from rlhf_core.config.training import Float8
 from rlhf_core.data.report import JSON
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_training, require_start, size_at, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
 from rlhf_core.models.document_leak import detect_document_leak
+from rlhf_core.models.float8 import multiply_in_float8
 from rlhf_core.models.kernels.attention import split_attention
 from rlhf_core.models.kernels.feed_forward import split_feed_forward
 from rlhf_core.models.kernels.sequence_ranks import sequence_ranks
@@ -88,6 +90,8 @@ def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False
     if sharing > 1:
         split_attention(module.model, sharing)
     recompute(module.model, config.gradient_checkpointing)
+    if isinstance(config, Float8) and config.float8:
+        print(f"{multiply_in_float8(module.model)} linear layers multiply in float8", flush=True)
     if config.mlp_tokens:
         split_feed_forward(module.model, config.mlp_tokens)
     module.train()  # transformers loads models in eval mode, which does not recompute

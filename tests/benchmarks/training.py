@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--zero-stage", type=int, default=0)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--no-liger", action="store_true")
+    parser.add_argument("--float8", action="store_true", help="large linear layers multiply in float8: of sft and rm")
     parser.add_argument("--lengths", type=int, nargs="+", default=[200, 1000, 840], help="tokens of SFT's documents, equally many of each")
     parser.add_argument("--rows", type=int, help="rows of a pass, in place of its tokens, as in a recipe that sets neither")
     parser.add_argument("--apart", action="store_true", help="one document a row, as where documents of a row would see each other")
@@ -65,6 +66,7 @@ def main() -> None:
         f"TRL, {arguments.peer_weights} weights"
         if arguments.peer
         else f"ours, {arguments.gpus} GPU(s), ZeRO-{arguments.zero_stage}"
+        + ", float8" * arguments.float8
         + ", no Liger" * arguments.no_liger
         + ", one document a row" * arguments.apart
     )
@@ -113,6 +115,7 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[lis
             "dtype": "bfloat16",
             "zero_stage": arguments.zero_stage,
             "gradient_checkpointing": arguments.checkpointing,
+            **({"float8": True} if arguments.float8 else {}),
             "ranks": Ranks(num_ranks_per_node=arguments.gpus, gpus=1),
         }
     )

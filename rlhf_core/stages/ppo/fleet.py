@@ -64,7 +64,7 @@ class Fleet:
     called `environment`, if it is one; `no_reward`: the name of a source without rewards; `engines` take requests one by one, in the loop
     of `background`.
 
-    `one_update`: the actor's training pass computes the log-probs that its scoring pass would.
+    `drafts`: engines draft tokens. `one_update`: the actor's training pass computes the log-probs that its scoring pass would.
     `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
     collective of one waits on a GPU that computes for the other.
     """
@@ -82,6 +82,7 @@ class Fleet:
     in_turn: bool = False
     zero_stage: int = 3
     one_update: bool = False
+    drafts: bool = False
     lengths: Lengths | None = None
     machine: Machine | None = None  # set by `survey`
     own_tokens: Mapping[str, OwnTokens] = field(default_factory=dict)
@@ -309,6 +310,9 @@ class Fleet:
             spent = group.take_seconds()
             metrics |= {f"work/{group.name}/{phase.replace(' ', '_')}": taken for phase, taken in spent.items()}
             metrics[f"wait/{group.name}"] = max(0.0, 1 - sum(spent.values()) / seconds)
+        if self.drafts:
+            tokens, steps = np.sum(self.sampler.call("look", SamplerRole.sampled).wait(self.timeout), 0)
+            metrics |= {"rollout/tokens_per_step": float(tokens / steps)} if steps else {}
         return metrics
 
     def save_state(self, folder: Path) -> None:

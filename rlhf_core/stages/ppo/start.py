@@ -104,6 +104,7 @@ def start_fleet(
         in_turn=config.colocate_all,
         zero_stage=chosen.stage,
         one_update=config.one_update,
+        drafts=config.vllm.drafts is not None,
     )
     fleet.open_channel()
     return replace(fleet, machine=fleet.survey())

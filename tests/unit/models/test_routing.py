@@ -20,7 +20,7 @@ from rlhf_core.models.kernels.attention import is_stateful
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, recompute
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Answer, _answer
-from rlhf_core.rollout.model_patches import returns_routing
+from rlhf_core.rollout.patches.models import returns_routing
 from rlhf_core.stages.ppo import fleet, roles
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, rollout
 from rlhf_core.stages.ppo.sampling.stored import read_ahead, write_ahead

@@ -16,7 +16,6 @@ from rlhf_core.rollout.environment import engine_flags, require_known_options, u
     [
         ("dtype", "vllm.engine.dtype: the recipe has a field of this name, so leave it out"),
         ("tensor_parallel_size", "vllm.engine.tensor_parallel_size: vllm has a field of this name, so leave it out"),
-        ("speculative_config", "vllm.engine.speculative_config: drafted tokens may have another distribution than the trainer's"),
         ("hf_token", "vllm.engine.hf_token: recipes and cards would show it"),
     ],
 )
@@ -25,17 +24,23 @@ def test_what_other_fields_set_is_refused(name: str, told: str) -> None:
         Vllm(engine={name: 1})
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
 @pytest.mark.parametrize(
     ("engine", "gpus", "told"),
     [
+        ({"speculative_config": {"method": "eagle"}}, 1, "drafts would not follow the weights: set method to ngram"),
+        ({"speculative_config": 1}, 1, "set method to ngram"),
+        ({"speculative_config": NGRAM}, 0, "vllm.engine.speculative_config needs a GPU"),
         ({"quantization": "awq"}, 1, "new weights could be loaded as fp8 alone: set it to fp8"),
         ({"quantization": "fp8"}, 0, "vllm.engine.quantization needs a GPU, and gpus is 0"),
     ],
 )
-def test_formats_that_cannot_work_are_refused(engine: dict[str, object], gpus: float, told: str) -> None:
+def test_formats_and_drafts_that_cannot_work_are_refused(engine: dict[str, object], gpus: float, told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         Vllm(engine=engine, gpus=gpus)
-    assert Vllm(engine={"quantization": "fp8"}, gpus=1).engine
+    assert Vllm(engine={"quantization": "fp8", "speculative_config": NGRAM}, gpus=1).drafts == NGRAM
 
 
 def test_flags_of_a_server() -> None:

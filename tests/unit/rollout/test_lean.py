@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.rollout import model_patches, vllm_patches
-from rlhf_core.rollout.model_patches import forget_packed_experts
-from rlhf_core.rollout.vllm_patches import Rows, gather_sampled_alone, sampled_logprobs, wait_for_whole_answers
+from rlhf_core.rollout.patches import engine as vllm_patches
+from rlhf_core.rollout.patches import models as model_patches
+from rlhf_core.rollout.patches.engine import Rows, gather_sampled_alone, sampled_logprobs, wait_for_whole_answers
+from rlhf_core.rollout.patches.models import forget_packed_experts
 from rlhf_core.rollout.weight_receiver import WeightReceiver
 
 
@@ -70,15 +71,15 @@ def test_an_answer_is_handed_on_once_when_it_is_whole() -> None:
     processor = SimpleNamespace(process_outputs=hand_on, request_states=stopped)
     wait_for_whole_answers(SimpleNamespace(output_processor=processor))
     one, two = Rows(FIRST, 0, 1), Rows(SECOND, 0, 1)
-    processor.process_outputs([output("a", [3], one), output("b", [5])], 0.1, stats="s")
-    processor.process_outputs([output("a", [4], two, "stop"), output("b", [7, 9])], 0.2)
+    processor.process_outputs([output("a", [3], [one]), output("b", [5])], 0.1, stats="s")
+    processor.process_outputs([output("a", [4], [two], "stop"), output("b", [7, 9])], 0.2)
     processor.process_outputs([output("b", [], reason="length"), output("c", [1], reason="stop")], 0.3)
     assert [(len(outputs), at, stats) for outputs, at, stats in seen] == [(0, 0.1, "s"), (1, 0.2, None), (2, 0.3, None)]
     (a,), (b, c) = seen[1][0], seen[2][0]
     assert (a.request_id, a.new_token_ids, a.new_logprobs, a.finish_reason, a.stop_reason) == ("a", [3, 4], [one, two], "stop", 1)
     assert (b.request_id, b.new_token_ids, b.new_logprobs, b.finish_reason) == ("b", [5, 7, 9], None, "length")
     assert (c.request_id, c.new_token_ids) == ("c", [1])
-    processor.process_outputs([output("c", [1], one)], 0.4)
+    processor.process_outputs([output("c", [1], [one])], 0.4)
     assert seen[-1][0][0].new_logprobs == [one], "vLLM looks for stop texts in every token"
 
 

@@ -25,8 +25,8 @@ from rlhf_core.data.packing import Passes
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.losses import Loss
-from rlhf_core.rollout import vllm_patches
 from rlhf_core.rollout.engine import Sampler
+from rlhf_core.rollout.patches import engine as vllm_patches
 from rlhf_core.rollout.weight_transfer import Broadcast, Rendezvous
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo import roles

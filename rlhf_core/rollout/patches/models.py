@@ -1,4 +1,4 @@
-"""Changes what vLLM reads and runs of a model. Everything here is for the releases in `vllm_patches.MADE_FOR`, or for those it names.
+"""Changes what vLLM reads and runs of a model. Everything here is for the releases in `patches.engine.MADE_FOR`, or for those it names.
 
 - `complete_configs`: configs of Ministral 3 and Gemma 4 mean to vLLM what they mean to transformers.
 - `find_gpt_oss_experts`: gpt-oss in bf16 is loaded; vLLM 0.24 looks for its experts under names that they had before.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.models.wrapper import stored_names, text_names
-from rlhf_core.rollout.vllm_patches import applies
+from rlhf_core.rollout.patches.engine import applies
 from rlhf_core.system import progress
 
 WITH_ROUTING = ("0.24.",)

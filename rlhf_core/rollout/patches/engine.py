@@ -48,9 +48,9 @@ def keep_rows() -> None:
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.outputs import LogprobsLists
 
-    def rows(self: Any, request: int, count: int) -> Rows:
+    def rows(self: Any, request: int, count: int) -> list[Rows]:
         start = request if self.cu_num_generated_tokens is None else self.cu_num_generated_tokens[request]
-        return Rows(self, start, start + count)
+        return [Rows(self, start, start + count)]
 
     def keep(self: Any, found: list[Rows]) -> None:
         vars(self.logprobs).setdefault("rows", []).extend(found)
@@ -59,22 +59,35 @@ def keep_rows() -> None:
     LogprobsProcessor._update_sample_logprobs = keep
 
 
-def wait_for_whole_answers(engine: Any) -> None:
+class Sampled:
+    """Counts sampled tokens, and the steps of answers that sampled them: one each, unless tokens are drafted."""
+
+    tokens = 0
+    steps = 0
+
+    def take(self) -> tuple[int, int]:
+        """Returns both counts since the last call."""
+        found, self.tokens, self.steps = (self.tokens, self.steps), 0, 0
+        return found
+
+
+def wait_for_whole_answers(engine: Any) -> Sampled:
     """Makes vLLM's `engine` give its output processor one output for each answer, with all of its tokens, when the answer is complete.
-    A step that samples something counts as progress.
+    A step that samples something counts as progress. Returns a count of the tokens that came one step after the other.
 
     A request with stop strings gets every output: vLLM looks for them in the text.
     """
+    sampled = Sampled()
     if not applies():
-        return
+        return sampled
     process = engine.output_processor.process_outputs
     begun = dict[str, tuple[Any, list[Rows], list[np.ndarray]]]()
 
     def complete(outputs: list[Any]) -> Iterator[Any]:
         for output in outputs:
+            sampled.tokens, sampled.steps = sampled.tokens + len(output.new_token_ids), sampled.steps + bool(output.new_token_ids)
             state = engine.output_processor.request_states.get(output.request_id)
             if state is not None and getattr(state.detokenizer, "stop", None):
-                output.new_logprobs = None if output.new_logprobs is None else [output.new_logprobs]
                 yield output
                 continue
             if (known := begun.get(output.request_id)) is None:
@@ -82,7 +95,7 @@ def wait_for_whole_answers(engine: Any) -> None:
             else:
                 known[0].new_token_ids.extend(output.new_token_ids)
             if output.new_logprobs is not None:
-                known[1].append(output.new_logprobs)
+                known[1].extend(output.new_logprobs)
             if output.routed_experts is not None:
                 known[2].append(output.routed_experts.copy())  # a view would keep its whole step's
             if output.finish_reason is not None:
@@ -98,6 +111,7 @@ def wait_for_whole_answers(engine: Any) -> None:
         return process(list(complete(outputs)), *others, **named)
 
     engine.output_processor.process_outputs = process_outputs
+    return sampled
 
 
 def find_ranks_in_a_file() -> None:

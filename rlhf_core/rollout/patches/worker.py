@@ -6,8 +6,8 @@ from typing import Any
 
 from vllm.v1.worker import gpu_worker
 
-from rlhf_core.rollout.model_patches import patch_models
-from rlhf_core.rollout.vllm_patches import memory_for_cache
+from rlhf_core.rollout.patches.engine import memory_for_cache
+from rlhf_core.rollout.patches.models import patch_models
 
 BASE: Any = gpu_worker.Worker
 
