@@ -37,12 +37,13 @@ from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.token_logprobs import Truncation
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
 from rlhf_core.objectives.collate import collate
-from rlhf_core.objectives.losses import kto_loss, preference_loss, reward_loss, sft_loss, value_loss, with_balance
+from rlhf_core.objectives.losses import Loss, kto_loss, preference_loss, reward_loss, sft_loss, value_loss, with_balance
 from rlhf_core.objectives.masked import before
 from rlhf_core.stages.dpo import pair_logprobs
 from rlhf_core.stages.ppo.roles import _per_token
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance
 from rlhf_core.stages.reward_model import pair_scores
+from rlhf_core.training.train_loop import accumulate
 from tests.unit.models.test_attention import WINDOWED
 from tests.unit.models.test_models import FAMILIES, SHAPE, SHARED_KEYS
 
@@ -56,17 +57,26 @@ MODELS: dict[str, Callable[[], Any]] = {
     "latent": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**SHAPE | {"num_key_value_heads": 4}, **LATENT, first_k_dense_replace=2)),
     "six heads": lambda: LlamaForCausalLM(LlamaConfig(**SIX)),
 }
-Loss = Callable[[Any], Tensor]
+LossOf = Callable[[Any], Tensor]
 
 
 class Rank:
-    """An engine that is the module."""
+    """An engine that is the module: on a rank alone, or on one of `WORLD` of which `sharing` compute each pass together."""
 
-    def __init__(self, module: Policy | Scorer):
-        self.module, self.device = module, CPU
+    def __init__(self, module: Policy | Scorer, sharing: int = 1):
+        self.module, self.device, self.sharing = module, CPU, sharing
+        self.rank, self.world_size = (0, 1) if sharing == 1 else (dist.get_rank(), WORLD)
 
     def __call__(self, *inputs: Any) -> Any:
         return self.module(*inputs)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
 
     @property
     def passes(self) -> Passes:
@@ -159,7 +169,7 @@ def critic(rank: Any) -> Tensor:
     return value_loss(values, old, returns, batch.mask, 0.2, 30.0).loss
 
 
-def cases() -> Iterator[tuple[str, str, Loss]]:
+def cases() -> Iterator[tuple[str, str, LossOf]]:
     """A family, a kind of head, and a loss."""
     for family in MODELS:
         yield family, "policy", sft
@@ -168,14 +178,14 @@ def cases() -> Iterator[tuple[str, str, Loss]]:
     yield from (("qwen2", "scorer", loss) for loss in (reward, critic))
 
 
-def loss_and_gradients(module: Policy | Scorer, loss: Loss) -> list[Tensor]:
+def loss_and_gradients(module: Policy | Scorer, loss: LossOf) -> list[Tensor]:
     module.zero_grad(set_to_none=True)
     value = loss(Rank(module))
     value.backward()
     return [value.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters())]
 
 
-def compare(family: str, head: str, loss: Loss, ranks: SequenceRanks) -> None:
+def compare(family: str, head: str, loss: LossOf, ranks: SequenceRanks) -> None:
     torch.manual_seed(0)
     module: Policy | Scorer
     if head == "policy":
@@ -200,6 +210,27 @@ def compare(family: str, head: str, loss: Loss, ranks: SequenceRanks) -> None:
         torch.testing.assert_close(own, expected, atol=2e-6, rtol=2e-5, msg=lambda m, n=name: f"{family} {loss.__name__} {n}: {m}")
 
 
+def step_of_two_pairs(two: SequenceRanks) -> None:
+    """An optimiser step of three passes: one pair has two of them, the other one and a surplus one of weight 0."""
+    torch.manual_seed(0)
+    policy, found = Policy(FAMILIES["llama"]()).train(), []
+    for sharing in (1, 2):
+        engine: Any = Rank(policy, sharing)
+        if sharing > 1:
+            split_attention(policy.model, sharing)
+            split_sequences(policy, policy, two, CPU, engine.all_reduce)
+
+        def loss(part: list[Document], engine: Any = engine) -> Loss:
+            batch = collate([part], 0)
+            return sft_loss(masked_logprobs(engine, batch).logprobs, batch.mask, 40.0)
+
+        policy.zero_grad()
+        metrics = accumulate(engine, [documents()[i : i + 2] for i in (0, 2, 4)], loss)
+        found.append([torch.tensor(metrics["loss"]), *(engine.all_reduce(cast(Tensor, p.grad).clone()) for p in policy.parameters())])
+    for together, alone in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(together, alone, atol=2e-6, rtol=2e-5)
+
+
 class Shifted(nn.Module):
     """A layer that also reads the state before each token's."""
 
@@ -212,6 +243,7 @@ class Shifted(nn.Module):
 
 
 def refuse_what_reads_neighbours(ranks: SequenceRanks) -> None:
+    torch.manual_seed(0)
     policy = Policy(FAMILIES["llama"]())
     policy.model.model.layers[0].mlp = Shifted(policy.model.model.layers[0].mlp)
     split_attention(policy.model, ranks.size)
@@ -238,6 +270,7 @@ def main(rank: int, store: str) -> None:
     if rank < 3:  # parts with pads at the end of the pass
         compare("six heads", "policy", sft, SequenceRanks(3, rank, uneven))
     refuse_what_reads_neighbours(four)
+    step_of_two_pairs(two)
     print("the same", len(list(cases())))
     dist.barrier()
     dist.destroy_process_group()
