@@ -154,7 +154,8 @@ def _what_fits(config: Trainable, size: Size, stage: int, gpu: Gpu) -> str:
             return f"with {', '.join(f'{field}: {value}' for field, value in fields.items())} it is {peaks[best] / GIB:.1f}"
     if told := _too_large(config, {"": size}, gpu):
         return told
-    return f"no pass is short enough: more ranks, {'lora, ' if config.lora is None else ''}or a smaller model"
+    shared = "a larger sequence_parallel_size, " if config.ranks.world_size > config.sequence_parallel_size else ""
+    return f"no pass is short enough: {shared}more ranks, {'lora, ' if config.lora is None else ''}or a smaller model"
 
 
 def _too_large(config: Optimised, sizes: Mapping[str, Size], gpu: Gpu) -> str:

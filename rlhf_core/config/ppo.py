@@ -222,6 +222,10 @@ class PPO(Optimised, Rewarded, Routed):
         rewards = {f"reward:{source.title}": source.ranks or self.reward_ranks for source in self.reward_models}
         return trained | ({"reference": self.reference_ranks} if self.has_reference else {}) | rewards
 
+    def sharing_of(self, role: str) -> int:
+        """Returns how many ranks of a group compute each pass together: one where a model that is only read has other numbers of ranks."""
+        return 1 if self.groups[role].world_size % self.sequence_parallel_size else self.sequence_parallel_size
+
     @property
     def placed(self) -> dict[str, Wanted]:
         """All groups, the engines among them as `sampler`."""

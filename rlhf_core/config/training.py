@@ -63,10 +63,20 @@ class Optimised(Gated, ZeroFields):
     gradient_checkpointing: Annotated[Recomputed, NotInDigest] = Field(
         0.0, description="share of the layers whose activations are recomputed in the backward pass (above 0: logits too); true: all"
     )
+    mlp_tokens: Annotated[Positive | None, NotInDigest] = Field(
+        None,
+        description="tokens of a pass that a dense feed-forward block computes at a time, and again in the backward pass: less memory for "
+        "long documents; default: all",
+    )
     zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], NotInDigest] = Field(
         "auto",
         description="0: plain torch, one rank (of ppo: one of actor and of critic); 1-3: DeepSpeed ZeRO; auto: 0 on one rank, on several "
         "the lowest that fits their GPUs, of ppo without GPUs 3",
+    )
+    sequence_parallel_size: Annotated[Positive, NotInDigest] = Field(
+        1,
+        description="ranks that compute each pass together, each a part of its tokens, and in attention a part of the heads: for long "
+        "documents; a divisor of the ranks and of the model's attention heads",
     )
     lora: Lora | None = Field(None, description="train low-rank adapters (of ppo: of actor and critic); default: all weights")
     sweep: Annotated[dict[str, tuple[Value, ...]], NotInDigest] = Field(
@@ -95,17 +105,28 @@ class Optimised(Gated, ZeroFields):
     def batch_mistakes(self) -> Iterator[str]:
         """Yields a sentence for each model whose ranks do not make the same number of full passes."""
         for ranks in self.trained_ranks.values():
-            micro, whole = self.micro_train_batch_size, self.micro_train_batch_size * ranks.world_size
+            at_once = max(1, ranks.world_size // self.sequence_parallel_size)
+            micro, whole = self.micro_train_batch_size, self.micro_train_batch_size * at_once
             if self.train_batch_size % whole:
                 yield (
-                    f"train_batch_size={self.train_batch_size} must be a multiple of micro_train_batch_size x ranks = "
-                    f"{micro} x {ranks.world_size} = {whole}: every rank makes the same number of full forward passes"
+                    f"train_batch_size={self.train_batch_size} must be a multiple of micro_train_batch_size x ranks"
+                    f"{' / sequence_parallel_size' * (self.sequence_parallel_size > 1)} = "
+                    f"{micro} x {at_once} = {whole}: every rank makes the same number of full forward passes"
                 )
 
     @check
     def _check_sweep(self) -> Iterator[str]:
         if self.sweep:
             yield from sweep_mistakes(self, self.sweep)
+
+    @check
+    def _check_sequence(self) -> Iterator[str]:
+        for name, ranks in self.trained_ranks.items():
+            if ranks.world_size % self.sequence_parallel_size:
+                yield (
+                    f"sequence_parallel_size={self.sequence_parallel_size} ranks compute each pass together, and {name} are "
+                    f"{ranks.world_size}: set it to a divisor of the ranks"
+                )
 
     @check
     def _check_zero(self) -> Iterator[str]:

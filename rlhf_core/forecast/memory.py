@@ -13,7 +13,7 @@ from typing import NamedTuple
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO, Lora, Optimised, Ranks, Trainable
 from rlhf_core.forecast.hardware import GIB
-from rlhf_core.forecast.passes import Pass, recipe_pass
+from rlhf_core.forecast.passes import Pass, on_rank, recipe_pass
 from rlhf_core.hub.model_config import Size
 
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
@@ -130,10 +130,10 @@ def engine_needs(size: Size, tensor_parallel_size: int) -> float:
 
 def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float, sharding: Sharding = CODE) -> dict[str, Held]:
     """What each process of each group holds. `sizes` gives the model of each group of models."""
-    scoring = config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest
+    a_pass = config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest
     held: dict[str, Held] = {}
     for name, ranks in config.groups.items():
-        head = name in ("actor", "reference")
+        head, scoring = name in ("actor", "reference"), on_rank(a_pass, config.sharing_of(name))
         if name in ("actor", "critic"):
             assert config.zero_stage != "auto", "decided before (zero_stage.py)"
             training = recipe_pass(config, ranks.world_size)
@@ -141,7 +141,7 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float, sharding: Sh
                 ranks=ranks.world_size,
                 zero_stage=config.zero_stage,
                 recomputed=training.recomputed,
-                tokens=training.tokens,
+                tokens=on_rank(training.tokens, config.sequence_parallel_size),
                 offload=name in config.adam_offload,
                 adapters=config.lora is not None,
                 gpu_bytes=gpu_bytes,
@@ -171,7 +171,7 @@ def training_of(config: Trainable, zero_stage: int, gpu_bytes: float, what: Pass
         ranks=config.ranks.world_size,
         zero_stage=zero_stage,
         recomputed=recomputed,
-        tokens=tokens,
+        tokens=on_rank(tokens, config.sequence_parallel_size),
         offload=config.adam_offload,
         adapters=config.lora is not None,
         gpu_bytes=gpu_bytes,

@@ -9,7 +9,8 @@ from rlhf_core.config import Optimised
 
 
 class Pass(NamedTuple):
-    """Tokens of a training pass on one rank, and the share of the layers whose activations are computed again in its backward half."""
+    """Tokens of a training pass, which `sequence_parallel_size` ranks compute together, and the share of the layers whose activations are
+    computed again in its backward half."""
 
     tokens: int
     recomputed: float
@@ -26,10 +27,15 @@ def recipe_pass(config: Optimised, ranks: int) -> Pass:
 
 
 def as_laid(config: Optimised, ranks: int) -> tuple[Pass, int]:
-    """The passes of an optimiser step on each of `ranks` as whole documents of full length fill them, and how many."""
-    configured, documents = recipe_pass(config, ranks), max(1, config.train_batch_size // ranks)
+    """The passes of an optimiser step on each of `ranks` as whole documents of full length fill them, with its own tokens, and how many."""
+    configured, documents = recipe_pass(config, ranks), _documents(config, ranks)
     passes = math.ceil(documents / (configured.tokens // config.longest))
-    return configured._replace(tokens=documents * config.longest // passes), passes
+    return configured._replace(tokens=on_rank(documents * config.longest // passes, config.sequence_parallel_size)), passes
+
+
+def on_rank(tokens: int, sharing: int) -> int:
+    """Tokens of a pass on each of the ranks that compute it together."""
+    return math.ceil(tokens / sharing)
 
 
 def alternatives(config: Optimised) -> list[Pass]:
@@ -46,7 +52,8 @@ def fields_of(what: Pass, config: Optimised) -> dict[str, Any]:
     """How a recipe says them: by documents where this one counts those, and they divide its optimiser step, else by tokens."""
     documents, rest = divmod(what.tokens, config.longest)
     counted = config.micro_train_tokens is None and not rest
-    divides = counted and all(config.train_batch_size % (documents * ranks) == 0 for ranks in _ranks(config))
+    sharing = config.sequence_parallel_size
+    divides = counted and all(config.train_batch_size % (documents * ranks // sharing) == 0 for ranks in _ranks(config))
     length = {"micro_train_batch_size": documents} if divides else {"micro_train_tokens": what.tokens}
     return length | {"gradient_checkpointing": what.recomputed}
 
@@ -56,5 +63,9 @@ def _ranks(config: Optimised) -> list[int]:
 
 
 def _most(config: Optimised, ranks: int) -> int:
-    """Tokens of an optimiser step on one rank."""
-    return max(1, config.train_batch_size // ranks) * config.longest
+    """Tokens of an optimiser step on one rank, or on those that compute passes together."""
+    return _documents(config, ranks) * config.longest
+
+
+def _documents(config: Optimised, ranks: int) -> int:
+    return max(1, config.train_batch_size * config.sequence_parallel_size // ranks)

@@ -114,6 +114,7 @@ FIELDS: dict[str, Field] = {
         "dynamic_filtering", true, "groups whose answers all have one reward are replaced, instead of those whose mean leaves a range"
     ),
     "top_p": Field("top_p", number),
+    "ring_attn_size": Field("sequence_parallel_size", count, "ranks exchange heads in place of blocks of keys: it divides the heads too"),
     "vllm_num_engines": Field("vllm.num_engines", count),
     "vllm_tensor_parallel_size": Field("vllm.tensor_parallel_size", count),
     "vllm_gpu_memory_utilization": Field("vllm.gpu_memory_utilization", fraction),
@@ -142,7 +143,6 @@ DROPPED: dict[str, str] = {
     "deepspeed_enable_sleep": "an idle model stays on its GPUs",
     "loss": "sigmoid and logexp are one function, the loss of every reward model",
     "packing_samples": "not needed: SFT packs by default, other stages cut the padding",
-    "ring_attn_size": "there is no context parallelism",
     "ds_tensor_parallel_size": "training has no tensor parallelism; ZeRO shards the model",
     "tokenizer_chat_template": "set the template in the model's own tokenizer",
     "pretrain_mode": "there is no continued pre-training stage",

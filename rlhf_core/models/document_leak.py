@@ -61,6 +61,17 @@ def leaks(forward: Callable[..., object], module: Policy | Scorer, device: torch
     two, one = torch.cat([torch.arange(BEFORE), torch.arange(AFTER)]), torch.arange(BEFORE + AFTER)
     positions = torch.stack([two, two, one, one])
     documents = torch.arange(4)[:, None].expand_as(tokens).contiguous()
+    states = hidden_states(forward, module, device, tokens, positions, documents)
+    ends = states.view(*tokens.shape, -1)[:, BEFORE:].float()
+    apart, together = ((ends[row] - ends[row + 1]).norm() for row in (0, 2))
+    return bool(apart > LEAK * together)
+
+
+@torch.no_grad()
+def hidden_states(
+    forward: Callable[..., object], module: Policy | Scorer, device: torch.device, tokens: Tensor, positions: Tensor, documents: Tensor
+) -> Tensor:
+    """Returns what the backbone made of (B, T) tokens in a forward pass of the module or an engine around it, in evaluation mode."""
     states: list[Tensor] = []
     hook = backbone_of(module.model).register_forward_hook(lambda _module, _inputs, output: states.append(output.last_hidden_state))
     modes = [(part, part.training) for part in module.modules()]
@@ -71,6 +82,4 @@ def leaks(forward: Callable[..., object], module: Policy | Scorer, device: torch
         hook.remove()
         for part, training in modes:
             part.training = training
-    ends = states[0].view(*tokens.shape, -1)[:, BEFORE:].float()
-    apart, together = ((ends[row] - ends[row + 1]).norm() for row in (0, 2))
-    return bool(apart > LEAK * together)
+    return states[0]

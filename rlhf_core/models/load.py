@@ -2,6 +2,7 @@
 
 `Policy` returns token log-probs and entropies, `Scorer` one number per position. Both take packed rows: position ids that
 restart keep attention inside each document and its shared prompt (a block-diagonal mask, or a varlen kernel: `attention`).
+With `sequence` several ranks compute a pass together (`kernels/sequence_ranks.py`), and each gets all of the result.
 The wrapped transformers model is `.model`; checkpoints hold that model, never the wrapper.
 """
 
@@ -23,8 +24,9 @@ from rlhf_core.config import Lora
 from rlhf_core.hub.model_config import more_than_text, num_experts
 from rlhf_core.hub.stored_head import has_trained_head, no_reward_head, several_labels
 from rlhf_core.models.experts import Replay, balance_loss, replayed
-from rlhf_core.models.kernels.attention import VARLEN, attention_for, document_bounds, is_stateful, set_attention, takes_varlen
+from rlhf_core.models.kernels.attention import PLAIN, VARLEN, attention_for, document_bounds, is_stateful, set_attention, takes_varlen
 from rlhf_core.models.kernels.liger import fuse
+from rlhf_core.models.kernels.sequence_ranks import ALONE, SequenceRanks
 from rlhf_core.models.kernels.state_layers import document_numbers
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter, merges_in_parts
 from rlhf_core.models.precision import as_if_stored, unquantised
@@ -63,6 +65,7 @@ class Policy(nn.Module):
     """
 
     document_leak: bool | None = None  # whether each document needs a row of its own (`document_leak`); None: not tried
+    sequence: SequenceRanks = ALONE  # the ranks that compute each pass together
 
     def __init__(self, model: PreTrainedModel, balanced: bool = False):
         super().__init__()
@@ -97,18 +100,20 @@ class Policy(nn.Module):
         `positions` and `mask` may be in host memory (`Batch.host`), so that the host does not wait for the GPU. After `replay_routing`
         `experts` (B, T, layers, k) are the experts of each token. `top` truncates the distributions (`token_logprobs`).
         """
+        ranks = self.sequence
         if self._replay is not None:  # until the next pass: layers may be computed again for the backward pass
-            self._replay.table = None if experts is None else experts.flatten(0, 1)
-        hidden, router_logits = _hidden(self.model, tokens, positions, self.balanced, bool(self.document_leak))
-        wanted = next_token_pairs(positions, mask)
+            self._replay.table = None if experts is None else ranks.own(experts.flatten(0, 1))
+        hidden, router_logits = _hidden(self, tokens, positions, self.balanced)
+        wanted = ranks.own_pairs(next_token_pairs(positions, mask), tokens.numel())
         count = wanted.shape[1]
         sources, places = sent(F.pad(wanted, (0, rounded(count) - count)), tokens.device)
-        flat, targets = hidden.flatten(0, 1)[sources], tokens.flatten()[places]
+        flat, targets = hidden[sources], tokens.flatten()[places]
         keep = self.training and not self.model.is_gradient_checkpointing
         head = self.model.get_output_embeddings()
         values = torch.stack(token_logprobs(head, flat, targets, temperature / self.scale, entropy, keep, self.cap, top))
         values = values.new_zeros(2, tokens.numel()).index_copy(1, places[:count], values[:, :count])
-        logprobs, entropies = values.view(2, *tokens.shape)
+        logprobs, entropies = ranks.summed(values).view(2, *tokens.shape)
+        router_logits = tuple(ranks.whole(logits, tokens.numel()) for logits in router_logits)
         balance = balance_loss(router_logits, documents, self.model.config.num_experts_per_tok) if self.balanced else None
         return TokenLogprobs(logprobs, entropies, balance)
 
@@ -128,15 +133,17 @@ class Scorer(nn.Module):
     """
 
     document_leak: bool | None = None  # as `Policy.document_leak`
+    sequence: SequenceRanks = ALONE  # as `Policy.sequence`
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden, _ = _hidden(self.model, tokens, positions, apart=bool(self.document_leak))
+        hidden, _ = _hidden(self, tokens, positions)
         with replaced_forward(self.model.score, partial(_scores, self.model.score)):  # ZeRO-3 gathers its weights
-            return self.model.score(hidden).squeeze(-1)
+            scores = self.model.score(hidden).squeeze(-1)
+        return self.sequence.whole(scores, tokens.numel()).unflatten(0, tokens.shape)
 
 
 def _scores(head: nn.Module, hidden: Tensor) -> Tensor:
@@ -144,29 +151,30 @@ def _scores(head: nn.Module, hidden: Tensor) -> Tensor:
     return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
-def _hidden(
-    model: PreTrainedModel, tokens: Tensor, positions: Tensor, routed: bool = False, apart: bool = False
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Last hidden states (B, T, H), and if `routed` the router logits of each layer, (B * T, E). `apart`: rows are not concatenated.
+def _hidden(module: Policy | Scorer, tokens: Tensor, positions: Tensor, routed: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Last hidden states (B * T, H), and if `routed` the router logits of each layer, (B * T, E); both of this rank's part of the tokens.
 
     Raises ValueError for packed rows of a model that carries state over their borders.
     """
-    end_to_end = takes_varlen(model) and not apart
+    model, ranks = module.model, module.sequence
+    end_to_end = takes_varlen(model) and not module.document_leak
     if not end_to_end and is_stateful(model) and bool(((positions[:, 1:-1] == 0) & (positions[:, 2:] == 1)).any()):
         raise ValueError(f"{type(model).__name__} has layers that carry state along a row, which holds several documents")
-    shape = (1, -1) if end_to_end else tokens.shape
     options: dict[str, Any] = {"output_router_logits": True} if routed else {}
     if end_to_end:
+        tokens, positions = ranks.own(tokens.flatten())[None], ranks.filled(positions.flatten())
         options |= document_bounds(positions, tokens.device)
         if is_stateful(model):
-            options["seq_idx"] = sent(document_numbers(positions.flatten().cpu()), tokens.device)
-        if "keys" in options and model.config._attn_implementation != VARLEN:
+            options["seq_idx"] = sent(document_numbers(positions.cpu()), tokens.device)
+        if "keys" in options and model.config._attn_implementation not in (VARLEN, PLAIN):
             raise ValueError(
                 f"attention {model.config._attn_implementation} cannot go on from another document's prompt: repeat the prompt"
             )
-    positions = sent(positions, tokens.device)
-    found = backbone_of(model)(input_ids=tokens.reshape(shape), position_ids=positions.reshape(shape), use_cache=False, **options)
-    return found.last_hidden_state.view(*tokens.shape, -1), found.router_logits if routed else ()
+        positions = ranks.own(positions)[None]
+        options |= {"sequence": ranks} if ranks.size > 1 else {}
+    assert end_to_end or ranks.size == 1, "made sure when the ranks were joined (models/sequence_split.py)"
+    found = backbone_of(model)(input_ids=tokens, position_ids=sent(positions, tokens.device), use_cache=False, **options)
+    return found.last_hidden_state.flatten(0, 1), found.router_logits if routed else ()
 
 
 def load_policy(

@@ -30,6 +30,7 @@ from rlhf_core.preflight.family import family_problems
 from rlhf_core.preflight.lengths import length_problems
 from rlhf_core.preflight.models import model_problem, sampling_problems, unfit_models, unlike_vocabulary, vocabulary_problems
 from rlhf_core.preflight.questions import question_problems, selecting_questions, shared_questions
+from rlhf_core.preflight.sequences import sequence_problems
 from rlhf_core.preflight.template_length import frame_lengths
 from rlhf_core.preflight.weights import weight_problem
 from rlhf_core.recipe.plan import Node, Plan
@@ -93,6 +94,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             problems += _refused(f"stages.{node.name}.folder", refuse_foreign, Path(node.config.folder).expanduser().resolve())
         problems += vocabulary_problems(node, partial(_start_of, plan, node), unlike)
         problems += sampling_problems(node, partial(_start_of, plan, node))
+        problems += sequence_problems(node, partial(_start_of, plan, node))
         for text in node.config.texts:
             where = f"stages.{node.name}.{text.field}"
             problems += [f"{where}{problem}" for problem in unfit_rows(text.data, text.rows)] if text.rows else []

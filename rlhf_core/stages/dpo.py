@@ -29,7 +29,7 @@ from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.stages.reference_logprobs import Model, reference_logprobs
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.ranks import finish_training, make_engine, on_ranks, open_frozen, shards_of
-from rlhf_core.training.train_loop import Task, fit, held_out_metrics
+from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
 
 
 class Anchored(NamedTuple):
@@ -109,7 +109,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         return held_out_metrics(engine, Parts(held_out_items, held_out_parts.starts), lambda items: loss(engine, items, whole))
 
     def micro_batches(items: Sequence[Anchored]) -> list[list[Anchored]]:
-        return passes._replace(ranks=engine.world_size).split(items, lambda item: passes.row_tokens(item.pair))
+        return passes._replace(ranks=replicas(engine)).split(items, lambda item: passes.row_tokens(item.pair))
 
     task = Task(items, micro_batches, count, loss, evaluate if held_out_items else None, show=("loss", "accuracy", "margin"))
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")

@@ -31,7 +31,7 @@ from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance, dealt_logprobs, reference_logprobs
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.ranks import finish_training, make_engine, on_ranks, open_frozen, shards_of
-from rlhf_core.training.train_loop import Task, fit, held_out_metrics, items_of_step
+from rlhf_core.training.train_loop import Task, fit, held_out_metrics, items_of_step, replicas
 
 Mismatch = tuple[int, int]  # indices of the items that give the prompt and the answer
 
@@ -134,7 +134,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     task = Task(
         items,
-        lambda items: passes._replace(ranks=engine.world_size).split(items, length),
+        lambda items: passes._replace(ranks=replicas(engine)).split(items, length),
         step_of,
         loss,
         evaluate if held_out_items else None,

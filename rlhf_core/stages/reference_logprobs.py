@@ -17,15 +17,16 @@ import torch
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.document_leak import detect_document_leak
-from rlhf_core.models.kernels.attention import can_share
+from rlhf_core.models.kernels.attention import can_share, split_attention
 from rlhf_core.models.load import Policy, masked_logprobs
+from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.masked import document_mean, document_sum
 from rlhf_core.runs.run_dir import STATE, RunDir
 from rlhf_core.system import progress
 from rlhf_core.system.files import digest, write_bytes
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.train_loop import deal
+from rlhf_core.training.train_loop import turns
 from rlhf_core.training.zero_frozen import FrozenZero
 
 Model = Policy | FrozenZero | Engine  # what computes log-probs
@@ -73,7 +74,10 @@ def dealt_logprobs(
     """
     module = cast(Policy, policy if isinstance(policy, Policy) else policy.module)
     if policy is not engine:  # which was tested when it was made
+        if engine.sharing > 1:
+            split_attention(module.model, engine.sharing)
         detect_document_leak(policy, module, engine.device, passes.tokens is not None, engine.all_reduce)
+        split_sequences(policy, module, cast(Policy, engine.module).sequence, engine.device, engine.all_reduce)
     passes = passes._replace(share=passes.share and can_share(module.model, engine.device), apart=bool(module.document_leak))
     starts = [0]
     for documents in micro_batches:
@@ -81,11 +85,11 @@ def dealt_logprobs(
     values = torch.zeros(starts[-1], dtype=torch.float64, device=engine.device)
     module.eval()
     with torch.no_grad():
-        for index, weight in deal(len(micro_batches), engine.rank, engine.world_size):
-            part, _ = answer_logprobs_and_balance(policy, micro_batches[index], pad_token_id, mean, engine.device, passes)
+        for turn in turns(len(micro_batches), engine):
+            part, _ = answer_logprobs_and_balance(policy, micro_batches[turn.place], pad_token_id, mean, engine.device, passes)
             progress.made()
-            if weight:
-                values[starts[index] : starts[index + 1]] = part.double()
+            if turn.counted:
+                values[starts[turn.place] : starts[turn.place + 1]] = part.double()
     module.train()
     return engine.all_reduce(values)
 

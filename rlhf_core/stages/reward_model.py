@@ -26,7 +26,7 @@ from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.ranks import finish_training, make_engine, on_ranks, shards_of
-from rlhf_core.training.train_loop import Task, deal, fit
+from rlhf_core.training.train_loop import Task, fit, replicas, turns
 
 STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
 
@@ -53,7 +53,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
     share = can_share(scorer.model, engine.device)
-    passes = Passes(config.micro_train_batch_size, config.micro_train_tokens, engine.world_size, share, bool(scorer.document_leak))
+    passes = Passes(config.micro_train_batch_size, config.micro_train_tokens, replicas(engine), share, bool(scorer.document_leak))
 
     def loss(engine: Engine, pairs: list[Pair], denominator: float) -> Loss:
         scores = pair_scores(engine, pairs, pad, passes)
@@ -97,10 +97,10 @@ def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: 
     scores = torch.zeros(2, len(pairs), device=engine.device)
     engine.module.eval()
     with torch.no_grad():
-        for index, weight in deal(len(parts), engine.rank, engine.world_size):
-            part, first = parts[index], parts.starts[index]
+        for turn in turns(len(parts), engine):
+            part, first = parts[turn.place], parts.starts[turn.place]
             found = pair_scores(engine, part, pad_token_id, passes)
-            if weight:
+            if turn.counted:
                 scores[:, first : first + len(part)] = found
     engine.module.train()
     return engine.all_reduce(scores).cpu().numpy()

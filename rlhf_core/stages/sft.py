@@ -24,7 +24,7 @@ from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.ranks import finish_training, make_engine, on_ranks, shards_of
-from rlhf_core.training.train_loop import Task, fit, held_out_metrics
+from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
 
 Row = list[Document]
 
@@ -60,7 +60,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     def micro_batches(documents: Sequence[Document]) -> list[list[Row]]:
         apart = bool(policy.document_leak)
         if config.micro_train_tokens:
-            passes = Passes(1, config.micro_train_tokens, engine.world_size, apart=apart)
+            passes = Passes(1, config.micro_train_tokens, replicas(engine), apart=apart)
             return [passes.rows_of(part) for part in passes.split(documents, len)]
         capacity = config.max_len if config.packing and not apart else 0
         return rows_to_micro_batches(documents, capacity, config.micro_train_batch_size)

@@ -32,6 +32,7 @@ class Engine(Protocol):
     module: nn.Module
     rank: int
     world_size: int
+    sharing: int  # neighbouring ranks that compute each pass together (`config.sequence_parallel_size`)
     device: torch.device
 
     def __call__(self, *inputs: Any) -> Any: ...
@@ -70,7 +71,7 @@ class TorchEngine:
     def __init__(self, module: nn.Module, adamw: AdamW):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module = module.to(self.device)
-        self.rank, self.world_size = 0, 1
+        self.rank, self.world_size, self.sharing = 0, 1, 1
         self._adamw = adamw
         self._weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimised = {name: p.detach().float() if p.dtype.itemsize < 4 else p for name, p in self._weights.items()}

@@ -17,8 +17,12 @@ from rlhf_core.forecast.memory import copies
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_training, require_start, size_at, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
 from rlhf_core.models.document_leak import detect_document_leak
+from rlhf_core.models.kernels.attention import split_attention
+from rlhf_core.models.kernels.feed_forward import split_feed_forward
+from rlhf_core.models.kernels.sequence_ranks import sequence_ranks
 from rlhf_core.models.load import Policy, Scorer, load_policy, recompute
 from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
+from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.shards import Shards
 from rlhf_core.models.weights import checkpoint_weights, trained_weights
 from rlhf_core.runs import resume_state
@@ -110,10 +114,15 @@ def open_frozen(path: str, config: Trainable, trust_remote_code: bool, device: t
 def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False, role: str = "model") -> Engine:
     """The engine of one rank: plain torch for `zero_stage` 0 (and for auto on one rank), DeepSpeed otherwise. Tests `packed` rows.
 
-    `role`: as in `Optimised.offloaded`.
+    `role`: as in `Optimised.offloaded`. Raises ValueError for a model whose sequences cannot be split as the config says.
     """
     assert config.zero_stage != "auto" or all(ranks.world_size == 1 for ranks in config.trained_ranks.values()), "decided before"
+    sharing = config.sequence_parallel_size
+    if sharing > 1:
+        split_attention(module.model, sharing)
     recompute(module.model, config.gradient_checkpointing)
+    if config.mlp_tokens:
+        split_feed_forward(module.model, config.mlp_tokens)
     module.train()  # transformers loads models in eval mode, which does not recompute
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
     engine: Engine
@@ -125,6 +134,9 @@ def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False
         options = options_of(config, role, _ranks_of(config, role))
         engine = ZeroEngine(module, adamw, config.zero_stage, config.dtype, config.micro_train_batch_size, options)
     detect_document_leak(engine, module, engine.device, packed or bool(config.micro_train_tokens), engine.all_reduce)
+    if sharing > 1:
+        engine.sharing = sharing
+        split_sequences(engine, module, sequence_ranks(sharing), engine.device, engine.all_reduce)
     return engine
 
 

@@ -10,7 +10,7 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -123,21 +123,49 @@ def accumulate(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any
     FloatingPointError on every rank when the loss, which is one of them, is not finite.
 
     Micro-batches go to the ranks round-robin. In an incomplete last turn a rank repeats the last micro-batch with weight 0, so that
-    every rank runs the same collectives of ZeRO-3.
+    every rank runs the same collectives of ZeRO-3. Ranks that compute a pass together each add the gradient of their part of it.
     """
-    mine = deal(len(micro_batches), engine.rank, engine.world_size)
+    mine = turns(len(micro_batches), engine)
     sums: dict[str, torch.Tensor] = {}
-    for turn, (index, weight) in enumerate(mine):
-        result = loss(micro_batches[index])
-        engine.backward(result.loss * weight, last=turn == len(mine) - 1)
+    for number, turn in enumerate(mine, 1):
+        result = loss(micro_batches[turn.place])
+        engine.backward(result.loss * turn.weight, last=number == len(mine))
         progress.made()
         for name, value in result.metrics.items():
-            sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach() * weight
+            sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach() * turn.counted
     metrics = sum_metrics(engine, sums)
     for name, mean in metrics.items():
         if name.rpartition("/")[2] == "loss":
             check_finite(mean, "the loss")
     return metrics
+
+
+class Turn(NamedTuple):
+    """A pass of this rank: the place of its micro-batch, its weight in the loss, and in what is summed over all ranks."""
+
+    place: int
+    weight: float
+    counted: float
+
+
+class Holder(Protocol):
+    """One of the ranks of a model: an engine, or a model that is only read."""
+
+    rank: int
+    world_size: int
+    sharing: int
+
+
+def turns(count: int, holder: Holder) -> list[Turn]:
+    """Returns the passes of this rank over `count` micro-batches. The ranks that compute passes together have the same ones; the first
+    counts their results."""
+    first, dealt = holder.rank % holder.sharing == 0, deal(count, holder.rank // holder.sharing, replicas(holder))
+    return [Turn(index, weight, weight * first) for index, weight in dealt]
+
+
+def replicas(holder: Holder) -> int:
+    """Returns how many passes the ranks compute at once."""
+    return holder.world_size // holder.sharing
 
 
 def deal(count: int, rank: int, world_size: int) -> list[tuple[int, float]]:
@@ -160,9 +188,9 @@ def held_out_metrics(engine: Engine, micro_batches: Sequence[Any], loss: Callabl
     engine.module.eval()
     sums: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for index, weight in deal(len(micro_batches), engine.rank, engine.world_size):
-            for name, value in loss(micro_batches[index]).metrics.items():
-                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64, device=value.device)) + value.double() * weight
+        for turn in turns(len(micro_batches), engine):
+            for name, value in loss(micro_batches[turn.place]).metrics.items():
+                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64, device=value.device)) + value.double() * turn.counted
             progress.made()
     engine.module.train()
     return {f"eval/{name}": value for name, value in sum_metrics(engine, sums).items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf_core.cluster.rank_environment import STORE, open_store
 from rlhf_core.forecast.memory import KEPT
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.training.deepspeed_patches import forget_order, patch_library, reduce_beside_host
 from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite, elements
+from rlhf_core.training.process_group import PATIENCE, backend, join_ranks
 from rlhf_core.training.state_files import read_parts, stored_steps, write_parts
 from rlhf_core.training.zero_options import ZeroOptions, engine_config, require_known, unknown_option
 from rlhf_core.training.zero_parts import make_state, steps_of, to_weights, zero_parts
-
-# Ranks may wait in a barrier while one reads or writes. The wait for their group ends when none makes progress.
-COLLECTIVE_SECONDS = 24 * 3600
 
 
 def library() -> Any:
@@ -41,15 +37,10 @@ def library() -> Any:
     return deepspeed
 
 
-def join_ranks() -> None:
-    """Makes this process a rank of its group, once. RANK, WORLD_SIZE, LOCAL_RANK and the store's address must be set."""
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    rank, size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=COLLECTIVE_SECONDS)
-    address = os.environ.get(STORE)  # without it, as under torchrun, DeepSpeed takes what PyTorch finds in the environment
-    if address and not dist.is_initialized():
-        store = open_store(address, rank, size, patience)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-    library().init_distributed(dist_backend=backend, timeout=patience, verbose=False)
+def join_group() -> None:
+    """Makes this process a rank of its group, for DeepSpeed too. As `join_ranks`."""
+    join_ranks()
+    library().init_distributed(dist_backend=backend(), timeout=PATIENCE, verbose=False)  # under torchrun it joins them
 
 
 def unknown(options: Mapping[str, Any]) -> str:
@@ -75,8 +66,8 @@ class ZeroEngine:
         """Raises ValueError for options that the installed DeepSpeed does not know."""
         self._deepspeed = deepspeed = library()
         require_known(deepspeed, options.more)
-        join_ranks()
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        join_group()
+        self.rank, self.world_size, self.sharing = dist.get_rank(), dist.get_world_size(), 1
         self.zero_stage = zero_stage
         self._trains = False
         self._frozen = not all(parameter.requires_grad for parameter in module.parameters())

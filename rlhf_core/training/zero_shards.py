@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from rlhf_core.training.zero_engine import join_ranks, library, rank_device
+from rlhf_core.training.zero_engine import join_group, library, rank_device
 
 
 class ZeroShards:
@@ -18,7 +18,7 @@ class ZeroShards:
     def __init__(self, dtype: str, on_host: bool = False):
         self._zero, self._dtype = library().zero, getattr(torch, dtype)
         self._place = {"remote_device": "cpu", "pin_memory": torch.cuda.is_available()} if on_host else {}
-        join_ranks()
+        join_group()
 
     def cut(self, weight: nn.Parameter) -> None:
         if weight.is_floating_point():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -83,11 +84,13 @@ def test_two_zero3_ranks_keep_documents_apart_that_would_leak_as_one_does(materi
     assert [line["loss"] for line in packed] == pytest.approx([line["loss"] for line in rows], rel=2e-4)
 
 
-def two_are_one(kind: str, material: Path, tmp_path: Path, base: Path | None = None, **more: object) -> list[dict[str, float]]:
+def two_are_one(
+    kind: str, material: Path, tmp_path: Path, base: Path | None = None, ranks: Mapping[str, object] = TWO, **more: object
+) -> list[dict[str, float]]:
     """Trains on one rank and on two, compares curves and checkpoints; the curve of two ranks."""
     one = train(kind, material, tmp_path / "one", base, **more)
     try:
-        two = train(kind, material, tmp_path / "two", base, save_steps=2, **{**TWO, **more})
+        two = train(kind, material, tmp_path / "two", base, save_steps=2, **{**ranks, **more})
     finally:
         ray.shutdown()
     assert len(one) == len(two) == 4

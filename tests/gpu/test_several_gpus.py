@@ -38,8 +38,8 @@ def run(name: str, config: StageConfig, base: Path, folder: Path, **models: str)
     return read_metrics(folder)
 
 
-def training(kind: str, material: Path, gpus: int) -> StageConfig:
-    where = {"zero_stage": 3 if gpus > 1 else 0, "ranks": Ranks(num_ranks_per_node=gpus, gpus=1)}
+def training(kind: str, material: Path, gpus: int, **more: Any) -> StageConfig:
+    where = {"zero_stage": 3 if gpus > 1 else 0, "ranks": Ranks(num_ranks_per_node=gpus, gpus=1), **more}
     data = Data(sources=str(material / ("sft.jsonl" if kind == "sft" else "preferences.jsonl")), max_samples=192)
     if kind in ("sft", "reward_model"):
         return {"sft": SFT, "reward_model": RewardModel}[kind](model="base", data=data, **TRAIN, **where)
@@ -59,6 +59,18 @@ def test_zero3_ranks_train_what_one_gpu_trains(kind: str, gpus: int, material: P
     auto = AutoModelForSequenceClassification if kind == "reward_model" else AutoModelForCausalLM
     loaded = auto.from_pretrained(checkpoint).state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in exported.items()), "export and transformers disagree"
+
+
+@pytest.mark.parametrize("gpus", of_gpus(2, 4))
+@pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo", "kto"])
+def test_gpus_compute_each_pass_together_as_one_does(kind: str, gpus: int, material: Path, tmp_path: Path) -> None:
+    packed = {"micro_train_tokens": 384}
+    alone, together = training(kind, material, 1, **packed), training(kind, material, gpus, **packed, sequence_parallel_size=gpus)
+    one, several = run(kind, alone, material / "base", tmp_path / "1"), run(kind, together, material / "base", tmp_path / "2")
+    assert len(one) == len(several) >= 6
+    for a, b in zip(one, several, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=0.01), a["step"]  # bf16 carries three digits
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.1), a["step"]
 
 
 @pytest.mark.parametrize("gpus", of_gpus(2, 4))

@@ -2,11 +2,12 @@
 
 The kernel takes concatenated rows and the bounds of the documents: no padding, no mask. transformers' own flash-attn path is not used,
 because it reads from the GPU once a pass whether rows are packed, and the host would wait. Without a GPU or in fp32 transformers' `sdpa`
-runs with a block-diagonal mask.
+runs with a block-diagonal mask; with sequence parallelism `PLAIN`, which takes the same bounds as the kernel.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,12 +18,15 @@ from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig, Pr
 from rlhf_core.hub.model_config import STATEFUL_LAYERS
 from rlhf_core.models.kernels import choose, state_layers
 from rlhf_core.models.kernels.choose import flash_kernel, kernel_for
-from rlhf_core.models.kernels.self_test import MANY, Heads, Kind
+from rlhf_core.models.kernels.plain_kernel import attend_each
+from rlhf_core.models.kernels.self_test import MANY, Heads, Kernel, Kind
+from rlhf_core.models.kernels.sequence_ranks import SequenceRanks
 from rlhf_core.objectives.collate import sent
 
-FLASH, VARLEN = "flash_attention_2", "varlen"
+FLASH, VARLEN, PLAIN = "flash_attention_2", "varlen", "varlen_plain"
 WITHIN_DOCUMENTS = {"full_attention", "sliding_attention"}
 LARGEST_HEAD = 256  # of all kernels
+MEASURED = ("dynamic", "longrope")  # of `rope_type`
 
 
 def attention_for(dtype: torch.dtype | str, config: PretrainedConfig) -> str:
@@ -34,8 +38,8 @@ def attention_for(dtype: torch.dtype | str, config: PretrainedConfig) -> str:
 
 def can_share(model: PreTrainedModel, device: torch.device) -> bool:
     """Whether documents may continue the prompt of another (`collate.Batch`); needs a kernel that aligns queries with the last keys."""
-    windows = getattr(model.config.get_text_config(), "sliding_window", None) is not None
-    return not is_stateful(model) and model.config._attn_implementation == VARLEN and choose.can_share(_heads(model), windows, device)
+    windows, loaded = getattr(model.config.get_text_config(), "sliding_window", None) is not None, model.config._attn_implementation
+    return loaded == PLAIN or (loaded == VARLEN and not is_stateful(model) and choose.can_share(_heads(model), windows, device))
 
 
 def _heads(model: PreTrainedModel) -> Heads:
@@ -79,6 +83,29 @@ def set_attention(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def split_attention(model: PreTrainedModel, ranks: int) -> None:
+    """Prepares the loaded model for sequence parallelism over `ranks` (`sequence_ranks.py`). Raises ValueError where that is impossible."""
+    if told := _cannot_be_split(model, ranks):
+        raise ValueError(f"{type(model).__name__} {told}")
+    if model.config._attn_implementation != VARLEN:
+        model.set_attn_implementation(PLAIN)
+
+
+def _cannot_be_split(model: PreTrainedModel, ranks: int) -> str | None:
+    config, alone = model.config.get_text_config(), "set sequence_parallel_size to 1"
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for all layers, or one for each type of layer
+    if is_stateful(model):
+        return f"has layers that carry state along a row, which cannot be split over ranks: {alone}"
+    if config.num_attention_heads % ranks:
+        return f"has {config.num_attention_heads} attention heads, which {ranks} ranks cannot share equally: {alone} or to a divisor"
+    if any(part.get("rope_type") in MEASURED for part in ropes):
+        return f"rotates by angles that depend on the longest position of a pass, of which a rank has only a part: {alone}"
+    if model.config._attn_implementation not in ("sdpa", FLASH, VARLEN, PLAIN) or not _fits(model):
+        return f"has attention with more than documents, causality and a window, which is not computed in parts: {alone}"
+    return None
+
+
 def _has_kernel() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
@@ -107,7 +134,7 @@ def is_stateful(model: PreTrainedModel) -> bool:
 
 def takes_varlen(model: PreTrainedModel) -> bool:
     """Whether it takes one row and the bounds of documents instead of a mask; of models that keep state those that `_fits` lets do so."""
-    return model.config._attn_implementation in ((VARLEN,) if is_stateful(model) else (FLASH, VARLEN))
+    return model.config._attn_implementation in ((VARLEN,) if is_stateful(model) else (FLASH, VARLEN, PLAIN))
 
 
 def document_bounds(positions: Tensor, device: torch.device) -> dict[str, Any]:
@@ -151,13 +178,16 @@ def varlen_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sequence: SequenceRanks | None = None,
+    kernel: Kernel | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Computes causal attention: `query` (1, heads, T, D), `key` and `value` (1, kv heads, T, D) -> (1, T, heads, D).
 
     A window counts the token itself: token t attends to tokens > t - `sliding_window`. fp32 inputs (of adapters) are cast to the model's
     dtype. `keys` are the rows of `key` and `value` to use; a document then has more keys than queries, which are the last. Heads are padded
-    with zeros to a multiple of 8, and to one size where values have another (MLA).
+    with zeros to a multiple of 8, and to one size where values have another (MLA). `sequence`: of the ranks that compute the pass together
+    this one has T tokens, and bounds and `keys` are those of the whole pass. `kernel`: in place of the fastest on this GPU.
     """
     if softcap is not None or s_aux is not None:
         raise ValueError(f"attention of {type(module).__name__} has a cap or sinks, which are not computed here: take dtype float32")
@@ -165,17 +195,21 @@ def varlen_attention(
         found = document_bounds(cast(Tensor, position_ids), query.device)
         cu_seq_lens_q, cu_seq_lens_k, keys = found["cu_seq_lens_q"], found["cu_seq_lens_k"], found.get("keys")
         max_length_q, max_length_k = found["max_length_q"], found["max_length_k"]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (part.to(module.config.dtype) for part in (query, key, value))
+    if sequence is not None:
+        query, key, value = sequence.with_all_tokens(query, key, value)
     wide, size = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     # Not part[0], whose gradient would be copied into zeros of another layout.
-    q, k, v = (_filled(part.squeeze(0).transpose(0, 1), -(-wide // 8) * 8).to(module.config.dtype) for part in (query, key, value))
+    q, k, v = (_filled(part.squeeze(0).transpose(0, 1), -(-wide // 8) * 8) for part in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if keys is not None:
         k, v = _Gathered.apply(k, keys), _Gathered.apply(v, keys)
     heads, many = Heads(q.shape[1] // k.shape[1], q.shape[-1]), len(cu_seq_lens_q) > MANY + 1
-    kernel = kernel_for(Kind(heads, window >= 0, keys is not None, many), query.device)
+    kernel = kernel or kernel_for(Kind(heads, window >= 0, keys is not None, many), query.device)
     attended = kernel(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scale, window=window)
-    return attended[..., :size].unsqueeze(0), None
+    attended = attended[..., :size].unsqueeze(0)
+    return attended if sequence is None else sequence.with_all_heads(attended), None
 
 
 def _filled(heads: Tensor, size: int) -> Tensor:
@@ -184,3 +218,4 @@ def _filled(heads: Tensor, size: int) -> Tensor:
 
 
 AttentionInterface.register(VARLEN, varlen_attention)
+AttentionInterface.register(PLAIN, partial(varlen_attention, kernel=attend_each))

@@ -20,8 +20,10 @@ from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.document_leak import detect_document_leak
-from rlhf_core.models.kernels.attention import can_share
+from rlhf_core.models.kernels.attention import can_share, split_attention
+from rlhf_core.models.kernels.sequence_ranks import ALONE, sequence_ranks
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, masked_logprobs, trained_policy, trained_scorer
+from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count, sampler_weights
@@ -35,8 +37,9 @@ from rlhf_core.stages.ppo.roofline import Ceilings, Shape, measure_ceilings, sha
 from rlhf_core.stages.ppo.rounding import noise_of, noisy
 from rlhf_core.system import progress
 from rlhf_core.training.engine import Engine, at
+from rlhf_core.training.process_group import join_ranks
 from rlhf_core.training.ranks import export, make_engine, shards_of
-from rlhf_core.training.train_loop import accumulate, deal
+from rlhf_core.training.train_loop import accumulate, replicas, turns
 from rlhf_core.training.zero_engine import library
 from rlhf_core.training.zero_frozen import FrozenZero
 from rlhf_core.training.zero_shards import ZeroShards
@@ -60,7 +63,7 @@ def prepare(deepspeed: bool) -> None:
 
 
 class ModelSpec(NamedTuple):
-    """Says which model a role loads, and how many documents or tokens one scoring pass has."""
+    """Says which model a role loads, how many documents or tokens one scoring pass has, and how many ranks compute it together."""
 
     path: str
     dtype: str
@@ -68,6 +71,7 @@ class ModelSpec(NamedTuple):
     micro_batch_size: int
     trust_remote_code: bool
     micro_tokens: int | None = None
+    sharing: int = 1
 
 
 class Update(NamedTuple):
@@ -117,8 +121,13 @@ class ReadOnlyModel(ModelRole):
     def __init__(self, module: Policy | Scorer, model: ModelSpec, offload: bool, shards: ZeroShards | None = None):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module, self.model = module.eval().requires_grad_(False), model
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.rank, self.world_size, self.sharing = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), model.sharing
         self.frozen = None if shards is None else FrozenZero(module, model.dtype)
+        self._sequence = ALONE
+        if model.sharing > 1:
+            split_attention(module.model, model.sharing)
+            join_ranks()
+            self._sequence = sequence_ranks(model.sharing)
         if not offload and shards is None:
             self.module.to(self.device)
         for tensor in _tensors(module) if offload else []:  # one after the other: the host holds nothing twice
@@ -133,6 +142,7 @@ class ReadOnlyModel(ModelRole):
         for parameter, host in self._offloaded:
             parameter.data = host.to(self.device, non_blocking=True)
         detect_document_leak(self.run, self.module, self.device, bool(self.model.micro_tokens))
+        split_sequences(self.run, self.module, self._sequence, self.device, self._sequence.summed)
         scored = _score(self, documents, self.model, forward)
         for parameter, host in self._offloaded:
             parameter.data = host
@@ -326,14 +336,14 @@ def _score(holder: Engine | ReadOnlyModel, documents: Sequence[Document], model:
     passes = _passes(holder, model.micro_batch_size, model.micro_tokens)
     read: list[Read] = []
     parts = _parts(documents, passes)
-    for index, weight in deal(len(parts), holder.rank, holder.world_size):
-        rows = passes.rows_of([documents[i] for i in parts[index]])
+    for turn in turns(len(parts), holder):
+        rows = passes.rows_of([documents[i] for i in parts[turn.place]])
         batch = collate(rows, model.pad_token_id, _replays(holder)).to(holder.device)
         with torch.no_grad():
             values = forward(batch).float()
         progress.made()
-        if weight:
-            read.append(Read(parts[index], rows, batch.host.documents >= 0, values))
+        if turn.counted:
+            read.append(Read(parts[turn.place], rows, batch.host.documents >= 0, values))
     return _scored(read)  # only now does the host wait for the GPU
 
 
@@ -351,7 +361,7 @@ def _scored(read: Sequence[Read]) -> Scored:
 
 def _passes(holder: Engine | ReadOnlyModel, rows: int, tokens: int | None) -> Passes:
     share = can_share(holder.module.model, holder.device) and not (isinstance(holder.module, Policy) and holder.module.balanced)
-    return Passes(rows, tokens, holder.world_size, share, bool(holder.module.document_leak))
+    return Passes(rows, tokens, replicas(holder), share, bool(holder.module.document_leak))
 
 
 def _replays(holder: Engine | ReadOnlyModel) -> bool:

@@ -46,6 +46,7 @@ def start_fleet(
             micro_batch_size=config.micro_rollout_batch_size,
             trust_remote_code=trust_remote_code,
             micro_tokens=config.micro_rollout_tokens,
+            sharing=config.sharing_of(role),
         )
 
     def reward_model(title: str) -> ModelSpec:

@@ -286,3 +286,17 @@ def test_a_recipe_gets_the_other_changes_it_needs(tmp_path: Path, capsys: pytest
     assert "odd: no placement suits its batch sizes and switches" in said
     choice = yaml.safe_load(said.partition("In the recipe, under ppo:\n")[2].partition("odd:")[0])
     assert choice["dtype"] == "bfloat16" and choice["reward"] == [{"model": "reward_model"}, {"function": "a.py:f"}]
+
+
+def test_documents_that_are_too_long_for_a_gpu_are_split_over_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base").mkdir()
+    shape = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+    Qwen2Config(**shape, **LARGE).save_pretrained(tmp_path / "base")
+    long = {"max_len": 131072, "dtype": "bfloat16", "ranks": {"num_ranks_per_node": 4, "gpus": 1}, "micro_train_batch_size": 1}
+    stages = {name: {**long, "stage": "sft", "data": {"sources": "a.jsonl"}, "gradient_checkpointing": True} for name in ("alone", "split")}
+    stages["split"] |= {"sequence_parallel_size": 4}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"name": "long", "base_model": str(tmp_path / "base"), "stages": stages}))
+    assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4", "--gpu", "h100"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"alone: .* a GPU has 79: no pass is short enough: a larger sequence_parallel_size, more ranks, lora, or", said)
+    assert re.search(r"split: \d\d\.\d GiB per GPU on 4 GPU\(s\), zero_stage \d\n", said)

@@ -15,6 +15,7 @@ from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trai
 from rlhf_core.forecast import zero_stage
 from rlhf_core.forecast.hardware import GIB, Gpu
 from rlhf_core.forecast.memory import FETCHED, USABLE, roles
+from rlhf_core.forecast.passes import Pass, as_laid
 from rlhf_core.forecast.placements import forecast, placements
 from rlhf_core.forecast.zero_stage import (
     Chosen,
@@ -349,6 +350,18 @@ def test_a_pair_is_two_documents_and_4_bit_weights_are_a_quarter() -> None:
     assert peak_of_training(texts, BIG, 3, 80 * GIB) < peak_of_training(pairs, BIG, 3, 80 * GIB)
     whole, quarter = (peak_of_training(sft(lora=Lora(quantize=kind)), BIG, 2, 80 * GIB) for kind in ("none", "nf4"))
     assert whole - quarter == pytest.approx(1.48 * BIG.parameters)
+
+
+def test_ranks_that_compute_passes_together_have_each_a_part_of_the_activations() -> None:
+    alone = sft(micro_train_tokens=8 * 4096, max_len=4096)
+    together = alone.model_copy(update={"sequence_parallel_size": 4})
+    short = sft(micro_train_tokens=2 * 4096, max_len=2 * 4096)
+    assert peak_of_training(together, BIG, 3, 80 * GIB) == peak_of_training(short, BIG, 3, 80 * GIB)
+    assert peak_of_training(together, BIG, 3, 80 * GIB) < peak_of_training(alone, BIG, 3, 80 * GIB)
+    # A step of 128 documents: as many tokens on a rank, in passes that are four times as many and a quarter as long.
+    assert as_laid(alone, 4) == (Pass(8 * 4096, 1.0), 4) and as_laid(together, 4) == (Pass(2 * 4096, 1.0), 16)
+    config = ppo(sequence_parallel_size=2, reference_ranks=Ranks(gpus=1))
+    assert [config.sharing_of(role) for role in ("actor", "critic", "reference")] == [2, 2, 1]
 
 
 def test_an_adapters_size_is_that_of_its_base(tmp_path: Path) -> None:

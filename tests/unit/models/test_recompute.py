@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, Trainable
 from rlhf_core.data.documents import Document
+from rlhf_core.models.kernels.feed_forward import split_feed_forward
 from rlhf_core.models.load import load_policy, trained_policy, trained_scorer
 from rlhf_core.objectives.collate import collate
 from rlhf_core.training.engine import Engine
@@ -64,3 +65,30 @@ def test_training_has_no_dropout_and_the_config_keeps_its_dropout(checkpoint: st
     assert engine.module.model.base_model.layers[0].training
     torch.testing.assert_close(forward(engine), expected)
     assert engine.module.model.config.attention_dropout == 0.5
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("kind", [SFT, RewardModel])
+def test_feed_forward_blocks_compute_a_part_of_the_tokens_at_a_time(kind: type[Trainable], share: float, checkpoint: str) -> None:
+    found, rows = [], list[int]()
+    for tokens in (None, 3):
+        engine = engine_of(checkpoint, kind(data=DATA, gradient_checkpointing=share, mlp_tokens=tokens))
+        if kind is RewardModel:
+            torch.nn.init.constant_(engine.module.model.score.weight, 0.02)
+        rows.clear()
+        for layer in engine.module.model.base_model.layers:
+            layer.mlp.down_proj.register_forward_hook(lambda _module, inputs, _output: rows.append(inputs[0].shape[-2]))
+        value = forward(engine).square().sum()
+        value.backward()
+        found.append([value.detach(), *(p.grad for p in engine.module.parameters())])
+        with torch.no_grad():
+            assert torch.equal(forward(engine).square().sum(), value) or tokens
+        assert set(rows) == ({3, 2} if tokens else {8}), "eight tokens, the last of them a pad"
+    for whole, parts in zip(*found, strict=True):
+        torch.testing.assert_close(parts, whole)
+
+
+def test_a_model_without_such_blocks_is_refused() -> None:
+    shape = {"hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "num_hidden_layers": 1, "word_embed_proj_dim": 32}
+    with pytest.raises(ValueError, match="OPTForCausalLM has no feed-forward block that could be computed in parts: leave mlp_tokens out"):
+        split_feed_forward(OPTForCausalLM(OPTConfig(vocab_size=97, **shape)), 3)

@@ -1,0 +1,31 @@
+"""Models that the ranks of a stage with `sequence_parallel_size` cannot share. Torch-free; Hub ids, and what config.json does not say, are
+left to the stage, which refuses them before its first step (`models/kernels/attention.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlhf_core.config import KINDS, Optimised
+from rlhf_core.hub.model_config import STATEFUL_LAYERS, text_config
+from rlhf_core.hub.positions import stored_config
+from rlhf_core.recipe.plan import Node
+
+
+def sequence_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
+    """Says which models have layers, or a number of attention heads, that the ranks cannot share. `start_of`: the folder or Hub id that a
+    name's chain of models starts from."""
+    config, problems = node.config, dict[str, None]()
+    if not isinstance(config, Optimised) or config.sequence_parallel_size == 1:
+        return []
+    ranks, where = config.sequence_parallel_size, f"stages.{node.name.partition('.')[0]}.sequence_parallel_size"
+    for field in (KINDS[node.kind].start, "critic", "reference"):
+        name = getattr(config, field, None)
+        place = start_of(name) if isinstance(name, str) else None
+        text = text_config(stored_config(place or ""))
+        kinds = {*(text.get("layer_types") or ()), *(text.get("layers_block_type") or ())} & STATEFUL_LAYERS
+        heads = text.get("num_attention_heads")
+        if kinds:
+            problems[f"{where}: {place} has layers that carry state along a row ({', '.join(sorted(kinds))}): leave it out"] = None
+        elif isinstance(heads, int) and heads % ranks:
+            problems[f"{where}: {ranks} ranks cannot share the {heads} attention heads of {place} equally: set it to a divisor"] = None
+    return list(problems)

@@ -1,0 +1,26 @@
+"""Joins the ranks of a group in PyTorch's default process group: NCCL on GPUs, else gloo."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rlhf_core.cluster.rank_environment import STORE, open_store
+
+# Ranks may wait in a barrier while one reads or writes. The wait for their group ends when none makes progress.
+COLLECTIVE_SECONDS = 24 * 3600
+PATIENCE = timedelta(seconds=COLLECTIVE_SECONDS)
+
+
+def backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def join_ranks() -> None:
+    """Joins once. RANK and WORLD_SIZE must be set; without a store's address, as under torchrun, who asks next joins otherwise."""
+    address, rank, size = os.environ.get(STORE), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if address and not dist.is_initialized():
+        dist.init_process_group(backend(), store=open_store(address, rank, size, PATIENCE), rank=rank, world_size=size, timeout=PATIENCE)
