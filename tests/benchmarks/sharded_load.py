@@ -40,8 +40,8 @@ def main() -> None:
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
     sizes = make_model(arguments)
-    peaks = {part: max(found[part] for found in run(arguments, "train")) for part in PARTS[:-1]}
-    peaks["resume"] = max(found["resume"] for found in run(arguments, "resume"))
+    ranks = [{**trained, **resumed} for trained, resumed in zip(run(arguments, "train"), run(arguments, "resume"), strict=True)]
+    peaks = {part: max(found[part] for found in ranks) for part in PARTS}
     share = sizes["model"] / arguments.ranks
     figures = {f"peak of a rank, {part}": figure(round(peaks[part] / 1e6), "MB") for part in PARTS}
     named = {

@@ -72,7 +72,7 @@ def test_no_rank_holds_the_model_while_it_loads(material: Path, tmp_path: Path) 
     for printed in on_gloo_ranks(4, LOADED, tmp_path, material / "base"):
         found = json.loads(printed.splitlines()[-1])
         assert found["held"] < 0.26 * found["whole"]
-        assert found["grown"] < 0.5 * found["whole"], "its share, and what the allocator keeps of single weights"
+        assert found["grown"] < 0.75 * found["whole"], "its share, and what the allocator keeps of single weights"
 
 
 def test_two_ranks_export_what_one_exports(material: Path, tmp_path: Path) -> None:
