@@ -213,7 +213,31 @@ def test_the_first_round_may_be_refused(tmp_path: Path, inbox: Inbox) -> None:
     assert found.number == 2
     done = one_round(gated)
     assert rows(done.plan["loop.round2"]) == ["b"] and done.plan["loop.round2"].stages == {"sft": "sft"}
-    assert plan(gated).aliases["loop"] == "sft", "one run has the recipe's one round, which is refused"
+    assert plan(gated).aliases["loop"] == "loop.round2.dpo", "the recipe's one round is refused, and what depends on it needs a model"
+
+
+def test_gates_on_a_loop_whose_rounds_are_all_refused_are_planned(tmp_path: Path, inbox: Inbox) -> None:
+    of = recipe(tmp_path, gate=0.5)
+    gates = (Gate(metric="win_rate_vs_parent/loop", min=0.5),)
+    of = of.model_copy(update={"stages": of.stages | {"evaluation": of.stages["evaluation"].model_copy(update={"gates": gates})}})
+    say(inbox, "poison")
+    one_round(of, accuracy=0.1)
+    refuse(of, loop_state(of, "loop"), "poisoned")
+    (gate,) = plan(of)["evaluation"].config.gates
+    assert gate.metric == "win_rate/loop.round2", "its parent is the baseline"
+
+
+def test_an_evaluation_judges_the_last_rounds_alone(tmp_path: Path, inbox: Inbox) -> None:
+    of = recipe(tmp_path)
+    evaluation = of.stages["evaluation"].model_copy(update={"last_rounds": 1, "gates": (Gate(metric="win_rate_vs_parent/loop", min=0.5),)})
+    of = of.model_copy(update={"stages": of.stages | {"evaluation": evaluation}})
+    for name in ("a", "b", "c"):
+        say(inbox, name)
+        found = begin(of, loop_state(of, "loop")).plan["evaluation"].config
+        do(loop_state(of, "loop").plan)
+        finish(loop_state(of, "loop"))
+    assert found.models == ("loop.round3",) and found.parents == {"loop.round3": "loop.round2.dpo"}  # type: ignore[union-attr]
+    assert found.gates[0].metric == "win_rate_vs_parent/loop.round3"
 
 
 def test_a_gate_that_is_not_about_the_round_refuses_none(tmp_path: Path, inbox: Inbox) -> None:
@@ -273,3 +297,16 @@ def test_prompts_of_a_sampled_loop_are_new_in_each_round(tmp_path: Path, inbox: 
     found = begin(of, loop_state(of, "loop"))
     config: Any = found.plan["loop.round2.preferences"].config
     assert config.first_prompt == 0 and "prompt-1-2" in config.prompts.sources[0].path
+
+
+def test_drift_compares_the_prompts_of_each_round(tmp_path: Path, inbox: Inbox) -> None:
+    of = recipe(tmp_path)
+    drift = {"model": "loop", "prompts": {"sources": str(inbox.folder)}, "past_prompts": {"sources": "train.jsonl"}}
+    of = Recipe(**of.model_dump() | {"stages": {**of.stages, "drift": {"stage": "drift", **drift}}})
+    say(inbox, "a")
+    plan(of)  # as serve does at its start
+    for expected in (["a"], ["a", "b"], ["a", "b", "c"]):
+        say(inbox, expected[-1])
+        planned = one_round(of).plan
+        path = Path(planned["drift"].config.prompts.sources[0].path)  # type: ignore[attr-defined]
+        assert [json.loads(line)["prompt"][0]["content"] for line in path.read_text().splitlines()] == expected
