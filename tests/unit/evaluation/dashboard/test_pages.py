@@ -7,6 +7,7 @@ import html
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from html.parser import HTMLParser
@@ -88,6 +89,13 @@ def test_every_link_of_a_page_leads_somewhere(client: TestClient, path: str) -> 
     assert {client.get(str(link)).status_code for link in links if str(link).startswith("/")} == {200}
     assert "script-src" not in answer.headers["content-security-policy"] and not re.search(r"<script[^>]*>[^<]", answer.text)
     assert not [attrs for _, attrs in elements if any(name.startswith("on") for name in attrs)]
+
+
+def test_a_stage_that_nothing_has_started_is_no_link(client: TestClient, artifacts: Artifacts) -> None:
+    shutil.rmtree(artifacts.stage("publication"))
+    shown = client.get("/run/demo/first").text
+    links = {str(attrs["href"]) for _, attrs in Elements(shown).found if str(attrs.get("href", "")).startswith("/")}
+    assert "publication" in shown and {client.get(link).status_code for link in links} == {200}
 
 
 def test_the_pages_show_what_the_run_did(client: TestClient) -> None:
