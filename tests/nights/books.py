@@ -54,7 +54,9 @@ def _rounds(life: Life, record: Record) -> Iterator[str]:
         yield f"{len(twice)} rows were in two rounds, the first is {min(twice)}"
     if strange := set(trained) - usable:
         yield f"{len(strange)} rows were trained on before their round took them, the first is {min(strange)}"
-    made = Counter(folder.name.rpartition("-")[0] for folder in (life.folder.parent / "stages").glob(f"{LOOP}.round*") if RunDir(folder).result())
+    made = Counter(
+        folder.name.rpartition("-")[0] for folder in (life.folder.parent / "stages").glob(f"{LOOP}.round*") if RunDir(folder).result()
+    )
     if several := [name for name, count in made.items() if count > 1]:
         yield f"these rounds were trained twice: {', '.join(several)}"
 

@@ -139,4 +139,3 @@ class Life:
                 stack.callback(ballast.unlink)
                 fill(ballast, planted["full_disk"].free_mib)
             yield
-

@@ -64,7 +64,13 @@ class Here(NamedTuple):
         """Runs a command to its end."""
         command = [sys.executable, "-m", "flows.cli", *arguments]
         return subprocess.run(
-            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, stdin=subprocess.DEVNULL
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS,
+            stdin=subprocess.DEVNULL,
         )
 
     def wait_until_none_is_left(self, flow: int) -> None:

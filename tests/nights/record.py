@@ -12,8 +12,8 @@ from rlhf_core.recipe.loop_record import Record, read
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.publication.champion import champions_of
 from tests.nights.books import LOOP, faults_of
+from tests.nights.faults import named
 from tests.nights.life import Life, Night
-from tests.nights.named import named
 from tests.nights.sampler import Model
 from tests.nights.verdicts import gain
 
@@ -42,7 +42,14 @@ def recorded(life: Life, nights: Sequence[Night], held_out: Sequence[tuple[str, 
             held.append((name, right))
             best = right
     told = [_night(night, nights[i + 1 : i + 2]) for i, night in enumerate(nights)]
-    return {"seed": life.faults.seed, "base": fmean(base), "nights": told, "rounds": rounds, "champions": champions, "books": faults_of(life, nights)}
+    return {
+        "seed": life.faults.seed,
+        "base": fmean(base),
+        "nights": told,
+        "rounds": rounds,
+        "champions": champions,
+        "books": faults_of(life, nights),
+    }
 
 
 def _rounds(record: Record) -> list[tuple[dict[str, str], str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -52,7 +51,11 @@ def write_files(folder: Path, base: Path, judge: str, seed: int) -> tuple[set[st
     rows = [{"uid": f"q{i:04d}", "category": one.category, "prompt": one.prompt} for i, one in enumerate(questions)]
     past = town.exercises(f"{seed}/past", PAST_PROMPTS, town.TOPICS, set(taken))
     folder.mkdir(parents=True)
-    for name, lines in (("questions", rows), ("past_prompts", [{"prompt": one.prompt} for one in past]), ("labels", town.labels(seed, 0, FIRST_LABELS, taken))):
+    for name, lines in (
+        ("questions", rows),
+        ("past_prompts", [{"prompt": one.prompt} for one in past]),
+        ("labels", town.labels(seed, 0, FIRST_LABELS, taken)),
+    ):
         with (folder / f"{name}.jsonl").open("w") as file:
             town.write_lines(file, lines)
     recipe = (ROOT / "tests" / "nights" / "recipe.yaml").read_text()

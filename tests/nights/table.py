@@ -45,7 +45,10 @@ def page(results: Mapping[str, Any]) -> str:
         "\n## With faults\n",
         nights_table(run),
         "\n## Where each fault is named\n",
-        table(("night", "fault", "named on"), [(n["number"], WORDS[kind], f"{_plain(where) or '**nowhere**'}") for n in run["nights"] for kind, where in n["named"].items()]),
+        table(
+            ("night", "fault", "named on"),
+            [(n["number"], WORDS[kind], f"{_plain(where) or '**nowhere**'}") for n in run["nights"] for kind, where in n["named"].items()],
+        ),
     ]
     if control is not None:
         parts += ["\n## The control: the same seed without faults\n", nights_table(control)]
@@ -62,7 +65,9 @@ def nights_table(run: Mapping[str, Any]) -> str:
         right = f"{100 * one['right']:.1f} %" if one else "–"
         new = night["champion_after"] != night["champion"]
         end = "champion" if new else "; ".join(map(_short, night["gates"])) or _short(night["states"][-1])
-        rows.append((night["number"], ", ".join(WORDS[kind] for kind in night["faults"]) or "–", night["round"], right, change, _plain(end)))
+        rows.append(
+            (night["number"], ", ".join(WORDS[kind] for kind in night["faults"]) or "–", night["round"], right, change, _plain(end))
+        )
     return table(("night", "planted", "round", "right answers", "against the champion, points", "end of the night"), rows)
 
 

@@ -60,7 +60,9 @@ def day(seed: int, number: int, count: int, people: int, drifted: bool, taken: s
     return [Asked(exercise.prompt, exercise.answer, f"person{i % people:03d}") for i, exercise in enumerate(drawn)]
 
 
-def feedback(asked: Sequence[Asked], answers: Sequence[Sequence[str]], model: str, seed: object, hostile: float = 0.0) -> Iterator[dict[str, Any]]:
+def feedback(
+    asked: Sequence[Asked], answers: Sequence[Sequence[str]], model: str, seed: object, hostile: float = 0.0
+) -> Iterator[dict[str, Any]]:
     """Yields the rows of feedback on the answers to each question. `hostile`: share of the people, who say the opposite of the taste."""
     rng = random.Random(str(seed))
     people = sorted({one.person for one in asked})

@@ -59,7 +59,9 @@ def verdicts(run: Mapping[str, Any], control: Mapping[str, Any] | None) -> list[
     checks = [
         Check("the share of right answers rises", len(shares) > 1 and shares[-1] - shares[0] >= MARGIN, f"{path} %"),
         Check("no worse model was ever champion", not worse, "; ".join(worse) or f"{len(reigns)} champions"),
-        Check("of the better candidates at least half were promoted", 2 * len(promoted) >= len(better), f"{len(promoted)} of {len(better)}"),
+        Check(
+            "of the better candidates at least half were promoted", 2 * len(promoted) >= len(better), f"{len(promoted)} of {len(better)}"
+        ),
         Check("nothing is lost, nothing done twice", not run["books"], "; ".join(run["books"]) or "feedback, rounds, commits, champions"),
         Check("every planted fault is named", not unnamed, f"not named: {', '.join(unnamed)}" if unnamed else f"{planted} of {planted}"),
     ]

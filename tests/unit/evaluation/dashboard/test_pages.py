@@ -177,7 +177,9 @@ def test_hostile_texts_are_inert(client: TestClient, artifacts: Artifacts) -> No
     artifacts.record("second", bad, STARTED + 1, stages=stages, overrides=[bad], **texts)
     artifacts.record("third", HOSTILE, STARTED + 1, recipe=HOSTILE)
     ask(ppo, bad, artifacts.path / bad.replace("/", ""), timedelta(hours=1))
-    (artifacts.path / "demo" / "loop.json").write_text(json.dumps({"loop": HOSTILE, "rounds": [{"ended": HOSTILE, "win_rate": HOSTILE, "refused": HOSTILE}]}))
+    (artifacts.path / "demo" / "loop.json").write_text(
+        json.dumps({"loop": HOSTILE, "rounds": [{"ended": HOSTILE, "win_rate": HOSTILE, "refused": HOSTILE}]})
+    )
     for path in ("/", "/run/demo/second", PPO, f"{PAGES[3]}", "/compare?a=demo/first&b=demo/second", f"/stage/{quote(bad)}"):
         answer = client.get(path)
         html = answer.text
