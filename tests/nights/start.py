@@ -30,12 +30,12 @@ stages:
 PLAIN = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
 
 
-def first_model(out: Path) -> Path:
-    """Trains the demo's SFT model, once: about a minute and a half on two cores. Returns its folder."""
+def first_model(out: Path, scale: float = 1.0) -> Path:
+    """Trains the demo's SFT model, once: about a minute and a half on two cores at scale 1. Returns its folder."""
     out.mkdir(parents=True, exist_ok=True)
     made = sorted((out / "artifacts" / "stages").glob("sft-*/result.json"))
     if not made:
-        subprocess.run([sys.executable, str(town.SCRIPT), "--out", str(out / "material")], check=True)
+        subprocess.run([sys.executable, str(town.SCRIPT), "--out", str(out / "material"), "--scale", str(scale)], check=True)
         (out / "recipe.yaml").write_text(SFT)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         subprocess.run([sys.executable, "-m", "flows.cli", "run", "recipe.yaml"], cwd=out, env=environment, check=True, timeout=900)
