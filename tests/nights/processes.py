@@ -15,7 +15,7 @@ from typing import NamedTuple
 import psutil
 
 ROOT = Path(__file__).parents[2]
-ROUND_SECONDS, COMMAND_SECONDS, LEFT_SECONDS = 400.0, 120.0, 60.0
+ROUND_SECONDS, COMMAND_SECONDS, LEFT_SECONDS = 900.0, 120.0, 60.0
 CALL = """
 import sys
 from flows.loops import loop

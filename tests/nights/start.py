@@ -16,9 +16,10 @@ from tests.nights.faults import Faults
 from tests.nights.life import Life
 from tests.nights.pages import Endpoint
 from tests.nights.processes import ROOT, Here, serving
+from tests.nights.verdicts import HELD_OUT
 from tests.support import chat_endpoint, hub_server
 
-QUESTIONS, HELD_OUT, PAST_PROMPTS, FIRST_LABELS = 600, 1400, 600, 130
+QUESTIONS, PAST_PROMPTS, FIRST_LABELS = 600, 600, 130
 SFT = """
 name: start
 base_model: material/base

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.system.markdown_table import table
-from tests.nights.verdicts import MARGIN, Check, verdicts
+from tests.nights.verdicts import HELD_OUT, MARGIN, Check, verdicts
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = Path(__file__).with_name("results.json"), ROOT / "docs" / "reference" / "nights.md"
@@ -23,14 +23,26 @@ WORDS = {
 }
 HEAD = f"""# Nights
 
-`make nights` lets a simulated town live with a loop (tests/nights): each day people ask the champion questions whose right answers are
-known, and rank, edit or rate its answers by one taste; each night a round is trained on that, judged by a judge that a calibration checks
-against people's labels, held back or not by gates, approved by a person, and published. Faults are planted in some nights
-(`tests/nights/faults.yaml`). The engines, the commands and the endpoints are the real ones, with a model of a million parameters on a CPU;
-the Hub and the judge's endpoint are doubles.
+`make nights` lets a simulated town live with a loop (tests/nights). Each day people ask the champion questions whose right answers are
+known, and rank, edit or rate its answers by one taste, over HTTP. Each night the flow `loop` trains a round on that (DPO); a judge, which
+a calibration compares with people's new labels, compares it with the champion; gates hold it back, or a person approves it and it is
+published. Faults are planted in some nights. Engines, commands and endpoints are the real ones, with a model of a million parameters on a
+CPU; the Hub and the judge's endpoint are doubles on this machine.
 
-*Right answers*: the probability, at temperature 1, that the model gives exactly the right answer, mean over held-out questions that no
-other part of the run has seen. *Better* and *worse*: by at least {100 * MARGIN:g} point, with a paired 95 % interval beyond 0.
+- *Right answers*: the probability, at temperature 1, that a model gives exactly the right answer; the mean over {HELD_OUT:,} held-out questions
+  that no other part of the run has seen. It is computed, not sampled.
+- *Better*, *worse*: by at least {100 * MARGIN:g} point, with a 95 % interval (paired by question) beyond 0. A champion is compared with
+  every champion before it.
+- *Promoted*: the candidate became the champion, in its own night or in a later one that completed its round.
+- A *false alarm* in the control: a gate of the calibration or of the drift stage fails, or a run does. A candidate that the evaluation's
+  gate holds back is no alarm.
+- *Nothing lost, nothing done twice*: each accepted row of feedback is in the inbox once and in one round, a used or a refused one; rows
+  sent again add nothing; each round is trained once; each champion has one commit and one tag on the Hub, in order, and the branch
+  `champion` is at the last one.
+
+`tests/nights/faults.yaml` says what goes wrong in which night: `python -m tests.nights.run_all --faults FILE --no-page` takes another file,
+`make nights-long` 30 nights. The full disk is a small tmpfs in a user namespace: `unshare --user --map-root-user --mount` must work, which
+needs no privileges where the system lets users make namespaces.
 """
 
 
