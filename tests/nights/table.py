@@ -29,8 +29,8 @@ a calibration compares with people's new labels, compares it with the champion; 
 published. Faults are planted in some nights. Engines, commands and endpoints are the real ones, with a model of a million parameters on a
 CPU; the Hub and the judge's endpoint are doubles on this machine.
 
-- *Right answers*: the probability, at temperature 1, that a model gives exactly the right answer; the mean over {HELD_OUT:,} held-out questions
-  that no other part of the run has seen. It is computed, not sampled.
+- *Right answers*: the probability, at temperature 1, that a model gives exactly the right answer; the mean over {HELD_OUT:,} held-out
+  questions that no other part of the run has seen. It is computed, not sampled.
 - *Better*, *worse*: by at least {100 * MARGIN:g} point, with a 95 % interval (paired by question) beyond 0. A champion is compared with
   every champion before it.
 - *Promoted*: the candidate became the champion, in its own night or in a later one that completed its round.
