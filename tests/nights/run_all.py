@@ -34,6 +34,7 @@ def run(name: str, faults: Faults, out: Path) -> dict[str, Any]:
     place = out / name
     shutil.rmtree(place, ignore_errors=True)
     mount_disk(place / "disk", DISK_MIB)
+    (place / "pages").mkdir()
     with living(place / "disk" / "town", place / "home", first_model(out / "start"), faults) as (life, held_out):
         nights = []
         for number in range(1, faults.nights + 1):
