@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rlhf_core.config import Gate, Recipe
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of
 from rlhf_core.preflight.inputs import check_inputs
-from rlhf_core.recipe.loop_record import LoopState, begin, directories, finish, folder_of, loop_state, refuse, with_rounds
+from rlhf_core.recipe.loop_record import LoopState, begin, directories, finish, folder_of, follow, loop_state, refuse, with_rounds
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.run_dir import Outcome, RunDir
 
@@ -310,3 +311,48 @@ def test_drift_compares_the_prompts_of_each_round(tmp_path: Path, inbox: Inbox) 
         planned = one_round(of).plan
         path = Path(planned["drift"].config.prompts.sources[0].path)  # type: ignore[attr-defined]
         assert [json.loads(line)["prompt"][0]["content"] for line in path.read_text().splitlines()] == expected
+
+
+MODELS = [f"loop.round{number}.dpo" for number in range(5)]
+
+
+def three_rounds(folder: Path, inbox: Inbox) -> Recipe:
+    of = recipe(folder)
+    for name in ("a", "b", "c"):
+        say(inbox, name)
+        one_round(of)
+    return of
+
+
+def test_the_loop_goes_on_from_the_champion_after_a_rollback(tmp_path: Path, inbox: Inbox) -> None:
+    of = three_rounds(tmp_path, inbox)
+    before = loop_state(of, "loop")
+    assert follow(of, before, MODELS[3], {MODELS[1]: "", MODELS[2]: ""}) is before, "nobody rolled back"
+    found = follow(of, before, MODELS[1], {MODELS[2]: "", MODELS[3]: "rude answers"})
+    assert [done.refused for done in found.record.rounds] == ["", "rolled back: loop.round1.dpo was promoted", "rolled back: rude answers"]
+    say(inbox, "d")
+    planned = one_round(of).plan
+    assert rows(planned["loop.round4"]) == ["d"] and planned["loop.round4"].parents == (MODELS[1],)
+    again = follow(of, loop_state(of, "loop"), MODELS[3], {MODELS[1]: "", MODELS[2]: ""})
+    assert [bool(done.refused) for done in again.record.rounds] == [False, True, False, True], "round 4 was trained from round 1"
+
+
+@pytest.mark.parametrize("trained", ["with all", "alone", ""])
+def test_a_round_in_progress_does_not_outlive_the_model_that_it_was_trained_from(tmp_path: Path, inbox: Inbox, trained: str) -> None:
+    of = three_rounds(tmp_path, inbox)
+    say(inbox, "d")
+    begun = begin(of, loop_state(of, "loop"))
+    if trained:
+        do(replace(begun.plan, nodes=begun.plan.nodes[: None if trained == "with all" else -1]))  # the last one is the evaluation
+    found = follow(of, loop_state(of, "loop"), MODELS[2], {MODELS[1]: "", MODELS[3]: "rude answers"})
+    assert found.number == (5 if trained else 4) and found.record.begun is None
+    assert found.record.rounds[-1].refused == f"rolled back: {'it was trained from another model' if trained else 'rude answers'}"
+    say(inbox, "e")
+    planned = one_round(of).plan
+    node = planned[f"loop.round{found.number}"]
+    assert rows(node) == (["e"] if trained else ["d", "e"]) and node.parents == (MODELS[2],)
+
+
+def test_the_champion_of_another_loop_changes_nothing(tmp_path: Path, inbox: Inbox) -> None:
+    before = loop_state(three_rounds(tmp_path, inbox), "loop")
+    assert follow(recipe(tmp_path), before, "sft", {MODELS[3]: "rude answers"}) is before
