@@ -11,7 +11,9 @@ from pathlib import Path
 
 from rlhf_core.recipe.loop_record import read
 from rlhf_core.runs.approval import asked_in
+from rlhf_core.runs.run_dir import LOCK, LOG
 from rlhf_core.stages.publication.champion import champions_of
+from rlhf_core.system.files import is_locked
 from tests.nights import town
 from tests.nights.disk import fill
 from tests.nights.faults import Fault, Faults, Kind
@@ -101,7 +103,8 @@ class Life:
         """A run of the loop; when it asks for an approval, the answer, and the run that goes on."""
         log = self.here.folder / f"night{night.number:02d}.log"
         killed = planted.get("killed")
-        state = self.run(night, log, (lambda: self.works_on(killed.stage)) if killed else None)
+        kill_when = (lambda: self.works_on(killed.stage)) if killed else None
+        state = self.run(night, log, kill_when)
         if "waits for a person" not in state:
             return
         if "silent_approver" in planted:
@@ -110,7 +113,7 @@ class Life:
             return
         said = self.here.alignflow("approve", "artifacts/town", "--by", "mayor")
         assert said.returncode == 0, said.stdout + said.stderr
-        self.run(night, log.with_name(f"{log.stem}-approved.log"))
+        self.run(night, log.with_name(f"{log.stem}-approved.log"), kill_when)
 
     def run(self, night: Night, log: Path, kill_when: Callable[[], bool] | None = None) -> str:
         """A run of the loop; returns its state."""
@@ -120,9 +123,9 @@ class Life:
         return ended.state
 
     def works_on(self, stage: str) -> bool:
-        """Whether a stage's process has written the first lines of its log, and no result."""
-        found = (self.here.folder / "artifacts" / "stages").glob(f"{stage}-*" if stage != "nights" else "nights.round*")
-        return any((place / "log.txt").exists() and not (place / "result.json").exists() for place in found)
+        """Whether a process works on a stage, of the loop on its newest round, and has written the first lines of its log."""
+        found = (self.here.folder / "artifacts" / "stages").glob(f"{stage}.round*" if stage == "nights" else f"{stage}-*")
+        return any((place / LOG).exists() and is_locked(place / LOCK) for place in found)
 
     @contextmanager
     def broken(self, planted: dict[Kind, Fault]) -> Iterator[None]:
