@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 INSIDE = "TOWN_HAS_ITS_OWN_MOUNTS"
+LARGEST = 2**31  # bytes
 
 
 def enter_own_mounts(module: str) -> None:
@@ -34,8 +35,10 @@ def mount_disk(folder: Path, mib: int) -> None:
 
 
 def fill(ballast: Path, free_mib: float) -> None:
-    """Writes a file until its disk has only so much space left."""
+    """Writes a file until its disk has only so much space left. Raises ValueError when the disk is not a small one, of `mount_disk`."""
     disk = os.statvfs(ballast.parent)
+    if disk.f_blocks * disk.f_frsize > LARGEST:
+        raise ValueError(f"{ballast.parent} is on a disk that others use: a full disk is planted on a small one of its own")
     left = disk.f_bavail * disk.f_frsize - round(free_mib * 2**20)
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, max(left, 1))

@@ -10,7 +10,7 @@ import pytest
 from evaluation.judges.judge_prompt import judge_prompt, parse_verdict
 from evaluation.judges.offline import Match
 from rlhf_core.feedback.parse import Unusable, feedback_of
-from tests.nights import town
+from tests.nights import disk, town
 from tests.nights.faults import SIGNS, named, read_faults
 from tests.nights.table import page
 from tests.nights.verdicts import gain, verdicts
@@ -115,6 +115,13 @@ def test_wrong_faults_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"(?s)killed is planted in night 3, and there are 2.*topics drift once"):
         read_faults(tmp_path / "faults.yaml")
+
+
+def test_a_disk_that_others_use_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "LARGEST", 2**20)
+    with pytest.raises(ValueError, match="is on a disk that others use"):
+        disk.fill(tmp_path / "ballast", 1.0)
+    assert not (tmp_path / "ballast").exists()
 
 
 def test_a_fault_is_named_by_its_own_round_alone() -> None:
