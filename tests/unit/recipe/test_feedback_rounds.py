@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flows.cli.loops import next_of
 from rlhf_core.config import Gate, Recipe
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of
@@ -311,6 +312,19 @@ def test_drift_compares_the_prompts_of_each_round(tmp_path: Path, inbox: Inbox) 
         planned = one_round(of).plan
         path = Path(planned["drift"].config.prompts.sources[0].path)  # type: ignore[attr-defined]
         assert [json.loads(line)["prompt"][0]["content"] for line in path.read_text().splitlines()] == expected
+
+
+def test_the_status_says_how_a_refused_round_ends(tmp_path: Path, inbox: Inbox) -> None:
+    gated = recipe(tmp_path, gate=0.5)
+    say(inbox, "poison")
+    one_round(gated, accuracy=0.1)
+    told = next_of(loop_state(gated, "loop"), running=False)
+    assert (
+        told.startswith("Round 1 is stopped by a gate (stage loop.round1.dpo: accuracy is 0.1")
+        and "send more feedback, for another" in told
+    )
+    say(inbox, "b")
+    assert next_of(loop_state(gated, "loop"), running=False).endswith(": the next run leaves it out and begins another one.")
 
 
 MODELS = [f"loop.round{number}.dpo" for number in range(5)]
