@@ -125,6 +125,8 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
+        if error.errno is None:
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
