@@ -11,6 +11,10 @@ class MachineLacks(RuntimeError):
     """The recipe is right, this machine is not enough for it. One sentence (a line) for each thing."""
 
 
+class Unreachable(ConnectionError):
+    """A service gave no answer in all attempts, or only that it is busy or down. One sentence."""
+
+
 def num_cpus() -> int:
     """Returns the number of CPUs this process may use: its affinity, limited by a container's quota (cgroup v2)."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
