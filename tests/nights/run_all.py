@@ -13,6 +13,7 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from tests.nights.verdicts import verdicts
 MODULE, DISK_MIB = "tests.nights.run_all", 500
 
 
-def run(name: str, faults: Faults, out: Path) -> dict[str, Any]:
-    """Lives the nights in a new folder of `out` and returns what happened. Weights are lost with the small disk at the end."""
+def run(name: str, faults: Faults, out: Path) -> Iterator[dict[str, Any]]:
+    """Lives the nights in a new folder of `out` and yields what has happened, after each night. Weights are lost with the small disk."""
     place = out / name
     shutil.rmtree(place, ignore_errors=True)
     mount_disk(place / "disk", DISK_MIB)
@@ -44,7 +45,7 @@ def run(name: str, faults: Faults, out: Path) -> dict[str, Any]:
             print(f"{name}, night {number}{planted}: {night.seconds:.0f} s, {night.states[-1].splitlines()[0]}", flush=True)
             write_text(place / "pages" / f"night{number:02d}.json", json.dumps(night.pages, indent=1))
             copy_texts(life.here.folder, place / "town")
-        return recorded(life, nights, held_out)
+            yield recorded(life, nights, held_out)
 
 
 def main() -> int:
@@ -64,8 +65,8 @@ def main() -> int:
     results: dict[str, Any] = json.loads(file.read_text()) if given.only and file.exists() else {"run": None, "control": None}
     for name, planted in (("run", faults), ("control", faults.none)):
         if given.only in (None, name):
-            results[name] = run(name, planted, out)
-            write_text(file, json.dumps(results, indent=1))
+            for results[name] in run(name, planted, out):
+                write_text(file, json.dumps(results, indent=1))
     if results["run"] is None:
         return 0
     checks = verdicts(results["run"], results["control"])
