@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +25,7 @@ def recorded(life: Life, nights: Sequence[Night], held_out: Sequence[tuple[str, 
     """Returns the whole run: its nights, the rounds with their true gains, the champions, and the faults of its books."""
     record, reigns = read(life.folder, LOOP), champions_of(life.folder).reigns
     promoted = [reign.model for reign in reigns]
-    best = base = Model(life.base).right(held_out)
+    best = base = _right(life.base, tuple(held_out))
     rounds, champions = [], []
     held = [("base", base)]
     for number, (digests, refused) in enumerate(_rounds(record), start=1):
@@ -32,7 +33,7 @@ def recorded(life: Life, nights: Sequence[Night], held_out: Sequence[tuple[str, 
         folder = life.folder.parent / "stages" / f"{name}-{digests.get(name)}"
         if RunDir(folder).result() is None:
             continue
-        right = Model(folder / "checkpoint").right(held_out)
+        right = _right(folder / "checkpoint", tuple(held_out))
         found, is_champion = gain(right, best), name in promoted
         about = {"round": number, "right": fmean(right), "gain": found._asdict(), "better": found.better, "worse": found.worse}
         rounds.append({**about, "promoted": is_champion, "refused": refused})
@@ -50,6 +51,12 @@ def recorded(life: Life, nights: Sequence[Night], held_out: Sequence[tuple[str, 
         "champions": champions,
         "books": faults_of(life, nights),
     }
+
+
+@cache
+def _right(folder: Path, questions: tuple[tuple[str, str], ...]) -> list[float]:
+    """The probabilities of the right answers; the model in a folder that is named by a digest does not change."""
+    return Model(folder).right(questions)
 
 
 def _rounds(record: Record) -> list[tuple[dict[str, str], str]]:

@@ -65,7 +65,8 @@ def main() -> int:
     results: dict[str, Any] = json.loads(file.read_text()) if given.only and file.exists() else {"run": None, "control": None}
     for name, planted in (("run", faults), ("control", faults.none)):
         if given.only in (None, name):
-            for results[name] in run(name, planted, out):
+            for so_far in run(name, planted, out):
+                results[name] = so_far
                 write_text(file, json.dumps(results, indent=1))
     if results["run"] is None:
         return 0
