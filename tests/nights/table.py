@@ -76,7 +76,8 @@ def nights_table(run: Mapping[str, Any]) -> str:
         change = f"{100 * one['gain']['mean']:+.1f} ({100 * one['gain']['low']:+.1f} to {100 * one['gain']['high']:+.1f})" if one else "–"
         right = f"{100 * one['right']:.1f} %" if one else "–"
         new = night["champion_after"] != night["champion"]
-        end = "champion" if new else "; ".join(map(_short, night["gates"])) or _short(night["states"][-1])
+        failed = night["states"][-1] if "GateFailed" not in night["states"][-1] and not night["states"][-1].startswith("COMPLETED") else ""
+        end = "champion" if new else _short(failed) or "; ".join(map(_short, night["gates"])) or _short(night["states"][-1])
         rows.append(
             (night["number"], ", ".join(WORDS[kind] for kind in night["faults"]) or "–", night["round"], right, change, _plain(end))
         )
@@ -89,7 +90,9 @@ def told(checks: list[Check]) -> str:
 
 
 def _short(text: str) -> str:
-    return text.removeprefix("COMPLETED nights of town: ")[:160]
+    for beginning in ("COMPLETED nights of town: ", "FAILED Flow run encountered an exception: ", "StageFailed: "):
+        text = text.removeprefix(beginning)
+    return text if len(text) <= 160 else text[:157] + "..."
 
 
 def _plain(text: str) -> str:
