@@ -1,6 +1,6 @@
 # Every target first makes .venv what it needs (requirements/install.sh; a second time this costs nothing).
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo check light test test-engines test-all test-long algorithms crash families lint format docs clean
+.PHONY: help setup setup-dev demo check light test test-engines test-all test-long algorithms crash families nights nights-long lint format docs clean
 
 export PYTHON  # the interpreter .venv is made with, for machines where it is not found: make demo PYTHON=/path/to/python3.12
 
@@ -19,6 +19,8 @@ help:
 	@echo "make algorithms  every algorithm for a short time (half an hour to three quarters); writes the table docs/reference/algorithms-learn.md"
 	@echo "make crash       kills every stage at its start, middle and end and runs it again (hours; goes on where it was cut off); writes docs/reference/crash.md"
 	@echo "make families    a small model of every family, through training and vLLM, and every class of transformers (most of an hour); writes docs/reference/families.md"
+	@echo "make nights      ten nights of a loop with planted faults, and ten without (under an hour); writes docs/reference/nights.md"
+	@echo "make nights-long thirty nights of each; their tables are only printed"
 	@echo "make lint        ruff, mypy and import-linter"
 	@echo "make format      let ruff format the code"
 	@echo "make docs        the pages of docs/ as a site, links checked: site/index.html"
@@ -60,6 +62,12 @@ crash: setup-dev
 
 families: setup-dev
 	.venv/bin/python -m tests.families.run_all
+
+nights: setup-dev
+	.venv/bin/python -m tests.nights.run_all
+
+nights-long: setup-dev
+	.venv/bin/python -m tests.nights.run_all --faults tests/nights/faults-long.yaml --no-page
 
 lint: setup-dev
 	.venv/bin/ruff check .

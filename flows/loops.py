@@ -5,6 +5,7 @@ The loop's record on disk (rlhf_core/recipe/loop_record.py) has the finished rou
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,8 +15,10 @@ from prefect.states import Completed
 from flows.alignment import flow, require_type, run_all
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
-from rlhf_core.recipe.loop_record import alone, begin, check_judged, finish, folder_of, loop_of, loop_state, refuse
+from rlhf_core.recipe.loop_record import LoopState, alone, begin, check_judged, finish, folder_of, follow, loop_of, loop_state, refuse
+from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.store import store_of
+from rlhf_core.stages.publication.champion import champions_of, complete
 from tasks.decisions.approval import asked_by_this_run
 from tasks.keys import provided, variables
 from tasks.served import recipe_of_run
@@ -46,7 +49,7 @@ def loop(
             check_judged(loaded, name)
         fetched, store = False, store_of(loaded)
         while True:
-            found = loop_state(loaded, name)
+            found = _from_champion(loaded, loop_state(loaded, name))
             asked = any(asked_by_this_run(found.plan[verdict.stage].run_dir) for verdict in found.held)
             if (found.renewed or found.turned_down) and not asked:
                 gate = found.held[0]
@@ -74,6 +77,24 @@ def loop(
             if not fetched:  # on an empty disk rounds of the store come first
                 rate = "" if done.win_rate is None else f", win rate {done.win_rate:.3f}"
                 return _completed(f"{name} of {loaded.name}: round {found.number} is done{rate}")
+
+
+def _from_champion(recipe: Recipe, found: LoopState) -> LoopState:
+    """Returns the state of a loop that goes on from the recipe's champion, also where a person has rolled back or promoted one. Completes a
+    move of the champion that was cut off."""
+    folder = found.plan.folder
+    try:
+        with suppress(ValueError):  # a move that the Hub refused for good: the next one takes its place
+            complete(folder, store_of(recipe))
+    except (ConnectionError, StoreFault) as error:
+        get_run_logger().warning("the champion's move is not completed yet: %s", error)
+    *earlier, now = champions_of(folder).reigns or (None,)
+    if now is None:
+        return found
+    followed = follow(recipe, found, now.model, {reign.model: reign.ended for reign in earlier if reign and reign.model != now.model})
+    if followed is not found:
+        get_run_logger().warning("%s goes on from %s, the champion", found.record.loop, now.model)
+    return followed
 
 
 def _completed(sentence: str) -> Any:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rlhf_core.config import KINDS
 from rlhf_core.runs.run_dir import RunDir, run_stage
 from rlhf_core.system.gc_pause import uncollected
-from rlhf_core.system.machine import MachineLacks, NodeLost, disk_problem, num_gpus
+from rlhf_core.system.machine import MachineLacks, NodeLost, Unreachable, disk_problem, num_gpus
 from rlhf_core.system.processes import ENVIRONMENT, FAILED, OURS, WRONG_INPUT, raised_by_us
 
 ENV_DEFAULTS = {
@@ -66,7 +66,7 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
         if not raised_by_us(error):
             raise
         return _refuse(" ".join(str(error).split()), WRONG_INPUT)
-    except MachineLacks as error:
+    except (MachineLacks, Unreachable) as error:
         return _refuse(str(error), ENVIRONMENT)
     except NodeLost as error:
         return _refuse(str(error), FAILED)

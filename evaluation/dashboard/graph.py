@@ -52,7 +52,8 @@ class Relatives(NamedTuple):
 def of_run(stages: Sequence[Stage]) -> Graph:
     """Returns the stages of a run with their states."""
     drawing = draw(_topological({stage.name: stage.parents for stage in stages[:MAX_NODES]}))
-    return Graph(drawing, {stage.name: Box(stage.state, stage.state, address(stage.folder)) for stage in stages})
+    links = {stage.name: address(stage.folder) if stage.state != "not begun" else "" for stage in stages}
+    return Graph(drawing, {stage.name: Box(stage.state, stage.state, links[stage.name]) for stage in stages})
 
 
 def of_stage(folder: Folder, name: str) -> Relatives:

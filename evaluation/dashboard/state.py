@@ -150,8 +150,10 @@ def approval_of(folder: Folder, run_dir: Path) -> Approval | None:
 
 
 def open_gates(config: Mapping[str, Any], metrics: Mapping[str, float], asked: Approval | None) -> list[str]:
-    """Returns a part of a sentence for each gate of a finished stage that it does not pass. `asked`: the question to a person."""
+    """Returns a part of a sentence for each gate of a finished stage that it does not pass. `asked`: the question to a person, which is not
+    asked while another gate stops what depends on the stage."""
     found: list[str] = []
+    waits = held = False
     gates = config.get("gates")
     for given in gates if isinstance(gates, list) else ():
         try:
@@ -160,11 +162,13 @@ def open_gates(config: Mapping[str, Any], metrics: Mapping[str, float], asked: A
             continue
         value = metrics.get(gate.metric)
         if gate.approve:
-            found += [] if asked and asked.state() == "approved" else [asked.told() if asked else "waits for a person"]
+            found += [asked.told()] if asked and asked.state() != "approved" else []
+            waits = asked is None
         elif not gate.passes(value):
             said = "missing" if value is None else f"{value:.4g}"
             found.append(f"does not pass a gate: {gate.metric} is {said}, {gate.bound} ({gate.on_fail})")
-    return found
+            held = held or gate.on_fail != "warn"
+    return found + (["waits for a person"] if waits and not held else [])
 
 
 def main_metric(config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:

@@ -19,6 +19,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 )
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
 
+from rlhf_core.system.machine import Unreachable
+
 TOKEN_ENV = "HF_TOKEN"
 QUOTA = re.compile(r"quota|storage|space left|too large", re.I)  # in the Hub's message of a 403 when an account is full
 LONGEST_WAIT = 300.0  # seconds; the Hub's rate limits are per five minutes
@@ -46,7 +48,7 @@ def client_options() -> dict[str, Any]:
 def with_retries(what: str, repo_id: str, call: Callable[[], T], retries: Retries, refusal: Refusal) -> T:
     """Calls the Hub until it succeeds or fails with a lasting error, and returns the call's result.
 
-    `what` names the request in messages ("find the model"). Raises ConnectionError when temporary errors outlast the retries, ValueError
+    `what` names the request in messages ("find the model"). Raises Unreachable when temporary errors outlast the retries, ValueError
     with the sentence of `refusal` when the Hub refuses. The original error is dropped on purpose: it quotes URLs, and those of uploads
     contain signatures.
     """
@@ -67,7 +69,7 @@ def with_retries(what: str, repo_id: str, call: Callable[[], T], retries: Retrie
         return retrying(call)
     except (HTTPError, OSError, RuntimeError, json.JSONDecodeError) as error:
         if _passes(error):
-            raise ConnectionError(
+            raise Unreachable(
                 f"the Hub could not {what} of {repo_id} in {retries.attempts} attempts ({_status(error)}): "
                 f"run this again later, nothing is lost or doubled"
             ) from None

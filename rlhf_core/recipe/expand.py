@@ -12,6 +12,7 @@ them; no other stage may name S.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -92,9 +93,8 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
             stages[name] = config.model_copy(update={"round_branch": None}) if isinstance(config, Publication) else config
             aliases |= {f"{name}.iteration{n}": name for n in config.export_at} if isinstance(config, PPO) else {}
             continue
-        titles = [(k, f"{name}.round{k + 1}") for k in range(config.rounds)]
-        left_out = [title for _, title in titles if title in refused]
-        titles = [(k, title) for k, title in titles if title not in refused]
+        left_out = [title for k in range(config.rounds) if (title := f"{name}.round{k + 1}") in refused]
+        titles = _rounds_used(name, config.rounds, refused)
         rounds[name] = tuple(title for _, title in titles)
         policy = config.policy
         for k, title in titles:
@@ -119,6 +119,13 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
         before = {title: _before(title, rounds[name], config.policy) for title in left_out}
         aliases |= {title: aliases.get(other, other) for title, other in before.items() if other != "base"}
     return Expanded(stages, aliases, rounds, swept)
+
+
+def _rounds_used(loop: str, count: int, refused: Collection[str]) -> list[tuple[int, str]]:
+    """Returns number (from 0) and name of the first `count` rounds of a loop without refused ones; when all are refused, the next one that
+    is not: what depends on the loop needs a model."""
+    used = [(k, title) for k in range(count) if (title := f"{loop}.round{k + 1}") not in refused]
+    return used or [next((k, title) for k in itertools.count(count) if (title := f"{loop}.round{k + 1}") not in refused)]
 
 
 def _before(title: str, used: Sequence[str], policy: str) -> str:
@@ -158,12 +165,16 @@ def _training(loop: SampledLoop, policy: str, answers: str) -> DPO | KTO | SFT:
 def _judging(name: str, config: Evaluation, expanded: Expanded) -> Evaluation:
     """Returns the evaluation with each loop replaced by its rounds, and with the model that each judged model was trained from."""
     stages, aliases, rounds, swept = expanded
-    judged = [model for named in config.models for model in (rounds | swept).get(named, (named,))]
+    latest = {loop: titles[-(config.last_rounds or len(titles)) :] for loop, titles in rounds.items()}
+    judged = [model for named in config.models for model in (latest | swept).get(named, (named,))]
     last_mention = tuple(dict.fromkeys(reversed(judged)))[::-1]
-    against = _parents(last_mention, config.baseline, stages, aliases) if config.parents is None else config.parents
+    parents = _parents(last_mention, config.baseline, stages, aliases)
+    from_baseline = [model for model, parent in parents.items() if parent == config.baseline] if config.parents is None else []
+    others = {model: parent for model, parent in parents.items() if parent != config.baseline}
+    against = others if config.parents is None else config.parents
     if strange := [model for model in against if model not in last_mention]:
         raise ValueError(f"stages.{name}.parents: {unknown(strange[0], last_mention, 'judged model')}")
-    gates = tuple(_of_last_round(gate, rounds) for gate in config.gates)
+    gates = tuple(_against_baseline(_of_last_round(gate, rounds), from_baseline) for gate in config.gates)
     return config.model_copy(update={"models": last_mention, "parents": against, "gates": gates})
 
 
@@ -173,8 +184,16 @@ def _of_last_round(gate: Gate, rounds: Mapping[str, tuple[str, ...]]) -> Gate:
     return gate.model_copy(update={"metric": f"{first}/{rounds[model][-1]}"}) if model in rounds else gate
 
 
+def _against_baseline(gate: Gate, from_baseline: Collection[str]) -> Gate:
+    """Points a gate against a model's parent, `win_rate_vs_parent/MODEL`, at `win_rate/MODEL` where the baseline is the parent, as for the
+    first round of a loop."""
+    first, _, model = gate.metric.partition("/")
+    about = first.removesuffix("_vs_parent")
+    return gate.model_copy(update={"metric": f"{about}/{model}"}) if about != first and model in from_baseline else gate
+
+
 def _parents(models: tuple[str, ...], baseline: str, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]) -> dict[str, str]:
-    """Maps each judged model to the stage it was trained from, named as it is judged; models trained from the baseline have no entry."""
+    """Maps each judged model to the stage or baseline that it was trained from, named as it is judged; other models have no entry."""
     judged = {aliases.get(model, model): model for model in (*models, baseline) if ".iteration" not in model}
     found = {}
     for model in models:
@@ -184,7 +203,7 @@ def _parents(models: tuple[str, ...], baseline: str, stages: Mapping[str, StageC
         if model != baseline and config is not None and KINDS[config.stage].makes == "policy":
             named = getattr(config, KINDS[config.stage].start)
             parent = aliases.get(named, named)
-            if parent in stages and judged.get(parent, parent) != baseline:
+            if parent in stages or parent == baseline:
                 found[model] = judged.get(parent, parent)
     return found
 

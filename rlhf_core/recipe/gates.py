@@ -44,11 +44,15 @@ class ApprovalAwaited(RuntimeError):
 def check(name: str, config: StageConfig, result: StageResult, approval: Approval | None = None) -> tuple[Verdict, ...]:
     """Returns a verdict for each gate of a stage. A metric that is missing, nan or infinite does not pass; without a question about the
     stage an approval waits."""
+    others_fail = any(
+        not gate.passes(result.metrics.get(gate.metric)) for gate in config.gates if not gate.approve and gate.on_fail != "warn"
+    )
     verdicts = []
     for gate in config.gates:
         if gate.approve is not None:
             state = approval.state() if approval else "asked"
-            said = approval.told() if approval else "waits for a person"
+            unasked = "nobody is asked while another gate fails" if others_fail else "waits for a person"
+            said = approval.told() if approval else unasked
             passed, waits = state == "approved", state == "asked"
             verdicts.append(Verdict(stage=name, gate=gate, value=None, passed=passed, said=said, waits=waits))
             continue

@@ -1,7 +1,8 @@
 """Replaces inboxes in the data sources of stages by files with the rows that these stages train on. Torch-free.
 
 A stage goes up to the row that was the newest when the recipe was first planned (pins.json; `--latest` moves on). Round k of a loop takes
-the rows after those of round k - 1. A round of a loop that has not begun is left open: its file is named and not written.
+the rows after those of round k - 1. A round of a loop that has not begun is left open: its file is named and not written. The prompts that
+a drift stage takes for the present go up to the row that the newest round takes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from rlhf_core.config import Evaluation, IterativeFeedback, Recipe, Source, StageConfig
+from rlhf_core.config import Drift, Evaluation, IterativeFeedback, Recipe, Source, StageConfig
 from rlhf_core.config.data import Rows
 from rlhf_core.data.questions import load_questions
 from rlhf_core.feedback.inbox import Inbox
@@ -43,16 +44,19 @@ class Inboxes:
         for text in config.texts:
             for source in text.data.sources:
                 if source.is_inbox:
-                    files[source] = self._file(name, source, text.rows, text.field)
+                    present = isinstance(config, Drift) and text.field == "prompts"
+                    files[source] = self._file(name, source, text.rows, text.field, present)
         return replaced(config, files) if files else config
 
-    def _file(self, name: str, source: Source, rows: Rows | None, field: str) -> Source:
+    def _file(self, name: str, source: Source, rows: Rows | None, field: str, present: bool) -> Source:
         if rows is None or rows not in VIEWS:
             raise ValueError(f"stages.{name}.{field}: {source.path} is an inbox, which has no rows for it: name a file")
         inbox = Inbox(Path(source.path))
         if not inbox.exists:
             return source
         after, until = self._range(name, inbox)
+        if present:
+            until = max((ends[inbox.id] for ends in self._taken.values() if inbox.id in ends), default=until)
         if until is None:
             path = file_of(inbox, rows, after, inbox.end(), self._key)
             path = path.with_name(f"open-{path.name}")

@@ -28,6 +28,7 @@ from rlhf_core.runs.run_dir import RESULT, RunDir
 from rlhf_core.system.files import locked, write_text
 
 FILE, LOCK = "loop.json", "loop.lock"
+ROLLED_BACK = "rolled back"  # how the reason begins of a round that was used
 
 
 class Round(Frozen):
@@ -264,6 +265,35 @@ def refuse(recipe: Recipe, state: LoopState, why: str) -> LoopState:
     left = Round(stages=begun.stages, begun=begun.at, ended=now, taken=begun.taken, refused=why)
     _write(state.plan, state.record.model_copy(update={"rounds": (*state.record.rounds, left), "begun": None}))
     return loop_state(recipe, state.record.loop)
+
+
+def follow(recipe: Recipe, state: LoopState, champion: str, earlier: Mapping[str, str]) -> LoopState:
+    """Lets the loop go on from the champion: records in `loop.json` that later rounds, which were champions, are left out, and that the
+    champion's is used again. Rounds that were trained from one that is left out are left out too; one that has only begun begins anew.
+
+    `champion`, `earlier`: the stage that made the champion's model, and those of champions before it, with the reason why they were rolled
+    back, or ''. Returns the loop's state.
+    """
+    record = state.record
+    rounds = list(record.rounds)
+    ours = next((number for number, done in enumerate(rounds) if champion in done.stages), None)
+    if ours is None:
+        return state
+    left_out = rounds[ours].refused.startswith(ROLLED_BACK)  # later rounds were trained without it
+    rounds[ours] = rounds[ours].model_copy(update={"refused": ""}) if left_out else rounds[ours]
+    for number, done in enumerate(rounds[ours + 1 :], start=ours + 1):
+        model = next((name for name in done.stages if name in earlier), None)
+        if not done.refused and (model or left_out):
+            why = (earlier[model] if model else "it was trained from another model") or f"{champion} was promoted"
+            rounds[number], left_out = done.model_copy(update={"refused": f"{ROLLED_BACK}: {why}"}), True
+    if rounds == list(record.rounds):
+        return state
+    begun = record.begun
+    if begun and any(RunDir(_run_dir(recipe, name, digest)).result() for name, digest in begun.stages.items()):
+        why = f"{ROLLED_BACK}: it was trained from another model"
+        rounds.append(Round(stages=begun.stages, begun=begun.at, ended=datetime.now(UTC), taken=begun.taken, refused=why))
+    _write(state.plan, record.model_copy(update={"rounds": tuple(rounds), "begun": None}))
+    return loop_state(recipe, record.loop)
 
 
 def finish(state: LoopState) -> Round:

@@ -115,13 +115,19 @@ def tail(path: Path, count: int = 1) -> str:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file atomically, as `write_text`."""
+    """Writes a file atomically, as `write_text`. An OSError names the file, which Python's of a full disk does not."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def sync_to_disk(*places: Path) -> None:

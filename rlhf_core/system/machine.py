@@ -15,6 +15,10 @@ class NodeLost(RuntimeError):
     """Says that a node of the Ray cluster, or its head, ended or cannot be reached. The stage can go on when it is started again."""
 
 
+class Unreachable(ConnectionError):
+    """A service gave no answer in all attempts, or only that it is busy or down. One sentence."""
+
+
 def num_cpus() -> int:
     """Returns the number of CPUs this process may use: its affinity, limited by a container's quota (cgroup v2)."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

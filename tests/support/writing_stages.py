@@ -58,7 +58,7 @@ def work(request, run):
         report = EvalReport(baseline="sft", judge="rule", win_rates=rates, right={}, mean_tokens={}, truncated={})
         write_text(run / "report" / "eval.json", report.model_dump_json())
         return Outcome({"win_rate": 0.6}, {"report": "report"})
-    name = "pairs" if kind == "preferences" else "checkpoint"
+    name = {"preferences": "pairs", "publication": "published"}.get(kind, "checkpoint")
     (run / "made").mkdir(exist_ok=True)
     write_text(run / "metrics.jsonl", "".join(json.dumps({"step": step, "loss": 2 / step}) + "\\n" for step in range(1, 9)))
     write_text(run / "made" / name, request.digest)

@@ -147,6 +147,9 @@ class Evaluation(Gated, Sampling):
     parents: dict[str, str] | None = Field(
         None, description="model: the model it is also judged against; default: the stage each was trained from; {}: none"
     )
+    last_rounds: Annotated[Positive | None, NotInDigest] = Field(  # the models that a plan puts in place of a loop are in the digest
+        None, description="of a loop in models, judge this many rounds, the last ones; default: all"
+    )
     style_tokenizer: str | None = Field(
         None, description="counts answers' lengths: gpt-4o (tiktoken, a download), a folder or a Hub id; default: each model's own"
     )

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flows.cli.loops import next_of
 from rlhf_core.config import Gate, Recipe
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of
 from rlhf_core.preflight.inputs import check_inputs
-from rlhf_core.recipe.loop_record import LoopState, begin, directories, finish, folder_of, loop_state, refuse, with_rounds
+from rlhf_core.recipe.loop_record import LoopState, begin, directories, finish, folder_of, follow, loop_state, refuse, with_rounds
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.run_dir import Outcome, RunDir
 
@@ -213,7 +215,31 @@ def test_the_first_round_may_be_refused(tmp_path: Path, inbox: Inbox) -> None:
     assert found.number == 2
     done = one_round(gated)
     assert rows(done.plan["loop.round2"]) == ["b"] and done.plan["loop.round2"].stages == {"sft": "sft"}
-    assert plan(gated).aliases["loop"] == "sft", "one run has the recipe's one round, which is refused"
+    assert plan(gated).aliases["loop"] == "loop.round2.dpo", "the recipe's one round is refused, and what depends on it needs a model"
+
+
+def test_gates_on_a_loop_whose_rounds_are_all_refused_are_planned(tmp_path: Path, inbox: Inbox) -> None:
+    of = recipe(tmp_path, gate=0.5)
+    gates = (Gate(metric="win_rate_vs_parent/loop", min=0.5),)
+    of = of.model_copy(update={"stages": of.stages | {"evaluation": of.stages["evaluation"].model_copy(update={"gates": gates})}})
+    say(inbox, "poison")
+    one_round(of, accuracy=0.1)
+    refuse(of, loop_state(of, "loop"), "poisoned")
+    (gate,) = plan(of)["evaluation"].config.gates
+    assert gate.metric == "win_rate/loop.round2", "its parent is the baseline"
+
+
+def test_an_evaluation_judges_the_last_rounds_alone(tmp_path: Path, inbox: Inbox) -> None:
+    of = recipe(tmp_path)
+    evaluation = of.stages["evaluation"].model_copy(update={"last_rounds": 1, "gates": (Gate(metric="win_rate_vs_parent/loop", min=0.5),)})
+    of = of.model_copy(update={"stages": of.stages | {"evaluation": evaluation}})
+    for name in ("a", "b", "c"):
+        say(inbox, name)
+        found = begin(of, loop_state(of, "loop")).plan["evaluation"].config
+        do(loop_state(of, "loop").plan)
+        finish(loop_state(of, "loop"))
+    assert found.models == ("loop.round3",) and found.parents == {"loop.round3": "loop.round2.dpo"}  # type: ignore[union-attr]
+    assert found.gates[0].metric == "win_rate_vs_parent/loop.round3"
 
 
 def test_a_gate_that_is_not_about_the_round_refuses_none(tmp_path: Path, inbox: Inbox) -> None:
@@ -273,3 +299,71 @@ def test_prompts_of_a_sampled_loop_are_new_in_each_round(tmp_path: Path, inbox: 
     found = begin(of, loop_state(of, "loop"))
     config: Any = found.plan["loop.round2.preferences"].config
     assert config.first_prompt == 0 and "prompt-1-2" in config.prompts.sources[0].path
+
+
+def test_drift_compares_the_prompts_of_each_round(tmp_path: Path, inbox: Inbox) -> None:
+    of = recipe(tmp_path)
+    drift = {"model": "loop", "prompts": {"sources": str(inbox.folder)}, "past_prompts": {"sources": "train.jsonl"}}
+    of = Recipe(**of.model_dump() | {"stages": {**of.stages, "drift": {"stage": "drift", **drift}}})
+    say(inbox, "a")
+    plan(of)  # as serve does at its start
+    for expected in (["a"], ["a", "b"], ["a", "b", "c"]):
+        say(inbox, expected[-1])
+        planned = one_round(of).plan
+        path = Path(planned["drift"].config.prompts.sources[0].path)  # type: ignore[attr-defined]
+        assert [json.loads(line)["prompt"][0]["content"] for line in path.read_text().splitlines()] == expected
+
+
+def test_the_status_says_how_a_refused_round_ends(tmp_path: Path, inbox: Inbox) -> None:
+    gated = recipe(tmp_path, gate=0.5)
+    say(inbox, "poison")
+    one_round(gated, accuracy=0.1)
+    told = next_of(loop_state(gated, "loop"), running=False)
+    assert told.startswith("Round 1 is stopped by a gate (stage loop.round1.dpo: accuracy is 0.1") and "send more feedback" in told
+    say(inbox, "b")
+    assert next_of(loop_state(gated, "loop"), running=False).endswith(": the next run leaves it out and begins another one.")
+
+
+MODELS = [f"loop.round{number}.dpo" for number in range(5)]
+
+
+def three_rounds(folder: Path, inbox: Inbox) -> Recipe:
+    of = recipe(folder)
+    for name in ("a", "b", "c"):
+        say(inbox, name)
+        one_round(of)
+    return of
+
+
+def test_the_loop_goes_on_from_the_champion_after_a_rollback(tmp_path: Path, inbox: Inbox) -> None:
+    of = three_rounds(tmp_path, inbox)
+    before = loop_state(of, "loop")
+    assert follow(of, before, MODELS[3], {MODELS[1]: "", MODELS[2]: ""}) is before, "nobody rolled back"
+    found = follow(of, before, MODELS[1], {MODELS[2]: "", MODELS[3]: "rude answers"})
+    assert [done.refused for done in found.record.rounds] == ["", "rolled back: loop.round1.dpo was promoted", "rolled back: rude answers"]
+    say(inbox, "d")
+    planned = one_round(of).plan
+    assert rows(planned["loop.round4"]) == ["d"] and planned["loop.round4"].parents == (MODELS[1],)
+    again = follow(of, loop_state(of, "loop"), MODELS[3], {MODELS[1]: "", MODELS[2]: ""})
+    assert [bool(done.refused) for done in again.record.rounds] == [False, True, False, True], "round 4 was trained from round 1"
+
+
+@pytest.mark.parametrize("trained", ["with all", "alone", ""])
+def test_a_round_in_progress_does_not_outlive_the_model_that_it_was_trained_from(tmp_path: Path, inbox: Inbox, trained: str) -> None:
+    of = three_rounds(tmp_path, inbox)
+    say(inbox, "d")
+    begun = begin(of, loop_state(of, "loop"))
+    if trained:
+        do(replace(begun.plan, nodes=begun.plan.nodes[: None if trained == "with all" else -1]))  # the last one is the evaluation
+    found = follow(of, loop_state(of, "loop"), MODELS[2], {MODELS[1]: "", MODELS[3]: "rude answers"})
+    assert found.number == (5 if trained else 4) and found.record.begun is None
+    assert found.record.rounds[-1].refused == f"rolled back: {'it was trained from another model' if trained else 'rude answers'}"
+    say(inbox, "e")
+    planned = one_round(of).plan
+    node = planned[f"loop.round{found.number}"]
+    assert rows(node) == (["e"] if trained else ["d", "e"]) and node.parents == (MODELS[2],)
+
+
+def test_the_champion_of_another_loop_changes_nothing(tmp_path: Path, inbox: Inbox) -> None:
+    before = loop_state(three_rounds(tmp_path, inbox), "loop")
+    assert follow(recipe(tmp_path), before, "sft", {MODELS[3]: "rude answers"}) is before

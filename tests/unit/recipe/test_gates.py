@@ -223,3 +223,10 @@ def test_names_are_those_that_the_losses_write() -> None:
         stage = recipe_of({"name": "x", "base_model": "b", "stages": {kind: base}}).stages[kind]
         for name in loss.metrics:
             assert has_metric(stage, name), f"{kind}: {name}"
+
+
+@pytest.mark.parametrize(("loss", "said"), [(0.1, "waits for a person"), (0.9, "nobody is asked while another gate fails")])
+def test_an_approval_beside_a_failed_gate_asks_nobody(planned: Planned, loss: float, said: str) -> None:
+    node = planned("sft.gates=[{metric: loss, max: 0.5}, {metric: loss, max: 0.05, on_fail: warn}, {approve: {within: 1h}}]")["sft"]
+    *_, approval = check("sft", node.config, result_of({"loss": loss}))
+    assert approval.said == said and approval.waits and not approval.passed

@@ -84,3 +84,17 @@ def test_the_command_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert flows.cli.main(["validate", "r.yaml"]) == 3
     told = "artifacts/t/run.json cannot be written to: its disk is full; free some space, then run again"
     assert " ".join(capsys.readouterr().err.split()) == told
+
+
+def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "loop.json").write_text("before")
+    code = (
+        "import resource; from pathlib import Path; from rlhf_core.system.files import write_text; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY)); write_text(Path('loop.json'), 'x' * 1000)"
+    )
+    root = str(Path(flows.cli.__file__).parents[2])
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stderr.strip().splitlines()[-1] == "OSError: [Errno 27] File too large: 'loop.json'"
+    assert [file.name for file in tmp_path.iterdir()] == ["loop.json"] and (tmp_path / "loop.json").read_text() == "before"

@@ -7,6 +7,7 @@ import html
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from html.parser import HTMLParser
@@ -90,6 +91,13 @@ def test_every_link_of_a_page_leads_somewhere(client: TestClient, path: str) -> 
     assert not [attrs for _, attrs in elements if any(name.startswith("on") for name in attrs)]
 
 
+def test_a_stage_that_nothing_has_started_is_no_link(client: TestClient, artifacts: Artifacts) -> None:
+    shutil.rmtree(artifacts.stage("publication"))
+    shown = client.get("/run/demo/first").text
+    links = {str(attrs["href"]) for _, attrs in Elements(shown).found if str(attrs.get("href", "")).startswith("/")}
+    assert "publication" in shown and {client.get(link).status_code for link in links} == {200}
+
+
 def test_the_pages_show_what_the_run_did(client: TestClient) -> None:
     overview, run, stage = (client.get(path).text for path in PAGES[:3])
     assert "9 of 9" in overview and "No run is in progress" in overview and "/run/demo/first" in overview
@@ -169,7 +177,9 @@ def test_hostile_texts_are_inert(client: TestClient, artifacts: Artifacts) -> No
     artifacts.record("second", bad, STARTED + 1, stages=stages, overrides=[bad], **texts)
     artifacts.record("third", HOSTILE, STARTED + 1, recipe=HOSTILE)
     ask(ppo, bad, artifacts.path / bad.replace("/", ""), timedelta(hours=1))
-    (artifacts.path / "demo" / "loop.json").write_text(json.dumps({"loop": HOSTILE, "rounds": [{"ended": HOSTILE, "win_rate": HOSTILE}]}))
+    (artifacts.path / "demo" / "loop.json").write_text(
+        json.dumps({"loop": HOSTILE, "rounds": [{"ended": HOSTILE, "win_rate": HOSTILE, "refused": HOSTILE}]})
+    )
     for path in ("/", "/run/demo/second", PPO, f"{PAGES[3]}", "/compare?a=demo/first&b=demo/second", f"/stage/{quote(bad)}"):
         answer = client.get(path)
         html = answer.text

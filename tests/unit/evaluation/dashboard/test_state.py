@@ -59,9 +59,13 @@ def test_a_finished_stage(artifacts: Artifacts) -> None:
 def test_a_stage_that_waits_for_a_person(artifacts: Artifacts) -> None:
     run_dir = artifacts.stage("ppo")
     request = json.loads((run_dir / REQUEST).read_text())
-    request["config"]["gates"] = [{"approve": {"within": "48h"}}]
-    (run_dir / REQUEST).write_text(json.dumps(request))
-    assert look(artifacts).gates == ("waits for a person",)
+    for other, found in (
+        ([{"metric": "kl/mean", "max": 0.1}], "does not pass a gate: kl/mean is 0.3399, at most 0.1 (stop)"),  # nobody is asked then
+        ([], "waits for a person"),
+    ):
+        request["config"]["gates"] = [{"approve": {"within": "48h"}}, *other]
+        (run_dir / REQUEST).write_text(json.dumps(request))
+        assert look(artifacts).gates == (found,)
     ask(run_dir, "ppo", artifacts.path / "demo", timedelta(hours=48))
     assert look(artifacts).gates[0].startswith("waits for a person until ")
     folder = Folder(artifacts.path)

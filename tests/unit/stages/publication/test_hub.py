@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi, constants
 
+from rlhf_core.__main__ import main
 from rlhf_core.runs.run_dir import run_stage
 from rlhf_core.stages.publication import run as hub
 from rlhf_core.stages.publication.folder import assemble
 from rlhf_core.stages.publication.upload import upload
+from rlhf_core.system.processes import ENVIRONMENT
 from tests.support.chain import Chain, build, save_model
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository, serve
 from tests.support.publishing import REPO, TAG, THREE, api, check_published, quiet, stage, texts
@@ -209,3 +211,20 @@ def test_the_stage_publishes_to_the_hub_and_no_file_or_line_holds_the_token(
     )
     for text in (texts(run.path), said, sent):
         assert TOKEN not in text and "SignedAddress" not in text
+
+
+def test_an_outage_of_the_hub_is_one_sentence_and_no_failure_to_try_again(
+    server: Hub, chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(hub, "RETRIES", THREE)
+    run = stage(chain, tmp_path / "run", repo_id=REPO)
+    server.break_at(0, "refuse", times=10_000)
+    assert main([str(run.path)]) == ENVIRONMENT
+    told = capsys.readouterr().err.strip().splitlines()
+    assert told[-1] == (
+        "the Hub could not send the card of stand-in/base-1m in 3 attempts (HTTP 503): run this again later, nothing is lost or doubled"
+    )
+    server.heal()
+    assert main([str(run.path)]) == 0 and server.repositories[REPO].tags
