@@ -17,6 +17,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from rlhf_core.hub.model_files import tensors_of
+from rlhf_core.system import progress
 from rlhf_core.system.files import write_text
 
 # Names of dtypes in safetensors, in the order in which it stores them.
@@ -85,5 +86,6 @@ def fill(files: Iterable[Path], weights: Iterable[tuple[str, Tensor]], expected:
             opened.seek(begin + about["data_offsets"][0])
             opened.write(data.reshape(-1).view(torch.uint8).numpy().data)
             missing.discard(key)
+            progress.made()
     if missing:
         raise ValueError(f"the weight {min(missing)} ({len(missing)} such) was not there to be written")

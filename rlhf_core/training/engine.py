@@ -109,17 +109,24 @@ class TorchEngine:
         torch.cuda.empty_cache()
 
     def save_state(self, folder: Path) -> None:
-        write_parts(folder, 0, float(next(iter(self._optimizer.state.values()))["step"]), self._parts())
+        steps = max((float(state["step"]) for state in self._optimizer.state.values()), default=0.0)  # none: an actor that is frozen yet
+        self._make_state(0.0)
+        write_parts(folder, 0, steps, self._parts())
 
     def load_state(self, folder: Path) -> None:
-        steps = stored_steps(folder)
-        for weight in self._optimised.values():
-            step = torch.tensor(steps, dtype=torch.float32, device=weight.device if self._optimizer.defaults["fused"] else "cpu")
-            self._optimizer.state[weight] = {"step": step} | {kind: torch.zeros_like(weight) for kind in KINDS[1:]}
+        self._optimizer.state.clear()
+        self._make_state(stored_steps(folder))
         read_parts(folder, self._parts(), self._weights)
         with torch.no_grad():
             for name, weight in self._weights.items():
                 weight.copy_(self._optimised[name])
+
+    def _make_state(self, steps: float) -> None:
+        """Gives weights that no step has changed a state of zeros."""
+        for weight in self._optimised.values():
+            if weight not in self._optimizer.state:
+                step = torch.tensor(steps, dtype=torch.float32, device=weight.device if self._optimizer.defaults["fused"] else "cpu")
+                self._optimizer.state[weight] = {"step": step} | {kind: torch.zeros_like(weight) for kind in KINDS[1:]}
 
     def _parts(self) -> Iterator[Part]:
         for name, weight in self._optimised.items():

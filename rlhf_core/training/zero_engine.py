@@ -128,6 +128,8 @@ class ZeroEngine:
 
     def save_state(self, folder: Path) -> None:
         optimizer = self._engine.optimizer
+        if not optimizer.optimizer.state:  # no step was taken, as of an actor that is frozen yet
+            make_state(optimizer, self.zero_stage, 0.0)
         write_parts(folder, self.rank, steps_of(optimizer), zero_parts(optimizer, self.module, self.zero_stage, self.rank))
 
     def load_state(self, folder: Path) -> None:

@@ -23,6 +23,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer
+from rlhf_core.models.weight_files import fill
 from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.rollout.engine import Sampler
@@ -137,40 +138,28 @@ def test_steps_of_an_engine_of_another_release_count() -> None:
     assert counted(lambda: [sampler._step() for _ in range(3)]) == 3
 
 
-@pytest.mark.parametrize("what", ["state", "model"])
-def test_bytes_of_a_state_or_model_count_while_they_are_written_or_read(
-    what: str, actor: roles.Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_weights_of_a_state_or_model_count_while_they_are_written_or_read(
+    actor: roles.Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[str] = []
 
-    def slowly(content: Any, place: Path, *others: Any) -> None:
-        file = place / "model.safetensors" if place.is_dir() else place
-        for size in (1000, 2000):
-            file.write_bytes(b"x" * size)
-            looks.append(progress.seen())
+    def watched(files: Any, weights: Any, expected: Any) -> None:
+        fill(files, ((looks.append(progress.seen()), pair)[1] for pair in weights), expected)
 
-    monkeypatch.setattr(torch, "save", slowly)
-    monkeypatch.setattr("rlhf_core.models.save.save_torch_state_dict", slowly)
-    (actor.save_state if what == "state" else actor.export)(str(tmp_path))
-    assert len(set(looks)) == 2
-    if what == "state":  # of a training stage
-        save_on_all_ranks(actor.engine, RunDir(tmp_path / "sft"), 1, 1, {})
-        assert len(set(looks[2:])) == 2
-    looks.clear()
-
-    def piecemeal(place: Path, **options: Any) -> dict[str, dict[str, Any]]:
-        with place.open("rb", buffering=0) as file:
-            while file.read(500):
-                looks.append(progress.seen())
-        return {"model": actor.engine._optimised, "optimizer": actor.engine._optimizer.state_dict()}  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(torch, "load", piecemeal)
-    if what == "state":
-        actor.load_state(str(tmp_path))
-        assert len(looks) == len(set(looks)) == 4
-        with pytest.raises(KeyError, match="recent"):  # what `fit` needs besides, after it has read the state
-            fit(actor.engine, RunDir(tmp_path / "sft"), Task([1], Mock(), Mock(), Mock(), None, ()), SFT(data=Data(sources="none")), 0)
-        assert len(looks[4:]) == len(set(looks[4:])) == 4
+    for module in ("models.save", "training.state_files"):
+        monkeypatch.setattr(f"rlhf_core.{module}.fill", watched)
+    trained = len(list(actor.module.parameters()))
+    for write in (
+        lambda: actor.export(str(tmp_path / "model")),
+        lambda: actor.save_state(str(tmp_path)),
+        lambda: save_on_all_ranks(actor.engine, RunDir(tmp_path / "sft"), 1, 1, {}),  # of a training stage
+    ):
+        looks.clear()
+        write()
+        assert len(looks) == len(set(looks)) >= trained
+    assert counted(lambda: actor.load_state(str(tmp_path))) >= trained
+    with pytest.raises(KeyError, match="recent"):  # what `fit` needs besides, after it has read the state
+        fit(actor.engine, RunDir(tmp_path / "sft"), Task([1], Mock(), Mock(), Mock(), None, ()), SFT(data=Data(sources="none")), 0)
     (tmp_path / "later").write_text("not this work's")
     assert (before := progress.seen()) and (tmp_path / "more").write_text("either") and progress.seen() == before
 
