@@ -71,7 +71,7 @@ class Reach:
     def _watch(self) -> None:
         while True:
             time.sleep(CHECK_SECONDS)
-            places = self._places
+            places = self._places if ray.is_initialized() else ()  # none once this process has left the cluster
             self.note(places, answering(places), time.monotonic())
 
     def note(self, places: Sequence[Place], answer: Collection[Place], now: float) -> None:

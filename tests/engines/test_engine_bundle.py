@@ -8,7 +8,7 @@ from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.cluster.ray_cluster import connect, reserve
+from rlhf_core.cluster.ray_cluster import connect, leave, reserve
 from rlhf_core.cluster.worker_group import Group
 from rlhf_core.config import Ranks, Vllm
 
@@ -35,5 +35,5 @@ def test_three_ranks_and_an_engine_of_four_fit_two_nodes_of_four(monkeypatch: py
         with pytest.raises(ValueError, match=r"lacks a node with 0\.8 CPUs and 8 GPUs \(the largest have 2 CPUs, 4 GPUs\) for sampler 8 x"):
             reserve(arrange({"sampler": Vllm(tensor_parallel_size=2 * GPUS, **small)}), 30)
     finally:
-        ray.shutdown()
+        leave()
         made.shutdown()
