@@ -205,7 +205,7 @@ def with_tables(page: str) -> str:
 
 
 def placed_in(page: str, name: str, module: str, table: str) -> str:
-    """The page with what stands between the markers of a table replaced. Raises ValueError without the markers."""
+    """Replaces the text between the markers of a table; returns the page. Raises ValueError without the markers."""
     begin, end = f"<!-- {name}: python -m {module} --write -->", f"<!-- end of {name} -->"
     before, marker, rest = page.partition(begin)
     _, closing, after = rest.partition(end)

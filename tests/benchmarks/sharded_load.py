@@ -3,8 +3,8 @@
     python tests/benchmarks/sharded_load.py --out FOLDER [--ranks 4] [--hidden 1024 --layers 24 --vocabulary 48000] [--whole] [--json OUT]
 
 The model is a Llama of random weights in bf16, 0.41e9 parameters by default. Each rank is a process of its own. Its peak is VmHWM, which is
-reset between the parts; that of a process with the libraries alone is told too, and subtracted from none. `--whole`: each rank loads the
-whole model, which DeepSpeed cuts afterwards. Weights are fetched again for the backward pass, as those of large models are.
+reset between the parts; that of a process with the libraries alone is a figure of its own, and subtracted from none. `--whole`: each rank
+loads the whole model, which DeepSpeed cuts afterwards. Weights are fetched again for the backward pass, as those of large models are.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_core.config import Vllm
 from rlhf_core.data.documents import Document, compact
@@ -23,21 +22,15 @@ from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Sampler, Sampling
 from rlhf_core.stages.ppo.fleet import MARGIN
 from rlhf_core.stages.ppo.rounding import noise_of, noisy
+from tests.support.sharp_model import VOCABULARY, save_sharp_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
-VOCABULARY = 2048
 PROMPTS = [[7 + (i * j) % 11 for j in range(40)] for i in range(1, 9)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
-    made = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, max_position_embeddings=512, eos_token_id=0, **sizes))
-    made.lm_head.weight.data *= 4
-    made.to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    return save_sharp_model(tmp_path_factory.mktemp("model"))
 
 
 @contextmanager

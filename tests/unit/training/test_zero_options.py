@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: the recipe's options come before ours, and those that the installed release does not know are told."""
+"""DeepSpeed's configuration: the recipe's options override ours, and a sentence names those that the installed release lacks."""
 
 from __future__ import annotations
 
