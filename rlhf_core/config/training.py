@@ -139,13 +139,14 @@ class Optimised(Gated, ZeroFields):
                 f"lora.quantize={self.lora.quantize} cannot be trained with zero_stage=3, which would cut 4-bit weights into shards: "
                 f"set zero_stage to 2 or less, or quantize to none"
             )
-        if self.lora is not None and quantized and self.offloaded("param"):
-            yield f"lora.quantize={self.lora.quantize} keeps whole weights on the GPU: leave out param_offload, or set quantize to none"
+        sharded = [name for name, wanted in (("param_offload", self.offloaded("param")), ("zero_hpz", self.zero_hpz)) if wanted]
+        if self.lora is not None and quantized:
+            whole = f"lora.quantize={self.lora.quantize} keeps whole weights on the GPU"
+            yield from (f"{whole}: leave out {name}, or set quantize to none" for name in sharded)
         if self.zero_stage == 0 and self.offloaded("adam"):
             yield "zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host: set zero_stage to 2, 3 or auto"
         if self.zero_stage == 0 and self.deepspeed:
             yield "zero_stage=0 is plain torch, without options of DeepSpeed: leave out deepspeed, or set zero_stage to 1, 2, 3 or auto"
-        sharded = [name for name, wanted in (("param_offload", self.offloaded("param")), ("zero_hpz", self.zero_hpz)) if wanted]
         if self.zero_stage not in (3, "auto"):
             yield from (f"{name} is for weights that are sharded: set zero_stage to 3 or auto, or leave it out" for name in sharded)
         if self.zero_hpz and all(ranks.num_nodes == 1 for ranks in self.trained_ranks.values()):

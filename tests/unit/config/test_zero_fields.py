@@ -36,6 +36,10 @@ def ppo(**fields: Any) -> PPO:
         ({"adam_offload": True, "ranks": {}}, "adam_offload frees a GPU's memory, and ranks have none"),
         ({"param_offload": True, "zero_stage": 2}, "param_offload is for weights that are sharded: set zero_stage to 3 or auto"),
         ({"param_offload": True, "lora": {"quantize": "nf4"}}, "lora.quantize=nf4 keeps whole weights on the GPU: leave out param_offload"),
+        (
+            {"zero_hpz": True, "lora": {"quantize": "nf4"}, "ranks": {"num_nodes": 2}},
+            "lora.quantize=nf4 keeps whole weights on the GPU: leave out zero_hpz",
+        ),
         ({"zero_hpz": True}, "zero_hpz keeps a copy of the weights on each node, and ranks have one node: leave it out"),
         ({"zero_hpz": True, "zero_stage": 1, "ranks": {"num_nodes": 2}}, "zero_hpz is for weights that are sharded"),
     ],
