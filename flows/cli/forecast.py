@@ -17,9 +17,9 @@ from rlhf_core.forecast.by_phase import training_by_phase
 from rlhf_core.forecast.hardware import GIB, LINK, Gpu, nodes_of
 from rlhf_core.forecast.memory import USABLE
 from rlhf_core.forecast.passes import alternatives, fields_of
-from rlhf_core.forecast.placements import Placement, choose, details, on_fewest
+from rlhf_core.forecast.placements import Placement, choose, details, on_fewest, with_fields
 from rlhf_core.forecast.seconds import seconds_of_pass
-from rlhf_core.forecast.zero_stage import at_start, peak_of_training, size_of_folder, stage_of_training, starts
+from rlhf_core.forecast.zero_stage import at_start, peak_of_training, size_of_folder, stage_of_training, starts, starts_of_ppo
 from rlhf_core.hub.model_config import Size
 from rlhf_core.recipe.plan import Node, Plan
 
@@ -96,11 +96,14 @@ def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], 
         console.print(f"{escape(name)}: no placement suits its batch sizes and switches on this number of GPUs", highlight=False)
         return
     console.print(table)
-    _show_details(console, name, config, chosen or min(found, key=lambda placement: placement.peak), gpu, sizes)
+    shown = chosen or min(found, key=lambda placement: (placement.beyond > 0, placement.peak))
+    _show_details(console, name, config, shown, gpu, sizes)
     if chosen is None:
-        less = "more GPUs, or a smaller model" if config.lora else "more GPUs, lora, or a smaller model"
-        trained = {role: size for role, size in sizes.items() if role in ("actor", "critic")}
-        why = _too_large(config, trained, gpu) or f"with shorter passes neither: {less}"
+        closest = with_fields(config, shown)
+        names, needed = max(starts_of_ppo(closest.model_copy(update={"dtype": BF16}), sizes), key=lambda found: found[1])
+        together = f"at their start {', '.join(names)} take {needed / GIB:.1f} GiB of the same GPU"
+        loading = _too_large(at_start(needed) if len(names) == 1 else together, needed, gpu)
+        why = loading or f"with shorter passes neither: {_to_try(closest, 'more GPUs')}"
         console.print(f"none of these fits {gpu.memory / GIB:.0f} GiB, {why}", highlight=False)
         return
     fields = _to_write(config, chosen)
@@ -129,7 +132,7 @@ def _show_details(console: Console, name: str, config: PPO, placement: Placement
 def _to_write(config: PPO, chosen: Placement) -> dict[str, Any]:
     """Returns the fields of a placement that differ from the recipe's, without defaults inside of groups."""
     fields = chosen.fields | {"dtype": BF16}  # the estimates are for bf16
-    changed = PPO.model_validate(config.model_dump() | fields)
+    changed = with_fields(config, chosen._replace(fields=fields))
     given, whole = config.model_dump(mode="json"), changed.model_dump(mode="json")
     short = changed.model_dump(mode="json", exclude_defaults=True)
     short["reward"] = [_source(source) for source in changed.reward]
@@ -152,15 +155,29 @@ def _what_fits(config: Trainable, size: Size, stage: int, gpu: Gpu) -> str:
             best = min(fitting, key=lambda each: seconds_of_pass(size, each, tried, head, gpu) / each.tokens)
             fields = fields_of(best, config) | ({} if tried == stage else {"zero_stage": tried})
             return f"with {', '.join(f'{field}: {value}' for field, value in fields.items())} it is {peaks[best] / GIB:.1f}"
-    if told := _too_large(config, {"": size}, gpu):
-        return told
-    shared = "a larger sequence_parallel_size, " if config.ranks.world_size > config.sequence_parallel_size else ""
-    return f"no pass is short enough: {shared}more ranks, {'lora, ' if config.lora is None else ''}or a smaller model"
+    needed = starts(config.model_copy(update={"dtype": BF16}), {"": size})[""]
+    return _too_large(at_start(needed), needed, gpu) or f"no pass is short enough: {_to_try(config, 'more ranks')}"
 
 
-def _too_large(config: Optimised, sizes: Mapping[str, Size], gpu: Gpu) -> str:
-    """Returns what to do about a model that a GPU cannot even load; "" when each of `sizes`, the trained models, fits."""
-    needed = max(starts(config.model_copy(update={"dtype": BF16}), sizes).values())
+def _to_try(config: Optimised, more: str) -> str:
+    """Returns what takes less memory and is not in the recipe yet, besides `more` ranks or GPUs."""
+    whole = config.lora is not None and config.lora.quantize != "none"  # 4-bit weights stay whole on each GPU
+    frozen = isinstance(config, PPO) and config.read_only and not (config.ref_reward_shard or config.ref_reward_offload)
+    models = len(config.trained_ranks)
+    tries = {
+        "a larger sequence_parallel_size": any(ranks.world_size > config.sequence_parallel_size for ranks in config.trained_ranks.values()),
+        "no zero_hpz": config.zero_hpz,
+        "adam_offload": config.lora is None and len(config.offloaded("adam")) < models,
+        "param_offload": not whole and len(config.offloaded("param")) < models,
+        "ref_reward_shard": frozen,
+        more: True,
+        "lora": config.lora is None,
+    }
+    return f"{', '.join(name for name, missing in tries.items() if missing)} or a smaller model"
+
+
+def _too_large(told: str, needed: float, gpu: Gpu) -> str:
+    """Returns `told`, and what to do about models that a GPU cannot even load; "" where the `needed` bytes fit."""
     if needed <= USABLE * gpu.memory:
         return ""
-    return f"{at_start(needed)}: more ranks with zero_stage 3, GPUs with more memory, or a smaller model"
+    return f"{told}: more ranks with zero_stage 3, GPUs with more memory, or a smaller model"

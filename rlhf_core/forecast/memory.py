@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
-from rlhf_core.config import PPO, Lora, Optimised, Ranks, Trainable
+from rlhf_core.config import KINDS, PPO, REFERENCE_FREE, Lora, Optimised, Ranks, Trainable
 from rlhf_core.forecast.hardware import GIB
 from rlhf_core.forecast.passes import Pass, on_rank, recipe_pass
 from rlhf_core.hub.model_config import Size
@@ -20,30 +20,22 @@ CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
 FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once while it computes, and its buckets
 KEPT = 1 / 16  # of a GPU: weights that take less stay whole from forward pass to backward pass, which would fetch them again
 USABLE = 0.95  # of a GPU; the rest is lost to fragmentation
+GROUP, BUCKET = GIB / 8, GIB / 2  # weights that are gathered at once, but whole layers, and sent at once (models/weights.py, rollout/)
 CHUNK = 2048  # positions whose logits exist at once where they are not kept (models/token_logprobs.py)
-
-
-class Sharding(NamedTuple):
-    """What is in shares from the start: weights that ZeRO-3 trains, while they are loaded (a rank then holds its share and two layers);
-    models that are only read; an export (rank 0 then holds a group of weights in host memory, not the model)."""
-
-    load: bool = True
-    frozen: bool = False
-    export: bool = True
-
-
-CODE = Sharding()  # what the code does: set a field where it changes
 
 
 class Held(NamedTuple):
     """Bytes of one process: always (`still`), besides while it scores, while it trains; engines besides while they generate; `starting`:
-    besides while it starts, when ZeRO-3 cuts weights one by one."""
+    besides while it starts, when ZeRO-3 cuts weights; `gathering`: whole weights on their way to the engines or into a file; `bucket`:
+    those that a sync sends at once."""
 
     still: float
     scoring: float = 0.0
     training: float = 0.0
     generating: float = 0.0
     starting: float = 0.0
+    gathering: float = 0.0
+    bucket: float = 0.0
 
 
 class Training(NamedTuple):
@@ -60,7 +52,11 @@ class Training(NamedTuple):
     weight: float = 2.0
     on_host: bool = False  # the shards of the weights, between two fetches
     copies: int = 1  # ranks that share a second copy of the weights (hpZ); 1: there is none
-    sharding: Sharding = CODE
+
+    @property
+    def cut(self) -> bool:
+        """Whether weights are cut over the ranks while they are loaded. hpZ's second copy is made of whole ones (training/ranks.py)."""
+        return self.zero_stage == 3 and self.copies == 1
 
 
 def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
@@ -93,21 +89,28 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
         gradients += 2 * (count - (size.head if head else 0)) / size.layers  # those of a layer wait for its last
     step = 4 * count if how.zero_stage == 0 and not how.adapters else 0.0
     scoring, training = read(size, scoring_tokens, head).scoring, max(gradients + how.tokens * kept + logits, step)
-    starting = min(FETCHED, how.weight * count) if how.zero_stage == 3 else 0.0
-    return Held(CONTEXT + weights + state, fetched + scoring, fetched + training, starting=starting)
+    whole = how.weight * count
+    starting = min(FETCHED, whole) if how.cut else max(0.0, whole - weights - state)  # Adam's state is made after the cut
+    gathering = group_bytes(size) if how.zero_stage == 3 else 0.0
+    return Held(CONTEXT + weights + state, fetched + scoring, fetched + training, starting=starting, gathering=gathering)
 
 
-def loaded(size: Size, head: bool, weight: float, ranks: int = 1) -> float:
-    """Bytes that a process must find on its GPU while it loads a model: all of it, or under ZeRO-3 its share over `ranks`, and weights that
-    are still whole."""
+def loaded(size: Size, head: bool, weight: float, ranks: int = 1, on_host: bool = False) -> float:
+    """Bytes that a process must find on its GPU while it loads a model: all of it, or under ZeRO-3 its share over `ranks` (`on_host`: in
+    host memory), and weights that are still whole."""
     count = weight * (size.parameters - (0 if head else size.head))
-    return CONTEXT + count / ranks + (min(FETCHED, count) if ranks > 1 else 0.0)
+    return CONTEXT + (0.0 if on_host else count / ranks) + (min(FETCHED, count) if ranks > 1 or on_host else 0.0)
 
 
 def largest_layer(size: Size) -> float:
     """Parameters of a layer, or of the embeddings where these are more."""
     embeddings = size.vocabulary * size.hidden
     return max(embeddings, (size.parameters - embeddings - size.head) / size.layers)
+
+
+def group_bytes(size: Size) -> float:
+    """Bytes of the weights of a checkpoint that exist whole at once, in bf16, while they are sent to engines or written to a file."""
+    return min(2 * size.parameters, GROUP + 2 * largest_layer(size))
 
 
 def read(size: Size, tokens: int, head: bool, offload: bool = False, ranks: int = 1) -> Held:
@@ -128,35 +131,22 @@ def engine_needs(size: Size, tensor_parallel_size: int) -> float:
     return 2 * size.parameters / tensor_parallel_size + 3 * GIB
 
 
-def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float, sharding: Sharding = CODE) -> dict[str, Held]:
+def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str, Held]:
     """What each process of each group holds. `sizes` gives the model of each group of models."""
     a_pass = config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest
     held: dict[str, Held] = {}
     for name, ranks in config.groups.items():
         head, scoring = name in ("actor", "reference"), on_rank(a_pass, config.sharing_of(name))
         if name in ("actor", "critic"):
-            assert config.zero_stage != "auto", "decided before (zero_stage.py)"
-            training = recipe_pass(config, ranks.world_size)
-            how = Training(
-                ranks=ranks.world_size,
-                zero_stage=config.zero_stage,
-                recomputed=training.recomputed,
-                tokens=on_rank(training.tokens, config.sequence_parallel_size),
-                offload=name in config.adam_offload,
-                adapters=config.lora is not None,
-                gpu_bytes=gpu_bytes,
-                weight=bytes_of_weights(config.lora),
-                on_host=name in config.param_offload,
-                copies=copies(config, ranks),
-                sharding=sharding,
-            )
-            held[name] = trained(sizes[name], how, head, scoring)
+            found = trained(sizes[name], training_of_role(config, name, gpu_bytes), head, scoring)
+            held[name] = found._replace(bucket=BUCKET) if name == "actor" else found._replace(gathering=0.0)
         else:
-            shared = config.ref_reward_shard or sharding.frozen
-            held[name] = read(sizes[name], scoring, head, config.ref_reward_offload, ranks.world_size if shared else 1)
+            over = ranks.world_size if config.ref_reward_shard else 1
+            held[name] = read(sizes[name], scoring, head, config.ref_reward_offload, over)
     awake = config.vllm.gpu_memory_utilization * gpu_bytes
-    held["sampler"] = Held(1.0 * GIB, generating=awake) if config.vllm.sleep else Held(CONTEXT + awake)
-    return held
+    bucket = max(BUCKET, 2 * sizes["actor"].vocabulary * sizes["actor"].hidden)  # a larger weight is a bucket of its own
+    engine = Held(1.0 * GIB, generating=awake) if config.vllm.sleep else Held(CONTEXT + awake)
+    return held | {"sampler": engine._replace(bucket=bucket)}
 
 
 def copies(config: Optimised, ranks: Ranks) -> int:
@@ -164,48 +154,98 @@ def copies(config: Optimised, ranks: Ranks) -> int:
     return ranks.num_ranks_per_node if config.zero_hpz and ranks.num_nodes > 1 else 1
 
 
-def training_of(config: Trainable, zero_stage: int, gpu_bytes: float, what: Pass | None = None, sharding: Sharding = CODE) -> Training:
+def training_of_role(config: PPO, role: str, gpu_bytes: float) -> Training:
+    """What decides the memory of PPO's actor or critic. The ZeRO stage must be decided (zero_stage.py)."""
+    assert config.zero_stage != "auto"
+    ranks = config.groups[role]
+    tokens, recomputed = recipe_pass(config, ranks.world_size)
+    return _training(config, role, ranks, config.zero_stage, gpu_bytes, Pass(tokens, recomputed))
+
+
+def training_of(config: Trainable, zero_stage: int, gpu_bytes: float, what: Pass | None = None) -> Training:
     """What decides the memory of a training stage, with passes as the recipe has them or others."""
-    tokens, recomputed = what or recipe_pass(config, config.ranks.world_size)
+    return _training(config, "model", config.ranks, zero_stage, gpu_bytes, what or recipe_pass(config, config.ranks.world_size))
+
+
+def _training(config: Optimised, role: str, ranks: Ranks, zero_stage: int, gpu_bytes: float, what: Pass) -> Training:
     return Training(
-        ranks=config.ranks.world_size,
+        ranks=ranks.world_size,
         zero_stage=zero_stage,
-        recomputed=recomputed,
-        tokens=on_rank(tokens, config.sequence_parallel_size),
-        offload=config.adam_offload,
+        recomputed=what.recomputed,
+        tokens=on_rank(what.tokens, config.sequence_parallel_size),
+        offload=role in config.offloaded("adam"),
         adapters=config.lora is not None,
         gpu_bytes=gpu_bytes,
         weight=bytes_of_weights(config.lora),
-        on_host=config.param_offload,
-        copies=copies(config, config.ranks),
-        sharding=sharding,
+        on_host=role in config.offloaded("param"),
+        copies=copies(config, ranks),
     )
 
 
-def gpu_peaks(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:
-    """Peak bytes of each kind of GPU: `GPU 0` of the groups on it. Groups with less than a whole GPU share some."""
+def sharing(layout: Layout) -> dict[str, list[str]]:
+    """The groups on each GPU. Groups with less than a whole GPU share some."""
     on: dict[str, list[str]] = {}
     for name, places in layout.gpus().items():
         for place in places:
             on.setdefault(place, []).append(name)
+    return dict(sorted(on.items()))
+
+
+def gpu_peaks(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:
+    """Peak bytes of each kind of GPU: `GPU 0` of the groups on it."""
     return {
-        place: (names, peak([held[name] for name in names], config.vllm.sleep, config.colocate_all)) for place, names in sorted(on.items())
+        place: (names, peak([held[name] for name in names], config.vllm.sleep, config.colocate_all))
+        for place, names in sharing(layout).items()
     }
 
 
 def peak(processes: list[Held], released: bool, in_turn: bool = False) -> float:
-    """With `released` memory goes from phase to phase, and `in_turn` from one that trains to the next; else each process keeps what its
-    largest phase took. All start side by side, with engines awake."""
-    starting = sum(process.still + process.starting + process.generating for process in processes)
+    """Bytes of the fullest phase of a GPU (`gpu_phases`)."""
+    return max(gpu_phases(processes, released, in_turn).values())
+
+
+def gpu_phases(processes: list[Held], released: bool, in_turn: bool = False) -> dict[str, float]:
+    """Bytes of a GPU with these processes, by phase. With `released` memory goes from phase to phase, and `in_turn` from one that trains to
+    the next; else each process keeps what its largest phase took. All start side by side, with engines awake."""
+    still, scoring, generating, starting, gathering, bucket = (
+        sum(getattr(process, name) for process in processes)
+        for name in ("still", "scoring", "generating", "starting", "gathering", "bucket")
+    )
+    load = {"load": still + starting + generating}
+    needed = {
+        "generate": generating,
+        "score": scoring,
+        "train": (max if in_turn else sum)(process.training for process in processes),
+        "gather": gathering,
+        "sync": generating + gathering + bucket,
+        "export": gathering,
+        "save": 0.0,
+    }
     if not released:
-        return max(starting, sum(process.still + max(process.scoring, process.training, process.generating) for process in processes))
-    still, scoring, generating = (sum(getattr(process, phase) for process in processes) for phase in ("still", "scoring", "generating"))
-    training = (max if in_turn else sum)(process.training for process in processes)
-    return max(starting, still + max(scoring, training, generating))
+        syncing = [process.generating + process.gathering + process.bucket for process in processes]
+        kept = sum(max(process.scoring, process.training, most) for process, most in zip(processes, syncing, strict=True))
+        needed = dict.fromkeys(needed, kept)
+    return load | {phase: still + besides for phase, besides in needed.items()}
 
 
-def stage_peak(size: Size, how: Training, reference: bool, head: bool) -> float:
-    """Peak bytes of a GPU of SFT, reward model, DPO or KTO. `reference`: a second model scored before training, then dropped."""
+def training_phases(config: Trainable, size: Size, zero_stage: int, gpu_bytes: float, what: Pass | None = None) -> dict[str, float]:
+    """Bytes of a GPU of a training stage, by phase, with passes as the recipe has them or others.
+
+    The reference of DPO and KTO scores before the first step: the model itself, or a second one (taken to be of the same size), which under
+    ZeRO-3 is cut over the ranks too (training/ranks.py).
+    """
+    head, how = KINDS[config.stage].has_vocabulary, training_of(config, zero_stage, gpu_bytes, what)
     held = trained(size, how, head, how.tokens)
-    scored = read(size, how.tokens, head)
-    return held.still + max(held.training, held.starting, scored.still + scored.scoring if reference else 0.0)
+    score = {}
+    if "reference" in KINDS[config.stage].names and getattr(config, "loss", "") not in REFERENCE_FREE:
+        second = read(size, how.tokens, head, ranks=how.ranks if zero_stage == 3 else 1)
+        named = getattr(config, "reference", None) is not None
+        score["score"] = held.still + (second.still - CONTEXT + second.scoring if named else held.scoring)
+    return {
+        "load": held.still + held.starting,
+        **score,
+        "step": held.still + held.training,
+        "gather": held.still + held.gathering,
+        "export": held.still + held.gathering,
+        "save": held.still,
+    }

@@ -12,7 +12,7 @@ from rlhf_core.config import PPO
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.forecast.by_phase import Phase, by_phase
 from rlhf_core.forecast.hardware import Gpu, nodes_of
-from rlhf_core.forecast.memory import CODE, USABLE, Sharding, engine_needs, gpu_peaks, roles
+from rlhf_core.forecast.memory import USABLE, engine_needs, gpu_peaks, roles
 from rlhf_core.forecast.passes import alternatives, fields_of
 from rlhf_core.forecast.seconds import Range, phases, phases_as_range, shares_of_engine
 from rlhf_core.forecast.zero_stage import stage_of_ppo
@@ -42,14 +42,12 @@ class Placement(NamedTuple):
         return self.peak <= USABLE * gpu.memory and self.lacking <= 0 and self.beyond <= 0
 
 
-def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding = CODE) -> Placement:
+def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu) -> Placement:
     config = config.model_copy(update={"zero_stage": stage_of_ppo(config, sizes, gpu.memory).stage})
     layout = arrange(config.placed, config.together)
-    found = gpu_peaks(config, layout, roles(config, sizes, gpu.memory, sharding))
+    found = gpu_peaks(config, layout, roles(config, sizes, gpu.memory))
     lacking = engine_needs(sizes["actor"], config.vllm.tensor_parallel_size) - config.vllm.gpu_memory_utilization * gpu.memory
-    return Placement(
-        name, fields, max(held for _, held in found.values()), found, phases(config, layout, sizes, gpu, sharding=sharding), lacking
-    )
+    return Placement(name, fields, max(held for _, held in found.values()), found, phases(config, layout, sizes, gpu), lacking)
 
 
 class Details(NamedTuple):
@@ -59,22 +57,27 @@ class Details(NamedTuple):
     memory: dict[str, Phase]
 
 
-def details(config: PPO, placement: Placement, sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding = CODE) -> Details:
+def with_fields(config: PPO, placement: Placement) -> PPO:
+    """Returns the recipe's stage placed as one of `placements` says."""
+    return PPO.model_validate(config.model_dump() | placement.fields)
+
+
+def details(config: PPO, placement: Placement, sizes: Mapping[str, Size], gpu: Gpu) -> Details:
     """Simulates a placement of `placements` phase by phase."""
-    changed = PPO.model_validate(config.model_dump() | placement.fields)
+    changed = with_fields(config, placement)
     changed = changed.model_copy(update={"zero_stage": stage_of_ppo(changed, sizes, gpu.memory).stage})
     layout = arrange(changed.placed, changed.together)
-    return Details(phases_as_range(changed, layout, sizes, gpu, sharding), by_phase(changed, layout, sizes, gpu, sharding))
+    return Details(phases_as_range(changed, layout, sizes, gpu), by_phase(changed, layout, sizes, gpu))
 
 
-def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding = CODE) -> list[Placement]:
+def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> list[Placement]:
     """The recipe's own placement first, with other passes where those fit or are faster, then what could be had on `count` GPUs."""
     found = []
     if config.actor_ranks.gpus:
         taken = f", zero_stage {stage_of_ppo(config, sizes, gpu.memory).stage}" if config.zero_stage == "auto" else ""
         beyond = max(0.0, _gpu_count(config) - count)
-        found.append(forecast(f"as in the recipe{taken}", config, {}, sizes, gpu, sharding)._replace(beyond=beyond))
-        other = _best(_with_other_passes("the recipe's placement", config, {}, sizes, gpu, sharding), gpu)
+        found.append(forecast(f"as in the recipe{taken}", config, {}, sizes, gpu)._replace(beyond=beyond))
+        other = _best(_with_other_passes("the recipe's placement", config, {}, sizes, gpu), gpu)
         found += [other._replace(beyond=beyond)] if other.fields else []
     for name, fields in options_on(config, count, sizes["actor"], gpu).items():
         try:
@@ -83,10 +86,12 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu, sha
             continue
         if _gpu_count(changed) > count:
             continue
+        if changed.param_offload and any(placement.fits(gpu) for placement in found):
+            continue  # its seconds are not measured: where nothing else fits
         tried = []
         for share in shares_of_engine(changed, sizes["actor"], gpu) if changed.colocate_all else [0.9]:
             changed = changed.model_copy(update={"vllm": changed.vllm.model_copy(update={"gpu_memory_utilization": share})})
-            tried += _with_other_passes(name, changed, fields | {"vllm": changed.vllm.model_dump()}, sizes, gpu, sharding)
+            tried += _with_other_passes(name, changed, fields | {"vllm": changed.vllm.model_dump()}, sizes, gpu)
         found.append(_best(tried, gpu))
     return found
 
@@ -108,14 +113,12 @@ def _gpu_count(config: PPO) -> float:
     return sum(bundle.get("GPU", 0.0) for bundle in arrange(config.placed, config.together).bundles)
 
 
-def _with_other_passes(
-    name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding
-) -> list[Placement]:
+def _with_other_passes(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu) -> list[Placement]:
     """A placement with the recipe's passes, and with each of the others."""
-    found = [forecast(name, config, fields, sizes, gpu, sharding)]
+    found = [forecast(name, config, fields, sizes, gpu)]
     for other in alternatives(config)[1:]:
         passes = fields_of(other, config)
-        found.append(forecast(f"{name}; {other}", config.model_copy(update=passes), fields | passes, sizes, gpu, sharding))
+        found.append(forecast(f"{name}; {other}", config.model_copy(update=passes), fields | passes, sizes, gpu))
     return found
 
 
@@ -142,7 +145,8 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
         return {"num_nodes": nodes, "num_ranks_per_node": number // nodes, "cpus": config.actor_ranks.cpus, "gpus": 1.0}
 
     vllm = config.vllm.model_dump()
-    switches = ("colocate_all", "colocate_actor_ref", "colocate_critic_reward", "ref_reward_offload", "adam_offload")
+    colocations = ("colocate_all", "colocate_actor_ref", "colocate_critic_reward")
+    switches = (*colocations, "ref_reward_offload", "ref_reward_shard", "adam_offload", "param_offload", "zero_hpz")
     rewards = [source.model_copy(update={"ranks": None}) if isinstance(source, ModelReward) else source for source in config.reward]
     apart: dict[str, Any] = dict.fromkeys(switches, False)
     if any(source.ranks for source in config.reward_models):
@@ -166,14 +170,21 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
     most = 2 if config.lora is not None and config.lora.quantize != "none" else 3  # 4-bit weights are not cut into shards
     shards = f", ZeRO-{most}" if count > 1 else ""  # one GPU has nothing to share out
     zero_stage = most if shards else 0
-    all_offloaded = {"ref_reward_offload": True, "adam_offload": offloaded, "zero_stage": most if shards else 2}
+    least = 1 if config.deepspeed else 0  # options of DeepSpeed are not for plain torch
+    on_host = {"ref_reward_offload": True, "adam_offload": offloaded, "zero_stage": most if shards else 2}
+    in_shares = {"ref_reward_shard": True, "zero_stage": zero_stage}
     options = {
         "all together": together | {"zero_stage": 2 if shards else 0},
         f"all together{shards}, reference and reward offloaded": together | {"zero_stage": zero_stage, "ref_reward_offload": True},
-        "all together, Adam offloaded too": together | all_offloaded,
+        "all together, Adam offloaded too": together | on_host,
     }
+    if shards and config.read_only:
+        options |= {
+            f"all together{shards}, reference and reward sharded": together | in_shares,
+            "all together, reference and reward sharded, Adam offloaded": together | in_shares | {"adam_offload": offloaded},
+        }
     if shards and most == 3 and nodes_of(count, gpu) > 1:
-        options["the same with a copy of the weights on each node (zero_hpz)"] = together | all_offloaded | {"zero_hpz": True}
+        options["all together, all offloaded, a copy of the weights on each node (zero_hpz)"] = together | on_host | {"zero_hpz": True}
     judges = ["critic"] * config.has_critic + ["reward"] * bool(config.reward_models)
     actor, each = count // 2, max(1, count // 4)
     judging = each * (1 if config.has_critic else len(config.reward_models))  # without a critic reward models share no GPUs
@@ -192,4 +203,8 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
         if config.has_critic:
             offload = {"adam_offload": ["critic"], "zero_stage": most if actor > 1 else 2}
             options[f"the same, the critic's Adam offloaded ({actor} + {each} + {left})"] = split | offload
-    return options
+    if most == 3:
+        frozen = in_shares if shards and config.read_only else {"ref_reward_offload": True}
+        on_host = frozen | {"adam_offload": offloaded, "param_offload": offloaded, "zero_stage": 3}
+        options["all together, weights and Adam offloaded"] = together | on_host
+    return {name: fields | {"zero_stage": max(least, fields["zero_stage"])} for name, fields in options.items()}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO
 from rlhf_core.forecast.hardware import GIB, Gpu, gather_seconds, nodes_of
-from rlhf_core.forecast.memory import CODE, KEPT, Sharding, engine_needs
+from rlhf_core.forecast.memory import KEPT, engine_needs
 from rlhf_core.forecast.passes import Pass, as_laid
 from rlhf_core.forecast.rates import FAST, SLOW, TYPICAL, Rates
 from rlhf_core.hub.model_config import Size
@@ -47,13 +47,11 @@ class Range(NamedTuple):
     slow: dict[str, float]
 
 
-def phases_as_range(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, sharding: Sharding = CODE) -> Range:
-    return Range(*(phases(config, layout, sizes, gpu, rates, sharding) for rates in (FAST, TYPICAL, SLOW)))
+def phases_as_range(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> Range:
+    return Range(*(phases(config, layout, sizes, gpu, rates) for rates in (FAST, TYPICAL, SLOW)))
 
 
-def phases(
-    config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, rates: Rates = TYPICAL, sharding: Sharding = CODE
-) -> dict[str, float]:
+def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, rates: Rates = TYPICAL) -> dict[str, float]:
     """Seconds by phase for full-length answers: an upper bound where answers end early. Of generation that runs beside scoring and
     training, what those do not cover."""
     answers = config.rollout_batch_size * config.n_samples_per_prompt
@@ -62,7 +60,7 @@ def phases(
     scoring, training, host = {}, {}, [0.0]
     for name, group in config.groups.items():
         size, head, ranks = sizes[name], name in ("actor", "reference"), group.world_size
-        sent = sending(config, name, size, gpu, sharding)
+        sent = sending(config, name, size, gpu)
         spread = rates.exposed if nodes_of(ranks, gpu) > 1 else 0.0  # within a node the measured rates contain it
         if name != "actor" or not config.one_update:
             passes = math.ceil(tokens / ranks / (config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest))
@@ -110,17 +108,18 @@ def beside(computed: float, sent: float, exposed: float) -> float:
     return max(computed, sent) + exposed * min(computed, sent)
 
 
-def sending(config: PPO, role: str, size: Size, gpu: Gpu, sharding: Sharding = CODE) -> Sending:
+def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
     """What is sent for a role, in bf16. ZeRO-3 gathers weights for each pass, and again for its backward half unless they are kept (of hpZ
     from the same node), and reduces gradients; stages 1 and 2 reduce them and gather weights once a step (2: reduce for each pass).
     Adapters have hardly any gradients. With weights in host memory each fetch reads the rank's shard over the link to the host; frozen
-    models with `ref_reward_offload` are read whole, once."""
+    models with `ref_reward_offload` are read whole, once, and with `ref_reward_shard` gathered for each pass."""
     ranks = config.groups[role].world_size
     weights = 2 * (size.parameters - (0 if role in ("actor", "reference") else size.head))
     whole = gather_seconds(weights, ranks, gpu)
     if role not in ("actor", "critic"):
-        read = weights / gpu.host if config.ref_reward_offload else 0.0
-        return Sending(scoring=whole + read / ranks) if sharding.frozen or config.ref_reward_shard else Sending(once=read)
+        if config.ref_reward_shard:
+            return Sending(scoring=whole)
+        return Sending(once=weights / gpu.host if config.ref_reward_offload else 0.0)
     reduced = 0.0 if config.lora is not None else whole
     if config.zero_stage == 3:
         read = weights / ranks / gpu.host if role in config.param_offload else 0.0

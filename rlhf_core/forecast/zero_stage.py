@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import KINDS, PPO, Optimised, Ranks, Trainable
+from rlhf_core.config import KINDS, PPO, Optimised, Trainable
 from rlhf_core.forecast.hardware import GIB
-from rlhf_core.forecast.memory import USABLE, Held, bytes_of_weights, engine_needs, gpu_peaks, loaded, roles, stage_peak, training_of
+from rlhf_core.forecast.memory import USABLE, Held, bytes_of_weights, copies, engine_needs, gpu_peaks, loaded, roles, training_phases
 from rlhf_core.forecast.passes import Pass
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import Size, size_of
@@ -52,6 +52,18 @@ def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, gpu_bytes: float
     return _choose(config, alone, sizes, lambda known, stage: peak_of_ppo(config, known, stage, gpu_bytes), gpu_bytes)
 
 
+def stage_of_state(config: Optimised, kept: int) -> Chosen:
+    """The ZeRO stage of a resume state, and which fields of the recipe do nothing under it."""
+    wanted = (
+        ("adam_offload", config.offloaded("adam"), 1),
+        ("param_offload", config.offloaded("param"), 3),
+        ("zero_hpz", config.zero_hpz, 3),
+    )
+    ignored = [name for name, on, least in wanted if on and kept < least]
+    later = f", so {' and '.join(ignored)} {'count' if ignored[1:] else 'counts'} from the next start without one" if ignored else ""
+    return Chosen(kept, f"as its resume state{later}")
+
+
 def peak_of_ppo(config: PPO, sizes: Mapping[str, Size], stage: int, gpu_bytes: float) -> float:
     """Bytes of the fullest GPU of actor and critic under a ZeRO stage, with all that shares it."""
     held = roles(config.model_copy(update={"zero_stage": stage}), sizes, gpu_bytes)
@@ -67,8 +79,7 @@ def stage_of_training(config: Trainable, size: Size | None, gpu_bytes: float) ->
 
 def peak_of_training(config: Trainable, size: Size, stage: int, gpu_bytes: float, what: Pass | None = None) -> float:
     """Bytes of a GPU of a training stage under a ZeRO stage, with passes as the recipe has them or others."""
-    how = training_of(config, stage, gpu_bytes, what)
-    return stage_peak(size, how, "reference" in KINDS[config.stage].names, KINDS[config.stage].has_vocabulary)
+    return max(training_phases(config, size, stage, gpu_bytes, what).values())
 
 
 def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
@@ -76,14 +87,14 @@ def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
     `auto` with the ZeRO stage that takes the least."""
     quantized = config.lora is not None and config.lora.quantize != "none"
     weight = 4.0 if config.dtype == "float32" and not quantized else bytes_of_weights(config.lora)
-    head = KINDS[config.stage].has_vocabulary
-    ranks = {role: group.world_size if config.zero_stage in (3, "auto") and not quantized else 1 for role, group in _ranks(config).items()}
-    return {role: loaded(size, role != "critic" and head, weight, ranks.get(role, ranks[""])) for role, size in sizes.items()}
-
-
-def _ranks(config: Optimised) -> dict[str, Ranks]:
-    """The ranks of each role that is trained; `""`: of a stage of one model."""
-    return {"": config.actor_ranks, **config.groups} if isinstance(config, PPO) else {"": next(iter(config.trained_ranks.values()))}
+    found = {}
+    for role, size in sizes.items():
+        group = config.groups[role] if isinstance(config, PPO) else next(iter(config.trained_ranks.values()))
+        cut = config.zero_stage in (3, "auto") and not quantized and copies(config, group) == 1
+        on_host = cut and (role if isinstance(config, PPO) else "model") in config.offloaded("param")
+        head = role != "critic" and KINDS[config.stage].has_vocabulary
+        found[role] = loaded(size, head, weight, group.world_size if cut else 1, on_host)
+    return found
 
 
 def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str], float]]:
@@ -145,8 +156,9 @@ def _choose(config: Optimised, alone: bool, known: T | None, peak: Callable[[T, 
         return Chosen(config.zero_stage, "as the recipe says")
     if alone:
         return Chosen(0, "one rank has nothing to share out")
-    if config.offloaded("param"):
-        return Chosen(3, "param_offload is for weights that are sharded")
+    sharded = [name for name, wanted in (("param_offload", config.offloaded("param")), ("zero_hpz", config.zero_hpz)) if wanted]
+    if sharded:
+        return Chosen(3, f"{sharded[0]} is for weights that are sharded")
     # What Adam on the host leaves on the GPU is known of stages 2 and 3.
     stages = (2, 3) if config.offloaded("adam") else (1, 2, 3)
     quantized = config.lora is not None and config.lora.quantize != "none"  # 4-bit weights are not cut into shards

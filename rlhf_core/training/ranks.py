@@ -14,7 +14,7 @@ from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment
 from rlhf_core.config import KINDS, Lora, Optimised, Ranks, Trainable
 from rlhf_core.data.report import JSON
 from rlhf_core.forecast.memory import copies
-from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_training, require_start, size_at, stage_of_training, starts
+from rlhf_core.forecast.zero_stage import doubt, peak_of_training, require_start, size_at, stage_of_state, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import split_attention
@@ -66,7 +66,7 @@ def with_zero_stage(request: StageRequest, run: RunDir, config: Trainable, gpu_b
     Raises MachineLacks when such a GPU cannot hold what is loaded onto it."""
     if config.zero_stage == "auto":
         kept = resume_state.kept_zero_stage(run, layout_of(config))
-        chosen = Chosen(kept, "as its resume state") if kept is not None else stage_of_training(config, _size(request, config), gpu_bytes)
+        chosen = stage_of_training(config, _size(request, config), gpu_bytes) if kept is None else stage_of_state(config, kept)
         print(chosen, flush=True)
         config = config.model_copy(update={"zero_stage": chosen.stage})
     _doubt(request, config, gpu_bytes)

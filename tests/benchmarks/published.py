@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 
 from rlhf_core.config import PPO
 from rlhf_core.forecast.hardware import GIB, GPUS, Gpu, on_nodes
-from rlhf_core.forecast.memory import CODE, Sharding
 from rlhf_core.forecast.placements import Placement, choose, details, placements
 from rlhf_core.hub.model_config import Size, size_of_config
 from tests.benchmarks.calibrate import PAGE, placed_in
 
-ALL = Sharding(load=True, frozen=True, export=True)
 LLAMA = {"model_type": "llama", "vocab_size": 32000}
 SHAPES: dict[str, dict[str, Any]] = {
     "7B": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008},
@@ -77,49 +75,45 @@ class Simulated(NamedTuple):
     chosen: Placement | None
 
 
-def simulate(case: Case, sharding: Sharding) -> Simulated:
+def simulate(case: Case) -> Simulated:
     gpu, config = on_nodes(GPUS[case.kind], case.gpus, case.nodes, case.network * 1e9), recipe()
     sizes = dict.fromkeys(config.groups, size_of_config(LLAMA | SHAPES[case.model]))
-    found = placements(config, case.gpus, sizes, gpu, sharding)
+    found = placements(config, case.gpus, sizes, gpu)
     return Simulated(config, sizes, gpu, found, choose(found, gpu))
 
 
-def cell(case: Case, sharding: Sharding) -> str:
+def cell(case: Case) -> str:
     """The chosen placement in words: seconds and their range, by phase, the fullest GPU and the host."""
-    config, sizes, gpu, found, chosen = simulate(case, sharding)
+    config, sizes, gpu, found, chosen = simulate(case)
     if chosen is None:
         return f"does not fit: {min(placement.peak for placement in found) / GIB:.0f} GiB at least"
-    (fast, typical, slow), memory = details(config, chosen, sizes, gpu, sharding)
+    (fast, typical, slow), memory = details(config, chosen, sizes, gpu)
     phases = ", ".join(f"{name} {seconds:.0f}" for name, seconds in typical.items() if name in ("generate", "score", "train"))
     peak = max(memory, key=lambda phase: memory[phase].gpu)
     host = max(each.host for each in memory.values()) / GIB
-    told = f"{sum(typical.values()):.0f} s ({sum(fast.values()):.0f} to {sum(slow.values()):.0f}): {phases}"
-    return f"{told}; {memory[peak].gpu / GIB:.0f} GiB ({peak}), host {host:,.0f} GiB; {chosen.name}"
+    spent = f"{sum(typical.values()):.0f} s ({sum(fast.values()):.0f} to {sum(slow.values()):.0f}): {phases}"
+    return f"{spent}; {memory[peak].gpu / GIB:.0f} GiB ({peak}), host {host:,.0f} GiB; {chosen.name}"
 
 
 def by_phase_table(case: Case) -> str:
-    """Each phase of the placement that is chosen where everything is in shares."""
-    config, sizes, gpu, _, chosen = simulate(case, ALL)
+    """Each phase of the placement that is chosen."""
+    config, sizes, gpu, _, chosen = simulate(case)
     assert chosen is not None, "it fits"
-    (_, today), (seconds, shared) = (details(config, chosen, sizes, gpu, sharding) for sharding in (CODE, ALL))
-    rows = [
-        "| phase | s | GPU, as the code is | GPU, in shares | host of a node, as the code is | host, in shares |",
-        "|---|---|---|---|---|---|",
-    ]
-    for phase in dict.fromkeys([*today, *seconds.typical]):
+    seconds, memory = details(config, chosen, sizes, gpu)
+    rows = ["| phase | s | GPU | host of a node |", "|---|---|---|---|"]
+    for phase in dict.fromkeys([*memory, *seconds.typical]):
         spent = f"{seconds.typical[phase]:.1f} ({seconds.fast[phase]:.1f} to {seconds.slow[phase]:.1f})" if phase in seconds.typical else ""
-        held = [f"{each[phase].gpu / GIB:.0f}" if phase in each else "" for each in (today, shared)]
-        held += [f"{each[phase].host / GIB:,.0f}" if phase in each else "" for each in (today, shared)]
+        held = [f"{size / GIB:,.0f}" for size in memory[phase]] if phase in memory else ["", ""]
         rows.append(f"| {phase} | {spent} | {' | '.join(held)} |")
     return "\n".join(rows)
 
 
 def table() -> str:
-    rows = ["| models | GPUs | published, s | as the code is | with loads, frozen models and exports in shares |", "|---|---|---|---|---|"]
+    rows = ["| models | GPUs | published, s | `plan` |", "|---|---|---|---|"]
     for case in CASES:
         where = f"{case.gpus} {case.kind.upper()}, {case.nodes} nodes, {case.network:g} GB/s"
-        told = "" if case.published is None else f"{case.published:,}"
-        rows.append(f"| 4 x {case.model} | {where} | {told} | {cell(case, CODE)} | {cell(case, ALL)} |")
+        published = "" if case.published is None else f"{case.published:,}"
+        rows.append(f"| 4 x {case.model} | {where} | {published} | {cell(case)} |")
     return "\n".join(rows)
 
 

@@ -13,7 +13,7 @@ from rlhf_core.cluster.worker import RankReady
 from rlhf_core.cluster.worker_group import Group, Pending
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import EnvironmentReward, FunctionReward, HttpReward, NoReward
-from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, starts_of_ppo
+from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, stage_of_state, starts_of_ppo
 from rlhf_core.rewards.clients import Clients, client_of
 from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rollout.sampler_role import SamplerRole
@@ -127,8 +127,7 @@ def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Gr
             if needed > gpu_bytes:  # else no other group is asked
                 require_start(names, needed, min(groups[name].gpu_bytes(config.timeout) for name in names))
     if config.zero_stage == "auto" and resumed_zero_stage is not None:
-        ignored = ", so adam_offload counts from the next start without one" if resumed_zero_stage == 0 and config.adam_offload else ""
-        chosen = Chosen(resumed_zero_stage, f"as its resume state{ignored}")
+        chosen = stage_of_state(config, resumed_zero_stage)
     else:
         chosen = stage_of_ppo(config, sizes, gpu_bytes)
     print(f"actor{' and critic' if config.has_critic else ''}: {chosen}", flush=True)

@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import PPO, SFT, Lora, Ranks
+from rlhf_core.config import DPO, KTO, PPO, SFT, Lora, Ranks
 from rlhf_core.forecast.by_phase import DIRECT, PROCESS, Phase, by_phase, training_by_phase
-from rlhf_core.forecast.hardware import GIB, GPUS, on_nodes
-from rlhf_core.forecast.memory import CODE, CONTEXT, FETCHED, Sharding, gpu_peaks, largest_layer, roles
-from rlhf_core.forecast.zero_stage import peak_of_training
+from rlhf_core.forecast.hardware import GPUS, on_nodes
+from rlhf_core.forecast.memory import BUCKET, CONTEXT, FETCHED, GROUP, gpu_peaks, largest_layer, peak, roles, training_phases
+from rlhf_core.forecast.zero_stage import peak_of_training, stage_of_training, starts
 from rlhf_core.hub.model_config import size_of_config
-from tests.benchmarks.published import ALL, LLAMA, ROLES, SHAPES, recipe
+from tests.benchmarks.published import LLAMA, ROLES, SHAPES, recipe
 from tests.support.measured import ALL_RESIDENT, H100, H200, IN_TURN, LARGE_MODEL, ONE_IN_TORCH, SMALL_MODEL, SPLIT, TWO_APART
 
 BIG = size_of_config(LLAMA | SHAPES["70B"])
 NODES = on_nodes(GPUS["h100"], 64, 8, 50e9)
 
 
-def phases_of(config: PPO, size: Any, gpu: Any, sharding: Sharding = CODE) -> dict[str, Phase]:
-    return by_phase(config, arrange(config.placed, config.together), dict.fromkeys(config.groups, size), gpu, sharding)
+def phases_of(config: PPO, size: Any, gpu: Any) -> dict[str, Phase]:
+    return by_phase(config, arrange(config.placed, config.together), dict.fromkeys(config.groups, size), gpu)
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,8 @@ def phases_of(config: PPO, size: Any, gpu: Any, sharding: Sharding = CODE) -> di
 def test_the_fullest_phase_is_the_peak_that_placements_are_judged_by(config: PPO, size: Any) -> None:
     found = phases_of(config, size, H200)
     held = roles(config, dict.fromkeys(config.groups, size), H200.memory)
-    peak = max(needed for _, needed in gpu_peaks(config, arrange(config.placed, config.together), held).values())
-    computing = max(found[phase].gpu for phase in ("load", "generate", "score", "train"))
-    assert computing == pytest.approx(peak)
+    fullest = max(needed for _, needed in gpu_peaks(config, arrange(config.placed, config.together), held).values())
+    assert max(phase.gpu for phase in found.values()) == pytest.approx(fullest)
     assert list(found) == ["start-up", "load", "generate", "score", "train", "gather", "sync", "export", "save"]
 
 
@@ -56,12 +55,26 @@ def test_frozen_models_and_exports_in_shares() -> None:
     assert whole["score"].gpu - shared["score"].gpu > 0.9 * 2 * (2 * BIG.parameters - BIG.head) * 63 / 64 - 8 * largest_layer(BIG)
     assert whole["load"].host - shared["load"].host > 7 * 2 * (2 * BIG.parameters - BIG.head) * 63 / 64
     for found in (whole, shared):
-        assert found["export"].host - found["score"].host == GIB, "a group of weights at a time"
+        assert found["export"].host - found["score"].host == pytest.approx(GROUP + 2 * largest_layer(BIG)), "a group of whole layers"
+
+
+def test_weights_on_their_way_to_engines_count_where_they_make_the_fullest_phase() -> None:
+    """Engines that take most of a GPU, and a model that is small besides: the sync decides whether it fits."""
+    config = large(ref_reward_shard=True, adam_offload=True, param_offload=True, micro_train_tokens=2048)
+    found = phases_of(config, BIG, NODES)
+    engine = 0.6 * NODES.memory
+    parts = GROUP + 2 * largest_layer(BIG) + 2 * max(BUCKET, 2 * BIG.vocabulary * BIG.hidden)
+    assert found["sync"].gpu - found["save"].gpu == pytest.approx(engine + parts)
+    assert found["sync"].gpu > max(found[phase].gpu for phase in ("generate", "score", "train"))
+    without_load = {phase: held.gpu for phase, held in found.items() if phase != "load"}
+    held = roles(config, dict.fromkeys(config.groups, BIG), NODES.memory)
+    quick = [process._replace(starting=0.0) for process in held.values()]
+    assert peak(quick, released=True, in_turn=True) == pytest.approx(max(without_load.values())) == pytest.approx(found["sync"].gpu)
 
 
 def test_adam_and_weights_on_the_host_move_from_the_gpu_to_it() -> None:
     plain, adam, both = (
-        phases_of(large(**fields), BIG, NODES, ALL)
+        phases_of(large(ref_reward_shard=True, **fields), BIG, NODES)
         for fields in ({}, {"adam_offload": True}, {"adam_offload": True, "param_offload": True})
     )
     assert adam["train"].gpu < plain["train"].gpu and both["train"].gpu < adam["train"].gpu
@@ -72,18 +85,39 @@ def test_adam_and_weights_on_the_host_move_from_the_gpu_to_it() -> None:
 
 
 def test_a_copy_on_each_node_takes_an_eighth_of_the_weights() -> None:
-    plain, copied = (phases_of(large(zero_hpz=hpz), BIG, NODES, ALL)["train"].gpu for hpz in (False, True))
+    plain, copied = (phases_of(large(zero_hpz=hpz), BIG, NODES)["train"].gpu for hpz in (False, True))
     assert copied - plain == pytest.approx(2 * (2 * BIG.parameters - BIG.head) / 8)
 
 
-def test_a_training_stage_tells_its_phases() -> None:
-    def sft(**fields: Any) -> SFT:
-        return SFT.model_validate(
-            {"data": {"sources": "rows.jsonl"}, "dtype": "bfloat16", "ranks": Ranks(num_ranks_per_node=8, gpus=1), **fields}
-        )
+def test_a_copy_on_each_node_is_made_of_a_model_that_every_rank_loads_whole() -> None:
+    plain, copied = (phases_of(large(zero_hpz=hpz, ref_reward_shard=True), BIG, NODES)["load"] for hpz in (False, True))
+    trained = 2 * (2 * BIG.parameters - BIG.head)
+    assert copied.gpu > trained > 2 * plain.gpu
+    assert copied.host - plain.host > 7 * trained, "8 ranks of a node, with the model each"
+    sizes = dict.fromkeys(large().groups, BIG)
+    whole, share = (starts(large(zero_hpz=hpz), sizes)["actor"] for hpz in (True, False))
+    assert whole == CONTEXT + 2 * BIG.parameters > 10 * share
+    ranks = Ranks(num_nodes=8, num_ranks_per_node=8, gpus=1)
+    assert peak_of_training(sft(ranks=ranks, zero_hpz=True, micro_train_batch_size=1), BIG, 3, NODES.memory) > 2 * BIG.parameters
+    assert stage_of_training(sft(ranks=ranks, zero_hpz=True, micro_train_batch_size=1), LARGE_MODEL, 10 * NODES.memory).stage == 3, (
+        "not the lowest that fits"
+    )
 
+
+def test_a_model_whose_weights_are_on_the_host_needs_no_gpu_that_holds_it() -> None:
+    alone = starts(sft(ranks=Ranks(gpus=1), param_offload=True), {"sft": BIG})["sft"]
+    assert alone == CONTEXT + FETCHED
+
+
+def sft(**fields: Any) -> SFT:
+    return SFT.model_validate(
+        {"data": {"sources": "rows.jsonl"}, "dtype": "bfloat16", "ranks": Ranks(num_ranks_per_node=8, gpus=1), **fields}
+    )
+
+
+def test_a_training_stage_tells_its_phases() -> None:
     found = training_by_phase(sft(), LARGE_MODEL, 3, H100)
-    assert max(found["load"].gpu, found["step"].gpu) == pytest.approx(peak_of_training(sft(), LARGE_MODEL, 3, H100.memory))
+    assert max(phase.gpu for phase in found.values()) == pytest.approx(peak_of_training(sft(), LARGE_MODEL, 3, H100.memory))
     assert found["start-up"] == Phase(CONTEXT, 8 * PROCESS)
     assert 2 * LARGE_MODEL.parameters < DIRECT * H100.memory and found["load"].host == found["step"].host, "straight onto the GPU"
     large_load = training_by_phase(sft(), BIG, 3, H100)["load"]
@@ -92,3 +126,25 @@ def test_a_training_stage_tells_its_phases() -> None:
     assert offloaded["step"].gpu < found["step"].gpu and offloaded["step"].host > found["step"].host
     adapters = training_by_phase(sft(lora=Lora()), LARGE_MODEL, 3, H100)
     assert adapters["save"].host == adapters["step"].host, "a resume state has adapters alone"
+
+
+def test_the_host_of_a_training_stage_is_that_of_the_ranks_on_a_node() -> None:
+    """The recipe says them; `--nodes` is about the GPUs of PPO's placements."""
+    ranks, on_fewer = Ranks(num_nodes=2, num_ranks_per_node=4, gpus=1), H100._replace(per_node=2)
+    assert {training_by_phase(sft(ranks=ranks), LARGE_MODEL, 3, gpu)["start-up"].host for gpu in (H100, on_fewer)} == {4 * PROCESS}
+
+
+def test_the_reference_of_dpo_is_cut_as_the_code_cuts_it() -> None:
+    ranks = Ranks(num_ranks_per_node=8, gpus=1)
+    fields: dict[str, Any] = {"data": {"sources": "rows.jsonl"}, "dtype": "bfloat16", "ranks": ranks, "micro_train_batch_size": 1}
+
+    def score(stage: int, **more: Any) -> float:
+        found = training_phases(DPO.model_validate(fields | more), LARGE_MODEL, stage, H100.memory)
+        return found["score"] - found["save"] if "score" in found else 0.0
+
+    weights = 2 * LARGE_MODEL.parameters
+    assert score(2, reference="other") - score(2) == pytest.approx(weights), "the model itself scores where none is named"
+    assert score(2, reference="other") - score(3, reference="other") == pytest.approx(weights * 7 / 8 - FETCHED)
+    assert score(3, loss="simpo") == 0.0 < score(3)
+    kto = KTO.model_validate(fields | {"reference": "other"})
+    assert training_phases(kto, LARGE_MODEL, 3, H100.memory)["score"] < training_phases(kto, LARGE_MODEL, 2, H100.memory)["score"]

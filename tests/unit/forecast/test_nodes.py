@@ -15,7 +15,7 @@ from rlhf_core.forecast.hardware import GPUS, LINK, gather_seconds, nodes_of, on
 from rlhf_core.forecast.placements import options_on
 from rlhf_core.forecast.seconds import Sending, beside, phases, phases_as_range, sending
 from rlhf_core.hub.model_config import size_of_config
-from tests.benchmarks.published import ALL, LLAMA, ROLES, SHAPES, recipe
+from tests.benchmarks.published import LLAMA, ROLES, SHAPES, recipe
 
 BIG = size_of_config(LLAMA | SHAPES["70B"])
 SEVEN = size_of_config(LLAMA | SHAPES["7B"])
@@ -62,7 +62,8 @@ def test_zero_sends_what_its_stage_says() -> None:
     frozen = on(64, ref_reward_offload=True)
     assert sending(on(64), "reference", BIG, gpu) == Sending()
     assert sending(frozen, "reference", BIG, gpu) == Sending(once=2 * BIG.parameters / gpu.host), "each rank reads it whole, once"
-    assert sending(frozen, "reference", BIG, gpu, ALL) == Sending(scoring=whole + read), "in shares: gathered for each pass"
+    shared = on(64, ref_reward_shard=True)
+    assert sending(shared, "reference", BIG, gpu) == Sending(scoring=whole), "in shares: gathered for each pass"
     adapters = sending(on(64, lora={}), "actor", BIG, gpu)
     assert adapters.training == pytest.approx(2 * whole), "no gradients of the weights"
 

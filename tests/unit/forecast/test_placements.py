@@ -15,11 +15,12 @@ from transformers import Qwen2Config
 from flows.cli.app import main
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
-from rlhf_core.forecast.hardware import GIB, Gpu
+from rlhf_core.forecast.hardware import GIB, GPUS, Gpu, on_nodes
 from rlhf_core.forecast.memory import roles
 from rlhf_core.forecast.passes import Pass, alternatives, fields_of, recipe_pass
-from rlhf_core.forecast.placements import Placement, choose, forecast, on_fewest, placements
+from rlhf_core.forecast.placements import Placement, choose, forecast, on_fewest, placements, with_fields
 from rlhf_core.hub.model_config import size_of_config
+from tests.benchmarks.published import LLAMA, ROLES, SHAPES, recipe
 from tests.support.measured import (
     ALL_FOUR,
     CHOSEN,
@@ -112,9 +113,15 @@ def test_a_model_that_no_gpu_can_load_is_said_with_its_size(tmp_path: Path, caps
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"name": "big", "base_model": str(tmp_path / "base"), "stages": stages}))
     assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "32", "--gpu", "h100"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    more = r"more ranks with zero_stage 3, GPUs with more memory, or a smaller model"
     assert re.search(r"sft: \d+\.\d GiB per GPU on 32 GPU\(s\) and a GPU has 79: with .*zero_stage: 3 it is \d\d\.\d", said)
-    assert re.search(rf"none of these fits 79 GiB, while the model is loaded each GPU takes 13\d\.\d GiB: {more}", said)
+    assert "choose all together, reference and reward sharded, Adam offloaded" in said, "what the recipe does not say is tried"
+    assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4", "--gpu", "h100"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    more = r"more ranks with zero_stage 3, GPUs with more memory, or a smaller model"
+    together = "at their start actor, critic, reference, reward:reward_model, sampler take 1[0-9][0-9].[0-9] GiB of the same GPU"
+    assert re.search(rf"none of these fits 79 GiB, {together}: {more}", said), (
+        "of the placement that needs least, not of the recipe's ranks"
+    )
 
 
 def test_what_it_says_to_write_fits_when_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +175,7 @@ def test_an_engine_whose_share_is_too_small_for_its_weights_is_not_chosen() -> N
 
 def test_on_one_gpu_plain_torch_is_proposed() -> None:
     stages = {count: [option.fields["zero_stage"] for option in options(ONE, count, SMALL_MODEL, H200)] for count in (1, 2, 3)}
-    assert stages == {1: [0, 0, 2], 2: [2, 3, 3], 3: [2, 3, 3, 0, 2]}, "with Adam on the host DeepSpeed is needed"
+    assert stages == {1: [0, 0, 2], 2: [2, 3, 3, 3, 3], 3: [2, 3, 3, 3, 3, 0, 2]}, "with Adam on the host DeepSpeed is needed"
 
 
 def test_what_ran_on_a_smaller_gpu_is_what_is_chosen_for_it() -> None:
@@ -298,5 +305,52 @@ def test_documents_that_are_too_long_for_a_gpu_are_split_over_several(tmp_path: 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"name": "long", "base_model": str(tmp_path / "base"), "stages": stages}))
     assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4", "--gpu", "h100"]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"alone: .* a GPU has 79: no pass is short enough: a larger sequence_parallel_size, more ranks, lora, or", said)
+    tries = "a larger sequence_parallel_size, adam_offload, param_offload, more ranks, lora or a smaller model"
+    assert re.search(rf"alone: .* a GPU has 79: no pass is short enough: {tries}\n", said)
     assert re.search(r"split: \d\d\.\d GiB per GPU on 4 GPU\(s\), zero_stage \d\n", said)
+
+
+def test_what_takes_less_memory_is_named_unless_the_recipe_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base").mkdir()
+    shape = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+    Qwen2Config(**shape, **LARGE).save_pretrained(tmp_path / "base")
+    on = {"num_nodes": 2, "num_ranks_per_node": 2, "gpus": 1}
+    common = {"dtype": "bfloat16", "stage": "sft", "data": {"sources": "a.jsonl"}, "ranks": on, "max_len": 65536, "train_batch_size": 4}
+    more = {"plain": {}, "hpz": {"zero_hpz": True, "adam_offload": True}, "lora": {"lora": {}, "param_offload": True}}
+    stages = {name: common | {"micro_train_batch_size": 1} | fields for name, fields in more.items()}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"name": "long", "base_model": str(tmp_path / "base"), "stages": stages}))
+    assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4", "--gpu-memory", "24"]) == 0
+    said = dict(re.findall(r"(\w+): [\d.]+ GiB per GPU .*no pass is short enough: (.*)", capsys.readouterr().out))
+    split = "a larger sequence_parallel_size, "
+    assert said == {
+        "plain": f"{split}adam_offload, param_offload, more ranks, lora or a smaller model",
+        "hpz": f"{split}no zero_hpz, param_offload, more ranks, lora or a smaller model",
+        "lora": f"{split}more ranks or a smaller model",
+    }
+
+
+@pytest.mark.parametrize("fields", [{"ref_reward_shard": True}, {"zero_hpz": True}, {"param_offload": True}, {"adam_offload": True}])
+def test_switches_of_a_recipe_hide_no_placement(fields: dict[str, Any]) -> None:
+    plain = PPO.model_validate(recipe().model_dump() | {name: {"num_nodes": 2, "gpus": 1} for name in ROLES})
+    switched = PPO.model_validate(plain.model_dump() | fields)
+    gpu, size = on_nodes(GPUS["h100"], 16, 2, None), size_of_config(LLAMA | SHAPES["7B"])
+    names = [[found.name.partition(";")[0] for found in options(config, 16, size, gpu)] for config in (plain, switched)]
+    assert names[0] == names[1] and len(names[0]) == 8
+    assert all(found.fields["param_offload"] is False for found in options(switched, 16, size, gpu)), "slower, and all fits without"
+
+
+def test_weights_in_host_memory_are_tried_where_nothing_else_fits() -> None:
+    size, last = size_of_config(LLAMA | SHAPES["13B"]), "all together, weights and Adam offloaded"
+    for memory, alone in ((100, False), (80, True)):
+        gpu = Gpu(memory=memory * GIB)
+        found = placements(ALL_FOUR, 4, sizes(ALL_FOUR, size), gpu)
+        chosen = choose(found, gpu)
+        assert chosen is not None and chosen.name.startswith(last) is alone
+        assert any(placement.name.startswith(last) for placement in found) is alone
+        changed = with_fields(ALL_FOUR, chosen)
+        assert changed.param_offload == (("actor", "critic") if alone else ()) and changed.zero_stage == 3
+
+
+def test_options_of_deepspeed_are_not_put_into_plain_torch() -> None:
+    block = ONE.model_copy(update={"deepspeed": {"wall_clock_breakdown": True}, "zero_stage": 2})
+    assert [found.fields["zero_stage"] for found in options(block, 1, SMALL_MODEL, H200)] == [1, 1, 2]

@@ -24,6 +24,7 @@ from rlhf_core.forecast.zero_stage import (
     require_start,
     size_at,
     stage_of_ppo,
+    stage_of_state,
     stage_of_training,
     starts,
     starts_of_ppo,
@@ -282,6 +283,10 @@ def test_ppo_reads_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path
     assert zero_stage_of(config, paths, groups, None).stage == 1
     assert zero_stage_of(config, paths, groups, 3) == Chosen(3, "as its resume state")
     assert zero_stage_of(config, paths, groups, 0) == Chosen(0, "as its resume state")
+    assert str(stage_of_state(ppo(adam_offload=True, param_offload=True), 1)).endswith(
+        "as its resume state, so param_offload counts from the next start without one"
+    )
+    assert stage_of_state(ppo(adam_offload=True, param_offload=True), 0).why.count("adam_offload and param_offload count from") == 1
     assert zero_stage_of(ppo(zero_stage=2), paths, groups, 3).stage == 2
     capsys.readouterr()
     assert zero_stage_of(config, paths, groups, None).stage == 1
@@ -378,6 +383,11 @@ def test_what_plain_torch_lacks_is_trained_by_deepspeed_on_one_rank_too() -> Non
     assert stage_of_training(alone.model_copy(update={"adam_offload": True}), LARGE, 80 * GIB).stage in (2, 3)
     on_host = stage_of_training(alone.model_copy(update={"param_offload": True}), LARGE, 80 * GIB)
     assert on_host == (3, "param_offload is for weights that are sharded")
+    nodes = sft(ranks=Ranks(num_nodes=2, num_ranks_per_node=2, gpus=1), zero_hpz=True)
+    assert stage_of_training(nodes, BIG, 1000 * GIB) == (3, "zero_hpz is for weights that are sharded")
+    assert stage_of_training(nodes.model_copy(update={"zero_hpz": False}), BIG, 1000 * GIB).stage == 1
+    two = dict.fromkeys(("actor_ranks", "critic_ranks"), nodes.ranks)
+    assert stage_of_ppo(ppo(**two, zero_hpz=True), sizes(ppo()), 1000 * GIB).stage == 3
     block = alone.model_copy(update={"deepspeed": {"wall_clock_breakdown": True}})
     assert block.needs_deepspeed and stage_of_training(block, None, 0).stage == 3
     assert layout_of_training(block)["zero_stage"] == "auto" and layout_of_training(alone)["zero_stage"] == 0
