@@ -23,7 +23,6 @@ from rlhf_core.forecast.hardware import GIB, Gpu
 from rlhf_core.forecast.memory import Held, Training, gpu_peaks, peak, read, roles, trained
 from rlhf_core.forecast.passes import Pass
 from rlhf_core.forecast.placements import forecast
-from rlhf_core.forecast.rates import FAST, SLOW
 from rlhf_core.forecast.seconds import phases, phases_as_range, seconds_of_pass
 from rlhf_core.hub.model_config import size_of, size_of_config
 from tests.support.measured import (
@@ -112,15 +111,23 @@ def test_peak_memory_is_estimated_within_15_percent(config: PPO, size: Any, gpu:
 
 @pytest.mark.parametrize(("config", "size", "gpu", "measured"), CALIBRATION)
 def test_runs_that_rates_are_taken_from_are_within_the_range(config: PPO, size: Any, gpu: Gpu, measured: dict[str, float]) -> None:
+    """Rates have three digits. Of Adam's steps on the host, and of engines that sleep, no rate is taken from these runs."""
     found = phases_as_range(config, arrange(config.placed, config.together), sizes(config, size), gpu)
+    others = {"sleep and wake"} | ({"train"} if config.adam_offload else set())
     for phase, seconds in measured.items():
-        assert 0.93 * found.fast[phase] <= seconds <= 1.07 * found.slow[phase], phase
+        if phase in others:
+            assert found.typical[phase] == pytest.approx(seconds, rel=0.15), phase
+        else:
+            assert 0.998 * found.fast[phase] <= seconds <= 1.002 * found.slow[phase], phase
 
 
 @pytest.mark.parametrize(("config", "size", "gpu", "measured"), HELD_OUT)
 def test_phases_of_other_runs_are_estimated_within_25_percent(config: PPO, size: Any, gpu: Gpu, measured: dict[str, float]) -> None:
     found = phases(config, arrange(config.placed, config.together), sizes(config, size), gpu)
-    assert {name: found[name] for name in measured} == pytest.approx(measured, rel=0.25, abs=0.1)
+    long = {name: seconds for name, seconds in measured.items() if seconds >= 0.5}
+    assert {name: found[name] for name in long} == pytest.approx(long, rel=0.25)
+    short = {name: seconds for name, seconds in measured.items() if seconds < 0.5}
+    assert {name: found[name] for name in short} == pytest.approx(short, abs=0.065)
 
 
 @pytest.mark.parametrize(("config", "gpu", "seconds"), [(config, gpu, seconds) for config, gpu, _, seconds in NOT_FITTED])
@@ -184,7 +191,7 @@ def test_operations_are_those_of_the_experts_that_a_token_meets() -> None:
     layout, long = arrange(ALL_FOUR.placed, ALL_FOUR.together), ALL_FOUR.model_copy(update={"micro_train_tokens": 32768})
     all_met = phases(long, layout, sizes(long, EXPERTS._replace(active=EXPERTS.parameters)), Gpu())
     some_met = phases(long, layout, sizes(long, EXPERTS), Gpu())
-    assert all_met["train"] / some_met["train"] == pytest.approx(10, rel=0.1) and some_met["generate"] < all_met["generate"]
+    assert all_met["train"] / some_met["train"] == pytest.approx(10, rel=0.01) and some_met["generate"] < all_met["generate"]
 
 
 def test_groups_in_fractions_fill_one_gpu_after_the_other() -> None:
@@ -195,11 +202,10 @@ def test_groups_in_fractions_fill_one_gpu_after_the_other() -> None:
 
 def test_passes_as_short_as_a_document_wait_for_the_host() -> None:
     tokens = (1024, 2048, 8192, 16384)
-    fast, slow = ({n: seconds_of_pass(SMALL_MODEL, Pass(n, 0.0), 0, True, H200, 600, at) for n in tokens} for at in (FAST, SLOW))
+    found = {n: seconds_of_pass(SMALL_MODEL, Pass(n, 0.0), 0, True, H200, 600) for n in tokens}
     measured = {1024: 0.0954, 2048: 0.0981, 8192: 0.158, 16384: 0.295}  # on an H200; tests/benchmarks/README.md
-    assert all(0.95 * fast[n] <= seconds <= 1.05 * slow[n] for n, seconds in measured.items())
-    again = seconds_of_pass(SMALL_MODEL, Pass(16384, 1.0), 0, True, H200, 600, FAST)
-    assert again == pytest.approx(4 / 3 * fast[16384])
+    assert found == pytest.approx(measured, rel=0.05)
+    assert seconds_of_pass(SMALL_MODEL, Pass(16384, 1.0), 0, True, H200, 600) == pytest.approx(4 / 3 * found[16384])
 
 
 def test_answers_that_an_engine_has_no_room_for_come_after_the_others() -> None:
