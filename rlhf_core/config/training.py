@@ -71,7 +71,7 @@ class Optimised(Gated, ZeroFields):
     zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], NotInDigest] = Field(
         "auto",
         description="0: plain torch, one rank (of ppo: one of actor and of critic); 1-3: DeepSpeed ZeRO; auto: 0 on one rank, on several "
-        "the lowest that fits their GPUs, of ppo without GPUs 3",
+        "the lowest that fits their GPUs; 3 with param_offload or zero_hpz, and of ppo without GPUs",
     )
     sequence_parallel_size: Annotated[Positive, NotInDigest] = Field(
         1,

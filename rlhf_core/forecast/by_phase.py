@@ -35,11 +35,12 @@ class Phase(NamedTuple):
 
 
 class _Host(NamedTuple):
-    """Bytes of host memory of one process: always, and besides while it loads and saves."""
+    """Bytes of host memory of one process: always, and besides while it loads, saves, and loads a reference that scores once."""
 
     still: float
     loading: float = 0.0
     saving: float = 0.0
+    scoring: float = 0.0
 
 
 def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, Phase]:
@@ -63,6 +64,8 @@ def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) 
     of a node with as many ranks as the recipe says."""
     how, ranks = training_of(config, zero_stage, gpu.memory), config.ranks.num_ranks_per_node
     host = _trained_on_host(size, how, KINDS[config.stage].has_vocabulary, gpu)
+    if getattr(config, "reference", None) is not None:
+        host = host._replace(scoring=_loaded(size, size.parameters, how.ranks if zero_stage == 3 else 1, gpu))
     found = _phases(training_phases(config, size, zero_stage, gpu.memory), [host])
     return _exported({phase: each._replace(host=ranks * each.host) for phase, each in found.items()}, size)
 
@@ -70,7 +73,11 @@ def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) 
 def _phases(on_gpu: Mapping[str, float], processes: list[_Host]) -> dict[str, Phase]:
     """The phases of a GPU with these processes."""
     count, still = len(processes), sum(each.still for each in processes)
-    besides = {"load": sum(each.loading for each in processes), "save": sum(each.saving for each in processes)}
+    besides = {
+        "load": sum(each.loading for each in processes),
+        "score": sum(each.scoring for each in processes),
+        "save": sum(each.saving for each in processes),
+    }
     started = {"start-up": Phase(CONTEXT * count, PROCESS * count)}
     return started | {phase: Phase(held, still + besides.get(phase, 0.0)) for phase, held in on_gpu.items()}
 

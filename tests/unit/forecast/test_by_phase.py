@@ -146,5 +146,7 @@ def test_the_reference_of_dpo_is_cut_as_the_code_cuts_it() -> None:
     assert score(2, reference="other") - score(2) == pytest.approx(weights), "the model itself scores where none is named"
     assert score(2, reference="other") - score(3, reference="other") == pytest.approx(weights * 7 / 8 - FETCHED)
     assert score(3, loss="simpo") == 0.0 < score(3)
+    on_host = [training_by_phase(DPO.model_validate(fields | {"reference": name}), BIG, 2, H100) for name in ("other", None)]
+    assert on_host[0]["score"].host - on_host[1]["score"].host == 8 * 2 * BIG.parameters, "read by each rank"
     kto = KTO.model_validate(fields | {"reference": "other"})
     assert training_phases(kto, LARGE_MODEL, 3, H100.memory)["score"] < training_phases(kto, LARGE_MODEL, 2, H100.memory)["score"]
